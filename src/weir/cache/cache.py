@@ -1,7 +1,7 @@
 """`StreamingCache`: a transformers `Cache` that holds a policy's slots and no more.
 
-Between transformers, people and the layers: it checks what it is given, and has a `LayerStack`
-that holds the slots. Knows nothing about pools, nor how a call goes through the layers.
+The interface of transformers and of users to the layers: it checks arguments, and its `LayerStack`
+holds the slots. Knows nothing about pools, nor how a call goes through the layers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ASSISTED = (
     "assisted and prompt-lookup decoding take back tokens, which a StreamingCache cannot; "
     "generate without assistant_model and prompt_lookup_num_tokens"
 )
-"""Why decoding with an assistant is refused, wherever it is asked for."""
+"""The error for decoding with an assistant."""
 
 Positions = Literal["rolling", "original"]
 Prefill = Literal["chunked", "full"]
@@ -52,51 +52,51 @@ Failures = Literal["raise", "keep"]
 
 
 class StreamingCache(Cache):
-    """A KV cache of fixed size for streams without end.
+    """A KV cache of fixed size for endless streams.
 
     Pass it to `model.generate(..., past_key_values=cache)` or `model(..., past_key_values=cache)`.
     Several turns may use one cache: pass the whole conversation again, or only what is new together
     with an attention mask as long as everything so far.
 
     Each row of a batch is a stream of its own. Rows can be taken out, put in and emptied while the
-    others go on (`take_row`, `put_row`, `reset_row`), and where the keys of one are no numbers, or
-    a token of one is out of range, only that row's tokens are taken back.
+    others go on (`take_row`, `put_row`, `reset_row`), and if the keys of one are not finite, or a
+    token of one is out of range, only that row's tokens are undone.
 
     Args:
-        model: the causal language model it is for.
+        model: the causal language model that the cache serves.
         policy: a pipe, `"sink(4) | recent(252)"`, or a named policy, `"h2o(budget=256)"`; where
             neither this nor `slots` is given, the `weir.toml` in the model's folder, or else
             `"weir(budget=256)"`.
-        chunk: tokens that are taken in before the pipe folds them, 64 unless a policy file was
+        chunk: tokens that are appended before the pipe folds them, 64 unless a policy file was
             measured with another number; the slab has `chunk` slots more
-            than the policy. With 1, StreamingLLM to the letter.
-        seed: of all random draws of the policy; that of sampling is `torch.manual_seed`'s, or a
-            `Stream`'s own.
-        positions: `"rolling"`: positions inside the cache (StreamingLLM, section 3.2), for streams
-            without end. `"original"`: keys stay where they were said, for streams within the
+            than the policy. With 1, StreamingLLM exactly.
+        seed: the seed of the policy's random draws; set that of sampling with `torch.manual_seed`,
+            or in a `Stream`.
+        positions: `"rolling"`: positions inside the cache (StreamingLLM, section 3.2), for endless
+            streams. `"original"`: keys keep their places in the stream, for streams within the
             model's window.
         prefill: `"chunked"`: a prompt is fed through the tail like everything else, so it never
             takes more than the slab. `"full"`: the papers' protocol; the first call attends to all
             of its tokens exactly and folds them once. That holds the keys and values of the whole
             prompt in one layer at a time, and time that grows with its square.
         origin: the place in the stream of the first token.
-        batch: how many rows there are, empty at first, their slots made at once; None for as many
-            as are fed first.
-        slots: how the slots of the policy's middle are held: `"exact"` as the model computes,
+        batch: number of rows, empty at first, with their slots allocated at once; None for as many
+            as the first call feeds.
+        slots: the format of the slots of the policy's middle: `"exact"` as the model computes,
             `"int8"` or `"fp8"` in 8 bits, `"k8v4"` with values in 4; None as the policy says. The
             first and the newest tokens stay exact. It is the same as the policy
-            `"quantized(POLICY, slots=int8)"`, which can say more; a policy that has a word for it,
-            as the default has, is given it there: `"weir(budget=256, slots=exact)"`. One that says
-            by itself how its slots are held takes no other word.
-        failures: what becomes of a row whose tokens are refused while the others go on: `"raise"`
-            an error at the end of the call, or `"keep"` it in `failed`, and let the call answer.
+            `"quantized(POLICY, slots=int8)"`, which has more options; a policy with an option
+            `slots`, as the default has, gets it there: `"weir(budget=256, slots=exact)"`. A policy
+            that already sets the format takes no other.
+        failures: what to do if a row's tokens are refused while the others go on: `"raise"` an
+            error at the end of the call, or `"keep"` it in `failed` and let the call return.
 
     Attributes:
-        on_fold: called after each forward in which rows folded, with what folded; None to listen no
-            longer. Everything is as it is to stay by then, so rows may be looked at, taken and put;
-            what it raises comes out of the call.
+        on_fold: function called with `Folded` after each forward in which rows folded; None for
+            none. The forward is complete by then, so rows may be read, taken and put. An error
+            that it raises comes out of the call.
         failed: by row, why its tokens of the last forward were refused, with `failures="keep"`.
-        plans: of each layer its pipe and the sizes of its slots, known before there are any.
+        plans: the pipe of each layer and the sizes of its slots, known before any is allocated.
 
     Raises:
         WeirError: the model cannot be served, an argument makes no sense, or the slots do not fit
@@ -157,12 +157,12 @@ class StreamingCache(Cache):
         self._batch = batch
         self.reset()
 
-    # --- what transformers asks of a cache
+    # --- the cache interface of transformers
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Pass new keys and values on to weir's attention, marked; nothing is stored yet.
+        """Mark new keys for weir's attention and pass them on; nothing is stored yet.
 
         Raises:
             WeirError: the call did not come through the model this cache was made for.
@@ -178,11 +178,11 @@ class StreamingCache(Cache):
         return key_states, value_states
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StreamingCache:
-        """A cache of the same model that goes on from here alone: one prompt, many answers."""
+        """Copy the cache, for the same model: one prompt, many answers."""
         model = self._model()
         if model is None:
             raise WeirError("the model of this cache is gone")
-        # Copied together with its model, it is a cache of the copy.
+        # If the model is copied along, the new cache serves the copied model.
         made = StreamingCache(
             memo.get(id(model), model), self.policy, seed=self.seed, **self.made_with
         )
@@ -193,7 +193,7 @@ class StreamingCache(Cache):
         """Forget everything; the next call starts a new stream in each row.
 
         Raises:
-            WeirError: it is narrowed to some of its rows (`only`).
+            WeirError: the cache is narrowed to some of its rows (`only`).
         """
         self.stack.check_wide()
         self.stack.reset()
@@ -202,12 +202,12 @@ class StreamingCache(Cache):
 
     @property
     def rows(self) -> Rows:
-        """How far each row of the batch has come."""
+        """The progress of each row of the batch."""
         return self.stack.rows
 
     @property
     def broken(self) -> bool:
-        """Whether a call was interrupted while it folded."""
+        """Whether a call was interrupted during a fold."""
         return self.stack.broken
 
     @property
@@ -230,36 +230,36 @@ class StreamingCache(Cache):
         self._on_fold = listener
 
     def detach(self) -> None:
-        """Take weir out of the model; the cache cannot be used any more."""
+        """Remove weir's hooks from the model; the cache cannot be used any more."""
         detach(self)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns fed so far, padding too; `generate` feeds what comes after them."""
+        """Return the columns fed so far, including padding; `generate` feeds those after them."""
         return self.rows.columns
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Sizes for a mask nobody reads: (query_length, 0)."""
+        """Return (query_length, 0), sizes for a mask that is never read."""
         return query_length, 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Columns fed so far."""
+        """Return the columns fed so far."""
         return self.rows.columns
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """No limit on what can be fed: -1."""
+        """Return -1: the number of tokens has no limit."""
         return -1
 
     def __len__(self) -> int:
-        """Layers of the model, as for every cache of transformers."""
+        """Return the number of layers, as every cache of transformers does."""
         return len(self.stack)
 
     def __bool__(self) -> bool:
-        """True, from the first token on and before; but see `models.DROPPING`."""
+        """Return True, also before the first token; but see `models.DROPPING`."""
         return self._kind not in DROPPING
 
     @property
     def is_compileable(self) -> bool:
-        """False: `generate` is not to compile the forward."""
+        """False: `generate` must not compile the forward."""
         return False
 
     @property
@@ -274,13 +274,13 @@ class StreamingCache(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        """False: tokens that were folded cannot be taken back."""
+        """False: folded tokens cannot be removed."""
         return False
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: tokens that were folded cannot be taken back.
+        """Refuse to crop: folded tokens cannot be removed.
 
-        An older transformers finds out here that an assistant needs it, after a first forward.
+        Older versions of transformers call this for an assistant, after a first forward.
 
         Raises:
             WeirError: always.
@@ -290,7 +290,7 @@ class StreamingCache(Cache):
         )
 
     def activate_past_recording(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: assisted and prompt-lookup decoding take tokens back.
+        """Refuse assisted and prompt-lookup decoding, which remove tokens.
 
         Raises:
             WeirError: always.
@@ -298,7 +298,7 @@ class StreamingCache(Cache):
         raise WeirError(ASSISTED)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Rows change places, as beam search asks after each step; `beam_idx` [batch]."""
+        """Reorder the rows by `beam_idx` [batch], for beam search."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -320,10 +320,10 @@ class StreamingCache(Cache):
         self.stack.select(wanted)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times.
+        """Repeat every row `repeats` times.
 
         Raises:
-            WeirError: that is less than once.
+            WeirError: `repeats` is below 1.
         """
         if not fits(repeats, int) or repeats < 1:
             raise WeirError(f"rows are repeated once or more, not {quote(repeats)} times")
@@ -331,7 +331,7 @@ class StreamingCache(Cache):
             self.batch_select_indices(torch.arange(self.rows.batch).repeat_interleave(repeats))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refused: the model would have to go along.
+        """Refuse to pickle: the model would have to be pickled too.
 
         Raises:
             WeirError: always.
@@ -341,13 +341,13 @@ class StreamingCache(Cache):
             "one, and weir.Stream saves to a file"
         )
 
-    # --- what people, the stream and the command line ask
+    # --- for users, the stream and the command line
 
     def __repr__(self) -> str:
         return f"<weir.StreamingCache {self.summary()}>"
 
     def summary(self) -> str:
-        """One line: the policy, the chunk, tokens seen (of each row) and bytes."""
+        """Return one line: the policy, the chunk, tokens seen (of each row) and bytes."""
         seen = " and ".join(f"{n:,}" for n in self.seen[:4]) or "0"
         more = f" and {len(self.seen) - 4} rows more" if len(self.seen) > 4 else ""
         policy = shorten(" ".join(str(self.policy).split()))
@@ -381,7 +381,7 @@ class StreamingCache(Cache):
         return [layer.spec.pipe.slots for layer in self.stack]
 
     def slots(self, layer: int = 0) -> Contents:
-        """What one layer holds now.
+        """Return a copy of one layer's slots.
 
         Raises:
             WeirError: there is no such layer, or nothing was fed yet.
@@ -395,7 +395,7 @@ class StreamingCache(Cache):
         return contents_of(self.stack[layer], self.rows.waiting)
 
     def holding(self, row: int = 0) -> Holding:
-        """Which tokens of a row are still held, by whom, in all layers.
+        """Return which tokens of a row are still held, and by which pools, in all layers.
 
         Raises:
             WeirError: nothing was fed yet, or there is no such row.
@@ -407,7 +407,7 @@ class StreamingCache(Cache):
         )
 
     def report(self, row: int = 0) -> dict[str, Any]:
-        """Bytes, tokens seen, and per layer its bytes and the slots that one row holds.
+        """Report bytes, tokens seen, and per layer its bytes and the slots of one row.
 
         "slots" has them by pool, with the tokens that wait for the next fold as "new"; "held" is
         their sum.
@@ -425,7 +425,7 @@ class StreamingCache(Cache):
 
     @property
     def made_with(self) -> dict[str, Any]:
-        """What it was made with beside the model, the policy and the seed."""
+        """The arguments of the cache beside model, policy and seed."""
         return {
             "chunk": self.chunk,
             "positions": self.positions,
@@ -433,11 +433,11 @@ class StreamingCache(Cache):
             "origin": self.origin,
         }
 
-    # --- rows that come and go
+    # --- rows
 
     @property
     def kind(self) -> dict[str, Any]:
-        """What a cache must have in common with this one to go on with its rows (`RowState`)."""
+        """Properties that another cache must share to continue this one's rows (`RowState`)."""
         facts = self.attachment.facts
         return {
             "policy": str(self.policy),
@@ -448,13 +448,13 @@ class StreamingCache(Cache):
             "model": {
                 "kind": facts.kind,
                 "layers": len(self.stack),
-                "heads": [_written(plan.heads) for plan in self.stack.plans_now],
+                "heads": [_describe_heads(plan.heads) for plan in self.stack.plans_now],
             },
             "weights": weights_of(facts.decoder, facts.config),
         }
 
     def take_row(self, row: int) -> RowState:
-        """The whole state of a row, to be put into this cache or another; the row stays as it is.
+        """Copy the complete state of a row, to put into this cache or another.
 
         Raises:
             WeirError: there is no such row.
@@ -464,15 +464,15 @@ class StreamingCache(Cache):
         return self.stack.take(row, self.kind)
 
     def put_row(self, row: int, state: RowState, *, check: bool = True) -> None:
-        """Put a row in the place of another, to go on as it would have where it was taken.
+        """Overwrite a row with a state, to continue exactly as where it was taken.
 
         Args:
-            row: which row; of a cache that nothing was fed to, row 0 makes it a cache of one row.
+            row: the row; in an empty cache, row 0 makes it a cache of one row.
             state: from `take_row` of any cache of the same model, policy, chunk, positions and
                 origin.
-            check: whether all its numbers are looked at, which takes longer than to put it. Who has
-                it from `take_row`, and knows that nobody changed it since, needs that not; of what
-                cache it is is looked at all the same.
+            check: whether to check all numbers, which takes longer than to put the row. It is not
+                needed for a state from `take_row` that has not been changed since; the kind of
+                its cache is always checked.
 
         Raises:
             WeirError: there is no such row, or the state is of another model, policy, chunk or
@@ -492,7 +492,7 @@ class StreamingCache(Cache):
         self.stack.put(row, state)
 
     def take_rows(self) -> list[RowState]:
-        """The whole state of every row; none before the first token."""
+        """Copy the complete state of every row; none before the first token."""
         self._check_whole()
         if self.rows.batch is None or not self.stack.is_open:
             return []
@@ -500,10 +500,10 @@ class StreamingCache(Cache):
         return [self.stack.take(row, kind) for row in range(self.rows.batch)]
 
     def put_rows(self, states: Iterable[RowState]) -> None:
-        """Take over rows of another cache in place of all of its own.
+        """Replace all rows by rows of another cache.
 
         Raises:
-            WeirError: as `put_row`, or what is given are no states; the rows are as they were.
+            WeirError: as for `put_row`, or `states` is no list of states; the rows are unchanged.
         """
         given = list(states) if isinstance(states, Iterable) else states
         if not isinstance(given, list):
@@ -521,10 +521,10 @@ class StreamingCache(Cache):
         self.stack.rows = replace(self.rows, columns=columns)
 
     def _check(self, states: list[RowState]) -> None:
-        """Refuse states that are not of rows of such a cache.
+        """Refuse states that no row of this cache can have.
 
         Raises:
-            WeirError: naming what differs, or what is wrong.
+            WeirError: a state is of another kind or invalid; the error says how.
         """
         kind, plans = self.kind, self.stack.plans_now
         for state in states:
@@ -541,11 +541,11 @@ class StreamingCache(Cache):
         """Empty a row, for a new stream; the others stay as they are.
 
         Args:
-            row: which row.
-            seed: of its draws; None for the cache's.
+            row: the row.
+            seed: the seed of its draws; None for the cache's.
 
         Raises:
-            WeirError: there is no such row, or the seed is none.
+            WeirError: there is no such row, or the seed is invalid.
         """
         if seed is not None and (not fits(seed, int) or seed < 0):
             raise WeirError(f"seed must be a whole number from 0 on, not {quote(seed)}")
@@ -555,22 +555,22 @@ class StreamingCache(Cache):
 
     @property
     def marks(self) -> list[Marks]:
-        """What each row was told of its stream (`mark`)."""
+        """The marks of each row (`mark`)."""
         return list(self.rows.marks)
 
     def mark(self, row: int, marks: Marks) -> None:
-        """Tell a row of its stream what pools cannot see in tokens, in place of what it was told.
+        """Set the marks of a row: facts of its stream that pools cannot see in tokens.
 
-        The pools `beginning` and `header` go by it, from the next fold on; for all others it does
-        not matter. Marks go along where the row goes.
+        The pools `beginning` and `header` read them from the next fold on; others ignore them.
+        Marks stay with the row when it is taken and put.
 
         Args:
-            row: which row; 0 of a cache that has none yet makes it a cache of one row.
-            marks: of its stream.
+            row: the row; in an empty cache, row 0 makes it a cache of one row.
+            marks: the new marks.
 
         Raises:
-            WeirError: there is no such row; or tokens of it were folded already, and its beginning
-                was another.
+            WeirError: there is no such row, or tokens of it have been folded with another
+                beginning.
         """
         if not isinstance(marks, Marks):
             raise WeirError(f"a row is told weir.pools.Marks, not {quote(marks)}")
@@ -587,17 +587,18 @@ class StreamingCache(Cache):
         self.stack.rows = self.rows.marked(row, marks)
 
     def only(self, start: int, stop: int) -> AbstractContextManager[None]:
-        """While it lasts, the rows `start` to `stop` are all that this cache has, from 0 on.
+        """Narrow the cache to the rows `start` to `stop` within the context, numbered from 0.
 
             with cache.only(2, 3):  # a prompt for row 2, and nothing is computed for the others
                 model(prompt, past_key_values=cache)
 
         Args:
-            start: the first of them.
-            stop: behind the last of them.
+            start: the first row.
+            stop: the row after the last.
 
         Raises:
-            WeirError: there are no such rows, it is narrowed already, or the policy has no limit.
+            WeirError: there are no such rows, the cache is already narrowed, or the policy has no
+                limit.
         """
         self._check_whole()
         self.stack.check_row(start)
@@ -605,13 +606,13 @@ class StreamingCache(Cache):
         return self.stack.narrow(start, stop)
 
     def _open(self, batch: int) -> None:
-        """Make the slots of so many empty rows."""
+        """Allocate the slots of `batch` empty rows."""
         check_memory(self.plans, self.policy, batch, self._device)
         devices = [self._device_of(layer) for layer in range(len(self.plans))]
         self.stack.open([self.seed] * batch, devices)
 
     def _device_of(self, layer: int) -> torch.device:
-        """Where the keys of a layer come to be."""
+        """Return the device of a layer's keys."""
         model = self._model()
         placed = getattr(model, "hf_device_map", None)
         if model is None or not placed:
@@ -632,10 +633,10 @@ class StreamingCache(Cache):
                 "saved session"
             )
 
-    # --- what the hooks of the model ask
+    # --- for the hooks of the model
 
     def begin(self, given: dict[str, Any], without: tuple[int, ...] = ()) -> Forward:
-        """A forward begins; `given` are the decoder's arguments by name.
+        """Begin a forward; `given` are the decoder's arguments by name.
 
         Raises:
             WeirError: the forward does not continue this stream.
@@ -660,7 +661,7 @@ class StreamingCache(Cache):
         return Forward(self.stack, given, begun, self._rotaries, self.begin, without)
 
     def end(self) -> None:
-        """A forward has ended.
+        """End a forward: call `on_fold`, and raise for refused rows.
 
         Raises:
             WeirError: tokens of a row were refused; the other rows went on.
@@ -670,24 +671,24 @@ class StreamingCache(Cache):
         if folded is not None and self.on_fold is not None:
             self.on_fold(folded)
         if stack.failed and self.failures == "raise":
-            # An error that is raised knows this frame: held here, it would keep the cache alive.
+            # A raised error references this frame: kept here, it would keep the cache alive.
             failed, stack.failed = stack.failed, {}
             raise failed[min(failed)]
 
 
 def _check_states(states: list[RowState]) -> None:
-    """Refuse what did not come from `take_row`.
+    """Refuse values that are no row states.
 
     Raises:
-        WeirError: the first that did not.
+        WeirError: names the first such value.
     """
     for state in states:
         if not isinstance(state, RowState):
             raise WeirError(f"a row's state is what take_row gives, not {quote(state)}")
 
 
-def _written(heads: Heads) -> list[int | str]:
-    """The sizes of a layer's heads, as JSON can hold them."""
+def _describe_heads(heads: Heads) -> list[int | str]:
+    """Return the sizes of a layer's heads, as JSON."""
     sizes = [heads.kv_heads, heads.group, heads.key_dim, heads.value_dim]
     return [*sizes, str(heads.dtype).removeprefix("torch.")]
 

@@ -1,4 +1,4 @@
-"""Whether a model is the one that a policy was measured on."""
+"""Checks before a cache is made: the policy's model, free memory, and the model's window."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from weir.policies import Policy
 def check_origin(policy: Policy, model: PreTrainedModel) -> None:
     """Refuse a policy that was measured on another model.
 
-    In another dtype, of fewer bits and shared out the numbers of the weights are others, and on the
-    device `meta` there are none: then shape and vocabulary have to do.
+    Weights differ by number in another dtype, quantized or sharded, and the device `meta` has none:
+    then only type, shape and vocabulary are compared.
 
     Raises:
-        WeirError: naming what differs.
+        WeirError: the models differ; the error says in what.
     """
     origin = policy.origin
     if origin is None:
@@ -32,8 +32,8 @@ def check_origin(policy: Policy, model: PreTrainedModel) -> None:
     mine, theirs = fingerprint(model), origin.model
     compared = {"kind", "layers", "width", "vocabulary"}
     numbers = all(
-        it.device.type != "meta" and not is_traceable_wrapper_subclass(it)
-        for it in model.parameters()
+        weight.device.type != "meta" and not is_traceable_wrapper_subclass(weight)
+        for weight in model.parameters()
     )
     if numbers and mine["dtype"] == theirs["dtype"]:
         compared.add("weights")
@@ -53,19 +53,19 @@ def _bare(value: object) -> str:
 def check_memory(
     plans: Sequence[LayerPlan], policy: Policy, batch: int, device: torch.device
 ) -> None:
-    """Refuse slots that do not fit.
+    """Refuse slots that do not fit into memory.
 
     Args:
         plans: every layer.
-        policy: theirs, for the sentence.
+        policy: the policy, for the error.
         batch: rows.
-        device: where the slots are to be.
+        device: the device of the slots.
 
     Raises:
-        WeirError: they take more bytes than are free.
+        WeirError: the slots take more bytes than are free.
     """
     if any(plan.spec.pipe.slots is None for plan in plans):
-        return  # it grows, and nobody knows how far
+        return  # it grows without a limit
     needed = sum(plan.slab.nbytes(batch) for plan in plans)
     free = free_memory(device)
     if free is not None and needed > free:
@@ -80,13 +80,13 @@ PACKAGE = __name__.partition(".")[0]
 
 
 def describe_window_excess(model: PreTrainedModel, policy: Policy, chunk: int) -> str | None:
-    """A sentence on a policy whose slots and chunk exceed the model's window; None where they fit.
+    """Describe by how much a policy's slots and chunk exceed the model's window; None if they fit.
 
-    Positions are those in the cache. A policy without a limit is passed over: who takes one knows.
+    Positions are those in the cache. A policy without a limit is not checked.
 
     Args:
         model: the model.
-        policy: of a cache of it; one that caches nothing holds nothing.
+        policy: the policy of a cache of the model.
         chunk: tokens between two folds.
     """
     window = window_of(model.config)
@@ -105,13 +105,13 @@ def describe_window_excess(model: PreTrainedModel, policy: Policy, chunk: int) -
 
 def warn_of_window(model: PreTrainedModel, policy: Policy, chunk: int) -> None:
     """Warn if a policy exceeds the model's window (`describe_window_excess`), once per caller."""
-    told = describe_window_excess(model, policy, chunk)
-    if told is not None:
-        warnings.warn(f"weir: {told}", stacklevel=_callers())
+    excess = describe_window_excess(model, policy, chunk)
+    if excess is not None:
+        warnings.warn(f"weir: {excess}", stacklevel=_callers())
 
 
 def _callers() -> int:
-    """How many calls up the first is that is not weir's, as `warnings.warn` counts them."""
+    """Return the stack level of the first caller outside weir, for `warnings.warn`."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and _of_weir(frame.f_globals.get("__name__")):
         frame, level = frame.f_back, level + 1
@@ -123,15 +123,15 @@ def _of_weir(module: object) -> bool:
 
 
 MOST_KEPT = 2**25 - 2**16
-"""Bytes of the largest tensor of which glibc learns that, and of its own notes beside it."""
+"""Bytes of the tensor that `keep_freed_memory` frees, below glibc's limit with its overhead."""
 
 
 @lru_cache
 def keep_freed_memory() -> None:
-    """Let the C library keep what is freed up to `MOST_KEPT` bytes at once, once in a process.
+    """Let glibc keep freed blocks of up to `MOST_KEPT` bytes for reuse; acts once in a process.
 
-    Nothing is written to the tensor, so it takes no memory. Twice as much may stay with a process
-    that has no use for it any more, as in every one that has freed something so large. Other
-    libraries than glibc, and devices, do as they did.
+    glibc raises its threshold when so large a tensor is freed. Nothing is written to the tensor, so
+    it takes no memory. Up to twice as much freed memory may stay with the process, as in any that
+    has freed so large a block. Other C libraries and devices are not affected.
     """
     torch.empty(MOST_KEPT, dtype=torch.uint8, device="cpu")

@@ -1,6 +1,6 @@
-"""The policy of a cache where nobody names one: what was measured on the model, if it lies with it.
+"""Default policy of a cache: the policy file in the model's folder, if there is one.
 
-`weir calibrate --out MODEL/weir.toml` puts it there. Knows nothing about how policies are measured.
+`weir calibrate --out MODEL/weir.toml` writes it. Knows nothing about how policies are measured.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from weir.models import sidecar_path
 from weir.policies import Layered, Policy, parse_policy, with_slots
 
 DEFAULT = "weir(budget=256)"
-"""The policy where nothing is said and nothing was measured."""
+"""The policy if none is given and the model's folder has no policy file."""
 FILE = "weir.toml"
-"""The policy file that is taken where it lies in a model's folder."""
+"""Name of the policy file in a model's folder."""
 BESIDE = (
     "; it lies with the model, so it is what is taken where no policy is given: mend or remove it, "
     "or give a policy"
 )
-"""What is said of one that cannot be taken."""
+"""End of the error about a policy file that cannot be used."""
 
 
 def find_model_policy(model: PreTrainedModel | str, revision: str | None = None) -> Policy | None:
-    """The policy that lies with a model; None where there is none.
+    """Find the policy in a model's folder; None if there is none.
 
     Args:
         model: the model, or its name as `weir.load` takes it.
-        revision: of a name on the Hub.
+        revision: the revision of a name on the Hub.
 
     Raises:
-        WeirError: what lies there is no policy file, or of another model. It is not passed over:
-            who put it there would not notice.
+        WeirError: the file is no policy file, or was measured on another model. It is not
+            ignored: whoever put it there would not notice.
     """
     file = sidecar_path(model, FILE, revision)
     if file is None:
@@ -44,7 +44,7 @@ def find_model_policy(model: PreTrainedModel | str, revision: str | None = None)
     except WeirError as error:
         raise WeirError(f"{error}{BESIDE}") from None
     if isinstance(found, Layered) and found.origin is not None:
-        # Whoever finds later that it is of another model, with the weights or without, says so too.
+        # Later checks of the policy's model end their error with this too.
         found = replace(found, origin=replace(found.origin, told=BESIDE))
     if not isinstance(model, str):
         check_origin(found, model)
@@ -54,13 +54,13 @@ def find_model_policy(model: PreTrainedModel | str, revision: str | None = None)
 def choose_policy(
     model: PreTrainedModel, policy: str | Policy | None, slots: str | None = None
 ) -> Policy:
-    """The policy that is asked for, or the one to take where none is.
+    """Return the given policy, or the default one.
 
     Args:
         model: the model it is for.
-        policy: what was asked for; None for what lies with the model, or else `DEFAULT`.
-        slots: how its slots are held; said without a policy, they are those of `DEFAULT`, and
-            what lies with the model is not looked at.
+        policy: the given policy; None for that in the model's folder, or else `DEFAULT`.
+        slots: the format of its slots; without a policy it applies to `DEFAULT`, and the
+            model's folder is not searched.
 
     Raises:
         WeirError: as for `parse_policy`, `with_slots` and `find_model_policy`.

@@ -1,8 +1,8 @@
-"""One call of the model under way, through all layers: begun, attended, and finished or undone.
+"""One call of the model through all layers: begun, attended, and finished or undone.
 
-Between the hooks, which know the model, and the layers, which know slots. What a call changes is
-changed for good when it has finished; a call that failed never happened. Where keys of some rows
-are no numbers, the call is finished, or made again, without these rows.
+Between the hooks, which know the model, and the layers, which know slots. A call takes effect when
+it has finished; a call that fails leaves no trace. If keys of some rows are not finite, the call is
+finished, or repeated, without these rows.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Forward:
     """One call through all layers.
 
     Attributes:
-        stack: the layers and rows it goes through.
+        stack: the layers and rows of the call.
         given: the decoder's arguments by name.
-        plan: how the call is cut.
+        plan: the segments of the call.
     """
 
     def __init__(
@@ -49,28 +49,28 @@ class Forward:
         self._rotaries = rotaries
         self._without = without
 
-    # --- while it is under way: what the hooks ask
+    # --- during the call: used by the hooks
 
     def rotations(
         self, kind: str | None, width: int, device: torch.device
     ) -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines at the places of the call; see `models.hooks.Attending`."""
+        """Return cosines and sines at the places of the call; see `models.hooks.Attending`."""
         return rotation_tables(self._rotaries, kind, self.plan.positions.to(device), width)
 
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
     ) -> Tensor:
-        """One layer's attention; see `models.hooks.Attending`."""
-        its, plan = self.stack[layer], self.plan.on(queries.device)
-        if not torch.is_grad_enabled():  # to ask is cheaper than to switch what is switched already
-            return its.attend(queries, keys, values, params, plan)
+        """Compute one layer's attention; see `models.hooks.Attending`."""
+        stack_layer, plan = self.stack[layer], self.plan.on(queries.device)
+        if not torch.is_grad_enabled():  # cheaper than a second no_grad
+            return stack_layer.attend(queries, keys, values, params, plan)
         with torch.no_grad():
-            out = its.attend(queries, keys, values, params, plan)
+            out = stack_layer.attend(queries, keys, values, params, plan)
         refused: Tensor = _NoGradient.apply(out, queries, keys, values)
         return refused
 
     def step(self) -> Step | None:
-        """What stands for the cache in a compiled step; None if the call has to go as usual."""
+        """Return the cache of a compiled step; None if the call cannot be one."""
         if not self.plan.step or torch.is_grad_enabled():
             return None
         (segment,) = self.plan.segments
@@ -79,10 +79,10 @@ class Forward:
         places = segment.start if segment.drift is None else segment.start + segment.drift
         slots = []
         for layer in self.stack:
-            its = layer.decode_slots()
-            if its is None or its.keys.device != segment.device:
+            decode = layer.decode_slots()
+            if decode is None or decode.keys.device != segment.device:
                 return None
-            slots.append(its)
+            slots.append(decode)
         ends = [layer.state.ends(segment.waiting) for layer in self.stack]
         return Step(
             slots,
@@ -93,25 +93,25 @@ class Forward:
         )
 
     def commit_step(self, step: Step) -> None:
-        """The compiled step has been made."""
+        """Note that the compiled step has run."""
         (segment,) = self.plan.segments
-        # One look at all layers, and at each of them where something is amiss.
+        # One check of all layers; one a layer only if it fails.
         whole = math.isfinite(step.largest.amax().item())
-        each = [None] * len(self.stack) if whole else step.largest
-        for layer, largest in zip(self.stack, each, strict=True):
+        per_layer = [None] * len(self.stack) if whole else step.largest
+        for layer, largest in zip(self.stack, per_layer, strict=True):
             layer.commit_step(segment, largest)
 
-    # --- its end
+    # --- the end of the call
 
     def finish(self) -> Forward | None:
-        """The call has succeeded: keep what it did, and fold what is full.
+        """Finish a successful call: keep its tokens, and fold full tails.
 
         Returns:
-            The call once more, without the rows whose keys or values are not finite numbers; None
-            where there is no need.
+            The call to repeat, without the rows whose keys or values are not finite; None if there
+            is nothing to repeat.
 
         Raises:
-            NotFiniteError: those of no row are; the call never happened.
+            NotFiniteError: no row has finite keys and values; the call has been undone.
         """
         failed = self._unfinite()
         if failed and not self.plan.step:
@@ -120,25 +120,25 @@ class Forward:
         if failed:
             for layer in stack:
                 layer.undo_rows(sorted(failed))
-            failed = {row: it for row, it in failed.items() if self.plan.segments[0].counts[row]}
+            failed = {row: at for row, at in failed.items() if self.plan.segments[0].counts[row]}
             if failed and len(failed) == sum(self.plan.segments[0].counts):
                 self._undo()
-                raise self._noted(failed) from None
+                raise self._record_failures(failed) from None
         self._commit()
         stack.rows = self._begun.after.keeping(stack.rows, failed) if failed else self._begun.after
         stack.failed |= self._begun.refused
         if failed:
-            self._noted(failed)
+            self._record_failures(failed)
         return None
 
     def abandon(self, error: BaseException) -> Forward | None:
-        """The call has failed and never happened.
+        """Undo a call that failed.
 
         Returns:
-            The call once more, without the rows that are to blame; None if no row is.
+            The call to repeat, without the rows that caused the error; None if no row did.
 
         Raises:
-            NotFiniteError: no row can go on.
+            NotFiniteError: no row is left.
         """
         if isinstance(error, RowsNotFinite):
             return self._again({row: (error.layer, c) for row, c in error.columns.items()})
@@ -146,18 +146,18 @@ class Forward:
         return None
 
     def _again(self, failed: dict[int, tuple[int, int]]) -> Forward:
-        """The call without some rows, if any is left with tokens."""
+        """Return the call without the failed rows; raise if no other row has tokens."""
         self._undo()
-        error = self._noted(failed)
+        error = self._record_failures(failed)
         if self._with_tokens() <= set(failed):
             raise error from None
-        # `given` has ids that can be looked up, so rows of others would no longer be refused.
+        # Ids out of range are already replaced in `given`: begin would not refuse their rows.
         refused = self._begun.refused
         self.stack.failed |= refused
         return self._begin(self.given, (*self._without, *refused, *failed))
 
     def _with_tokens(self) -> set[int]:
-        """The rows that have a token in this call."""
+        """Return the rows that have a token in this call."""
         return {row for segment in self.plan.segments for row, n in enumerate(segment.counts) if n}
 
     def _commit(self) -> None:
@@ -177,15 +177,15 @@ class Forward:
             layer.undo()
 
     def _unfinite(self) -> dict[int, tuple[int, int]]:
-        """By row, the first layer and column that are not finite; {} where all is well."""
+        """Find the first layer and column of each row that are not finite; {} if all are."""
         unchecked = [t for layer in self.stack for t in layer.unchecked]
         if not unchecked:
             return {}
-        # One look at all of them, since a look means waiting for an accelerator.
+        # One check for all of them, since a check waits for the accelerator.
         device = unchecked[0].device
         whole = torch.cat([t.detach().flatten().to(device) for t in unchecked])
         if device.type == "cpu" and whole.is_floating_point():
-            # The least and the greatest tell, for less: NaN makes NaN of both.
+            # The minimum and the maximum are enough, and cheaper: NaN makes both NaN.
             fine = all(map(math.isfinite, whole.aminmax()))
         else:
             fine = bool((whole if whole.dtype == torch.bool else whole.isfinite()).all())
@@ -197,15 +197,15 @@ class Forward:
                 found.setdefault(row, (index, column))
         return found
 
-    def _noted(self, failed: dict[int, tuple[int, int]]) -> WeirError:
-        """Tell the cache which rows failed; what is to be said of the first, to be raised."""
+    def _record_failures(self, failed: dict[int, tuple[int, int]]) -> WeirError:
+        """Record in the cache which rows failed; returns the first row's error, to be raised."""
         others = bool(self._with_tokens() - set(failed))
         for row, (layer, column) in failed.items():
-            self.stack.failed[row] = self._refusal(row, layer, column, others=others)
-        # Not the one that the cache holds: raised, it would hold the cache in turn.
-        return self._refusal(min(failed), *failed[min(failed)])
+            self.stack.failed[row] = self._make_error(row, layer, column, others=others)
+        # A new error: one that the cache holds would, once raised, keep the cache alive.
+        return self._make_error(min(failed), *failed[min(failed)])
 
-    def _refusal(
+    def _make_error(
         self, row: int, layer: int, column: int, *, others: bool = False
     ) -> NotFiniteError:
         ids = self.given.get("input_ids")
@@ -217,16 +217,16 @@ class Forward:
 
 
 class _NoGradient(torch.autograd.Function):
-    """Attention through slots that were written in place: there is no way back through it."""
+    """Refusal of gradients through attention, whose slots are written in place."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, *given: Tensor) -> Tensor:
-        """`out` as it is, but that a gradient would have to come through here."""
+        """Return `out` unchanged, so that its gradient would pass through `backward`."""
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Refused.
+        """Refuse the gradient.
 
         Raises:
             WeirError: always.
@@ -238,7 +238,7 @@ class _NoGradient(torch.autograd.Function):
 
 
 class Step(Cache):
-    """What a compiled forward of one token of each row meets in place of the cache.
+    """The cache in a compiled forward of one token a row.
 
     Attributes:
         slots: by layer.
@@ -246,9 +246,8 @@ class Step(Cache):
         waiting: tokens in each row's tail before it [batch], int64.
         positions: each row's place in the stream [batch or 1, 1], int64.
         rotaries: the rotary embedding of each type of layers that has one.
-        largest: what is written there: the largest absolute key or value of each layer and row
-            [layers, batch], float32.
-        forms: how each layer attends, by layer; written while the step is traced.
+        largest: output; the largest absolute key or value of each layer and row [layers, batch],
+            float32.
     """
 
     def __init__(
@@ -269,8 +268,8 @@ class Step(Cache):
 
     @property
     def sizes(self) -> tuple[Hashable, ...]:
-        """What each layer holds, of which shapes and types: each has a graph of its own."""
-        return tuple(its.sizes for its in self.slots)
+        """The key of each layer's slots: shapes and types, each with a graph of its own."""
+        return tuple(layer.sizes for layer in self.slots)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -279,24 +278,24 @@ class Step(Cache):
         return (self, layer_idx, key_states), value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Nothing: positions come from weir."""
+        """Return 0: positions come from weir."""
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Sizes for a mask nobody reads."""
+        """Return sizes for a mask that is never read."""
         return query_length, 0
 
     def rotations(
         self, kind: str | None, width: int, device: torch.device
     ) -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines at the rows' places; see `models.hooks.Attending`."""
+        """Return cosines and sines at the rows' places; see `models.hooks.Attending`."""
         made = rotation_tables(self.rotaries, kind, self.positions, width)
-        # Once: the compiler would work them out anew for each head of each layer.
+        # Materialized, or the compiler would compute them again for each head of each layer.
         return None if made is None else (materialize(made[0]), materialize(made[1]))
 
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
     ) -> Tensor:
-        """One layer's attention, for one token of each row; see `models.hooks.Attending`."""
+        """Compute one layer's attention for one token a row; see `models.hooks.Attending`."""
         rows = self.ends[layer], self.waiting, self.largest[layer]
         return self.slots[layer].attend(queries, keys, values, params, *rows)

@@ -1,8 +1,8 @@
-"""`generate()` of transformers in a cache of weir, asked for by name: `custom_generate=generate`.
+"""transformers' `generate()` with a cache of weir: `custom_generate=weir.generate`.
 
-transformers prepares all that it would prepare for its own decoding and then calls this, which puts
-a cache of weir in the place of the one it made and hands back to transformers' decoding. Knows
-nothing about how tokens are chosen.
+transformers prepares its inputs as for its own decoding and then calls `generate`, which puts a
+cache of weir in place of the prepared one and calls transformers' decoding. Knows nothing about
+sampling.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _DECODING = {
     GenerationMode.BEAM_SEARCH: "_beam_search",
     GenerationMode.BEAM_SAMPLE: "_beam_search",
 }
-"""Which method of a model decodes, as `model.generate` would choose it."""
+"""The method of a model that decodes in each mode, as `model.generate` would choose it."""
 PREPARED = {"logits_processor", "stopping_criteria"}
-"""Both are handed over by transformers; who calls by hand has no reason to give both."""
+"""Arguments that only transformers passes together; without them the call is a direct one."""
 
 
 def generate(
@@ -47,30 +47,30 @@ def generate(
 ) -> Any:
     """Decode as `model.generate` does, in a cache of fixed size.
 
-    Meant for transformers to call:
-    `model.generate(**inputs, custom_generate=weir.generate, policy="h2o(256)")`. Called by hand,
+    Pass it to transformers:
+    `model.generate(**inputs, custom_generate=weir.generate, policy="h2o(256)")`. Called directly,
     `weir.generate(model, **inputs, policy="h2o(256)")`, it makes that call.
 
     Args:
         model: the model whose `generate` was called.
         input_ids: the prompt [batch, length], one row for each beam or sample, as prepared.
-        generation_config: what `generate` was asked for.
-        policy, chunk, seed, positions, prefill: of the cache, as for `StreamingCache`: the seed is
-            of what the policy draws, and not of sampling, which is `torch.manual_seed`'s.
-        prepared: what else transformers hands to its own decoding, handed on; `past_key_values`
-            is a `StreamingCache` to go on in, or an empty cache that transformers made, which is
-            left. A streamer is not among them: transformers gives none to a function, and no
-            tokenizer either, so that `stop_strings` work in a call by hand only.
+        generation_config: the options of `generate`.
+        policy, chunk, seed, positions, prefill: of the cache, as for `StreamingCache`. The seed is
+            for the policy's draws; set that of sampling with `torch.manual_seed`.
+        prepared: the other arguments of transformers' decoding, passed on. `past_key_values` is a
+            `StreamingCache` to continue, or an empty cache that transformers made, which is
+            ignored. transformers passes no streamer and no tokenizer to a function, so
+            `stop_strings` work in a direct call only.
 
     Returns:
-        What `model.generate` returns. With `return_dict_in_generate=True` the cache is in it, as
+        The result of `model.generate`. With `return_dict_in_generate=True` it has the cache as
         `past_key_values`.
 
     Raises:
-        WeirError: what comes first is no model, `input_ids` are no tensor of tokens, a streamer,
-            an assistant or `stop_strings` without a tokenizer come to a call by hand, the policy or
-            the model cannot be served, a cache is given that is not weir's or comes with a policy,
-            or the way of decoding is not one of sampling and beam search.
+        WeirError: `model` is no model, `input_ids` is no tensor of tokens, a direct call has a
+            streamer, an assistant or `stop_strings` without a tokenizer, the policy or the model
+            cannot be served, a given cache is not weir's or comes with a policy, or the decoding
+            mode is neither sampling (or greedy) nor beam search.
     """
     asked: dict[str, Any] = {"policy": policy, "chunk": chunk, "seed": seed}
     asked |= {"positions": positions, "prefill": prefill}
@@ -83,7 +83,7 @@ def generate(
                 f"{quote(model)} is none"
             )
         _check_by_hand(input_ids, prepared)
-        prepared |= _stopping(prepared)
+        prepared |= _stop_criteria(prepared)
         config = {} if generation_config is None else {"generation_config": generation_config}
         return whole(input_ids, custom_generate=generate, **config, **given, **prepared)
     mode = generation_config.get_generation_mode()
@@ -92,7 +92,7 @@ def generate(
             f"weir.generate takes the likeliest token, samples, or searches with beams, and this "
             f"asks for {mode.value.replace('_', ' ')}; leave its options out"
         )
-    # Not in the signature: transformers would then hand it over twice.
+    # Not in the signature: transformers would then pass it twice.
     there = prepared.pop("past_key_values", None)
     if isinstance(there, StreamingCache):
         if given:
@@ -113,17 +113,17 @@ def generate(
     return decode(input_ids, generation_config=generation_config, **prepared)
 
 
-def _stopping(more: dict[str, Any]) -> dict[str, Any]:
-    """`stop_strings` and their tokenizer as a criterion, which reaches who decodes.
+def _stop_criteria(more: dict[str, Any]) -> dict[str, Any]:
+    """Turn `stop_strings` and their tokenizer into a stopping criterion.
 
     Args:
-        more: the arguments of a call by hand.
+        more: the arguments of a direct call.
 
     Returns:
-        What takes the place of some of them; nothing without `stop_strings`.
+        Arguments that replace some of those; none without `stop_strings`.
 
     Raises:
-        WeirError: there is no tokenizer beside them.
+        WeirError: `stop_strings` come without a tokenizer.
     """
     strings, tokenizer = more.get("stop_strings"), more.get("tokenizer")
     if not strings:
@@ -139,10 +139,10 @@ def _stopping(more: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_by_hand(input_ids: Any, more: dict[str, Any]) -> None:
-    """Refuse what `model.generate` would take and drop, or stumble over.
+    """Refuse arguments that `model.generate` would ignore or fail on.
 
     Raises:
-        WeirError: what comes second is no tensor of tokens, or a streamer or an assistant is given.
+        WeirError: `input_ids` is no tensor of tokens, or a streamer or an assistant is given.
     """
     tokens = isinstance(input_ids, Tensor) and input_ids.ndim == 2
     if not tokens or input_ids.is_floating_point():

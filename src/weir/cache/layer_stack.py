@@ -1,9 +1,9 @@
-"""The layers of a cache and the rows of its batch, which come, go and move together.
+"""The layers of a cache, and the rows of its batch in all of them.
 
-A server feeds a prompt to one row and a token to those that answer. A call over all rows would
-compute for those that have nothing, so a stack can be narrowed to rows that lie side by side, in
-the slots they always have. Knows nothing about what transformers asks of a cache, nor how a call
-goes through the layers.
+A server feeds a prompt to one row and one token to each row that is generating. A call over all
+rows would compute for rows without tokens too, so a stack can be narrowed to adjacent rows, without
+copying their slots. Knows nothing about transformers' cache interface, nor how a call goes through
+the layers.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from weir.pools import Marks, fits
 
 @dataclass(frozen=True)
 class Folded:
-    """A forward in which rows folded, for those who listen (`StreamingCache.on_fold`).
+    """The folds of one forward, passed to `StreamingCache.on_fold`.
 
     Attributes:
         rows: the rows that folded, in all layers.
-        seconds: how long all layers took for it; on an accelerator, how long it took to ask.
+        seconds: time that all layers took to fold; on an accelerator, only the time to launch.
     """
 
     rows: tuple[int, ...]
@@ -38,14 +38,14 @@ class Folded:
 
 
 class LayerStack:
-    """The layers of a cache, by index, and how far each row of the batch has come.
+    """The layers of a cache, by index, and the progress of each row of the batch.
 
     Attributes:
-        plans: of each layer its pipe and the sizes of its slots.
-        rows: how far each row has come.
-        broken: whether a call was interrupted while it folded.
+        plans: the pipe of each layer and the sizes of its slots.
+        rows: the progress of each row.
+        broken: whether a call was interrupted during a fold.
         failed: by row, why its tokens of the last forward were refused.
-        folded: what folded in the last forward, until the listener was told.
+        folded: the folds of the last forward, until `on_fold` is called.
     """
 
     def __init__(self, plans: list[LayerPlan], origin: int) -> None:
@@ -73,7 +73,7 @@ class LayerStack:
         self.folded: Folded | None = None
 
     def open(self, seeds: list[int], devices: list[torch.device]) -> None:
-        """Make the slots of as many empty rows as there are seeds, each layer's on its device."""
+        """Allocate one empty row for each seed, every layer's slots on its own device."""
         batch = len(seeds)
         for layer, plan, device in zip(self._layers, self.plans, devices, strict=True):
             start = torch.full((batch,), self._origin, dtype=torch.int64, device=device)
@@ -82,7 +82,7 @@ class LayerStack:
 
     @property
     def is_open(self) -> bool:
-        """Whether there are slots."""
+        """Whether slots are allocated."""
         return self._layers[0].state.slab is not None
 
     @property
@@ -93,7 +93,7 @@ class LayerStack:
 
     @property
     def plans_now(self) -> list[LayerPlan]:
-        """The plans; of a model spread over devices by heads, with this device's share."""
+        """The plans, with this device's share of the heads if the model is spread by heads."""
         both = zip(self.plans, self._layers, strict=True)
         return [plan.of(layer.state.slab) for plan, layer in both]
 
@@ -112,16 +112,16 @@ class LayerStack:
             raise WeirError(f"row {quote(row)} does not exist; the rows are 0 to {batch - 1}")
 
     def check_wide(self) -> None:
-        """Refuse what changes which rows there are, while the stack is narrowed.
+        """Refuse to change the set of rows while the stack is narrowed.
 
         Raises:
-            WeirError: it is.
+            WeirError: the stack is narrowed.
         """
         if any(layer.state.narrowed for layer in self._layers):
             raise WeirError("this cache is narrowed to some of its rows; leave only() first")
 
     def take(self, row: int, kind: dict[str, Any]) -> RowState:
-        """Copy a row of a cache of this kind."""
+        """Copy a row; `kind` describes the cache."""
         only = self.rows.select([row])
         tensors: dict[str, Tensor] = {}
         lengths = []
@@ -145,7 +145,7 @@ class LayerStack:
         return RowState(kind, facts, tensors)
 
     def put(self, row: int, state: RowState) -> None:
-        """Put a row whose state has been checked."""
+        """Overwrite a row with a state that has been checked."""
         own = [own_tensors(layer, state) for layer in self._layers]
         facts = state.facts
         names = ("seen", "waiting", "claimed", "last", "ended")
@@ -157,7 +157,7 @@ class LayerStack:
         self.rows = self.rows.with_row(row, other)
 
     def empty_row(self, row: int, seed: int) -> None:
-        """Empty a row, for a new stream with draws of this seed."""
+        """Empty a row for a new stream with this seed."""
         for layer in self._layers:
             layer.state.reset_row(row, self._origin, seed)
         self.rows = self.rows.with_row(row, Rows.empty(1))
@@ -172,17 +172,17 @@ class LayerStack:
 
     @contextmanager
     def narrow(self, start: int, stop: int) -> Iterator[None]:
-        """Hold the rows `start` to `stop` alone while the context lasts, numbered from 0.
+        """Hold only the rows `start` to `stop` within the context, numbered from 0.
 
-        Nothing is copied: slots are views. What forwards do to these rows they have done to the
-        stack afterwards, whether or not the last of them failed.
+        Slots are views, so nothing is copied. Changes to these rows stay in the stack afterwards,
+        also if the last forward failed.
 
         Args:
             start, stop: rows that exist.
 
         Raises:
-            WeirError: pools of the policy have no limit, so that slots may have to be made anew; or
-                the stack is narrowed already.
+            WeirError: the policy has no limit, so that slots may have to be reallocated; or the
+                stack is narrowed already.
         """
         if any(layer.spec.pipe.slots is None for layer in self._layers):
             raise WeirError("this policy has no limit, so that its rows cannot be fed apart")

@@ -16,12 +16,12 @@ from weir.slab import Heads, Slab, SlabSpec
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """A layer of a cache, and the sizes of its attention.
+    """One layer of a cache, and the sizes of its attention.
 
     Attributes:
         spec: the layer.
-        heads: as the model's configuration says; of a model spread over devices by heads, a device
-            has its share of them.
+        heads: the heads in the model's configuration; if a model is spread over devices by heads,
+            the device's share of them.
     """
 
     spec: LayerSpec
@@ -29,19 +29,19 @@ class LayerPlan:
 
     @cached_property
     def slab(self) -> SlabSpec:
-        """Its buffers."""
+        """The buffers of the layer."""
         return self.spec.slab(self.heads)
 
     def of(self, slab: Slab | None) -> LayerPlan:
-        """The plan with the heads that the slots were made for, if there are slots."""
+        """Copy the plan with the heads that `slab` was made for, if there is one."""
         heads = self.heads if slab is None else slab.heads(self.heads.group)
         return self if heads == self.heads else replace(self, heads=heads)
 
 
 def pipes_of(policy: Policy, facts: ModelSpec) -> list[Pipe]:
-    """The pipe of each layer, before a layer's own window is looked at.
+    """Return the pipe of each layer, before layers with windows of their own are considered.
 
-    Sliding layers beside full ones keep their own window; the policy shares out the others.
+    In a model with full layers, sliding layers keep their window; the policy covers the full ones.
 
     Raises:
         WeirError: the policy has no pipe for a layer.
@@ -54,12 +54,12 @@ def pipes_of(policy: Policy, facts: ModelSpec) -> list[Pipe]:
 
 
 def three_axes(plans: Sequence[LayerPlan]) -> bool:
-    """Whether tokens stand at places in time, height and width."""
+    """Return whether tokens have places in time, height and width."""
     return any(plan.spec.three_axes for plan in plans)
 
 
 def reach_of(pipes: list[Pipe], chunk: int, *, rolling: bool) -> int | None:
-    """The highest position that attention will meet; None where there is no highest."""
+    """Return the highest position that attention will see; None if there is no limit."""
     if not rolling or any(pipe.slots is None for pipe in pipes):
         return None
     return max(pipe.slots or 0 for pipe in pipes) + chunk
@@ -68,18 +68,18 @@ def reach_of(pipes: list[Pipe], chunk: int, *, rolling: bool) -> int | None:
 def plan_layers(
     facts: ModelSpec, pipes: list[Pipe], chunk: int, *, seed: int, rolling: bool
 ) -> list[LayerPlan]:
-    """Every layer of a cache.
+    """Plan every layer of a cache.
 
     Args:
-        facts: of the model, read for the reach of these pipes.
-        pipes: of each layer (`pipes_of`).
+        facts: the model's facts, read for the reach of these pipes.
+        pipes: the pipe of each layer (`pipes_of`).
         chunk: tokens between two folds.
-        seed: of all draws.
-        rolling: positions inside the cache, not in the stream.
+        seed: the seed of all draws.
+        rolling: whether positions are inside the cache, not in the stream.
 
     Raises:
         WeirError: every layer slides over fewer tokens than the policy has slots, or the slots of
-            a layer cannot be quantized so.
+            a layer cannot have the policy's format.
     """
     limited = all(pipe.slots is not None for pipe in pipes)
     everywhere = facts.sliding is not None and limited

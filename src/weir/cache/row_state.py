@@ -1,4 +1,4 @@
-"""A row's whole state: what is needed to go on from where it is, in any cache of the same kind."""
+"""Complete state of a row, to continue in any cache of the same kind."""
 
 from __future__ import annotations
 
@@ -22,23 +22,22 @@ from weir.errors import WeirError, quote, shorten
 from weir.policies import saved_policy
 
 FACTS = ("policy", "chunk", "positions", "origin", "model", "weights")
-"""What two caches must have in common for a row of one to go on in the other."""
+"""Properties that must be equal in two caches for a row of one to continue in the other."""
 
 
 @dataclass(frozen=True)
 class RowState:
-    """One row of a cache, apart from it.
+    """One row of a cache, detached from it.
 
     Attributes:
-        kind: what the cache must be: `policy`, as it is called, and the `pools` that stands for,
-            `chunk`, `positions`, `origin`, and of the `model` its type, layers, and the sizes and
-            dtype of each layer's heads; and what tells its `weights` from those of others; as JSON
-            can hold it.
-        facts: of the row: columns, seen, waiting, claimed, last, ended, seed, marks (`Marks`, by
-            name), lengths (slots in use by layer and pool), and of a model with three axes drift;
-            as JSON can hold it.
+        kind: properties of the cache, as JSON: `policy` by its name and the `pools` it stands for,
+            `chunk`, `positions`, `origin`, the `model` (type, layers, sizes and dtype of each
+            layer's heads) and a fingerprint of its `weights`.
+        facts: facts of the row, as JSON: columns, seen, waiting, claimed, last, ended, seed, marks
+            (`Marks`, by name), lengths (slots in use by layer and pool), and for a model with three
+            axes drift.
         tensors: `LAYER.NAME` for each buffer of each layer [1, kv_heads, ...], on the device of the
-            cache it was taken from.
+            cache that the row was taken from.
     """
 
     kind: dict[str, Any]
@@ -52,13 +51,13 @@ class RowState:
 
 
 def check_kind(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Refuse a row that cannot go on in this cache.
+    """Refuse a row that cannot continue in this cache.
 
     Args:
         mine, theirs: `RowState.kind` of the cache and of the row.
 
     Raises:
-        WeirError: naming what differs first.
+        WeirError: a property differs; the error names the first.
     """
     for name in FACTS:
         if name == "policy":
@@ -80,16 +79,15 @@ def check_kind(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 
 def unlike_policies(mine: dict[str, Any], theirs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """How the policies of two kinds are told apart; None if they are one, whatever it is called.
+    """Compare the policies of two kinds by their pools; None if they are equal.
 
-    A policy is its pools. Of rows that were written without them it is what its name stands for
-    now.
+    For a row that was saved without pools, the policy's name stands for them.
 
     Args:
         mine, theirs: `RowState.kind` of a cache and of a row.
 
     Returns:
-        Mine and theirs: their names, or their pools where one name stood for others.
+        The two names, or the pools if one name stands for different pools.
     """
     pools = mine["pools"], theirs.get("pools", theirs.get("policy"))
     if pools[0] == pools[1]:
@@ -98,7 +96,7 @@ def unlike_policies(mine: dict[str, Any], theirs: dict[str, Any]) -> tuple[Any, 
         if isinstance(pools[1], str) and saved_policy(pools[0]) == saved_policy(pools[1]):
             return None
     except WeirError:
-        pass  # one that cannot be read is another
+        pass  # a policy that cannot be read is a different one
     names = mine["policy"], theirs.get("policy")
     return pools if names[0] == names[1] else names
 
@@ -115,24 +113,24 @@ def _difference(mine: dict[str, Any], theirs: Any) -> str:
 def check_state(
     plans: Sequence[LayerPlan], state: RowState, *, vocabulary: int, chunk: int, origin: int
 ) -> None:
-    """Refuse a state that no row of such a cache can have, as a session file's are refused.
+    """Refuse a state that no row of such a cache can have, with the checks of a session file.
 
     Args:
-        plans: every layer of the cache, its heads as they are.
-        state: of the cache's kind (`check_kind`).
-        vocabulary: token ids run from 0 to this, exclusive.
+        plans: every layer of the cache, with its actual heads.
+        state: a state whose kind has been checked (`check_kind`).
+        vocabulary: the number of token ids.
         chunk, origin: of the cache.
 
     Raises:
-        WeirError: naming the fact or the tensor.
+        WeirError: a fact or a tensor is invalid; the error names it.
     """
     try:
         facts = state.facts
         row_facts(plans, vocabulary, chunk)(facts, "")
-        # Whether it was fed through a cache that folds whole prompts, nobody knows.
+        # The row may come from a cache that folds whole prompts.
         check_row(facts, chunk=chunk, origin=origin, whole_prompt=True)
-        each = _by_layer(state.tensors, len(plans))
-        for layer, (plan, tensors) in enumerate(zip(plans, each, strict=True)):
+        by_layer = _by_layer(state.tensors, len(plans))
+        for layer, (plan, tensors) in enumerate(zip(plans, by_layer, strict=True)):
             with located(f"layer {layer}"):
                 sizes = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
                 check_sizes(plan, sizes, facts["lengths"][layer])
@@ -142,24 +140,24 @@ def check_state(
 
 
 def _by_layer(tensors: Mapping[str, Tensor], layers: int) -> list[dict[str, Tensor]]:
-    """The tensors of each layer by their own names.
+    """Group tensors by layer, under their own names.
 
     Raises:
-        Wrong: one is of no layer, or is none.
+        ValidationError: a name belongs to no layer, or a value is no tensor.
     """
-    each: list[dict[str, Tensor]] = [{} for _ in range(layers)]
+    found: list[dict[str, Tensor]] = [{} for _ in range(layers)]
     for name, t in tensors.items():
         layer, _, own = str(name).partition(".")
         if not layer.isdecimal() or int(layer) >= layers or name != f"{int(layer)}.{own}":
             raise ValidationError(f"{quote(name)} is of no layer")
         if not isinstance(t, Tensor):
             raise ValidationError(f"{name} is no tensor")
-        each[int(layer)][own] = t
-    return each
+        found[int(layer)][own] = t
+    return found
 
 
 def own_tensors(layer: Layer, state: RowState) -> dict[str, Tensor]:
-    """The tensors of a state, checked before, for one layer and on its device."""
+    """Return one layer's tensors of a checked state, on the layer's device."""
     slab = layer.state.slab
     assert slab is not None
     return {

@@ -1,8 +1,8 @@
-"""The rows of a batch: how far each has come, and which of the columns fed to it are tokens.
+"""Rows of a batch: the progress of each, and which columns fed to it are tokens.
 
-transformers speaks of columns, masks and positions; a stream counts tokens. This is where the two
-meet: a forward that does not continue the stream of every row is refused, padding is told from
-tokens, and what remains is cut into chunks. Knows nothing about keys, values or layers.
+transformers passes columns, masks and positions; a stream counts tokens. This module translates: it
+refuses a forward that does not continue the stream of every row, separates padding from tokens, and
+cuts the tokens into chunks. Knows nothing about keys, values or layers.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ GO_ON = (
 
 @dataclass(frozen=True)
 class BegunForward:
-    """A forward that is to be carried out.
+    """A forward that has been checked and planned.
 
     Attributes:
-        plan: how it is cut.
-        after: the rows as they are once it has ended.
-        refused: by row, why its tokens are not taken in; the others go on.
-        ids: token ids for the model, without what is out of range; None where none were fed.
+        plan: the segments of the forward.
+        after: the rows after the forward.
+        refused: by row, why its tokens are refused; the other rows go on.
+        ids: token ids for the model, those out of range replaced; None if none were fed.
     """
 
     plan: ForwardPlan
@@ -44,17 +44,18 @@ class BegunForward:
 
 @dataclass(frozen=True)
 class Rows:
-    """What a cache knows about the rows of its batch between two forwards.
+    """The rows of a cache's batch between two forwards.
 
     Attributes:
-        columns: columns fed so far, padding too.
+        columns: columns fed so far, including padding.
         seen: tokens each row has seen.
         waiting: tokens in each row's tail.
-        claimed: tokens of each row as `generate` counts them; it goes on counting rows that ended.
-        last: each row's last token, where token ids were fed.
-        ended: rows that `generate` feeds with padding since their end token.
-        marks: what each row was told of its stream.
-        drift: each row's next place on three axes, less that in the stream; 0 without images.
+        claimed: tokens of each row as `generate` counts them; it also counts the padding of rows
+            that ended.
+        last: each row's last token, if token ids were fed.
+        ended: whether `generate` feeds the row padding since its end token.
+        marks: the marks of each row.
+        drift: each row's next place on three axes minus that in the stream; 0 without images.
     """
 
     columns: int = 0
@@ -68,7 +69,7 @@ class Rows:
 
     @classmethod
     def empty(cls, batch: int) -> Rows:
-        """Rows without a token."""
+        """Make rows without tokens."""
         zeros = [0] * batch
         ended, marks = [False] * batch, [Marks()] * batch
         return cls(0, zeros, zeros, zeros, [None] * batch, ended, marks, zeros)
@@ -79,27 +80,27 @@ class Rows:
         return len(self.seen) or None
 
     def select(self, index: list[int]) -> Rows:
-        """The rows `index`, in that order; a row may come more than once."""
+        """Return the rows `index`, in that order; a row may come more than once."""
         return Rows(self.columns, *([part[row] for row in index] for part in self._parts()))
 
     def with_row(self, row: int, other: Rows) -> Rows:
-        """These rows, one of them as the only one of `other` is."""
+        """Replace one row by the only row of `other`."""
         parts = []
         for mine, theirs in zip(self._parts(), other._parts(), strict=True):
             changed = list(mine)
             changed[row] = theirs[0]
             parts.append(changed)
-        # `generate` feeds what comes after the columns there were: the longest row's.
+        # `generate` feeds what comes after the columns of the longest row.
         columns = other.columns if len(self.seen) == 1 else max(self.columns, other.columns)
         return Rows(columns, *parts)
 
     def marked(self, row: int, marks: Marks) -> Rows:
-        """These rows, one of them told something else of its stream."""
+        """Replace the marks of one row."""
         return replace(self, marks=[*self.marks[:row], marks, *self.marks[row + 1 :]])
 
     def _parts(self) -> tuple[list[Any], ...]:
-        told = self.last, self.ended, self.marks
-        return self.seen, self.waiting, self.claimed, *told, self.drift
+        rest = self.last, self.ended, self.marks
+        return self.seen, self.waiting, self.claimed, *rest, self.drift
 
     def begin(
         self,
@@ -113,25 +114,25 @@ class Rows:
         without: Collection[int] = (),
         fixed: bool = False,
     ) -> BegunForward:
-        """Take in a forward.
+        """Check and plan a forward.
 
         Args:
             given: the decoder's arguments by name.
-            endings: what ends a row.
-            vocabulary: token ids run from 0 to this, exclusive.
+            endings: the stop tokens.
+            vocabulary: the number of token ids.
             chunk, prefill, origin: as for `plan_forward`; `prefill` is for a first forward only.
             without: rows whose tokens are left out.
-            fixed: there are as many rows as the cache was made with, also after a reset.
+            fixed: whether the cache was made with a number of rows, which a reset keeps.
 
         Raises:
-            WeirError: the forward does not continue the stream of every row, or none of its rows
-                can be taken in.
+            WeirError: the forward does not continue the stream of every row, or every row is
+                refused.
         """
         tokens = _tokens(given)
         batch, length = tokens.shape[:2]
         self._check_shape(batch, length, fixed)
         if given.get("use_cache") is False:
-            # Also where nobody said so: MPT's configurations do.
+            # MPT's configurations set it, so the caller may not have.
             raise WeirError(
                 "use_cache=False would feed the whole text at every step; pass use_cache=True"
             )
@@ -189,7 +190,7 @@ class Rows:
         return BegunForward(plan, after.keeping(before, out), refused, ids)
 
     def keeping(self, before: Rows, rows: Collection[int]) -> Rows:
-        """These rows, but some of them as they were before."""
+        """Return these rows, with `rows` as they were in `before`."""
         if not rows:
             return self
         parts = [
@@ -215,7 +216,7 @@ class Rows:
             )
 
     def _claim(self, mask: Tensor | None, batch: int, length: int) -> Tensor | None:
-        """Which of the new columns the mask calls tokens [batch, length]; None if all are."""
+        """Return which new columns are tokens by the mask [batch, length]; None if all are."""
         if mask is None:
             return None
         if not isinstance(mask, Tensor) or mask.ndim != 2:
@@ -233,7 +234,7 @@ class Rows:
         return None if bool(real.all()) else real
 
     def _ended(self, ids: Tensor | None, endings: StopTokens, *, stepping: bool) -> list[bool]:
-        """Rows that have ended: generate() goes on feeding them padding, with mask 1."""
+        """Return which rows have ended: generate() feeds them padding with mask 1."""
         if ids is None or ids.shape[1] != 1 or ids.shape[0] == 1 or not stepping:
             return [False] * len(self.ended)
         return [
@@ -242,24 +243,24 @@ class Rows:
         ]
 
     def _check_positions(self, given: Tensor | None, real: Tensor | None, batch: int) -> None:
-        """Refuse tokens that are not the next ones of the stream."""
+        """Refuse tokens that do not continue the stream."""
         if given is None or given.ndim != 2 or given.device.type == "meta":
             return
         places = given.expand(batch, -1)
         first = places[:, 0]
         if places.shape[1] > 1:
-            each = torch.ones_like(places, dtype=torch.bool) if real is None else real
-            # The same for all tokens of a row where positions rise by one from token to token.
-            start = places - each.cumsum(dim=1) + 1
-            first = start.gather(1, each.int().argmax(dim=1, keepdim=True))[:, 0]
-            if bool(((start != first[:, None]) & each).any()):
+            real_columns = torch.ones_like(places, dtype=torch.bool) if real is None else real
+            # Equal for all tokens of a row if positions rise by one from token to token.
+            start = places - real_columns.cumsum(dim=1) + 1
+            first = start.gather(1, real_columns.int().argmax(dim=1, keepdim=True))[:, 0]
+            if bool(((start != first[:, None]) & real_columns).any()):
                 raise WeirError("position_ids must rise by one from token to token of a row")
         for row, place in enumerate(first.tolist()):
             if real is None or bool(real[row].any()):
                 self._check_place(row, place)
 
     def _check_place(self, row: int, place: int) -> None:
-        """Refuse to go on after so many tokens of a row, if the stream has seen others."""
+        """Refuse to continue a row at `place` if its stream is elsewhere."""
         if place not in (self.seen[row], self.claimed[row], self.columns):
             raise WeirError(
                 f"row {row} is to go on after {place} tokens, but its stream has seen "
@@ -268,7 +269,7 @@ class Rows:
 
 
 def _tokens(given: Mapping[str, Any]) -> Tensor:
-    """The ids or embeddings that were fed [batch, length, ...]."""
+    """Return the ids or embeddings that were fed [batch, length, ...]."""
     ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
     tokens: Tensor | None = ids if ids is not None else embeds
     if tokens is None:
@@ -279,7 +280,7 @@ def _tokens(given: Mapping[str, Any]) -> Tensor:
 
 
 def _refuse_right_padding(real: Tensor | None) -> None:
-    """Refuse padding behind tokens where, as in `generate`, the last column is what goes on.
+    """Refuse right padding for `generate`, which continues from the last column.
 
     Raises:
         WeirError: a row of `real` [batch, length] ends with padding.
@@ -297,12 +298,12 @@ def _refuse_right_padding(real: Tensor | None) -> None:
 def _check_ids(
     ids: Tensor, real: Tensor | None, vocabulary: int
 ) -> tuple[dict[int, WeirError], Tensor]:
-    """By row, why its ids are refused; and ids that the model can look up.
+    """Return why ids are refused, by row, and ids that the model can look up.
 
     Args:
         ids: [batch, length].
         real: which of them are tokens [batch, length], bool; None if all are.
-        vocabulary: ids run from 0 to this, exclusive.
+        vocabulary: the number of token ids.
 
     Raises:
         WeirError: no row is left.

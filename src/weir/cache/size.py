@@ -1,7 +1,7 @@
-"""What a cache of a model would take, from the model's configuration alone.
+"""Memory estimate of a cache, from the model's configuration alone.
 
-Bytes of a stream and of the weights, how many streams fit beside them, and what a decode step
-reads: all that can be known before a weight is loaded or a slot is made.
+Bytes of a stream and of the weights, how many streams fit beside them, and the bytes that a decode
+step reads, all before a weight is loaded or a slot is allocated.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ class Size:
     """Bytes of a model and of its streams.
 
     Attributes:
-        policy: of the streams.
-        dtype: of weights, keys and values.
-        slots: of each layer, those of new tokens not among them.
+        policy: the policy of the streams.
+        dtype: the dtype of weights, keys and values.
+        slots: slots of each layer, without those of new tokens.
         weights: bytes of the model's parameters and buffers.
-        stream: bytes of one stream, everything that is kept of it counted.
+        stream: bytes of one stream, with everything that is kept of it.
         step_weights: bytes of weights that a decode step reads.
-        step_stream: bytes of keys and values that a decode step of one stream reads, its tail full.
+        step_stream: bytes of keys and values that a decode step of one stream with a full tail
+            reads.
     """
 
     policy: str
@@ -41,15 +42,15 @@ class Size:
     step_stream: int
 
     def streams_in(self, memory: int) -> int:
-        """How many streams fit into so many bytes beside the weights; 0 if none does."""
+        """Return how many streams fit into `memory` bytes beside the weights; 0 if none does."""
         return max(0, (memory - self.weights) // self.stream)
 
     def tokens_per_second(self, bandwidth: float, streams: int = 1) -> float:
-        """Tokens a second of all streams together, where reading is all that takes time.
+        """Estimate tokens a second of all streams together, if decoding is bound by memory reads.
 
         Args:
             bandwidth: bytes a second.
-            streams: so many take each step together.
+            streams: streams that take each step together.
         """
         return streams * bandwidth / (self.step_weights + streams * self.step_stream)
 
@@ -61,14 +62,14 @@ def size_of(
     chunk: int | None = None,
     slots: str | None = None,
 ) -> Size:
-    """What a model and its streams take.
+    """Estimate the bytes of a model and of its streams.
 
     Args:
         model: the model; one on the device `meta`, without weights, will do (`models.skeleton`).
         policy, chunk, slots: as for `StreamingCache`.
 
     Raises:
-        WeirError: the model cannot be served, or the policy has no limit and so no size.
+        WeirError: the model cannot be served, or the policy has no limit and so no fixed size.
     """
     wanted = with_slots(parse_policy(policy), slots)
     chunk = resolve_chunk(wanted, chunk)
@@ -84,7 +85,7 @@ def size_of(
     plans = plan_layers(facts, pipes, chunk, seed=0, rolling=True)
     slabs = [plan.slab for plan in plans]
     weights = stored_bytes(model)
-    # Of the input embedding a step reads one line, unless the same table makes the logits.
+    # A step reads one row of the input embedding, unless the output embedding is tied to it.
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and getattr(head, "weight", None) is getattr(table, "weight", None)
     unread = 0 if tied else stored_bytes(table)
@@ -100,10 +101,10 @@ def size_of(
 
 
 def read_bytes(text: str) -> int:
-    """Bytes as people write them: `80GB`, `1.5 TiB`, `512 MB`; `3.35TB/s` for bytes a second.
+    """Parse a number of bytes: `80GB`, `1.5 TiB`, `512 MB`; `3.35TB/s` for bytes a second.
 
     Raises:
-        WeirError: it is no such thing.
+        WeirError: the text is not a number of bytes.
     """
     words = text.strip().lower().removesuffix("/s").strip()
     number = words.rstrip("abcdefghijklmnopqrstuvwxyz ")

@@ -1,4 +1,4 @@
-"""What a layer holds now, to be looked at: by users, tests and pages."""
+"""Snapshots of what a cache holds, for users, tests and pages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weir.pools import WAITING
 
 @dataclass(frozen=True)
 class Contents:
-    """What one layer holds now; slots that are empty have position -1.
+    """The slots of one layer; empty slots have position -1.
 
     Attributes:
         position: places in the stream [batch, kv_heads, slots], int64.
@@ -43,7 +43,7 @@ class Contents:
 
 
 def contents_of(layer: Layer, waiting: list[int]) -> Contents:
-    """A copy of what `layer` holds, with `waiting` tokens in each row's tail.
+    """Copy the slots of `layer`, with `waiting` tokens in each row's tail.
 
     Raises:
         WeirError: nothing was fed yet.
@@ -72,17 +72,17 @@ def contents_of(layer: Layer, waiting: list[int]) -> Contents:
 
 
 def pool_names(spec: LayerSpec) -> tuple[str, ...]:
-    """The pools of a layer in the order of its pipe, and `WAITING` for what waits for a fold."""
+    """Return the names of a layer's pools in pipe order, then `WAITING` for unfolded tokens."""
     return (*(pool.name for pool in spec.pipe.pools), WAITING)
 
 
 def pools_of(spec: LayerSpec, lengths: Sequence[int], end: int) -> Tensor:
-    """Which of `pool_names` has each of a row's first `end` slots [end], int64.
+    """Return the index in `pool_names` of each of a row's first `end` slots [end], int64.
 
     Args:
         spec: of the layer.
         lengths: slots in use of the row, by pool.
-        end: where slots in use end, with those that wait for a fold.
+        end: the end of the slots in use, with those that wait for a fold.
     """
     pools = torch.full((end,), len(spec.pipe.pools))
     for pool, start in lay_out(spec.pipe, lengths).starts.items():
@@ -91,10 +91,10 @@ def pools_of(spec: LayerSpec, lengths: Sequence[int], end: int) -> Tensor:
 
 
 def layer_report(layer: Layer, row: int, waiting: int) -> dict[str, Any]:
-    """A layer's pipe, its bytes, the slots that a row holds, and what its pools say of it.
+    """Report a layer's pipe, its bytes, a row's slots, and its pools' reports, as JSON.
 
-    Slots by pool and together; "pools" only where one has something to say (`Pool.report`), by its
-    number and name. As JSON can hold it; `waiting` tokens are in the row's tail.
+    "slots" are by pool, "held" is their sum; "pools" is there only if a pool has a report
+    (`Pool.report`), by its name and number. `waiting` tokens are in the row's tail.
     """
     pools = layer.spec.pipe.pools
     lengths = layer.state.lengths[row] if layer.state.slab is not None else [0] * len(pools)
@@ -111,23 +111,23 @@ def layer_report(layer: Layer, row: int, waiting: int) -> dict[str, Any]:
     if layer.state.slab is None:
         return facts
     states = layer.folding.states(layer.state.slab)
-    say = [pool.report(state, row) for pool, state in zip(pools, states, strict=True)]
-    said = {f"{pools[index].name} {index}": told for index, told in enumerate(say) if told}
-    return {**facts, "pools": said} if said else facts
+    texts = [pool.report(state, row) for pool, state in zip(pools, states, strict=True)]
+    reports = {f"{pools[index].name} {index}": text for index, text in enumerate(texts) if text}
+    return {**facts, "pools": reports} if reports else facts
 
 
 MOST = 700.0
-"""Log-weights beyond are shown as this: e^710 is more than float64 can say."""
+"""Largest log-weight shown: e^710 overflows float64."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """Where one token is still held.
+    """One token that is still held, and where.
 
     Attributes:
         token: which token of the row, from 0 on, counting all that were fed.
-        pairs: in how many pairs of a layer and a KV head it holds a slot.
-        pools: in how many of them, by pool; pools that do not hold it are left out.
+        pairs: number of pairs of a layer and a KV head in which it holds a slot.
+        pools: number of those pairs by pool; pools that do not hold it are left out.
         above, below: how many tokens its slots stand for in the numerator and in the denominator
             of attention, the mean over those pairs: 1 where no pool weighs.
     """
@@ -143,18 +143,18 @@ class Held:
 class Holding:
     """The slots in use of one row of a cache, one entry for each slot [slots].
 
-    A slot has the key and value of one token. Where a pool weighs, it speaks for others too, which
-    hold no slot: those tokens are gone, and what they said to attention is estimated. Slots of a
-    pool that is `synthetic` have means in place of them, and are told by the newest token in each.
+    A slot has the key and value of one token. In a pool with weights it also stands for evicted
+    tokens, whose attention is estimated. Slots of a `synthetic` pool hold means of keys and values,
+    and are listed under the newest token in each.
 
     Attributes:
         seen: tokens of the row so far.
-        pairs: of a layer and a KV head, how many there are.
+        pairs: number of pairs of a layer and a KV head.
         pools: their names in the order of the pipe, and last "new" for tokens that wait for the
             next fold; pools of one name are one.
-        layer, head: whose slot it is, int64; the head is a KV head.
-        token: which token holds it, from 0 on, counting all that were fed, int64.
-        pool: which of `pools`, int64.
+        layer, head: the layer and the KV head of the slot, int64.
+        token: the token in the slot, from 0 on, counting all that were fed, int64.
+        pool: index in `pools`, int64.
         a, b: log-weights in numerator and denominator, float32.
     """
 
@@ -169,7 +169,7 @@ class Holding:
     b: Tensor
 
     def tokens(self) -> list[Held]:
-        """The tokens that are held anywhere, from the oldest to the newest."""
+        """Return the tokens that are held anywhere, from the oldest to the newest."""
         token, at = self.token.unique(return_inverse=True)
         heads = int(self.head.max()) + 1 if len(self.head) else 1
         pair = self.layer * heads + self.head
@@ -194,7 +194,7 @@ class Holding:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """What a page needs to shade a text by, as JSON can hold it."""
+        """Return the data for a page that shades a text, as JSON."""
         return {
             "seen": self.seen,
             "pairs": self.pairs,
@@ -224,7 +224,7 @@ class LayerRow:
     def cut(
         cls, spec: LayerSpec, lengths: Sequence[int], waiting: int, *buffers: Tensor
     ) -> LayerRow:
-        """Of a row's buffers `position`, `a` and `b`, what is in use."""
+        """Cut a row's buffers `position`, `a` and `b` to the slots in use."""
         end = lay_out(spec.pipe, lengths).used + waiting
         return cls(spec, lengths, *(t[:, :end].cpu() for t in buffers))
 
@@ -232,13 +232,13 @@ class LayerRow:
 def snapshot_row(
     layers: Iterable[Layer], row: int, seen: int, waiting: int, origin: int
 ) -> Holding:
-    """What the layers hold of one row.
+    """Take a snapshot of one row in all layers.
 
     Args:
         layers: all layers.
         row: which row.
-        seen: its tokens so far.
-        waiting: of them those that wait for a fold.
+        seen: tokens of the row so far.
+        waiting: those of them that wait for a fold.
         origin: the place in the stream of the first token.
 
     Raises:
@@ -251,14 +251,14 @@ def snapshot_row(
             raise WeirError("nothing was fed to this cache yet")
         buffers = (t[row] for t in (slab.position, slab.a, slab.b))
         parts.append(LayerRow.cut(layer.spec, layer.state.lengths[row], waiting, *buffers))
-    return _together(parts, seen, origin)
+    return _join_layers(parts, seen, origin)
 
 
 def holding_in(plans: Sequence[LayerPlan], state: RowState) -> Holding:
-    """What a row holds that was taken from a cache.
+    """Take a snapshot of a row that was taken from a cache.
 
     Args:
-        plans: of the cache, or of another that the row could be put into.
+        plans: the plans of the cache, or of another that could take the row.
         state: the row.
     """
     facts = state.facts
@@ -267,10 +267,10 @@ def holding_in(plans: Sequence[LayerPlan], state: RowState) -> Holding:
         names = (f"{plan.spec.index}.{name}" for name in ("position", "a", "b"))
         buffers = (state.tensors[name][0] for name in names)
         parts.append(LayerRow.cut(plan.spec, lengths, facts["waiting"], *buffers))
-    return _together(parts, facts["seen"], state.kind["origin"])
+    return _join_layers(parts, facts["seen"], state.kind["origin"])
 
 
-def _together(layers: Sequence[LayerRow], seen: int, origin: int) -> Holding:
+def _join_layers(layers: Sequence[LayerRow], seen: int, origin: int) -> Holding:
     known = dict.fromkeys(name for layer in layers for name in pool_names(layer.spec))
     names = (*(name for name in known if name != WAITING), WAITING)
     parts: list[tuple[Tensor, ...]] = []
@@ -289,12 +289,12 @@ def _together(layers: Sequence[LayerRow], seen: int, origin: int) -> Holding:
 
 
 def _pairs(at: Tensor, pair: Tensor, tokens: int) -> Tensor:
-    """In how many pairs each token holds a slot [tokens], int64; several slots of one count once.
+    """Count the pairs in which each token holds a slot [tokens], int64; a pair counts once.
 
     Args:
-        at: by slot, which token [slots].
-        pair: by slot, which pair of a layer and a head [slots].
-        tokens: how many.
+        at: the index of each slot's token [slots].
+        pair: each slot's pair of a layer and a head [slots].
+        tokens: number of tokens.
     """
     different = torch.stack([at, pair]).unique(dim=1)
     return torch.bincount(different[0], minlength=tokens)

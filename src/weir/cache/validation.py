@@ -1,7 +1,7 @@
-"""What facts that somebody else made may be: tables of kinds, and one sentence for what is not.
+"""Validation of row states and session facts that come from outside.
 
-A kind is a function that checks a value and raises `ValidationError` with its place. Kinds are
-made of kinds.
+A kind is a function that checks a value and raises `ValidationError` with its place. Kinds can be
+combined into kinds.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from weir.pools import MOST_WEIGHT
 from weir.slab import EMPTY, QuantizedStorage, quantized_buffers, split_weights
 
 Kind = Callable[[Any, str], None]
-"""Looks at a value, given its place in the facts; raises `ValidationError`."""
+"""Check of a value, given its place in the facts; raises `ValidationError`."""
 
 FARTHEST = 2**53
-"""No stream is longer: whole numbers that every reader of JSON takes for what they are."""
+"""Longest stream: the largest whole number that every JSON reader reads exactly."""
 
 
 class ValidationError(Exception):
-    """A fact that is not what it has to be; says which, what it should be and what it is."""
+    """A fact that is invalid; says which, what it should be and what it is."""
 
 
 @contextmanager
 def located(place: str) -> Iterator[None]:
-    """Say of what is wrong where it is."""
+    """Prefix the place to a `ValidationError`."""
     try:
         yield
     except ValidationError as wrong:
@@ -48,7 +48,7 @@ def integer(low: int = 0, high: int | None = FARTHEST) -> Kind:
         number = isinstance(value, int) and not isinstance(value, bool)
         if not number or value < low or (high is not None and value > high):
             raise ValidationError(
-                f"{place} must be a whole number from {low} {limit}, not {_told(value)}"
+                f"{place} must be a whole number from {low} {limit}, not {_describe(value)}"
             )
 
     return check
@@ -57,7 +57,7 @@ def integer(low: int = 0, high: int | None = FARTHEST) -> Kind:
 def boolean(value: Any, place: str) -> None:
     """True or false."""
     if not isinstance(value, bool):
-        raise ValidationError(f"{place} must be true or false, not {_told(value)}")
+        raise ValidationError(f"{place} must be true or false, not {_describe(value)}")
 
 
 def text(*choices: str) -> Kind:
@@ -66,13 +66,13 @@ def text(*choices: str) -> Kind:
     def check(value: Any, place: str) -> None:
         if not isinstance(value, str) or (choices and value not in choices):
             wanted = " or ".join(map(repr, choices)) or "a text"
-            raise ValidationError(f"{place} must be {wanted}, not {_told(value)}")
+            raise ValidationError(f"{place} must be {wanted}, not {_describe(value)}")
 
     return check
 
 
 def optional(kind: Kind) -> Kind:
-    """None, or what the kind says."""
+    """None, or a value of the kind."""
 
     def check(value: Any, place: str) -> None:
         if value is not None:
@@ -82,26 +82,26 @@ def optional(kind: Kind) -> Kind:
 
 
 def list_of(kind: Kind, count: int | None = None) -> Kind:
-    """A list of `count` such values; None for any number of them."""
+    """A list of `count` values of the kind; None for any number."""
 
     def check(value: Any, place: str) -> None:
         if not isinstance(value, list):
-            raise ValidationError(f"{place} must be a list, not {_told(value)}")
+            raise ValidationError(f"{place} must be a list, not {_describe(value)}")
         if count is not None and len(value) != count:
             raise ValidationError(f"{place} must have {count} entries, not {len(value)}")
-        for index, each in enumerate(value):
-            kind(each, f"{place}[{index}]")
+        for index, entry in enumerate(value):
+            kind(entry, f"{place}[{index}]")
 
     return check
 
 
 def record(**kinds: Kind) -> Kind:
-    """Facts by name: all of these and no others."""
+    """Facts by name: exactly these."""
 
     def check(value: Any, place: str) -> None:
         if not isinstance(value, dict):
             raise ValidationError(
-                f"{place or 'what it says'} must be facts by name, not {_told(value)}"
+                f"{place or 'what it says'} must be facts by name, not {_describe(value)}"
             )
         dot = f"{place}." if place else ""
         for name, kind in kinds.items():
@@ -115,8 +115,8 @@ def record(**kinds: Kind) -> Kind:
     return check
 
 
-def _told(value: Any) -> str:
-    """A value in a few words, whatever it is."""
+def _describe(value: Any) -> str:
+    """Describe any value in a few words."""
     if isinstance(value, list):
         return f"a list of {len(value)}"
     if isinstance(value, dict):
@@ -129,7 +129,7 @@ Size = tuple[tuple[int, ...], torch.dtype]
 
 
 def row_facts(plans: Sequence[LayerPlan], vocabulary: int, chunk: int) -> Kind:
-    """What the facts of a row of such a cache are (`RowState.facts`)."""
+    """The kind of the facts of a row of such a cache (`RowState.facts`)."""
     lengths = [
         [integer(0, pool.slots() if pool.slots() is not None else FARTHEST) for pool in pools]
         for pools in (plan.spec.pipe.pools for plan in plans)
@@ -144,32 +144,32 @@ def row_facts(plans: Sequence[LayerPlan], vocabulary: int, chunk: int) -> Kind:
         ended=boolean,
         seed=integer(0, None),
         marks=record(beginning=optional(integer()), turn=integer(), header=integer()),
-        lengths=_each([_each(pools) for pools in lengths]),
+        lengths=_list_by_entry([_list_by_entry(pools) for pools in lengths]),
         **more,
     )
 
 
-def _each(kinds: Sequence[Kind]) -> Kind:
+def _list_by_entry(kinds: Sequence[Kind]) -> Kind:
     """A list with a kind of its own for each entry."""
 
     def check(value: Any, place: str) -> None:
         list_of(lambda *_: None, len(kinds))(value, place)
-        for index, (kind, each) in enumerate(zip(kinds, value, strict=True)):
-            kind(each, f"{place}[{index}]")
+        for index, (kind, entry) in enumerate(zip(kinds, value, strict=True)):
+            kind(entry, f"{place}[{index}]")
 
     return check
 
 
 def check_row(facts: Mapping[str, Any], *, chunk: int, origin: int, whole_prompt: bool) -> None:
-    """Refuse facts of a row that contradict each other; each by itself has been checked.
+    """Refuse facts of a row that contradict each other; `row_facts` has checked each alone.
 
     Args:
         facts: `RowState.facts`.
         chunk, origin: of the cache.
-        whole_prompt: the first tokens may have been folded at once, however many they were.
+        whole_prompt: the first tokens may have been folded at once, in any number.
 
     Raises:
-        Wrong: naming them.
+        ValidationError: names the facts.
     """
     seen, waiting, columns = facts["seen"], facts["waiting"], facts["columns"]
     if origin + seen > FARTHEST:
@@ -192,7 +192,7 @@ def check_row(facts: Mapping[str, Any], *, chunk: int, origin: int, whole_prompt
 
 
 def check_sizes(plan: LayerPlan, found: Mapping[str, Size], lengths: Sequence[int]) -> None:
-    """Refuse tensors of one row of a layer that are not those of its slab.
+    """Refuse tensors of one row of a layer whose names, shapes or dtypes differ from its slab's.
 
     Args:
         plan: the layer.
@@ -200,7 +200,7 @@ def check_sizes(plan: LayerPlan, found: Mapping[str, Size], lengths: Sequence[in
         lengths: slots in use by pool.
 
     Raises:
-        Wrong: naming the tensor.
+        ValidationError: names the tensor.
     """
     wanted = plan.slab.tensors(1)
     for name in found:
@@ -210,12 +210,12 @@ def check_sizes(plan: LayerPlan, found: Mapping[str, Size], lengths: Sequence[in
     for name, (shape, dtype) in wanted.items():
         if name not in found:
             raise ValidationError(f"{name} is missing")
-        its, kind = found[name]
+        size, kind = found[name]
         if kind != dtype:
-            raise ValidationError(f"{name} is {_named(kind)} and must be {_named(dtype)}")
-        longer = grows and name != "queries" and len(its) == len(shape) > 2 and its[2] >= shape[2]
-        if its != shape and not (longer and (*its[:2], *its[3:]) == (*shape[:2], *shape[3:])):
-            raise ValidationError(f"{name} is {list(its)} and must be {list(shape)}")
+            raise ValidationError(f"{name} is {_dtype_name(kind)} and must be {_dtype_name(dtype)}")
+        longer = grows and name != "queries" and len(size) == len(shape) > 2 and size[2] >= shape[2]
+        if size != shape and not (longer and (*size[:2], *size[3:]) == (*shape[:2], *shape[3:])):
+            raise ValidationError(f"{name} is {list(size)} and must be {list(shape)}")
     slots = found["position"][0][2]
     alike = ("keys", "values", "a", "b", "mass", "mask", "numerator", "denominator", "frame")
     lies = lay_out(plan.spec.pipe, lengths)
@@ -235,7 +235,7 @@ def check_sizes(plan: LayerPlan, found: Mapping[str, Size], lengths: Sequence[in
 def check_numbers(
     plan: LayerPlan, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], origin: int
 ) -> None:
-    """Refuse tensors of one row of a layer with numbers that no stream has there.
+    """Refuse tensors of one row of a layer with numbers that no stream produces.
 
     Args:
         plan: the layer.
@@ -244,7 +244,7 @@ def check_numbers(
         origin: of the cache.
 
     Raises:
-        Wrong: naming the tensor.
+        ValidationError: names the tensor.
     """
     pipe, chunk = plan.spec.pipe, plan.spec.chunk
     lengths = facts["lengths"][plan.spec.index]
@@ -291,11 +291,11 @@ def check_numbers(
 
 
 def _check_positions(position: Tensor, lies: Layout, ahead: int, chunk: int, origin: int) -> None:
-    """The front holds folded tokens or nothing, run and tail rise by one, then all is empty.
+    """Check that the front holds folded tokens, run and tail rise by one, the rest is empty.
 
     Args:
         position: [1, kv_heads, slots].
-        lies: where the slots of the row are.
+        lies: the layout of the row.
         ahead: the place of the first token that has not been folded.
     """
     for kept in (position[:, :, : lies.quantized_front], position[:, :, lies.first : lies.front]):
@@ -316,13 +316,13 @@ def _check_positions(position: Tensor, lies: Layout, ahead: int, chunk: int, ori
 
 
 def _check_weights(name: str, weights: Tensor, empty: Tensor, used: int, chunk: int) -> None:
-    """Slots in use weigh something or nothing, those that wait for a token 1, all others nothing.
+    """Check log-weights: valid in slots in use, 0 in waiting slots, -inf in all others.
 
     Args:
-        name: of the log-weights.
+        name: the name of the log-weights.
         weights: [1, kv_heads, slots].
-        empty: which slots in front of the tail hold no token [1, kv_heads, used].
-        used: where the tail begins.
+        empty: which slots before the tail hold no token [1, kv_heads, used].
+        used: the start of the tail.
     """
     kept = weights[:, :, :used]
     if not bool((kept <= MOST_WEIGHT).all()):
@@ -336,10 +336,10 @@ def _check_weights(name: str, weights: Tensor, empty: Tensor, used: int, chunk: 
 
 
 def _check_spans(spans: Tensor, origin: int, facts: Mapping[str, Any]) -> None:
-    """Words and images begin where the stream has been on three axes, and reach somewhere.
+    """Check that words and images begin within the stream on three axes, with a valid reach.
 
     Args:
-        spans: of the tokens that are held [tokens, 2].
+        spans: the spans of the tokens that are held [tokens, 2].
         origin, facts: as for `check_numbers`.
     """
     clock = origin + facts["seen"] + facts["drift"]
@@ -351,7 +351,7 @@ def _check_spans(spans: Tensor, origin: int, facts: Mapping[str, Any]) -> None:
 
 
 def _check_split(tensors: Mapping[str, Tensor]) -> None:
-    """The weights as `split_attention` reads them are those of a and b."""
+    """Check that the weights for `split_attention` agree with a and b."""
     for name, t in zip(
         ("mask", "numerator", "denominator"),
         split_weights(tensors["a"], tensors["b"]),
@@ -361,5 +361,5 @@ def _check_split(tensors: Mapping[str, Tensor]) -> None:
             raise ValidationError(f"{name} is not what a and b say")
 
 
-def _named(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""The command line: `weir COMMAND`, one file a command."""
+"""The command line: `weir COMMAND`, one file per command."""
 
 from weir.cli.cli import main
 

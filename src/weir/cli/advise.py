@@ -1,4 +1,4 @@
-"""`weir advise`: which policy, and how large, for a model, a text and so much memory."""
+"""`weir advise`: recommend a policy and a size for a model, a text and a memory limit."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 @loads_model()
 def advise(
     text: TextPath,
-    memory: Annotated[str, typer.Option(help="What the cache of one stream may have: 2GB, 500MB.")],
+    memory: Annotated[str, typer.Option(help="Memory for the cache of one stream: 2GB, 500MB.")],
     model_name: ModelName = "nano",
     policies: Annotated[
         str | None,
-        typer.Option(help="Try these, with commas between them: 'weir, weir(quiet=6), mine.toml'."),
+        typer.Option(help="Policies to try, comma-separated: 'weir, weir(quiet=6), mine.toml'."),
     ] = None,
-    tokens: Annotated[int | None, typer.Option(min=2, help="Tokens to try on.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=2, help="Number of tokens to try on.")] = None,
     chunk: Chunk = 64,
     seed: Seed = 0,
     as_json: AsJson = False,
     *,
     loading: Loading,
 ) -> None:
-    """Try policies on the beginning of a text, within so much memory, and name one."""
+    """Try policies on the beginning of a text, within a memory limit, and recommend one."""
     from weir.cache import read_bytes
     from weir.evals import advice
 

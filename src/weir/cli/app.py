@@ -1,7 +1,7 @@
-"""The command `weir`: its commands, how one is declared, and how arguments are carried out.
+"""The application `weir`: declaring commands, finding them, and running a command line.
 
-A command's file is imported when that command is asked for, and no file here imports PyTorch, so
-that help, `--version` and misspelt words are answered at once.
+A command's file is imported only when that command runs, and importing one does not import PyTorch,
+so help, `--version` and misspelled words are answered at once.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ os.environ.setdefault("HF_HUB_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 COMMANDS = {
-    "demo": "Read a book far past the model's window under several policies, and ask who "
-    "remembers.",
+    "demo": "Read a book past the model's window under several policies, and compare what "
+    "they remember.",
     "chat": "Talk to a model for as long as you like; the cache stays as large as it is.",
     "stream": "Read a text once, in constant memory, and report its perplexity.",
     "serve": "Serve a model whose conversations have no end, in memory that is fixed at the start.",
-    "policies": "List the named policies and the pools a pipe can be made of, or tell all of those "
+    "policies": "List the named policies and the pools that make up a pipe, or describe those "
     "named.",
     "size": "Say how many bytes a stream and the weights take, and how many streams fit.",
-    "advise": "Try policies on the beginning of a text, within so much memory, and name one.",
+    "advise": "Try policies on the beginning of a text, within a memory limit, and recommend one.",
     "calibrate": "Measure which layers need how many slots, and write a policy that says so.",
     "eval": "Measure policies on tasks, cell by cell, into a file that survives a crash.",
     "report": "Write results as one HTML page with its plots inside, and as Markdown, CSV or "
@@ -48,9 +48,9 @@ COMMANDS = {
 }
 """Every command, with the first sentence of its help."""
 FILES = {"attention-error": "attention_error", "eval": "evaluate"}
-"""The files of commands whose file has another name."""
+"""Files of commands whose file has another name than the command."""
 BENCH = Path(__file__).parents[3] / "bench"
-"""In a clone, the folder of `weir_bench`, which the wheel does not have."""
+"""Folder of `weir_bench` in a clone; the wheel does not contain it."""
 IMPORT = "--import"
 """The option that imports modules; declared to typer, it would make typer import pydantic."""
 PLAIN: dict[str, Any] = {
@@ -60,7 +60,7 @@ PLAIN: dict[str, Any] = {
 }
 """Settings of every typer application here."""
 
-# Depending on its version typer brings click or not: the exception of wrong usage.
+# The exception for wrong usage: click's, or that of the copy inside newer versions of typer.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 _made: dict[str, typer.Typer] = {}
 """The commands whose files have been imported, by name."""
@@ -70,17 +70,17 @@ _made: dict[str, typer.Typer] = {}
 
 
 class _QuickHelp:
-    """Help that imports less than typer's own, which halves its time."""
+    """Help that imports less than typer's own, and so takes half the time."""
 
     def get_help_option(self, ctx: Any) -> Any:
-        """The option `--help`, with the default false: for None typer imports pydantic."""
+        """Return the option `--help`, with the default false: for None typer imports pydantic."""
         option = super().get_help_option(ctx)  # type: ignore[misc]
         if option is not None:
             option.default = False
         return option
 
     def get_short_help_str(self, limit: int = 45) -> str:
-        """The first sentence of the help, however long, for the list of commands."""
+        """Return the first sentence of the help, however long, for the list of commands."""
         sentence: str = super().get_short_help_str(1000)  # type: ignore[misc]
         return sentence
 
@@ -99,9 +99,9 @@ def command(
     """Declare a function as a command, with typer's options.
 
     Args:
-        name: of the command; the function's unless given.
-        words: the command takes words that are no options, named so in its help, and finds them in
-            the `args` of its context. Arguments declared to typer would make it import pydantic.
+        name: name of the command; the function's unless given.
+        words: the help's name for positional words, which the command finds in the `args` of its
+            context. Arguments declared to typer would make typer import pydantic.
     """
     metavar = "[OPTIONS]" if words is None else f"[OPTIONS] {words}"
     settings = {"allow_extra_args": words is not None}
@@ -118,7 +118,7 @@ def command(
 
 
 def group(name: str) -> typer.Typer:
-    """Declare a command that has subcommands and does something by itself."""
+    """Declare a command that has subcommands and can also run by itself."""
     made = _made[name] = typer.Typer(name=name, cls=CommandGroup, **PLAIN)
     return made
 
@@ -163,17 +163,17 @@ def _import_bench() -> None:
 
 
 class _Weir(CommandGroup):
-    """`weir`, which lists its commands without importing them."""
+    """The group `weir`, which lists its commands without importing them."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{**settings, "commands": _Commands()})
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """The names of all commands."""
+        """Return the names of all commands."""
         return list(COMMANDS)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the list of commands in the help, each with its sentence."""
+        """Write the help's list of commands, with a sentence for each."""
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
@@ -181,8 +181,8 @@ class _Weir(CommandGroup):
 app = typer.Typer(
     name="weir",
     cls=_Weir,
-    help="Any Hugging Face decoder on token streams without end, in a KV cache of fixed size. "
-    "Pools of your own: weir --import my_pools,more/pools.py COMMAND.",
+    help="Any Hugging Face decoder on endless token streams, in a KV cache of fixed size. "
+    "To use pools of your own: weir --import my_pools,more/pools.py COMMAND.",
     **PLAIN,
 )
 
@@ -206,11 +206,11 @@ def _options(
     pass
 
 
-# --- carrying one out
+# --- running a command
 
 
 def run(arguments: list[str]) -> int:
-    """Carry out a command line and return its exit code.
+    """Run a command line and return its exit code.
 
     Raises:
         WeirError: the command failed; the message says why.
@@ -231,10 +231,10 @@ def run(arguments: list[str]) -> int:
 
 
 def split_imports(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Split off `--import MODULES`, which stands in front of the command.
+    """Split off `--import MODULES` in front of the command.
 
     Returns:
-        The other arguments, and the names of the modules.
+        The remaining arguments, and the names of the modules.
 
     Raises:
         ValueError: `--import` names nothing.
@@ -252,22 +252,22 @@ def split_imports(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _import_modules(modules: list[str]) -> None:
-    """Import modules in this process and in those that it starts.
+    """Import modules in this process and in processes that it starts.
 
     Raises:
-        WeirError: one cannot be imported.
+        WeirError: a module cannot be imported.
     """
     from weir.policies import VARIABLE, load_plugins
 
     before = [name for name in os.environ.get(VARIABLE, "").split(os.pathsep) if name]
-    # Absolute, since other processes may run in other folders.
+    # Absolute paths, since other processes may run in other folders.
     named = [os.path.abspath(name) if name.endswith(".py") else name for name in modules]
     os.environ[VARIABLE] = os.pathsep.join([*before, *named])
     load_plugins()
 
 
 def _describe_misuse(error: object) -> str:
-    """Say what is wrong with the arguments, and which help says how it is right."""
+    """Describe what is wrong with the arguments, and name the help to read."""
     problem = getattr(error, "format_message", lambda: str(error))().rstrip(".")
     context = getattr(error, "ctx", None)
     return f"{problem}; see {context.command_path if context else 'weir'} --help"

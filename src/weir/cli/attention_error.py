@@ -1,4 +1,4 @@
-"""`weir attention-error`: how far the answers of a layer move under a policy."""
+"""`weir attention-error`: how much a policy changes the attention outputs of each layer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 RATES = "1/2,1/4,1/8,1/16"
 MOST_SHOWN = 6
-"""Layers that have a column of their own."""
+"""Most layers that the table shows in columns of their own."""
 
 
 @command("attention-error")
@@ -42,12 +42,12 @@ def attention_error(
     text: TextPath,
     model_name: ModelName = "nano",
     policy: Annotated[
-        str, typer.Option(help="Policies with commas between them: 'uniform, balancekv'.")
+        str, typer.Option(help="Comma-separated policies: 'uniform, balancekv'.")
     ] = "uniform, balancekv",
     rates: Annotated[
         str | None,
         typer.Option(
-            help="Shares of the middle to keep, for policies written without a budget "
+            help="Shares of the middle to keep, for policies given without a budget "
             f"[default: {RATES}, if all are]"
         ),
     ] = None,
@@ -61,13 +61,17 @@ def attention_error(
     ] = None,
     queries: Annotated[
         int | None,
-        typer.Option(min=1, help="The last queries asked [default: 256, at most a quarter]"),
+        typer.Option(
+            min=1, help="Number of last queries to compare [default: 256, at most a quarter]"
+        ),
     ] = None,
     exact: Annotated[
         int | None,
-        typer.Option(min=0, help="First tokens kept exact [default: 256, at most an eighth]"),
+        typer.Option(
+            min=0, help="Number of first tokens kept exact [default: 256, at most an eighth]"
+        ),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="How many seeds.")] = 10,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds.")] = 10,
     stream: Annotated[
         bool,
         typer.Option("--stream", help="Fold chunk by chunk (--chunk), not the whole text at once."),
@@ -81,7 +85,7 @@ def attention_error(
     """Compare attention under a policy with exact attention, layer by layer.
 
     As in BalanceKV's section 4.1: each layer gets the exact model's queries, keys and values; the
-    first tokens stay exact, a share of the others is kept, and the last queries are asked.
+    first tokens stay exact, a share of the others is kept, and the last queries are compared.
     """
     from weir.evals.attention_error import (
         check_plot,
@@ -160,7 +164,7 @@ def _print(rows: list[LayerError], facts: dict[str, Any]) -> None:
     from rich.text import Text
 
     layers = sorted({row.layer for row in rows})
-    # Of a deep model the mean has to do; --json has every layer.
+    # A deep model's table shows the mean only; --json has every layer.
     shown = layers if len(layers) <= MOST_SHOWN else []
     by_place = {(row.name, row.rate, row.layer): row for row in rows}
     for name in dict.fromkeys(row.name for row in rows):

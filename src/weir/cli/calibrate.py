@@ -1,4 +1,4 @@
-"""`weir calibrate`: slots for each layer, measured on a text, as a policy file."""
+"""`weir calibrate`: measure each layer's slots on a text, and write a policy file."""
 
 from __future__ import annotations
 
@@ -37,15 +37,18 @@ def calibrate(
     model_name: ModelName = "nano",
     policy: PolicyText = DEFAULT_NAME,
     budget: Annotated[
-        int | None, typer.Option(min=1, help="Slots of a layer on average, for a named policy.")
+        int | None, typer.Option(min=1, help="Average slots per layer, for a named policy.")
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(help="Instead: what the cache of one stream may have, 2GB.")
+        str | None,
+        typer.Option(help="Instead of a budget, memory for the cache of one stream: 2GB."),
     ] = None,
     splits: Annotated[
-        bool, typer.Option("--splits", help="Measure the share of the newest tokens as well.")
+        bool, typer.Option("--splits", help="Also measure which share the newest tokens need.")
     ] = False,
-    tokens: Annotated[int | None, typer.Option(min=2, help="Tokens to measure on.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=2, help="Number of tokens to measure on.")
+    ] = None,
     chunk: Chunk = 64,
     seed: Seed = 0,
     as_json: AsJson = False,
@@ -54,7 +57,7 @@ def calibrate(
 ) -> None:
     """Measure which layers need how many slots, and write a policy that says so.
 
-    All layers together take as many bytes as under the policy that is given.
+    All layers together take as many bytes as under the given policy.
     """
     from weir.cache import read_bytes
     from weir.evals import calibration
@@ -106,14 +109,14 @@ def _print_json(model_name: str, out: Path, found: Calibration) -> None:
             "tokens": found.passages * found.length,
             "layers": [
                 {
-                    "policy": it.pipe.stands_for,
-                    "slots": it.pipe.slots,
-                    "bytes": it.nbytes,
-                    "error": it.error,
-                    "error_before": it.before,
-                    "tried": it.tried,
+                    "policy": layer.pipe.stands_for,
+                    "slots": layer.pipe.slots,
+                    "bytes": layer.nbytes,
+                    "error": layer.error,
+                    "error_before": layer.before,
+                    "tried": layer.tried,
                 }
-                for it in found.layers
+                for layer in found.layers
             ],
         }
     )
@@ -126,9 +129,10 @@ def _print(out: Path, found: Calibration) -> None:
     for head in ("layer", "slots", "cache", "error", "before"):
         table.add_column(head, justify="right")
     table.add_column("policy")
-    for layer, it in enumerate(found.layers):
-        row = (f"{it.pipe.slots:,}", size(it.nbytes), f"{it.error:.3f}", f"{it.before:.3f}")
-        table.add_row(str(layer), *row, it.pipe.stands_for)
+    for index, layer in enumerate(found.layers):
+        errors = f"{layer.error:.3f}", f"{layer.before:.3f}"
+        row = (f"{layer.pipe.slots:,}", size(layer.nbytes), *errors)
+        table.add_row(str(index), *row, layer.pipe.stands_for)
     print_table(table)
     before, after = found.errors
     line = (

@@ -1,4 +1,4 @@
-"""`weir chat`: a conversation in the terminal, without end."""
+"""`weir chat`: an endless conversation in the terminal."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ if TYPE_CHECKING:
     from weir.policies import Policy
     from weir.stream import Conversation, Stream
 
-HELP = """/report        what the cache holds, layer by layer; new tokens wait for a fold
-/save FILE     write the conversation to a file
-/load FILE     go on with a saved one
-/help          this
+HELP = """/report        show what the cache holds, by layer; new tokens wait for a fold
+/save FILE     save the conversation to a file
+/load FILE     continue a saved conversation
+/help          show this help
 /quit          leave; so does Ctrl-D. Ctrl-C stops an answer
-\"\"\"            begins and ends words of several lines"""
+\"\"\"            begins and ends a message of several lines"""
 
 HEADER = 16
-"""Slots for what a template puts in front of an answer."""
+"""Slots for the tokens that a chat template puts in front of an answer."""
 QUOTES = '"""'
-"""Begins and ends words of several lines."""
+"""Begins and ends a message of several lines."""
 MOST_SLOTS = 8192
-"""Slots of a policy that is given no budget: with more an answer is slow to come on a CPU."""
+"""Most slots of a policy without a budget; with more, an answer is slow on a CPU."""
 SHARE = 4
-"""Of the free memory so much, one part of four, is for a conversation at most."""
+"""A conversation takes at most one part in this many of the free memory."""
 
 
 @command()
@@ -65,7 +65,7 @@ def chat(
         str | None,
         typer.Option(
             help="A pipe or a named policy, see `weir policies`; without a budget it gets what the "
-            f"model's window and the memory allow, {MOST_SLOTS:,} slots at most. [default: "
+            f"model's window and the memory allow, at most {MOST_SLOTS:,} slots. [default: "
             f"weir.toml beside the model, or else {DEFAULT_NAME}]",
         ),
     ] = None,
@@ -74,22 +74,24 @@ def chat(
     seed: Seed = 0,
     system: Annotated[
         str | None,
-        typer.Option(help="What the model is told first; it stays in the cache for good."),
+        typer.Option(help="System message; it stays in the cache for good."),
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 for the likeliest token.")] = 0.7,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.7,
     top_k: Annotated[
-        int | None, typer.Option(min=1, help="Draw from so many of the likeliest.")
+        int | None, typer.Option(min=1, help="Sample from this many of the likeliest tokens.")
     ] = None,
     top_p: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest that make up this.")
+        float,
+        typer.Option(
+            min=0.0, max=1.0, help="Sample from the likeliest tokens of this total probability."
+        ),
     ] = 0.95,
     repetition_penalty: Annotated[
-        float, typer.Option(min=0.01, help="Over 1 makes words of the same answer less likely.")
+        float,
+        typer.Option(min=0.01, help="Values over 1 make tokens of the same answer less likely."),
     ] = 1.0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Of one answer.")] = 256,
-    session: Annotated[
-        Path | None, typer.Option(help="A saved conversation to go on with.")
-    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
+    session: Annotated[Path | None, typer.Option(help="A saved conversation to continue.")] = None,
     compiled: Compile = False,
     *,
     loading: Loading,
@@ -101,8 +103,8 @@ def chat(
         say_unused(
             context, ("top_k", "top_p"), "at a temperature of 0 the likeliest token is taken"
         )
-    system = system or None  # of an empty one nothing need stay
-    # What is wrong with it is said before anything is loaded.
+    system = system or None  # an empty message needs no slots
+    # Refuse a wrong policy before anything is loaded.
     asked = with_slots(parse_policy(DEFAULT_NAME if policy is None else policy), slots)
     given = policy is not None or slots is not None
     if session is not None and system is not None:
@@ -114,21 +116,23 @@ def chat(
 
     model, tokenizer = load_model(model_name, loading)
     if compiled:
-        with_compiled_steps(model, compiled)  # which chooses products, too
+        with_compiled_steps(model, compiled)  # chooses products, too
     else:
         with_products(model)
     if session is None:
-        wanted, told = _sized(model, tokenizer, asked, given, resolve_chunk(asked, chunk), system)
+        wanted, sized = _size_policy(
+            model, tokenizer, asked, given, resolve_chunk(asked, chunk), system
+        )
         chunk = resolve_chunk(wanted, chunk)
         say_set_aside(model, policy, slots)
         say_window(model, wanted, chunk)
         stream = Stream(model, wanted, chunk=chunk, seed=seed)
     else:
-        stream, told = Stream.restore(model, session), ""
+        stream, sized = Stream.restore(model, session), ""
     conversation = Conversation(stream, tokenizer, system)
     kind = "" if tokenizer.chat_template else "; it has no chat template and continues your text"
     held = stream.policy
-    under = f"{held.brief}{told}" if session is not None or given else _under(held, told)
+    under = f"{held.brief}{sized}" if session is not None or given else _describe(held, sized)
     say(f"{model_name} under {under}{kind}. /help for help.")
     if session is not None:
         _tell_kept(context, stream, asked)
@@ -152,12 +156,12 @@ def chat(
             except WeirError as error:
                 say(f"weir: {error}")
             except KeyboardInterrupt:
-                # Within a fold, perhaps: then the stream says so itself.
+                # If it was within a fold, the stream reports that itself.
                 say(f"interrupted{'; nothing has changed' if ordered else ''}")
 
 
 def _tell_kept(context: typer.Context, stream: Stream, wanted: Policy) -> None:
-    """Name the options that were given and change nothing, as a saved stream has its own."""
+    """Name the given options that a saved stream overrides by its own."""
     asked = context.params
     assert stream.cache is not None  # only streams with one are saved
     kept = {"chunk": asked["chunk"] == stream.cache.chunk, "seed": asked["seed"] == stream.seed}
@@ -171,7 +175,7 @@ def _tell_kept(context: typer.Context, stream: Stream, wanted: Policy) -> None:
         )
 
 
-def _sized(
+def _size_policy(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     asked: Policy,
@@ -179,21 +183,21 @@ def _sized(
     chunk: int,
     system: str | None,
 ) -> tuple[Policy, str]:
-    """The policy of a conversation, and what to say of how large it was made.
+    """Return the policy of a conversation, and a description of its size.
 
-    One that was given no budget gets what the model's window and the memory leave; the system turn
+    A policy without a budget gets what the model's window and the memory allow; the system message
     has slots of its own, so that it is never evicted.
 
     Args:
-        model, tokenizer: of the conversation.
-        asked: the policy that is asked for, or the default.
-        given: whether it is asked for; if not, what lies with the model goes before it.
+        model, tokenizer: model and tokenizer of the conversation.
+        asked: the requested policy, or the default.
+        given: whether a policy was requested; if not, a policy file beside the model has priority.
         chunk: tokens between two folds.
-        system: what is told first; None for nothing.
+        system: the system message; None for none.
 
     Raises:
-        WeirError: not even the smallest budget fits, the template refuses a system turn, or what
-            lies with the model is no policy for it.
+        WeirError: not even the smallest budget fits, the template refuses a system message, or the
+            policy file beside the model does not fit it.
     """
     from weir.cache import find_model_policy
     from weir.evals.fitting import budget_in, largest_budget
@@ -205,7 +209,7 @@ def _sized(
     pinned = header = 0
     if system is not None:
         pinned, header = count_beginning(model, tokenizer, system), HEADER
-    told = ""
+    sized = ""
     beside = None if given else find_model_policy(model)
     wanted, policy = beside or asked, str(asked)
     if beside is None and takes_budget(policy) and not isinstance(asked, Recompute):
@@ -222,18 +226,18 @@ def _sized(
                 f"the model's window leaves{first}; {shorter}give it a budget of its own"
             )
         wanted = parse_policy(with_budget(policy, budget))
-        told = f", chosen by the model's window and the free memory: {budget:,} slots"
+        sized = f", chosen by the model's window and the free memory: {budget:,} slots"
     if not pinned or isinstance(wanted, Recompute):
-        return wanted, told
+        return wanted, sized
     if any(pipe.slots is None or pipe.needs_marks for pipe in wanted.pipes):
-        return wanted, told  # nothing goes, or it keeps the beginning by itself
-    return Pinned(wanted, pinned, header), f"{told}, and {pinned} for what it was told first"
+        return wanted, sized  # it evicts nothing, or keeps the beginning by itself
+    return Pinned(wanted, pinned, header), f"{sized}, and {pinned} for what it was told first"
 
 
-def _under(policy: Policy, told: str) -> str:
-    """Under what a conversation is whose policy nobody named; one of a file is long to read."""
+def _describe(policy: Policy, sized: str) -> str:
+    """Describe a policy that nobody named, by its file if it comes from one beside the model."""
     file = None if policy.origin is None else policy.origin.file
-    return f"{policy.brief}{told}" if file is None else f"{file}, which lies with it{told}"
+    return f"{policy.brief}{sized}" if file is None else f"{file}, which lies with it{sized}"
 
 
 def _read_words(interrupt: Interrupt) -> tuple[str, bool] | None:
@@ -252,7 +256,7 @@ def _read_words(interrupt: Interrupt) -> tuple[str, bool] | None:
 
 
 def _read_line(interrupt: Interrupt, prompt: str = "> ") -> str | None:
-    """The next line; None at the end of the input. Ctrl-C at the prompt starts a new line."""
+    """Read the next line; None at the end of the input. Ctrl-C at the prompt starts a new line."""
     terminal = sys.stdin.isatty()
     if terminal:
         with contextlib.suppress(ImportError):
@@ -262,7 +266,7 @@ def _read_line(interrupt: Interrupt, prompt: str = "> ") -> str | None:
             with interrupt.noting(0):
                 if terminal:
                     return input(prompt)
-                # Bytes, so that a line that is not UTF-8 spoils no other.
+                # Read bytes, so that a line that is not UTF-8 does not affect the others.
                 read = sys.stdin.buffer.readline()
             return read.decode("utf-8").rstrip("\r\n") if read else None
         except EOFError:
@@ -275,7 +279,7 @@ def _read_line(interrupt: Interrupt, prompt: str = "> ") -> str | None:
 
 
 def _write(answer: Iterator[str], interrupt: Interrupt) -> None:
-    """Each piece as it comes, until it ends or is interrupted."""
+    """Write an answer piece by piece, until it ends or is interrupted."""
     for piece in answer:
         sys.stdout.write(piece)
         sys.stdout.flush()
@@ -298,7 +302,7 @@ def _tell_state(conversation: Conversation) -> None:
 
 
 def _command(conversation: Conversation, line: str) -> bool:
-    """Carry out a command; False to leave."""
+    """Run a slash command; return False to leave."""
     from weir.policies import expand_home
 
     word, _, rest = line.partition(" ")
@@ -331,7 +335,7 @@ def _report(conversation: Conversation) -> None:
 
 
 def _held(slots: dict[str, int]) -> str:
-    """What a layer holds by pool; before its first fold no pool holds anything."""
+    """Describe a layer's slots by pool; before the first fold no pool holds anything."""
     if not any(slots.values()):
         return "nothing yet"
     if not any(count for name, count in slots.items() if name != "new"):

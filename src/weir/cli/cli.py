@@ -1,7 +1,7 @@
-"""The command `weir`, from before its imports to its exit code. What commands do lies elsewhere.
+"""Entry point of the command `weir`: imports, error messages and exit codes.
 
-Exit codes: 0 done, 1 an error in one line, 2 usage, in one line too; 130 after Ctrl-C and 143
-after SIGTERM, also in the imports, which is why this file has next to none.
+Exit codes: 0 for success, 1 for an error, 2 for wrong usage, both with one line on standard error;
+130 after Ctrl-C and 143 after SIGTERM, also during imports, which is why this file has few.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ def main() -> None:
     """Run the command line with the arguments of the process, and leave with its exit code."""
     for written in (sys.stdout, sys.stderr):
         if isinstance(written, io.TextIOWrapper):
-            written.reconfigure(errors="replace")  # a terminal that is not UTF-8 gets what it can
-    # Where it is installed transformers imports it, and it warns of kernels for other machines.
+            written.reconfigure(errors="replace")  # for terminals that are not UTF-8
+    # transformers imports torchao if installed, which warns about kernels for other machines.
     for chatty in ("torchao", "torch.utils._pytree"):
         logging.getLogger(chatty).setLevel(logging.ERROR)
-    # Commands of one policy say so by themselves; in one that compares many it would come often.
+    # Commands with one policy report this themselves; comparing policies would repeat it often.
     warnings.filterwarnings("ignore", message="weir: .* hold up to")
     try:
         with terminable(), collect_seldom():
@@ -44,16 +44,16 @@ def main() -> None:
     except Terminated:
         code = _fail("terminated", TERMINATED)
     except OSError as error:
-        # If the reader of our output has gone, as `head` does, nothing is left to say.
+        # If the reader of our output has closed it, as `head` does, there is nothing to report.
         code = 1 if isinstance(error, BrokenPipeError) else _fail(str(error), 1)
         _drop_output()
-    if code == INTERRUPTED:  # typer makes this code of Ctrl-C too
+    if code == INTERRUPTED:  # typer also returns this code on Ctrl-C
         _fail("interrupted", code)
     sys.exit(code)
 
 
 def _drop_output() -> None:
-    """Send unwritten output nowhere, so that Python does not try to write it again at exit."""
+    """Discard unwritten output, so that Python does not try to write it again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

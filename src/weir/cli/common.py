@@ -1,4 +1,4 @@
-"""What several commands share: options, progress on standard error, tables that fit."""
+"""Shared parts of commands: options, progress on standard error, tables that fit."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ PolicyText = Annotated[
     typer.Option(help="A pipe or a named policy; see `weir policies`."),
 ]
 Chunk = Annotated[
-    int, typer.Option(min=1, help="New tokens taken in before it is decided again which stay.")
+    int, typer.Option(min=1, help="New tokens read before the policy decides again what to keep.")
 ]
 PolicyChunk = Annotated[
     int | None,
     typer.Option(
         "--chunk",
         min=1,
-        help="New tokens taken in before it is decided again which stay [default: 64, or what a "
+        help="New tokens read before the policy decides again what to keep [default: 64, or what a "
         "policy file was measured with]",
     ),
 ]
@@ -49,53 +49,52 @@ SlotsName = Annotated[
     str | None,
     typer.Option(
         "--slots",
-        help="How slots of the middle are held: exact, int8, k8v4 or fp8 [default: as the policy "
-        "says]",
+        help="Storage of the middle slots: exact, int8, k8v4 or fp8 [default: as the policy says]",
     ),
 ]
 Compile = Annotated[
     bool,
     typer.Option(
         "--compile",
-        help="Compile decode steps; the first takes from seconds to minutes, and a C++ compiler.",
+        help="Compile decode steps; the first takes seconds to minutes, and needs a C++ compiler.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 DEFAULT = "weir(budget=256)"
-"""The policy where none is given; written here too, for where it is from brings PyTorch."""
+"""The default policy; repeated here, since importing its definition would import PyTorch."""
 DEFAULT_NAME = DEFAULT.partition("(")[0]
-"""The same where it is sized by what there is room for."""
+"""The default policy where its budget is chosen by the available room."""
 WIDE = 100_000
-"""Columns of a terminal on which no table is too wide."""
+"""Columns of an imagined terminal on which every table fits."""
 
 
 @cache
 def messages() -> Console:
-    """The terminal for what is not the answer: standard error."""
+    """Return the console for messages: standard error."""
     from rich.console import Console
 
-    # Without emoji: rich would make a picture of the `:ID:` in hub:ID:SPLIT.
+    # Without emoji: rich would replace the `:ID:` in hub:ID:SPLIT by a picture.
     return Console(stderr=True, emoji=False, width=_width())
 
 
 @cache
 def output() -> Console:
-    """The terminal for answers: standard output."""
+    """Return the console for results: standard output."""
     from rich.console import Console
 
     return Console(emoji=False, width=_width())
 
 
 def _width() -> int | None:
-    """Columns of a terminal that says it has none, as some do that do not know; None: it knows."""
+    """Return 80 for a terminal that reports a width of 0, as some do; None lets rich find it."""
     return 80 if os.environ.get("COLUMNS", "").strip() == "0" else None
 
 
 def print_table(table: Table) -> None:
-    """A table on standard output; where the terminal is too narrow, lines run past its end.
+    """Print a table to standard output; on a narrow terminal, its lines run past the edge.
 
-    Columns that are not to be wrapped are never cut, and so no figure is.
+    Columns that must not wrap are never cut, so every figure stays whole.
     """
     console = output()
     wide = console.options.update(width=WIDE)
@@ -108,45 +107,45 @@ def print_table(table: Table) -> None:
 
 
 def print_json(facts: Any) -> None:
-    """One JSON object on standard output; numbers that JSON does not have become null."""
+    """Print one JSON object to standard output; infinities and NaN become null."""
     from weir.evals.results import for_json
 
     sys.stdout.write(json.dumps(for_json(facts), ensure_ascii=False) + "\n")
 
 
 def say(text: str) -> None:
-    """One line on standard error, as it is: no markup, and not broken where the terminal ends."""
+    """Print one line to standard error, without markup or wrapping."""
     messages().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Show on a terminal that something is under way whose end nobody can foretell."""
+    """Show on a terminal that work of unknown duration is under way."""
     with messages().status(f"{what} …"):
         yield
 
 
 def in_lines() -> bool:
-    """Whether progress is told in lines: where standard error is no terminal to draw a bar on."""
+    """Return whether progress is printed in lines, as standard error is not a terminal."""
     return not messages().is_interactive
 
 
 def say_window(model: PreTrainedModel, policy: Policy, chunk: int) -> None:
-    """Say so where a policy may hold more tokens at once than the model was made for."""
+    """Warn if a policy may hold more tokens at once than the model's window."""
     from weir.cache import describe_window_excess
 
-    if (told := describe_window_excess(model, policy, chunk)) is not None:
-        say(told)
+    if (warning := describe_window_excess(model, policy, chunk)) is not None:
+        say(warning)
 
 
 def say_set_aside(
     model: PreTrainedModel | str, policy: str | None, slots: str | None, revision: str | None = None
 ) -> None:
-    """Say so where `--slots` alone takes the usual policy in place of one that lies with the model.
+    """Report that `--slots` alone selects the default policy instead of the model's policy file.
 
     Args:
         model, revision: as for `models.sidecar_path`.
-        policy, slots: what `--policy` and `--slots` say.
+        policy, slots: values of `--policy` and `--slots`.
     """
     if policy is not None or slots is None:
         return
@@ -161,7 +160,7 @@ def say_set_aside(
 
 
 def with_products(model: PreTrainedModel) -> PreTrainedModel:
-    """A model that decodes with the products that are faster here; to time them takes seconds once.
+    """Choose the faster matrix products for a model; timing them takes seconds, once per machine.
 
     Args:
         model: from `load_model`.
@@ -174,11 +173,11 @@ def with_products(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def with_compiled_steps(model: PreTrainedModel, wanted: bool) -> PreTrainedModel:
-    """A model whose decode steps are compiled, if that is wanted.
+    """Compile a model's decode steps if wanted.
 
     Args:
         model: from `load_model`.
-        wanted: what `--compile` says.
+        wanted: value of `--compile`.
     """
     if wanted:
         from weir.models import compile_steps
@@ -189,7 +188,7 @@ def with_compiled_steps(model: PreTrainedModel, wanted: bool) -> PreTrainedModel
 
 
 def progress() -> Progress:
-    """A progress bar on standard error, if that is a terminal."""
+    """Return a progress bar on standard error, hidden unless that is a terminal."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -211,18 +210,18 @@ def progress() -> Progress:
 
 
 def was_given(context: typer.Context, name: str) -> bool:
-    """Whether an option was typed, though it may be its default."""
+    """Return whether an option was typed, even with its default value."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
 
 def say_unused(context: typer.Context, names: Iterable[str], why: str) -> None:
-    """Name the options that were typed though nothing will read them.
+    """Report options that were typed but have no effect.
 
     Args:
-        context: of the command.
-        names: of its parameters.
-        why: what they are for, as the end of a sentence.
+        context: the command's context.
+        names: parameters to check.
+        why: the reason, as the end of a sentence.
     """
     typed = [f"--{name.replace('_', '-')}" for name in names if was_given(context, name)]
     if typed:
@@ -232,10 +231,10 @@ def say_unused(context: typer.Context, names: Iterable[str], why: str) -> None:
 
 
 def numbers(option: str, text: str) -> list[int]:
-    """Whole numbers with commas between them.
+    """Parse comma-separated whole numbers.
 
     Raises:
-        typer.BadParameter: they are none; named by their option.
+        typer.BadParameter: the text is anything else; the message names the option.
     """
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not all(word.isdecimal() for word in words):
@@ -246,7 +245,7 @@ def numbers(option: str, text: str) -> list[int]:
 
 
 def size(nbytes: float) -> str:
-    """Bytes for people: 1.2 MB."""
+    """Format a number of bytes: 1.2 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(nbytes) < 1000 or unit == "GB":
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"

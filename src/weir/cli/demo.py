@@ -38,9 +38,9 @@ def demo(
     tokens: Annotated[int, typer.Option(min=1000, help="Tokens of the book to read.")] = 10_000,
     as_json: AsJson = False,
 ) -> int:
-    """Read a book far past the model's window under several policies, and ask who remembers.
+    """Read a book past the model's window under several policies, and compare what they remember.
 
-    The page says what each still holds of the book, and who knows the names told a while ago.
+    The report shows what each policy holds of the book, and which still know the names.
     """
     from rich.console import Group
     from rich.live import Live

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from weir.evals.results import FigureTable as Figures
 
 USUAL = (128, 256, 384)
-"""Budgets that suit nano: the largest leaves room for a chunk within its window of 512."""
+"""Default budgets, made for nano: the largest leaves room for a chunk in its window of 512."""
 
 
 @command("eval")
@@ -48,56 +48,56 @@ def evaluate(
         typer.Option(
             "--tasks",
             "--task",
-            help="Tasks with commas between them: 'ppl(tokens=5000), recall'.",
+            help="Comma-separated tasks: 'ppl(tokens=5000), recall'.",
         ),
     ] = "ppl, recall, streameval, attention-error",
     policies: Annotated[
-        str, typer.Option(help="Policies with commas between them; all for every named one.")
+        str, typer.Option(help="Comma-separated policies, or all for every named policy.")
     ] = "all",
     model: Annotated[
-        str, typer.Option(help="nano, folders or Hub ids, with commas between them.")
+        str, typer.Option(help="Comma-separated models: nano, folders or Hub ids.")
     ] = "nano",
     budgets: Annotated[
         str | None,
         typer.Option(
-            help="Put into policies that take one and were written without; 128,256,384 unless "
-            "the protocol says."
+            help="Budgets for policies given without one; 128,256,384 unless the protocol sets "
+            "them."
         ),
     ] = None,
     memory: Annotated[
         str | None,
         typer.Option(
-            help="In place of budgets, bytes of a stream's cache: 900kB,1.4MB; the largest budget "
-            "that fits."
+            help="Instead of budgets, sizes of a stream's cache: 900kB,1.4MB; policies get the "
+            "largest budget that fits."
         ),
     ] = None,
     seeds: Annotated[str, typer.Option(help="Seeds of all random draws: 0,1,2.")] = "0",
     out: Annotated[
         Path,
-        typer.Option(help="The results file: JSON lines. Its folder is made if there is none."),
+        typer.Option(help="The results file: JSON lines. Its folder is made if missing."),
     ] = Path("results.jsonl"),
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the results file that is there.")
+        bool, typer.Option("--resume", help="Continue an existing results file.")
     ] = False,
     add: Annotated[
-        bool, typer.Option("--add", help="Put more cells into the results file that is there.")
+        bool, typer.Option("--add", help="Add cells to an existing results file.")
     ] = False,
     protocol: Annotated[
-        str | None, typer.Option(help="Read as a paper's experiments did; see --list.")
+        str | None, typer.Option(help="Read texts as a paper's experiments did; see --list.")
     ] = None,
     chunk: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens between two folds; 64, or the protocol's."),
+        typer.Option(min=1, help="Tokens between two folds; by default 64, or the protocol's."),
     ] = None,
     positions: Annotated[
-        Positions, typer.Option(help="Inside the cache, or in the stream.")
+        Positions, typer.Option(help="Positions counted inside the cache, or in the stream.")
     ] = Positions.rolling,
     slots: SlotsName = None,
     cluster: Annotated[
         str | None, typer.Option(help="Run on Ray: local, or a cluster's address.")
     ] = None,
     show: Annotated[
-        bool, typer.Option("--list", help="List tasks, parameters and protocols, and leave.")
+        bool, typer.Option("--list", help="List tasks, parameters and protocols, and exit.")
     ] = False,
     compiled: Compile = False,
     as_json: AsJson = False,
@@ -106,7 +106,7 @@ def evaluate(
 ) -> int:
     """Measure policies on tasks, cell by cell, into a file that survives a crash.
 
-    Cells that fail are reported at the end, with exit code 1, and stop nothing.
+    Failed cells do not stop the others; they are reported at the end, with exit code 1.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -114,7 +114,7 @@ def evaluate(
     from weir.evals.grid import count_unrecorded_pools, extend_grid, make_grid, run
     from weir.evals.results import failures, read_results
 
-    disable_progress_bar()  # there is one bar already
+    disable_progress_bar()  # weir shows one bar of its own
     freeze_imports()
     if show:
         _list(as_json)
@@ -153,7 +153,7 @@ def evaluate(
 
         work = on_ray(cluster)
     with progress() as bar:
-        # Cells differ by far in what they take: only a long look back foretells anything.
+        # Cells differ greatly in duration, so only a long average predicts the rest.
         bar.speed_estimate_period = 24 * 3600
         shown = _Progress(bar, grid, _done(out) if resume or add else set())
         try:
@@ -184,7 +184,7 @@ def evaluate(
 
 
 def _done(out: Path) -> set[int]:
-    """The cells that a results file has already, if there is one."""
+    """Return the cells done in an existing results file."""
     from weir.evals.results import read_results
 
     if not out.exists() or not out.stat().st_size:
@@ -193,7 +193,7 @@ def _done(out: Path) -> set[int]:
 
 
 class _Progress:
-    """The bar, and a line for each cell that failed; without a terminal one for every cell."""
+    """Progress bar with a line for each failed cell; without a terminal, a line for every cell."""
 
     def __init__(self, bar: Any, grid: Grid, before: set[int]) -> None:
         self.bar = bar
@@ -221,7 +221,7 @@ class _Progress:
         self._show(record["cell"])
 
     def _line(self, record: CellRecord) -> str:
-        """A cell that is done, where no bar can be drawn."""
+        """Describe a finished cell in one line."""
         value, took = record["value"], record["seconds"]
         figure = "" if value is None else f": {record['metric']} {value:.4g}"
         return (
@@ -237,7 +237,7 @@ class _Progress:
 
 
 def _budgets(text: str | None, paper: str | None, memory: str | None) -> list[int]:
-    """The budgets that were given, or the usual ones where nothing else says how large to be."""
+    """Return the given budgets, or the default ones if neither memory nor protocol sets a size."""
     from weir.evals.grid import protocol
 
     if text is not None:
@@ -272,7 +272,7 @@ def _print(records: list[CellRecord]) -> None:
 
 
 def _fitting(found: Figures) -> list[Sequence[Column]]:
-    """The columns in parts, each as many as the terminal is wide enough for, and one at least."""
+    """Split the columns into parts that fit the terminal, with at least one column each."""
     columns = found.columns
     parts: list[Sequence[Column]] = []
     begin = 0
@@ -285,19 +285,19 @@ def _fitting(found: Figures) -> list[Sequence[Column]]:
 
 
 def _width(table: Table) -> int:
-    """Of a table none of whose lines is broken; its title may be."""
+    """Return the width of a table without wrapped lines; its title may wrap."""
     return output().measure(table, options=output().options.update(width=WIDE)).maximum
 
 
 def _table(found: Figures, columns: Sequence[Column]) -> Table:
-    """Some of the columns, beside all of the policies."""
+    """Make a table of all policies and some of the columns."""
     from rich.table import Table
     from rich.text import Text
 
     table = Table(title=Text(found.title), title_justify="left")
     table.add_column("policy", overflow="fold")
     for column in columns:
-        # If names are wider than the terminal they are broken, and figures never.
+        # Names wider than the terminal wrap; figures never do.
         widest = max(len(column.written(row, group=",")) for row in range(len(found.rows)))
         table.add_column(Text(column.head), justify="right", min_width=widest)
     places = [column.places() for column in columns]
@@ -341,7 +341,7 @@ def _list(as_json: bool) -> None:
 
 
 def _parameters(make: Any) -> str:
-    """Its parameters with their defaults, as they are written in a task."""
+    """Return parameters with their defaults, as they are written in a task."""
     parts = []
     for name, parameter in inspect.signature(make).parameters.items():
         default = parameter.default
@@ -350,6 +350,6 @@ def _parameters(make: Any) -> str:
     return ", ".join(parts)
 
 
-def _about(it: Any) -> str:
-    """The first sentence of a docstring."""
-    return " ".join((inspect.getdoc(it) or "").split("\n\n")[0].split())
+def _about(kind: Any) -> str:
+    """Return the first paragraph of a docstring."""
+    return " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())

@@ -1,4 +1,4 @@
-"""`weir inspect`: what the papers show of their models, of any model and text."""
+"""`weir inspect`: the papers' figures about attention, for any model and text."""
 
 from __future__ import annotations
 
@@ -33,34 +33,34 @@ def inspect(
         ),
     ] = None,
     model_name: ModelName = "nano",
-    out: Annotated[Path, typer.Option(help="Folder for index.html and its pictures.")] = Path(
+    out: Annotated[Path, typer.Option(help="Folder for index.html and the pictures.")] = Path(
         "inspect"
     ),
     only: Annotated[
-        str, typer.Option(help="Sections with commas between them: maps,kept. By default all.")
+        str, typer.Option(help="Comma-separated sections: maps,kept. By default all.")
     ] = "",
     layers: Annotated[
-        str, typer.Option(help="Which layers: 0,5. By default what shows best.")
+        str, typer.Option(help="Layers to show: 0,5. By default a typical choice.")
     ] = "",
     heads: Annotated[
-        str, typer.Option(help="Which query heads: 0,1. By default what shows best.")
+        str, typer.Option(help="Query heads to show: 0,1. By default a typical choice.")
     ] = "",
     policy: Annotated[
         str | None,
         typer.Option(help="A pipe or a named policy, to show what it keeps."),
     ] = None,
     sequences: Annotated[
-        int, typer.Option(min=1, help="Short sequences that maps are averaged over.")
+        int, typer.Option(min=1, help="Number of short sequences to average maps over.")
     ] = 256,
-    length: Annotated[int, typer.Option(min=1, help="Tokens of each of them.")] = 16,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of each short sequence.")] = 16,
     tokens: Annotated[
         int | None,
-        typer.Option(min=2, help="Tokens of a long text, at most [default: by section]"),
+        typer.Option(min=2, help="Most tokens of a long text [default: by section]"),
     ] = None,
     at: Annotated[
         str,
         typer.Option(
-            help="After how many tokens to show what is kept: 100,500 [default: quarters]"
+            help="Token counts after which to show what is kept: 100,500 [default: quarters]"
         ),
     ] = "",
     seed: Seed = 0,
@@ -70,7 +70,7 @@ def inspect(
 ) -> None:
     """Look into a model: attention maps, sinks, keys, norms, and what a policy keeps, as one page.
 
-    The sections are those of the papers' own figures: the docs have a paragraph about each.
+    The sections follow the papers' figures; the docs have a paragraph about each.
     """
     from weir.evals.inspect import (
         Inspection,
@@ -106,8 +106,9 @@ def inspect(
         seed=seed,
     )
     title = "the beginning of War and Peace" if text is None else text.name
-    count, each = sizes(model)
-    about = f"{model_name} ({model.config.model_type}): {count} layers, {each} query heads in each."
+    layer_count, head_count = sizes(model)
+    kind = model.config.model_type
+    about = f"{model_name} ({kind}): {layer_count} layers, {head_count} query heads in each."
     page = InspectionPage(out, f"A look into {model_name}", f"{about} The text is {title}.")
     with progress() as bar:
         task = bar.add_task("", total=None, note="")

@@ -1,7 +1,7 @@
 """`weir-lm-eval`: the command line of lm-evaluation-harness with weir among its models.
 
-Releases of the harness that look for plug-ins find weir by themselves. For those that do not, this
-makes it known first; everything else is the harness's own.
+Releases of the harness that look for plug-ins find weir by themselves. For others, this command
+registers weir first; everything else is the harness's own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from weir.evals.records import import_optional
 
 
 def main() -> None:
-    """Run the harness with the arguments of the process; exit code 1 for an error of weir's."""
+    """Run the harness with the arguments of the process; a WeirError gives exit code 1."""
     try:
         registry = import_optional("lm_eval.api.registry", "weir-lm-eval")
         command = import_optional("lm_eval.__main__", "weir-lm-eval")

@@ -1,7 +1,7 @@
-"""The options of every command that loads a model, in one place: how it is loaded, and from where.
+"""Options shared by every command that loads a model.
 
-A command that is marked with `loads_model` has them among its own, and gets those that were given
-as one dictionary, the arguments of `weir.load`.
+The decorator `loads_model` adds them to a command, which gets the given ones in one dictionary, as
+arguments of `weir.load`.
 """
 
 from __future__ import annotations
@@ -24,42 +24,42 @@ OPTIONS: dict[str, Any] = {
     "dtype": Annotated[
         str | None,
         typer.Option(
-            help="Of weights, keys and values: auto, float32, bfloat16, float16 or float64 "
+            help="Dtype of weights, keys and values: auto, float32, bfloat16, float16 or float64 "
             "[default: auto]"
         ),
     ],
     "device": Annotated[
         str | None,
-        typer.Option(help="Where the model lives: cpu, cuda:1 [default: a GPU if there is one]"),
+        typer.Option(help="Device of the model: cpu, cuda:1 [default: a GPU if there is one]"),
     ],
     "device_map": Annotated[
         str | None,
-        typer.Option(help="In place of --device: auto spreads the model; needs accelerate."),
+        typer.Option(help="Instead of --device: auto spreads the model; needs accelerate."),
     ],
     "weights": Annotated[
         str | None,
         typer.Option(
-            help="int8 or int4: linear layers in so few bits; needs torchao [default: as saved]"
+            help="int8 or int4: quantize linear layers; needs torchao [default: as saved]"
         ),
     ],
-    "revision": Annotated[str | None, typer.Option(help="Of a Hub id: the branch, tag or commit.")],
+    "revision": Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")],
     "trust_remote_code": Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that the model brings.")
+        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
     ],
 }
-"""By the names that `weir.load` has for them."""
+"""Options by the parameter names of `weir.load`."""
 
 Loading = dict[str, Any]
-"""Arguments of `weir.load` that somebody gave."""
+"""Given arguments of `weir.load`."""
 
 
 def loads_model(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a command the options that say how a model is loaded, behind its own.
+    """Add the options for loading a model to a command, after its own.
 
-    It has a parameter `loading` for what was given of them, in a `Loading`.
+    The command's parameter `loading` gets those that were given.
 
     Args:
-        names: of `OPTIONS`; none for all.
+        names: which of `OPTIONS` to add; all if empty.
     """
     wanted = {name: OPTIONS[name] for name in names or OPTIONS}
 
@@ -70,7 +70,7 @@ def loads_model(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any
             return function(**given, loading={k: v for k, v in values.items() if v})
 
         own = inspect.signature(function, eval_str=True).parameters.values()
-        kept = [it.replace(kind=it.KEYWORD_ONLY) for it in own if it.name != "loading"]
+        kept = [p.replace(kind=p.KEYWORD_ONLY) for p in own if p.name != "loading"]
         more = [
             inspect.Parameter(
                 name,
@@ -80,9 +80,9 @@ def loads_model(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any
             )
             for name, annotation in wanted.items()
         ]
-        # Typer reads both; `wraps` would have it read those of the function.
+        # Typer reads both attributes; `wraps` made them those of the decorated function.
         command.__signature__ = inspect.Signature([*kept, *more])  # type: ignore[attr-defined]
-        command.__annotations__ = {it.name: it.annotation for it in (*kept, *more)}
+        command.__annotations__ = {p.name: p.annotation for p in (*kept, *more)}
         del command.__wrapped__
         return command
 
@@ -92,15 +92,15 @@ def loads_model(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any
 def load_model(
     name: str, loading: Loading | None = None, *, encoders: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """`weir.load`, which takes a while and says so.
+    """Call `weir.load` and show progress meanwhile.
 
     Args:
-        name: of the model.
-        loading: how.
-        encoders: an encoder will do as well.
+        name: the model's name.
+        loading: other arguments of `weir.load`.
+        encoders: accept encoders too.
 
     Raises:
-        WeirError: as `load`, or weights of few bits are asked of an encoder.
+        WeirError: as `load`; or quantized weights are requested for an encoder.
     """
     loading = loading or {}
     with waiting(f"loading {name}"):
@@ -119,7 +119,7 @@ def load_model(
             freeze_imports()
             return loaded
     if messages().is_terminal:
-        say(f"fetching {name} from the Hugging Face Hub")  # which shows bars of its own
+        say(f"fetching {name} from the Hugging Face Hub")  # the Hub shows bars of its own
     loaded = read(name, **loading)
     freeze_imports()
     return loaded

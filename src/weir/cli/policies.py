@@ -1,4 +1,4 @@
-"""`weir policies`: the named policies and pools, and of one its parameters, pipe and paper."""
+"""`weir policies`: list named policies and pools, or describe one in detail."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHARED = {
     "budget": "slots of each KV head, in each layer.",
     "sinks": "first tokens of the stream that stay.",
 }
-"""Parameters of policies that mean the same everywhere, unless the policy says more."""
+"""Descriptions of parameters that mean the same in every policy, unless it says more itself."""
 POLICIES: dict[str, dict[str, str]] = {
     "Plain": {
         "dense": "everything, exactly; memory grows with the stream",
@@ -56,23 +56,23 @@ POLICIES: dict[str, dict[str, str]] = {
         "pinned": "a conversation's beginning, never evicted",
     },
 }
-"""What each named policy of weir is good for, in the groups and the order of the list."""
+"""What weir's named policies are good for, in the groups and the order of the list."""
 
 _PARAMETER = re.compile(r" {4}(\w+(?:, \w+)*): (.+)")
-"""The first line of a docstring's entry about a parameter, or about several."""
+"""First line of a docstring's entry about one or several parameters."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A named policy or a pool, as it is listed.
+    """A list entry: a named policy or a pool.
 
     Attributes:
-        name: as it is written in a policy.
-        parameters: with their defaults, as they are written in a policy.
-        about: the first paragraph of its docstring, in one line.
-        paper: where a policy comes from; None for a pool.
-        pipe: what a policy is by default; None for a pool, and for a policy that is no pipe.
-        explains: what its docstring says of each parameter.
+        name: the name, as it is written in a policy.
+        parameters: parameters with their defaults, as they are written in a policy.
+        about: the first paragraph of the docstring, in one line.
+        paper: source of a policy; None for a pool.
+        pipe: a policy's default pipe; None for a pool, and for a policy that is not a pipe.
+        explains: the docstring's sentences about parameters, by parameter.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Entry:
 
 @command(words="[NAME]...")
 def policies(context: typer.Context, as_json: AsJson = False) -> None:
-    """List the named policies and the pools a pipe can be made of, or tell all of those named."""
+    """List the named policies and the pools that make up a pipe, or describe those named."""
     named, pools = list_entries()
     known = {entry.name for entry in (*named, *pools)}
     for name in context.args:
@@ -98,7 +98,7 @@ def policies(context: typer.Context, as_json: AsJson = False) -> None:
         wanted = context.args or known
         every = pools
         named, pools = (
-            [replace(it, explains=explain(it, every)) for it in entries if it.name in wanted]
+            [replace(e, explains=explain(e, every)) for e in entries if e.name in wanted]
             for entries in (named, pools)
         )
     if as_json:
@@ -117,17 +117,17 @@ def policies(context: typer.Context, as_json: AsJson = False) -> None:
                 _print_entry(entry, kind)
 
 
-# --- what there is
+# --- finding entries
 
 
 def list_entries() -> tuple[list[Entry], list[Entry]]:
-    """The named policies and the pools, those of plugins behind weir's own."""
+    """Return the named policies and the pools, weir's own before those of plugins."""
     from weir.policies import NAMED, load_plugins
     from weir.pools import POOLS
 
     load_plugins()
-    ours = {name: it for name, it in NAMED.items() if it.make.__module__.startswith("weir.")}
-    named = [_describe(name, it.make, it.paper, it.pipe) for name, it in ours.items()]
+    ours = {name: p for name, p in NAMED.items() if p.make.__module__.startswith("weir.")}
+    named = [_describe(name, p.make, p.paper, p.pipe) for name, p in ours.items()]
     named += [
         _describe(name, NAMED[name].make, "imported") for name in sorted(NAMED.keys() - ours.keys())
     ]
@@ -138,8 +138,8 @@ def list_entries() -> tuple[list[Entry], list[Entry]]:
 
 def _describe(name: str, make: Any, paper: str | None = None, pipe: str | None = None) -> Entry:
     parameters = ", ".join(
-        key if it.default is it.empty else f"{key}={format_value(it.default)}"
-        for key, it in inspect.signature(make).parameters.items()
+        key if p.default is p.empty else f"{key}={format_value(p.default)}"
+        for key, p in inspect.signature(make).parameters.items()
     )
     doc = inspect.getdoc(make) or ""
     about = " ".join(doc.split("\n\n")[0].split())
@@ -147,7 +147,7 @@ def _describe(name: str, make: Any, paper: str | None = None, pipe: str | None =
 
 
 def _read_parameters(doc: str) -> dict[str, str]:
-    """What a docstring says of parameters: the entries of its `Args` or `Attributes`."""
+    """Read a docstring's entries about parameters, in its `Args` or `Attributes`."""
     found: dict[str, str] = {}
     names: list[str] = []
     inside = False
@@ -163,7 +163,7 @@ def _read_parameters(doc: str) -> dict[str, str]:
 
 
 def explain(entry: Entry, pools: Iterable[Entry]) -> dict[str, str]:
-    """Sentences about an entry's parameters; where a policy has none, those of its pools.
+    """Return sentences about an entry's parameters; a policy without some uses its pools'.
 
     Args:
         entry: a policy or a pool.
@@ -173,8 +173,13 @@ def explain(entry: Entry, pools: Iterable[Entry]) -> dict[str, str]:
         Sentences by parameter, in the order of the parameters.
     """
     words = set(re.findall(r"\w+", entry.pipe or ""))
-    inner = {name: said for it in pools if it.name in words for name, said in it.explains.items()}
-    # A policy's budget is that of all its pools; a pool's is its own.
+    inner = {
+        name: sentence
+        for pool in pools
+        if pool.name in words
+        for name, sentence in pool.explains.items()
+    }
+    # A policy's budget is that of all its pools, a pool's its own.
     shared = {} if entry.paper is None else SHARED
     known = {**inner, **shared, **entry.explains}
     names = [word.partition("=")[0] for word in entry.parameters.split(", ")]
@@ -185,21 +190,21 @@ def explain(entry: Entry, pools: Iterable[Entry]) -> dict[str, str]:
 
 
 def _print_list(named: Sequence[Entry], pools: Sequence[Entry]) -> None:
-    """Print a line for each: its name and what it is good for."""
+    """Print a line for each entry: its name and what it is good for."""
     known = {name for group in POLICIES.values() for name in group}
     others = {entry.name: entry.about for entry in named if entry.name not in known}
     width = max(len(entry.name) for entry in (*named, *pools))
     for title, group in {**POLICIES, **({"Others": others} if others else {})}.items():
         _print_grid(title, group, width)
     _print_grid(
-        "Pools, of which a pipe is made", {it.name: _shorten(it.about) for it in pools}, width
+        "Pools, of which a pipe is made", {pool.name: _shorten(pool.about) for pool in pools}, width
     )
     output().print("A pipe is pools with | between them: sink(4) | recent(252)", markup=False)
     output().print("Parameters, pipe and paper of one: weir policies NAME", markup=False)
 
 
 def _shorten(about: str) -> str:
-    """Leave out what every line of the list would say."""
+    """Remove words that would be in every line of the list."""
     return about.removeprefix("Keep ").removesuffix(".").removesuffix(", each KV head its own")
 
 
@@ -218,7 +223,7 @@ def _print_grid(title: str, lines: Mapping[str, str], width: int) -> None:
 
 
 def _print_entry(entry: Entry, kind: str) -> None:
-    """Print all there is of one: how it is written, what it keeps and where it comes from."""
+    """Print all details of one entry."""
     uses = {name: line for group in POLICIES.values() for name, line in group.items()}
     parameters = "\n".join(
         ": ".join(filter(None, (word, entry.explains.get(word.partition("=")[0]))))

@@ -14,13 +14,13 @@ from weir.cli.common import AsJson, output, print_json, waiting
 @command()
 def report(
     results: Annotated[
-        list[Path], typer.Argument(help="The file that `weir eval` wrote, or several.")
+        list[Path], typer.Argument(help="One or more results files of `weir eval`.")
     ],
     out: Annotated[
         Path, typer.Option(help="Folder for report.html, report.md and pictures.")
     ] = Path("report"),
     formats: Annotated[
-        str, typer.Option("--format", help="html, md, csv, latex, with commas between them.")
+        str, typer.Option("--format", help="Comma-separated formats: html, md, csv, latex.")
     ] = "html,md",
     as_json: AsJson = False,
 ) -> None:

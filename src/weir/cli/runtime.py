@@ -1,9 +1,9 @@
-"""Signals and garbage collection around a command. Imports next to nothing, and knows no command.
+"""Signals and garbage collection around a command. Imports almost nothing, and knows no command.
 
-Ctrl-C and SIGTERM let a command report what it has done so far; after SIGTERM, which a scheduler, a
-container or `kill` sends, the exit code is 143. The garbage collector runs seldom while libraries
-are imported: they create a million objects, and passing over them again and again would take a
-sixth of the time to the first word of `weir chat`.
+After Ctrl-C or SIGTERM a command can report what it has done so far; after SIGTERM, which a
+scheduler, a container or `kill` sends, the exit code is 143. The garbage collector runs rarely
+while libraries are imported: they create a million objects, and scanning them again and again would
+take a sixth of the time until `weir chat` answers.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ INTERRUPTED = 130
 TERMINATED = 128 + signal.SIGTERM
 """Exit codes, as shells have them."""
 SELDOM = 50_000
-"""New objects between two collections while libraries are imported, in place of some hundreds."""
+"""New objects between two collections while libraries are imported; usually some hundreds."""
 _USUAL = gc.get_threshold()
 
 
 @contextmanager
 def collect_seldom() -> Iterator[None]:
-    """Collect garbage seldom in this block, or until a function below is called."""
+    """Collect garbage rarely in this block, or until one of the next two functions is called."""
     before, frozen = gc.get_threshold(), gc.get_freeze_count()
     gc.set_threshold(SELDOM, *before[1:])
     try:
@@ -36,9 +36,9 @@ def collect_seldom() -> Iterator[None]:
 
 
 def freeze_imports() -> None:
-    """Collect garbage as usual from here on, but pass over all objects that exist already.
+    """Collect garbage as usual from here on, but ignore all existing objects.
 
-    Every command that works for long calls this once its libraries and its model are loaded.
+    Long-running commands call this once their libraries and model are loaded.
     """
     if not gc.get_freeze_count():
         gc.freeze()
@@ -46,12 +46,12 @@ def freeze_imports() -> None:
 
 
 def collect_as_usual() -> None:
-    """Collect garbage as any program does from here on; for commands that time programs."""
+    """Collect garbage as any program does from here on; for commands that measure time."""
     gc.set_threshold(*_USUAL)
 
 
 class Terminated(SystemExit):
-    """SIGTERM came; no `except Exception` keeps it from ending the process."""
+    """Exit on SIGTERM, which no `except Exception` can catch."""
 
     def __init__(self) -> None:
         super().__init__(TERMINATED)
@@ -72,10 +72,10 @@ def terminable() -> Iterator[None]:
 
 
 class Interrupt:
-    """A count of Ctrl-C presses, of which the first few are only noted and the next one raises.
+    """Counter of Ctrl-C presses that notes the first few and raises on the next one.
 
     Attributes:
-        terminated: whether SIGTERM was among them.
+        terminated: whether one of them was SIGTERM.
     """
 
     def __init__(self, noted: float) -> None:
@@ -88,12 +88,12 @@ class Interrupt:
 
     @property
     def code(self) -> int:
-        """The exit code of a command that has reported in spite of it."""
+        """Exit code of a command that has reported after the interrupt."""
         return TERMINATED if self.terminated else 0
 
     @property
     def word(self) -> str:
-        """What has happened, in a word for people."""
+        """The word for what happened, for messages."""
         return "terminated" if self.terminated else "interrupted"
 
     def press(self, number: int, frame: FrameType | None) -> None:
@@ -101,13 +101,13 @@ class Interrupt:
         self._pressed += 1
         self.terminated = self.terminated or number == signal.SIGTERM
         if self._pressed > self._noted:
-            # Restored here too: the exception may reach a `noting` block that has hardly begun.
+            # Restored here too: the exception may hit a `noting` block before its `try` works.
             self._noted = self._outside
             raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
     @contextmanager
     def noting(self, presses: float) -> Iterator[None]:
-        """Note so many presses in this block without raising, those just before it included."""
+        """Note this many presses in the block without raising, presses just before it included."""
         try:
             self._noted = presses  # before the check, so that no press falls between the two
             if self._pressed > presses:

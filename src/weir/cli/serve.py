@@ -1,4 +1,4 @@
-"""`weir serve`: endless sessions of many clients, behind OpenAI's HTTP API."""
+"""`weir serve`: endless sessions for many clients, over OpenAI's HTTP API."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Routing(StrEnum):
-    """How a request finds its replica: where its session was last, or by its hash alone."""
+    """How requests find a replica: the last one of their session, or one by the session's hash."""
 
     leases = "leases"
     hash = "hash"
@@ -56,26 +56,27 @@ def serve(
     ] = None,
     slots: SlotsName = None,
     chunk: PolicyChunk = None,
-    rows: Annotated[int, typer.Option(min=1, help="Turns that are answered at once.")] = 8,
+    rows: Annotated[int, typer.Option(min=1, help="Turns answered at the same time.")] = 8,
     pin: Annotated[
         int | None,
         typer.Option(
             min=0,
-            help="Slots of each row for the beginning of its conversation, beside the policy's; "
-            "by default a quarter of those, 0 for none.",
+            help="Slots of each row for the beginning of its conversation, beside the policy's "
+            "slots; by default a quarter of those, 0 for none.",
         ),
     ] = None,
     deterministic: Annotated[
         bool,
         typer.Option(
-            "--deterministic", help="Decode each row by itself, so that nobody else matters."
+            "--deterministic",
+            help="Decode each row by itself, so that answers do not depend on other rows.",
         ),
     ] = False,
     compiled: Annotated[
         bool,
         typer.Option(
             "--compile",
-            help="Compile decode steps first; takes minutes, and needs a C++ compiler.",
+            help="Compile decode steps at the start; takes minutes, and needs a C++ compiler.",
         ),
     ] = False,
     keep: Annotated[
@@ -87,43 +88,45 @@ def serve(
     data: Annotated[
         str | None,
         typer.Option(
-            help="A folder where ends of turns are kept instead of in memory; of a cluster also an "
-            "address of fsspec's, as in s3://bucket/folder."
+            help="A folder to keep ends of turns in, instead of memory; with --cluster also an "
+            "fsspec address such as s3://bucket/folder."
         ),
     ] = None,
     disk: Annotated[
-        str | None, typer.Option(help="With --data: bytes that may be kept there, as in 200GB.")
+        str | None, typer.Option(help="With --data: most bytes to keep there, such as 200GB.")
     ] = None,
-    host: Annotated[str, typer.Option(help="The address to serve at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 for any that is free.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")
+    ] = 8000,
     keys: Annotated[
-        Path | None, typer.Option(help="A file with a SHA-256 of each key that is taken.")
+        Path | None, typer.Option(help="A file with the SHA-256 of each accepted key.")
     ] = None,
     name: Annotated[
-        str | None, typer.Option(help="What clients call the model; by default MODEL.")
+        str | None, typer.Option(help="The model's name for clients; by default MODEL.")
     ] = None,
     max_prompt: Annotated[
-        int, typer.Option(min=1, help="Tokens that one request may feed.")
+        int, typer.Option(min=1, help="Most tokens that one request may feed.")
     ] = 1_000_000,
-    max_answer: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 65_536,
-    queue: Annotated[int, typer.Option(min=1, help="Turns that may wait for a row.")] = 64,
+    max_answer: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 65_536,
+    queue: Annotated[int, typer.Option(min=1, help="Most turns that wait for a row.")] = 64,
     drain: Annotated[
-        float, typer.Option(min=1, help="Seconds that answers have to end after SIGTERM.")
+        float, typer.Option(min=1, help="Seconds for answers to finish after SIGTERM.")
     ] = 30.0,
     cluster: Annotated[
         str | None,
         typer.Option(help="Serve from replicas on Ray: local, or host:port of a cluster's head."),
     ] = None,
-    replicas: Annotated[int, typer.Option(min=1, help="With --cluster: how many.")] = 2,
+    replicas: Annotated[int, typer.Option(min=1, help="With --cluster: number of replicas.")] = 2,
     routing: Annotated[
-        Routing, typer.Option(help="With --cluster: how a request finds its replica.")
+        Routing, typer.Option(help="With --cluster: how requests find a replica.")
     ] = Routing.leases,
     *,
     loading: Loading,
 ) -> None:
     """Serve a model whose conversations have no end, in memory that is fixed at the start.
 
-    Clients of OpenAI's API only need the address. Without --keys only this machine is served.
+    Clients of OpenAI's API need only the address. Without --keys, only this machine is served.
     """
     from weir.cache import find_model_policy, read_bytes
     from weir.policies import parse_policy, resolve_chunk, with_pin, with_slots
@@ -160,7 +163,7 @@ def serve(
     chunk = resolve_chunk(wanted, chunk)
     limits = Limits(prompt=max_prompt, answer=max_answer, queue=queue, drain=drain)
     taken = Keys() if keys is None else Keys.read(keys)
-    bound = bind(host, port, taken)  # first, so that nothing is loaded in vain
+    bound = bind(host, port, taken)  # before loading, which would be in vain if this fails
     with contextlib.ExitStack() as ending:
         ending.callback(bound.close)
         if beside is not None and beside.origin is not None:
@@ -187,7 +190,7 @@ def serve(
             from weir.serve.cluster.replica import Settings
 
             address, number = bound.getsockname()[:2]
-            bound.close()  # whose place Ray takes
+            bound.close()  # Ray binds the port itself
             settings = Settings(
                 model_name,
                 str(wanted),
@@ -241,7 +244,7 @@ def serve(
 
 
 def compile_or_say(engine: Engine) -> None:
-    """Compile an engine's steps, or say why they go the usual way."""
+    """Compile an engine's steps, or report why they run uncompiled."""
     from weir.serve import compile_engine, sizes_of
 
     *fewer, most = map(str, sizes_of(engine))
@@ -258,5 +261,5 @@ def _rows(count: int) -> str:
 
 
 def _url(address: str, port: int) -> str:
-    """Where clients find the server."""
+    """Return the server's base URL for clients."""
     return f"http://{f'[{address}]' if ':' in address else address}:{port}/v1"

@@ -1,4 +1,4 @@
-"""`weir size`: what a model and its streams take, before anything is loaded."""
+"""`weir size`: the memory of a model and its streams, without loading the model."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ def size(
     slots: SlotsName = None,
     chunk: PolicyChunk = None,
     pin: Annotated[
-        int, typer.Option(min=0, help="Slots for a beginning that stays, as of `weir serve`.")
+        int, typer.Option(min=0, help="Slots for a conversation's beginning, as in `weir serve`.")
     ] = 0,
     memory: Annotated[
-        str | None, typer.Option(help="How many streams fit into this: 80GB, 24 GiB.")
+        str | None, typer.Option(help="Memory to fill with streams: 80GB, 24 GiB.")
     ] = None,
     bandwidth: Annotated[
-        str | None, typer.Option(help="Tokens per second if memory is read so fast: 3.35TB/s.")
+        str | None,
+        typer.Option(help="Memory bandwidth to compute tokens per second from: 3.35TB/s."),
     ] = None,
     as_json: AsJson = False,
     *,
@@ -40,7 +41,7 @@ def size(
 ) -> None:
     """Say how many bytes a stream and the weights take, and how many streams fit.
 
-    Only the model's configuration is read, no weight is loaded.
+    Only the model's configuration is read; no weights are loaded.
     """
     from weir.cache import read_bytes, size_of
     from weir.errors import WeirError
@@ -87,11 +88,11 @@ def size(
 
 def _show(facts: dict[str, Any]) -> None:
     slots = facts["slots"]
-    each = f"{slots[0]:,}" if len(set(slots)) == 1 else f"{min(slots):,} to {max(slots):,}"
+    count = f"{slots[0]:,}" if len(set(slots)) == 1 else f"{min(slots):,} to {max(slots):,}"
     step = facts["step_bytes"]
     policy = facts["policy"]
-    if not policy.endswith(" slots"):  # as what stands for a long list does
-        policy += f", {each} slots a layer"
+    if not policy.endswith(" slots"):  # the brief form of a long list ends so
+        policy += f", {count} slots a layer"
     both = for_people(step["weights"] + step["each_stream"])
     lines = [
         ("model", f"{facts['model']}, {facts['layers']} layers, {facts['dtype']}"),
@@ -108,9 +109,9 @@ def _show(facts: dict[str, Any]) -> None:
     if sink["kind"] == "zero":
         lines.insert(1, ("sink", "a Zero Sink, which needs no slot"))
     elif sink["kind"] == "learnable":
-        count = sink["slots"]
-        said = "a learned token" if count == 1 else f"{count} learned tokens"
-        lines.insert(1, ("sink", f"{said} in front of every text, so sink({count}) is enough"))
+        tokens = sink["slots"]
+        learned = "a learned token" if tokens == 1 else f"{tokens} learned tokens"
+        lines.insert(1, ("sink", f"{learned} in front of every text, so sink({tokens}) is enough"))
     if facts["streams"] is not None:
         room = for_people(facts["memory_bytes"])
         lines.append(("streams", f"{facts['streams']:,} fit into {room} beside the weights"))

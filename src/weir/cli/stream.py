@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class Positions(StrEnum):
-    """What `--positions` may be."""
+    """Values of `--positions`."""
 
     rolling = "rolling"
     original = "original"
@@ -52,14 +52,15 @@ def stream(
     model_name: ModelName = "nano",
     policy: PolicyText = DEFAULT,
     slots: SlotsName = None,
-    tokens: Annotated[int | None, typer.Option(min=2, help="Read only so many tokens.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=2, help="Most tokens to read.")] = None,
     chunk: PolicyChunk = None,
-    block: Annotated[int, typer.Option(min=1, help="Tokens in a block of the table.")] = 1000,
+    block: Annotated[int, typer.Option(min=1, help="Tokens per block of the table.")] = 1000,
     start: Annotated[
-        str | None, typer.Option(help="Text in front, in place of the tokenizer's start token.")
+        str | None,
+        typer.Option(help="Text to put in front, instead of the tokenizer's start token."),
     ] = None,
     positions: Annotated[
-        Positions, typer.Option(help="Inside the cache, or in the stream.")
+        Positions, typer.Option(help="Positions counted inside the cache, or in the stream.")
     ] = Positions.rolling,
     seed: Seed = 0,
     compiled: Compile = False,
@@ -69,7 +70,7 @@ def stream(
 ) -> int:
     """Read a text once, in constant memory, and report its perplexity.
 
-    Many tokens are read in one call; with --compile one is, in a step as an answer is written in.
+    A call reads many tokens; with --compile it reads one, in a decode step, as when generating.
 
     Ctrl-C ends the reading and reports what was read; so does SIGTERM, with exit code 143.
     """
@@ -126,25 +127,25 @@ def stream(
 
 
 class _Lines:
-    """A line on standard error for each block that was read, where no bar can be drawn."""
+    """Progress in lines on standard error, one per block, where no bar can be drawn."""
 
     def __init__(self) -> None:
-        self._told = 0
+        self._printed = 0
 
     def upto(self, reading: PerplexityResult) -> None:
-        """Tell of the blocks that are whole and were not told of yet."""
+        """Print a line for each new complete block."""
         blocks = list(zip(reading.ppl_by_block, reading.bytes_by_block, strict=True))
-        for ppl, held in blocks[self._told :]:
-            self._told += 1
+        for ppl, held in blocks[self._printed :]:
+            self._printed += 1
             say(
-                f"tokens {(self._told - 1) * reading.block + 1:,} to "
-                f"{min(self._told * reading.block, reading.tokens):,}: perplexity {ppl:.2f}, "
+                f"tokens {(self._printed - 1) * reading.block + 1:,} to "
+                f"{min(self._printed * reading.block, reading.tokens):,}: perplexity {ppl:.2f}, "
                 f"{size(held)} of cache, {reading.tokens_per_s:,.0f} tokens/s"
             )
 
 
 def _print(model_name: str, policy: str, reading: PerplexityResult, ended: str | None) -> None:
-    """A table of the blocks, and what there is to say of all; `ended` is why it stops early."""
+    """Print a table of the blocks and a summary; `ended` says why the reading stopped early."""
     from rich.table import Table
 
     table = Table()

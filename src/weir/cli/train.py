@@ -1,4 +1,4 @@
-"""`weir train`: a small model from text, with the sink one wants; nano's recipe by default."""
+"""`weir train`: train a small model on text, with a chosen sink; nano's recipe by default."""
 
 from __future__ import annotations
 
@@ -27,36 +27,38 @@ Compiled = Annotated[bool, typer.Option(help="Compile the model; faster after a 
 
 @command()
 def train(
-    out: Annotated[Path, typer.Option(help="Folder for the model; a run found there goes on.")],
+    out: Annotated[
+        Path, typer.Option(help="Folder for the model; an interrupted run there continues.")
+    ],
     text: Books,
     preset: PresetName = "nano",
     sink: Annotated[
         str | None,
-        typer.Option(help="none, zero, learnable, learnable:N, or taught, which is nano's."),
+        typer.Option(help="none, zero, learnable, learnable:N, or taught (nano's)."),
     ] = None,
     tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens to train on; as many as the text is good for."),
+        typer.Option(min=1, help="Tokens to train on; by default as many as suit the text."),
     ] = None,
     vocabulary: Annotated[
-        int | None, typer.Option(min=300, max=65_000, help="Tokens the tokenizer has.")
+        int | None, typer.Option(min=300, max=65_000, help="Size of the tokenizer's vocabulary.")
     ] = None,
     exercises: Annotated[
-        str, typer.Option(help="Recall exercises: on, off, or auto, where the text has the words.")
+        str, typer.Option(help="Recall exercises: on, off, or auto (if the text has the words).")
     ] = "auto",
     shape: Annotated[
         str | None, typer.Option(help="llama, qwen3 (QK norm), or alibi (an MPT).")
     ] = None,
-    width: Annotated[int | None, typer.Option(min=8, help="Of the hidden states.")] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Of the model.")] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help="Of a layer.")] = None,
+    width: Annotated[int | None, typer.Option(min=8, help="Size of the hidden states.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Number of layers.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Attention heads per layer.")] = None,
     kv_heads: Annotated[
-        int | None, typer.Option(min=1, help="Of a layer; as many as --heads where that is given.")
+        int | None, typer.Option(min=1, help="KV heads per layer; by default --heads if given.")
     ] = None,
     length: Annotated[
         int | None, typer.Option(min=16, help="Tokens of text in a sample: the window.")
     ] = None,
-    rows: Annotated[int | None, typer.Option(min=1, help="Samples in a step.")] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Samples per step.")] = None,
     optimizer: Annotated[str | None, typer.Option(help="muon or adamw.")] = None,
     rate: Annotated[float | None, typer.Option(min=0.0, help="Highest learning rate.")] = None,
     seed: Seed = 0,
@@ -65,8 +67,8 @@ def train(
 ) -> None:
     """Train a small model on books, of the shape and with the attention sink of your choice.
 
-    A run that was interrupted goes on where its last checkpoint was. On several GPUs: `accelerate
-    launch --no_python weir train ...`.
+    An interrupted run continues from its last checkpoint. On several GPUs: `accelerate launch
+    --no_python weir train ...`.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -119,10 +121,10 @@ def train(
 
 
 def preset_of(name: str) -> Preset:
-    """The preset of a name.
+    """Return the preset of a name.
 
     Raises:
-        WeirError: there is none.
+        WeirError: there is no such preset.
     """
     from weir.train import PRESETS
 
@@ -132,7 +134,7 @@ def preset_of(name: str) -> Preset:
 
 
 def _recipe(chosen: Preset, exercises: str, given: dict[str, Any]) -> TrainingRecipe:
-    """The preset's recipe with what was given in its place, and what follows from that."""
+    """Return the preset's recipe with the given values, and values that follow from them."""
     from weir.train import EXERCISES, ROOM
 
     if exercises not in EXERCISES:
@@ -169,7 +171,7 @@ def carry_out(
     fit_tokens: bool = False,
     compiled: bool = True,
 ) -> dict[str, Any]:
-    """Run a recipe with progress on standard error; what `weir.train.run` gives back."""
+    """Run a recipe with progress on standard error; return the result of `weir.train.run`."""
     from weir.train import Processes, run
 
     speaks = Processes.speaks_here()

@@ -45,13 +45,13 @@ class Trial:
     """The figures of one policy on the sample.
 
     Attributes:
-        policy: with its budget, or the policy file that says it.
-        budget: slots per KV head, of the layer that has most where they differ.
-        kv_bytes: of its cache.
+        policy: the policy with its budget, or the name of a policy file.
+        budget: slots per KV head; where layers differ, those of the largest.
+        kv_bytes: bytes of the policy's cache.
         ppl: perplexity of the sample.
-        tokens_per_s: of reading it.
-        evicted: whether anything had to go; if not, the perplexity is that of `dense` and says
-            nothing of the policy.
+        tokens_per_s: tokens read per second.
+        evicted: whether the policy evicted anything; if not, the perplexity equals that of `dense`
+            and says nothing about the policy.
     """
 
     policy: str
@@ -64,15 +64,16 @@ class Trial:
 
 @dataclass(frozen=True)
 class Advice:
-    """All trials, the best first.
+    """The trials of all policies, best first.
 
     Attributes:
-        tries: by perplexity; `dense` alone where everything fits.
-        tokens: of the sample.
-        available: tokens of the text.
-        window: tokens the model was trained with; None where it does not say.
-        everything: whether the whole text fits the window and the memory, so nothing need go.
-        left_out: the reason why a named policy was not tried, by policy.
+        tries: trials sorted by perplexity; only `dense` if everything fits.
+        tokens: length of the sample.
+        available: length of the text in tokens.
+        window: tokens the model was trained with; None if its configuration does not say.
+        everything: whether the whole text fits the window and the memory, so that nothing is
+            evicted.
+        left_out: by policy, the reason why it was not tried.
     """
 
     tries: tuple[Trial, ...]
@@ -84,7 +85,7 @@ class Advice:
 
     @property
     def best(self) -> Trial:
-        """The policy to take."""
+        """The trial of the recommended policy."""
         return self.tries[0]
 
 
@@ -100,27 +101,27 @@ def advise(
     seed: int = 0,
     on_step: Callable[[str, float], None] = lambda policy, share: None,
 ) -> Advice:
-    """Trial policies with all the slots that fit a memory on the beginning of a text.
+    """Try policies, each as large as the memory allows, on the beginning of a text.
 
-    A budget and a chunk together stay within the model's window, however much memory there is.
+    A budget plus a chunk never exceeds the model's window, however much memory there is.
 
     Args:
         model: the model.
         tokenizer: its tokenizer.
         text: a file, UTF-8, plain or .xz.
-        memory: bytes that the cache of one stream may have.
-        policies: what to try, with commas between them, policy files among them; one that takes a
-            budget and was written without gets all that fits, one that does not fit is left out.
-            None for `CANDIDATES`.
-        tokens: of the sample; by default four times the largest budget, 4,096 at least.
+        memory: bytes that the cache of one stream may take.
+        policies: comma-separated policies and policy files. A policy that takes a budget and has
+            none gets the largest that fits; a policy that does not fit is left out. None for
+            `CANDIDATES`.
+        tokens: length of the sample; by default four times the largest budget, 4,096 at least.
         chunk: tokens between two folds.
         seed: of all random draws.
-        on_step: called with the policy that is tried and the share of everything that is done.
+        on_step: called with the policy under trial and the share of all work that is done.
 
     Raises:
         WeirError: the text cannot be read or is shorter than the sample, the model cannot be
-            served, or the memory or the window is too small for every policy; or a policy file is
-            of another model.
+            served, or the memory or the window is too small for every policy; or a policy file was
+            made for another model.
         PolicyError: a policy cannot be read.
     """
     named = None if policies is None else _list_policies(model, policies)
@@ -151,7 +152,7 @@ def advise(
 
 
 def _list_policies(model: PreTrainedModel, policies: str) -> list[str]:
-    """The policies of a list, each once, a policy file by its name."""
+    """Split a list into policies without duplicates; policy files keep their names."""
     files = {}
     for file in filter(is_file, policies.split(",")):
         wanted = parse_policy(file)
@@ -163,10 +164,10 @@ def _list_policies(model: PreTrainedModel, policies: str) -> list[str]:
 def _fitting(
     model: PreTrainedModel, named: list[str], memory: int, chunk: int
 ) -> tuple[dict[str, int], dict[str, str]]:
-    """The policies that fit, as `_fit_policy` has them, and why each of the others does not.
+    """The results of `_fit_policy` for policies that fit, and for the others the reason.
 
     Raises:
-        WeirError: none does; what is said of the first.
+        WeirError: no policy fits; the message is the reason of the first.
     """
     fits: dict[str, int] = {}
     left_out: dict[str, str] = {}
@@ -199,7 +200,7 @@ def _fit_policy(model: PreTrainedModel, policy: str, memory: int, chunk: int) ->
 def _candidates(
     model: PreTrainedModel, memory: int, chunk: int, window: int | None
 ) -> dict[str, int]:
-    """Those of `CANDIDATES` that fit, with their budgets."""
+    """The policies of `CANDIDATES` that fit, with their budgets."""
     if window is not None and window - chunk < SMALLEST:
         raise WeirError(
             f"a chunk of {chunk} and a budget of {SMALLEST}, the smallest that is tried, are more "

@@ -1,6 +1,6 @@
-"""Answers to prompts: what a model writes after a text, and what that costs.
+"""Generate answers to prompts, and account for their cost.
 
-All tasks whose prompts are texts use `ask`. Each task judges by itself what is right.
+All tasks with text prompts use `ask`. Each task scores the answers itself.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from weir.stream import Detokenizer, Stream, Tokens, cut_at_stop, render_chat
 
 @dataclass(frozen=True)
 class GeneratedAnswer:
-    """An answer that a model wrote, and its cost.
+    """An answer that a model generated, and its cost.
 
     Attributes:
-        text: without special tokens and without what it was stopped by.
+        text: the answer without special tokens and without the stop text.
         kv_bytes: bytes of the cache at the end.
-        held: slots in use for one KV head at the end, on average over the layers; None where
-            nothing is cached.
-        seen: tokens of prompt and answer.
+        held: slots in use per KV head at the end, averaged over the layers; None if nothing is
+            cached.
+        seen: tokens of prompt and answer together.
     """
 
     text: str
@@ -39,20 +39,20 @@ class GeneratedAnswer:
 def ask(
     subject: Subject, text: str, max_new_tokens: int, stops: Sequence[str] = (), chat: bool = False
 ) -> GeneratedAnswer:
-    """The subject's likeliest answer to a prompt, on a new stream.
+    """Generate the subject's greedy answer to a prompt, on a new stream.
 
     Args:
         subject: the model under a policy.
         text: the prompt.
-        max_new_tokens: of the answer, at most.
-        stops: texts that end it.
+        max_new_tokens: maximum length of the answer.
+        stops: texts that end the answer.
         chat: put the prompt into the model's chat template.
 
     Raises:
         WeirError: as `prompt_ids` and `Subject.stream`.
     """
     ids = prompt_ids(subject.tokenizer, text, chat)
-    # A chat template knows nothing of a sink that the model has learned.
+    # Chat templates do not include a learned sink, so it is added here.
     ids = sink_of(transformers_model(subject.model).config).first(ids)
     stream = subject.stream(len(ids), max_new_tokens)
     return generate_answer(stream, subject.tokenizer, ids, max_new_tokens, stops)
@@ -94,12 +94,12 @@ def generate_answer(
     stops: Sequence[str] = (),
     **sampling: Any,
 ) -> GeneratedAnswer:
-    """Write an answer to a prompt; the likeliest tokens unless `sampling` says otherwise.
+    """Generate an answer to a prompt; greedy unless `sampling` says otherwise.
 
     Args:
-        stream: where the prompt goes on from.
+        stream: the stream that the prompt continues.
         tokenizer: of the stream's model.
-        prompt: ids, or ids and pixels as a processor returned them.
+        prompt: ids, or ids and pixels as returned by a processor.
         max_new_tokens: of the answer, at most.
         stops: texts that end it.
         sampling: temperature, top_k, top_p, as for `Stream.generate`.
@@ -112,17 +112,17 @@ def generate_answer(
         growing.add(token)
         if growing.stopped:
             break
-    # All tokens at once: a tokenizer may write earlier ones otherwise when later ones follow.
+    # Decode all tokens at once: later tokens may change the text of earlier ones.
     text = cut_at_stop(str(tokenizer.decode(tokens, skip_special_tokens=True)), stops)
     held = [layer["held"] for layer in stream.report().get("layers", ())]
     return GeneratedAnswer(text, stream.nbytes, fmean(held) if held else None, stream.seen)
 
 
 def costs(answers: Sequence[GeneratedAnswer]) -> dict[str, Any]:
-    """The cost of answers, as figures of a result.
+    """Summarize the cost of answers as figures of a result.
 
     Returns:
-        "kv_bytes" of the largest cache; "tokens" of prompt and answer together, on average; and
+        "kv_bytes" of the largest cache; the mean "tokens" of prompt and answer together; and
         "share", the slots in use at the end over those tokens, on average (None under `recompute`).
     """
     shares = [one.held / one.seen for one in answers if one.held is not None]

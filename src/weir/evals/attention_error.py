@@ -1,9 +1,9 @@
-"""Relative error of a layer's attention when a policy holds its keys and values.
+"""Relative error of a layer's attention under a policy.
 
 BalanceKV (Kochetkova et al. 2025), section 4.1 and B.1: ‖z - Attn‖_F / ‖Attn‖_F over the last
 queries of a text. Each layer gets the queries, keys and values of the exact model, so errors of
 lower layers do not add up. In the paper the first and the last tokens are exact and the text
-between is compressed once; a policy may also read the text as a stream, chunk by chunk.
+between is compressed once; here a policy can also read the text as a stream, chunk by chunk.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ MOST = 256
 
 @dataclass(frozen=True)
 class ErrorSetup:
-    """The tokens that are exact, compressed and asked.
+    """The split of a text into exact, compressed and query tokens.
 
     Attributes:
-        tokens: how many tokens the text has.
-        queries: number of last queries that are asked; their own keys and values are exact.
-        exact: number of first tokens that are exact, where a share of the others is kept.
-        whole: the text before the queries is folded at once, as in the paper; otherwise the text
-            is a stream that is folded every `chunk` tokens.
-        chunk: of the stream.
+        tokens: length of the text.
+        queries: number of last tokens whose queries are evaluated; their keys and values are exact.
+        exact: number of first tokens that are exact if a share of the others is kept.
+        whole: fold the text before the queries at once, as in the paper; otherwise stream the text
+            and fold every `chunk` tokens.
+        chunk: tokens between two folds of the stream.
     """
 
     tokens: int
@@ -73,13 +73,13 @@ class ErrorSetup:
 
     @property
     def middle(self) -> int:
-        """Tokens between the exact ones and the queries."""
+        """Number of tokens between the exact ones and the queries."""
         return self.tokens - self.queries - self.exact
 
 
 @dataclass(frozen=True)
 class SizedPolicy:
-    """A policy that is to be measured.
+    """A policy to measure, with its budget.
 
     Attributes:
         name: as it was asked for.
@@ -100,10 +100,10 @@ class LayerError:
         policy: with its budget.
         name: as it was asked for.
         rate: the share of the middle that its budget is made for; None where it has its own.
-        layer: the layer.
+        layer: index of the layer.
         errors: the error for each seed.
-        kept: of the tokens before the queries, the share that holds a slot in the end.
-        seconds: spent in the pools (the median over the seeds).
+        kept: share of the tokens before the queries that hold a slot at the end.
+        seconds: time spent in the pools (median over the seeds).
     """
 
     policy: str
@@ -125,7 +125,7 @@ class LayerError:
         return pstdev(self.errors)
 
     def as_json(self) -> dict[str, Any]:
-        """Every figure, by name."""
+        """All figures by name, for JSON."""
         return {**asdict(self), "error": self.error, "deviation": self.deviation}
 
 
@@ -139,14 +139,13 @@ def set_up(
     whole: bool = True,
     chunk: int = 64,
 ) -> ErrorSetup:
-    """The paper's setting as far as a model and a text allow it.
+    """Build the paper's setup as far as the model and the text allow.
 
     Args:
-        model: positions beyond its window would be foreign to it, so by default the text ends
-            there, or after 4,096 tokens.
+        model: by default the text ends at the model's window, or after 4,096 tokens.
         available: tokens of the text.
-        tokens, queries, exact: as in `ErrorSetup`; by default the paper's 256
-            each, but no more than a quarter and an eighth of the tokens.
+        tokens, queries, exact: as in `ErrorSetup`; by default the paper's 256 for both, but at most
+            a quarter (`queries`) and an eighth (`exact`) of the tokens.
         whole, chunk: as in `ErrorSetup`.
 
     Raises:
@@ -165,17 +164,16 @@ def set_up(
 def size_policies(
     names: Sequence[str], setup: ErrorSetup, rates: Sequence[float] = ()
 ) -> tuple[list[SizedPolicy], list[str]]:
-    """The policies to be measured, at every rate.
+    """Give policies a budget for every rate.
 
     Args:
         names: policies as texts. With `rates`, named ones without a budget; a budget is made for
             each rate.
-        setup: what is exact.
-        rates: shares of the middle that are kept; none takes the policies as they are.
+        setup: the split of the text.
+        rates: shares of the middle to keep; if empty, the policies stay as they are.
 
     Returns:
-        What can be measured, and why what is missing cannot: a budget may be too small for a
-        policy.
+        The policies that can be measured, and for the others the reason: a budget may be too small.
 
     Raises:
         WeirError: a policy takes no budget where a rate makes one, or nothing can be measured.
@@ -207,16 +205,17 @@ def measure_error(
     seeds: Sequence[int] = (0,),
     on_step: Callable[[int, int], bool] | None = None,
 ) -> list[LayerError]:
-    """The error of every layer under every policy.
+    """Measure the error of every layer under every policy.
 
     Args:
         model: a causal language model.
-        ids: the text [length], int64, `setup.tokens` of it are read.
+        ids: the text [length], int64; the first `setup.tokens` are read.
         sized: the policies, from `size_policies`.
-        setup: what is exact and what is asked.
-        layers: which layers; None for all that see the whole text.
-        seeds: of all random draws; each is measured.
-        on_step: called after each row with the number done and the total; true ends it there.
+        setup: the split of the text.
+        layers: indices of layers; None for all that attend to the whole text.
+        seeds: random seeds; every seed is measured.
+        on_step: called after each row with the number done and the total; returning True stops
+            early.
 
     Returns:
         Rows by policy, rate and layer.
@@ -243,11 +242,11 @@ def measure_error(
 
 
 def mean_over_layers(rows: Sequence[LayerError]) -> list[dict[str, Any]]:
-    """For each policy and rate, the mean over the layers, seed by seed.
+    """Average the errors over the layers, for each policy, rate and seed.
 
     Returns:
-        For each: policy, name, rate, error and deviation (of the layers' mean, over the seeds),
-        kept, seconds (of all layers together).
+        Rows with policy, name, rate, error and deviation (of the layers' mean, over the seeds),
+        kept, and seconds (of all layers together).
     """
     groups: dict[tuple[str, str, float | None], list[LayerError]] = {}
     for row in rows:
@@ -277,7 +276,7 @@ def _cached_policy(name: str) -> Policy:
 
 
 def _with_rate(name: str, rate: float, setup: ErrorSetup) -> str:
-    """The policy, with a budget for this share of the middle and all that is exact."""
+    """Give a policy a budget for the exact tokens and this share of the middle."""
     if not 0 < rate < 1:
         raise WeirError(f"a rate is a share between 0 and 1, not {rate:g}")
     call = parse_call(name)
@@ -289,14 +288,15 @@ def _with_rate(name: str, rate: float, setup: ErrorSetup) -> str:
     budget = setup.exact + max(1, round(rate * setup.middle))
     ends = {"sinks", "recent"}
     if ends <= set(call.parameters) and not ends & call.given.keys():
-        # The first tokens are exact; the newest are the queries' own, which no pool has seen yet.
+        # The first tokens are exact; the newest are those of the queries, which no pool has seen
+        # yet.
         return call.with_arguments(budget=budget + 1, sinks=setup.exact, recent=1)
     return call.with_arguments(budget=budget)
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """The answers to the last queries [1, heads, queries, value_dim], and their cost."""
+    """Attention outputs of the last queries [1, heads, queries, value_dim], and their cost."""
 
     out: Tensor
     kept: float
@@ -304,7 +304,7 @@ class _Answer:
 
 
 def _answer(inputs: LayerInputs, pipe: Pipe, seed: int, setup: ErrorSetup) -> _Answer:
-    """Stream a layer's keys and values through a pipe, and ask the last queries."""
+    """Stream a layer's keys and values through a pipe, and attend with the last queries."""
     timed = _TimedPipe(pipe.pools, pipe.text, pipe.formats)
     chunk = setup.queries + 1 if setup.whole else setup.chunk
     draws = CounterRNG(seed, inputs.layer)
@@ -324,7 +324,7 @@ def _answer(inputs: LayerInputs, pipe: Pipe, seed: int, setup: ErrorSetup) -> _A
 def _feed(
     layer: Layer, inputs: LayerInputs, start: int, stop: int, *, whole: bool = False
 ) -> Tensor:
-    """Feed a stretch of tokens; a `whole` one is stored at once and answers nothing."""
+    """Feed a range of tokens; a `whole` range is stored at once and returns no output."""
     queries, keys, values = (
         t[:, :, start:stop] for t in (inputs.queries, inputs.keys, inputs.values)
     )
@@ -342,7 +342,7 @@ class _TimedPipe(Pipe):
     def fold(
         self, held: list[Slots], new: Slots, fold: Fold, states: list[dict[str, Tensor]]
     ) -> list[Slots]:
-        """Fold, and record the seconds."""
+        """Fold, and add up the seconds."""
         begin = time.perf_counter()
         kept = super().fold(held, new, fold, states)
         self.spent.append(time.perf_counter() - begin)
@@ -359,10 +359,10 @@ ACROSS = 4
 
 
 def check_plot(path: Path) -> None:
-    """Refuse a file that no plot can be written to, before anything is measured.
+    """Check before measuring that a plot can be written to a file.
 
     Raises:
-        WeirError: its name or its folder will not do.
+        WeirError: the file name or the folder is unsuitable.
     """
     if path.suffix.lower() not in KINDS:
         raise WeirError(f"a plot is written as {', '.join(KINDS)}, not as {path}")
@@ -373,7 +373,7 @@ def check_plot(path: Path) -> None:
 def write_plot(rows: Sequence[LayerError], path: Path) -> None:
     """Draw the errors, with bars of one standard deviation, as BalanceKV's Figure 1.
 
-    Without rates there is one point for each policy.
+    Without rates, every policy is one point.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -420,7 +420,7 @@ def write_plot(rows: Sequence[LayerError], path: Path) -> None:
             ncols=min(6, len(names)),
             frameon=False,
         )
-        # Without a date the same figures make the same file.
+        # Without a date, the same figures produce the same file.
         dateless = {"Date": None} if path.suffix.lower() == ".svg" else None
         try:
             figure.savefig(path.expanduser(), metadata=dateless)

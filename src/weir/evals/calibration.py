@@ -1,4 +1,4 @@
-"""Share the bytes of a policy between layers by what they are worth on a text.
+"""Distribute the bytes of a policy over layers by their measured effect on a text.
 
 A policy says how many slots a layer has on average. `calibrate` gives each layer the sizes that
 remove the most error of its attention per byte, within the bytes of the policy.
@@ -41,11 +41,11 @@ from weir.stream import read_stream, replace_atomically
 
 @dataclass(frozen=True)
 class SizeOption:
-    """One size that a layer may have.
+    """A candidate size of a layer.
 
     Attributes:
-        nbytes: what it takes.
-        error: what it leaves wrong.
+        nbytes: bytes of the layer at this size.
+        error: remaining error at this size.
     """
 
     nbytes: int
@@ -53,20 +53,19 @@ class SizeOption:
 
 
 def share_out(layers: Sequence[Sequence[SizeOption]], total: int) -> list[int]:
-    """Choose a size for each layer so that the bytes buy the most.
+    """Choose a size for each layer that minimizes the total error within the bytes.
 
-    Every layer begins with the cheapest. Then, again and again, one layer takes the step that takes
-    away the most error for each byte more, of all steps of all layers that still fit. A step may
-    pass over choices, so that one that buys nothing does not hide a better one behind it. Where
-    each further byte buys a layer less than the one before, no other way to spend as many bytes
-    leaves less error.
+    Greedy: every layer begins with the cheapest size; then, of all steps that still fit, the one
+        that removes the most error per byte is taken, again and again. A step may skip sizes, so
+        that a useless size does not hide a better one behind it. If each further byte helps a layer
+        less than the one before, no other way to spend as many bytes leaves less error.
 
     Args:
-        layers: of each layer its choices.
-        total: bytes that all of them together may take.
+        layers: for each layer, the candidate sizes.
+        total: bytes for all layers together.
 
     Returns:
-        For each layer the place of its choice. Where even the cheapest do not fit, these.
+        For each layer the index of the chosen size; the cheapest if even those do not fit.
     """
     taken = [
         min(range(len(choices)), key=lambda n: (choices[n].nbytes, choices[n].error))
@@ -89,7 +88,7 @@ def _best_step(
         now = choices[taken[layer]]
         for place, choice in enumerate(choices):
             more, less = choice.nbytes - now.nbytes, now.error - choice.error
-            # A gain that costs nothing is worth the most.
+            # A gain without cost always comes first.
             gain = less / more if more > 0 else math.inf
             if less > 0 and more <= left and gain > best:
                 best, found = gain, (layer, place)
@@ -103,16 +102,16 @@ NEWEST = (1 / 4, 1 / 2, 3 / 4, 7 / 8)
 
 
 def size_ladder(pipe: Pipe, most: int, *, splits: bool = False) -> list[Pipe]:
-    """The sizes of a pipe that are tried, from the smallest on; its own among them.
+    """The sizes of a pipe to try, smallest first, with the pipe's own among them.
 
-    First tokens, marked tokens and slots that a pool declares fixed stay as they are. Pools
-    keep their shares of the rest.
+    First tokens, marked tokens and slots that a pool declares fixed stay as they are. The other
+    slots keep their proportions.
 
     Args:
-        pipe: one with a limit.
-        most: no size has more slots, unless the pipe has them itself.
-        splits: whether the share of the newest tokens is tried in several sizes too; only a pipe
-            that holds newest tokens and others has one.
+        pipe: a pipe with a limit.
+        most: maximum number of slots, except for the pipe itself.
+        splits: whether to try several shares of the newest tokens too, in pipes that hold newest
+            tokens and others.
     """
     assert pipe.slots is not None
     free = _flexible_slots(pipe)
@@ -130,7 +129,7 @@ def size_ladder(pipe: Pipe, most: int, *, splits: bool = False) -> list[Pipe]:
 
 
 def _flexible_slots(pipe: Pipe) -> list[int]:
-    """The slots of each pool that may become more or fewer."""
+    """The number of resizable slots of each pool."""
     return [
         0
         if pool.needs_marks or (pool.in_order and not pool.keeps_run)
@@ -140,7 +139,7 @@ def _flexible_slots(pipe: Pipe) -> list[int]:
 
 
 def _sized(pipe: Pipe, free: list[int], slots: int, shares: list[float | None]) -> Iterator[Pipe]:
-    """The pipe with `slots` slots to share out, for each share of the newest tokens."""
+    """The pipe with `slots` resizable slots, once for each share of the newest tokens."""
     for share in shares:
         if share is None:
             parts = [(free, slots)]
@@ -150,8 +149,8 @@ def _sized(pipe: Pipe, free: list[int], slots: int, shares: list[float | None]) 
             newest = round(slots * share)
             parts = [(first, newest), (rest, slots - newest)]
         if any(n < sum(size > 0 for size in sizes) for sizes, n in parts):
-            continue  # a pool would be left without a slot
-        given = [sum(each) for each in zip(*(share_slots(n, s) for s, n in parts), strict=True)]
+            continue  # a pool would have no slot
+        given = [sum(counts) for counts in zip(*(share_slots(n, s) for s, n in parts), strict=True)]
         try:
             pools = tuple(
                 pool if n == now else pool.resized((pool.slots() or 0) + now - n)
@@ -159,7 +158,7 @@ def _sized(pipe: Pipe, free: list[int], slots: int, shares: list[float | None]) 
             )
             yield Pipe(pools, formats=pipe.formats)
         except WeirError:
-            continue  # some pools come in some sizes only
+            continue  # some pools exist in some sizes only
 
 
 PIECE = 512
@@ -177,19 +176,19 @@ def measure_sizes(
 ) -> dict[int, list[float]]:
     """Measure the relative error of every size of every layer.
 
-    It is |z - exact| / |exact| (Frobenius, over all heads and passages) of the answers to the
-    second half of each passage, where something has gone.
+    The error is |z - exact| / |exact| (Frobenius norm over all heads and passages) of the attention
+    outputs in the second half of each passage, where tokens have been evicted.
 
     Args:
         model: a causal language model.
         passages: token ids, each [length] and no longer than the model's window.
-        sizes: by layer, the pipes that are tried.
+        sizes: by layer, the pipes to try.
         chunk: tokens between two folds.
         seed: of all draws.
         on_step: called with the share that is done.
 
     Raises:
-        WeirError: the model cannot be served, or makes keys or values that are no numbers.
+        WeirError: the model cannot be served, or its keys or values are not finite.
     """
     wrong = {layer: [0.0] * len(pipes) for layer, pipes in sizes.items()}
     whole = dict.fromkeys(sizes, 0.0)
@@ -211,11 +210,11 @@ def measure_sizes(
 
 
 class _SizesReader(ListeningCache):
-    """An exact cache of one passage, with caches of all sizes beside each of its layers.
+    """An exact cache of one passage, with caches of all sizes beside each layer.
 
     Attributes:
-        wrong: by layer and size, the sum of squares of what was answered otherwise.
-        whole: by layer, the sum of squares of what was to be answered.
+        wrong: by layer and size, the sum of squared differences from the exact outputs.
+        whole: by layer, the sum of squares of the exact outputs.
     """
 
     def __init__(
@@ -226,7 +225,7 @@ class _SizesReader(ListeningCache):
         chunk: int,
         seed: int,
     ) -> None:
-        # As many slots as tokens: nothing goes, and positions are those that rolling caches have.
+        # As many slots as tokens: nothing is evicted, and positions are those of rolling caches.
         super().__init__(model, f"window(budget={length})", chunk=chunk, seed=seed)
         self.half = length // 2
         self.at = 0
@@ -239,9 +238,9 @@ class _SizesReader(ListeningCache):
 
     @torch.no_grad()
     def read(self, model: PreTrainedModel, ids: Tensor, begin: int) -> None:
-        """Read tokens [length], the first of which is the passage's `begin`-th."""
+        """Read tokens [length], beginning at the passage's index `begin`."""
         self.at = begin
-        decoder = self.attachment.facts.decoder  # logits would be large
+        decoder = self.attachment.facts.decoder  # without the LM head: logits would be large
         decoder(input_ids=ids[None].to(input_device(model)), past_key_values=self, use_cache=True)
 
     def hear(
@@ -252,7 +251,7 @@ class _SizesReader(ListeningCache):
         params: AttentionParams,
         out: Tensor,
     ) -> None:
-        """Ask the other sizes of the layer the same, and add up their errors."""
+        """Send the same inputs to every size of the layer, and add up the errors."""
         plan = forward.plan.on(out.device)
         exact = out[:, :, max(0, self.half - self.at) :].double()
         for place, other in enumerate(self.others.get(layer, ())):
@@ -272,14 +271,14 @@ PASSAGES = 8
 
 @dataclass(frozen=True)
 class LayerBudget:
-    """The pipe that a layer gets, and the errors that were measured.
+    """The pipe chosen for a layer, and the measured errors.
 
     Attributes:
-        pipe: what it is given.
-        nbytes: of its slab, for one stream.
-        error: of its attention, relative, with this pipe, and
-        before: with the one of the policy.
-        tried: every pipe that was tried, as text, with its error; the smallest first.
+        pipe: the chosen pipe.
+        nbytes: bytes of the layer's slab, for one stream.
+        error: relative error of the attention with this pipe.
+        before: relative error with the pipe of the policy.
+        tried: every pipe that was tried, as text, with its error; smallest first.
     """
 
     pipe: Pipe
@@ -294,15 +293,15 @@ class Calibration:
     """Budgets by layer, and the text they were measured on.
 
     Attributes:
-        asked: the policy whose bytes were shared out.
-        layers: what was found, from the bottom up; layers that slide over a window of their own are
-            not among them.
-        nbytes: of all these layers, for one stream, and
-        before: as the policy has them.
+        asked: the policy whose bytes were distributed.
+        layers: budgets from the bottom layer up, without layers that slide over a window of their
+            own.
+        nbytes: bytes of all these layers, for one stream.
+        before: the same bytes under the original policy.
         chunk: tokens between two folds.
-        passages: how many were read, and
-        length: how many tokens each has.
-        text: the name of the file, and
+        passages: number of passages that were read.
+        length: tokens of a passage.
+        text: the name of the file.
         digest: SHA-256 of the ids that were read.
         model: the model's fingerprint.
     """
@@ -326,7 +325,7 @@ class Calibration:
 
     @property
     def errors(self) -> tuple[float, float]:
-        """The layers' mean error under the policy that was given, and under what was found."""
+        """The layers' mean error under the original policy, and with the calibrated budgets."""
         before = fmean(layer.before for layer in self.layers)
         return before, fmean(layer.error for layer in self.layers)
 
@@ -368,7 +367,7 @@ class Calibration:
 
 
 def check_path(path: str | Path) -> Path:
-    """The path of a policy file that can be written.
+    """Check that a policy file can be written, and return its path.
 
     Raises:
         WeirError: its name does not end with .toml, or there is no such folder.
@@ -393,27 +392,28 @@ def calibrate(
     splits: bool = False,
     on_step: Callable[[float], None] = lambda share: None,
 ) -> Calibration:
-    """Share out the bytes of a policy between a model's layers, by what they are worth on a text.
+    """Distribute the bytes of a policy over a model's layers by their measured effect on a text.
 
     The text is read in passages no longer than the model's window, so that there is exact attention
     to compare with: `measure_sizes` measures the error of each size in `size_ladder`, `share_out`
-    spends the bytes. If the mean error does not fall, every layer keeps what the policy says.
+    spends the bytes. If the mean error does not fall, every layer keeps the size that the policy
+    gives it.
 
     Args:
         model: a causal language model.
         tokenizer: its tokenizer.
         text: a file, UTF-8, plain or .xz.
-        policy: what a layer holds, one with a limit.
-        tokens: to read, in whole passages; by default those of eight passages, or
-            what the text has.
+        policy: the policy of every layer; it needs a limit.
+        tokens: how many to read, in whole passages; by default eight passages, or the whole text if
+            it is shorter.
         chunk: tokens between two folds.
         seed: of all random draws.
-        splits: whether the share of the newest tokens in each layer is measured too.
+        splits: whether to measure several shares of the newest tokens in each layer too.
         on_step: called with the share that is done.
 
     Raises:
         WeirError: the text cannot be read or is shorter than a passage, the model cannot be served,
-            or the policy has no limit, or slots in one size only, or as many as a passage has
+            or the policy has no limit, has only one size, or has as many slots as a passage has
             tokens.
         PolicyError: the policy cannot be read.
     """
@@ -433,7 +433,7 @@ def calibrate(
     if tokens is not None and tokens > len(ids):
         raise WeirError(f"the text has {len(ids):,} tokens, so {tokens:,} cannot be read")
     ids = ids[: PASSAGES * length if tokens is None else tokens]
-    passages = [each for each in ids.split(length) if len(each) == length]
+    passages = [part for part in ids.split(length) if len(part) == length]
     if not passages:
         raise WeirError(
             f"{len(ids):,} tokens are too few: a passage has {length:,} here; give a longer text"
@@ -463,7 +463,7 @@ def calibrate(
 def _plans(
     model: PreTrainedModel, policy: Policy, chunk: int
 ) -> tuple[dict[int, LayerPlan], int | None]:
-    """The layers that a policy holds, by their place; and the window, if all of them slide."""
+    """The plans of layers that follow the policy, by index; and the window, if all layers slide."""
     if isinstance(policy, Recompute):
         raise WeirError("recompute caches nothing, so there are no slots to share out")
     if any(pipe.slots is None for pipe in policy.pipes):
@@ -479,7 +479,7 @@ def _plans(
 def _share_bytes(
     plans: dict[int, LayerPlan], sizes: dict[int, list[Pipe]], errors: dict[int, list[float]]
 ) -> tuple[tuple[LayerBudget, ...], int]:
-    """The budget of each layer, and the bytes of all layers before."""
+    """The budget of each layer, and the bytes of all layers under the original policy."""
     choices, own = [], []
     for layer, plan in plans.items():
         specs = [replace(plan.spec, pipe=pipe) for pipe in sizes[layer]]

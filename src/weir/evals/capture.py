@@ -1,4 +1,4 @@
-"""Queries, keys and values as the attention of each layer gets them while a model reads a text.
+"""Record queries, keys and values that each layer's attention receives while a model reads.
 
 A cache that keeps everything records them, so this works for every model that weir serves.
 """
@@ -32,15 +32,15 @@ class ListeningCache(StreamingCache, ABC):
         params: AttentionParams,
         out: Tensor,
     ) -> None:
-        """Called for each layer in each call, after it has answered.
+        """Receive the inputs and output of a layer; called for every layer of every forward.
 
         Args:
-            forward: the call.
-            layer: which layer.
+            forward: the forward under way.
+            layer: index of the layer.
             asked: queries [batch, heads, length, key_dim], keys [batch, kv_heads, length, key_dim]
-                and values [batch, kv_heads, length, value_dim], as the layer got them.
-            params: how it attends.
-            out: what it answered [batch, heads, length, value_dim].
+                and values [batch, kv_heads, length, value_dim], as the layer received them. params:
+            attention parameters of the layer. out: attention output [batch, heads, length,
+            value_dim].
         """
 
     def begin(self, given: dict[str, Any], without: tuple[int, ...] = ()) -> Forward:
@@ -67,12 +67,13 @@ class LayerInputs:
     """Inputs of one layer's attention for a whole text, in float32.
 
     Attributes:
-        layer, layers: which layer, and of how many.
-        queries: [1, heads, length, key_dim]; rotated to their places already if `positions.placed`.
+        layer, layers: index of the layer, and number of layers.
+        queries: [1, heads, length, key_dim]; already rotated to their positions if
+            `positions.placed`.
         keys: [1, kv_heads, length, key_dim], the same.
         values: [1, kv_heads, length, value_dim].
-        params: how the layer attends.
-        positions: what it knows about positions.
+        params: attention parameters of the layer.
+        positions: the layer's positional encoding and window.
     """
 
     layer: int
@@ -107,7 +108,7 @@ class _CaptureCache(ListeningCache):
         params: AttentionParams,
         out: Tensor,
     ) -> None:
-        """Record what was asked."""
+        """Record the inputs of the layer."""
         if layer in self.wanted:
             spec = self.stack[layer].spec
             queries, keys, values = (t.float() for t in asked)
@@ -118,16 +119,16 @@ class _CaptureCache(ListeningCache):
 def capture(
     model: PreTrainedModel, ids: Tensor, layers: Sequence[int] | None = None
 ) -> list[LayerInputs]:
-    """Record the inputs of some layers' attention while a model reads a text at once, exactly.
+    """Record the inputs of some layers' attention while a model reads a text exactly, in one go.
 
     Args:
         model: a causal language model.
         ids: the text [length], int64.
-        layers: which layers, from 0 on; None for all that see the whole text. Layers that slide
-            over a window of their own keep that window whatever the policy, and are left out.
+        layers: indices of layers, from 0; None for all that attend to the whole text. Layers that
+            slide over a window of their own keep that window whatever the policy, and are left out.
 
     Raises:
-        WeirError: the model cannot be served, or there is no such layer, or it slides.
+        WeirError: the model cannot be served, or there is no such layer, or the layer slides.
     """
     windows = [layer.positions.window for layer in describe(model).layers]
     for layer in layers or ():
@@ -149,19 +150,19 @@ def capture_each(
     take: Callable[[LayerInputs], Taken],
     layers: Sequence[int] | None = None,
 ) -> dict[int, Taken]:
-    """Apply `take` to each layer's queries, keys and values, layer by layer, sliding or not.
+    """Apply `take` to the queries, keys and values of every layer, one layer at a time.
 
-    What it does not keep is gone before the next layer, so no more than one layer is held beside
-    the keys and values that the model itself needs to read the text exactly.
+    Sliding layers are included. Inputs that `take` does not keep are freed before the next layer,
+    so at most one layer is held beside the keys and values that the model needs to read exactly.
 
     Args:
         model: a causal language model.
         ids: the text [length], int64.
         take: called for each layer in the order of the model.
-        layers: which layers, from 0 on; None for all.
+        layers: indices of layers, from 0; None for all.
 
     Returns:
-        By layer, what `take` returned.
+        The results of `take`, by layer.
 
     Raises:
         WeirError: the model cannot be served, or there is no such layer.
@@ -176,7 +177,7 @@ def capture_each(
                     f"layer {layer} does not exist; the model's layers are 0 to {count - 1}"
                 )
         listener.wanted = frozenset(wanted)
-        decoder = listener.attachment.facts.decoder  # logits of a whole text would be large
+        decoder = listener.attachment.facts.decoder  # without the LM head: logits would be large
         with torch.no_grad():
             batch = ids[None].to(listener.device)
             decoder(input_ids=batch, past_key_values=listener, use_cache=True)
@@ -186,14 +187,14 @@ def capture_each(
 
 
 def in_place(inputs: LayerInputs, x: Tensor) -> Tensor:
-    """Queries or keys of a layer as its attention reads them, at their places in the text.
+    """Rotate a layer's queries or keys to their positions in the text, as its attention reads them.
 
-    That is how transformers caches keys, and how the pools `kcenter`, `subgen` and `balance`
-    compare them.
+    Keys in this form are what transformers caches, and what the pools `kcenter`, `subgen` and
+    `balance` compare.
 
     Args:
-        inputs: of the layer; the first token stands at place 0.
-        x: `inputs.queries` or `inputs.keys` [1, heads, length, key_dim].
+        inputs: inputs of the layer; the first token has position 0.
+        x: either `inputs.queries` or `inputs.keys` [1, heads, length, key_dim].
     """
     rotary = inputs.positions.rotary
     if rotary is None or inputs.positions.placed:
@@ -202,9 +203,9 @@ def in_place(inputs: LayerInputs, x: Tensor) -> Tensor:
 
 
 def unrotated_keys(inputs: LayerInputs) -> Tensor | None:
-    """The keys of a layer as if all stood at place 0 [1, kv_heads, length, key_dim].
+    """The keys of a layer, all rotated to position 0 [1, kv_heads, length, key_dim].
 
-    None for a layer that rotates nothing: its keys stand nowhere.
+    None for a layer without rotary embedding.
     """
     rotary = inputs.positions.rotary
     if rotary is None:

@@ -1,8 +1,8 @@
 """The demonstration: one book, one small model, several policies side by side.
 
-Every policy reads the book, all in turns. Then each is told names with numbers, reads on, and is
-asked for the numbers. The names are nano's exercises, "Anna has 482.", which it has learned to look
-up. The result is one HTML page that needs no network.
+All policies read the book in turns. Then each reads names with numbers, reads on, and is asked for
+the numbers. The names are in the form of nano's exercises, "Anna has 482.", which the model was
+trained to look up. The result is one HTML page that needs no network.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ MOST_SHOWN = 5
 
 @dataclass(frozen=True)
 class NamedNumber:
-    """A person's number.
+    """A name and its number, as a statement and a question.
 
     Attributes:
         name, number: as text.
-        said: ids of the statement.
-        asked: ids of the question, up to where the number begins.
-        answer: ids of the number.
+        said: token ids of the statement.
+        asked: token ids of the question, up to where the number begins.
+        answer: token ids of the number.
     """
 
     name: str
@@ -92,9 +92,9 @@ def draw_names(tokenizer: PreTrainedTokenizerBase, count: int, seed: int = 0) ->
 def ask_names(
     stream: Stream, names: Sequence[NamedNumber], tokenizer: PreTrainedTokenizerBase
 ) -> list[str]:
-    """Ask a stream for each number; returns the likeliest digits.
+    """Ask a stream for each number, and return the likeliest digits.
 
-    Each question goes to a copy, so that the stream stays as it is.
+    Every question goes to a copy, so that the stream does not change.
     """
     answers = []
     for one in names:
@@ -106,9 +106,10 @@ def ask_names(
 
 
 def held_by_part(stream: Stream, parts: int) -> list[float]:
-    """The share of each of `parts` equal parts of the text that is still held, 0 to 1.
+    """Divide the text into `parts` equal parts, and return the share of each that is still held.
 
-    A token that holds a slot in every layer and KV head counts as 1, in half of them as 0.5.
+    A token that holds a slot in every layer and KV head counts as 1, in half of them as 0.5, so
+    shares lie between 0 and 1.
     """
     holding = stream.holding()
     held = np.zeros(holding.seen)
@@ -119,12 +120,12 @@ def held_by_part(stream: Stream, parts: int) -> list[float]:
 
 @dataclass(frozen=True)
 class Story:
-    """The names that are told after the book, and asked for.
+    """The names that follow the book, and the text before their questions.
 
     Attributes:
         tokenizer: of the model.
         names: the people and their numbers.
-        between: the tokens that are read before the question [n].
+        between: token ids between the statements and the questions [n].
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -132,11 +133,11 @@ class Story:
     between: Tensor
 
     def tell(self, stream: Stream) -> dict[str, Any]:
-        """Tell a stream the names, read on, and ask.
+        """Feed the names to a stream, read on, and ask for the numbers.
 
         Returns:
-            "held" (how much is left of each part of the stream, 0 to 1), "answers", and "knows",
-            how many of them are right.
+            "held" (the share of each part of the stream that is still held, 0 to 1), "answers", and
+            "knows", the number of right answers.
         """
         stream.feed([token for one in self.names for token in one.said])
         stream.feed(self.between)
@@ -147,12 +148,12 @@ class Story:
 
 
 def load_book(tokenizer: PreTrainedTokenizerBase, tokens: int) -> Tensor:
-    """The first tokens of the packaged excerpt; fewer if it has no more."""
+    """Load the first tokens of the packaged excerpt; all if it is shorter."""
     return encode(tokenizer, read_text(BOOK), tokens)
 
 
 def load_book_and_story(tokenizer: PreTrainedTokenizerBase, tokens: int) -> tuple[Tensor, Story]:
-    """The first tokens of the packaged excerpt, and a story that goes on after them.
+    """Load the first tokens of the packaged excerpt, and a story that continues them.
 
     The two share the excerpt where it is too short for both.
     """
@@ -171,24 +172,24 @@ def read_book(
     on_step: Callable[[list[PerplexityMeter]], bool | None] = lambda meters: None,
     on_ask: Callable[[int], bool | None] = lambda asked: None,
 ) -> dict[str, Any]:
-    """Read the tokens `ids` of the book under every policy, and ask for what a story told.
+    """Read the tokens `ids` of the book under every policy, and ask for the numbers of a story.
 
     Args:
         model: the model.
         ids: from `load_book`.
-        story: told after the book; None asks nothing.
+        story: names to feed after the book; None asks nothing.
         policies: the policies.
         block: tokens in a block of `ppl_by_block`.
         on_step: called after every `STEP` tokens; reading ends early when it returns True, and
             then nothing is asked.
-        on_ask: called with how many policies were asked, from 0 on; True ends that.
+        on_ask: called with the number of policies asked so far, from 0; returning True stops early.
 
     Returns:
         {"model_window", "book", "tokens", "block", "story", "policies": [figures of each]}. The
         figures are those of `weir stream`, "slots" (None for no limit), and what `Story.tell`
-        returns. "story" has "told_at" (a place in the stream), "said" and "away" (tokens told, and
-        then read) and "names"; it is None, and the figures have no answers, where not every policy
-        was asked.
+        returns. "story" has "told_at" (a position in the stream), "said" and "away" (tokens of the
+        statements, and of the text read after them) and "names". If not every policy was asked,
+        "story" is None and the figures have no answers.
     """
     meters = [PerplexityMeter(Stream(model, policy), block) for policy in policies]
     for piece in ids.split(STEP):
@@ -200,9 +201,9 @@ def read_book(
     for meter in meters:
         meter.close()
     found = [{**meter.reading.as_json(), "slots": meter.stream.capacity} for meter in meters]
-    told = None
+    told_story = None
     if story is not None and _ask_all(story, meters, found, on_ask):
-        told = {
+        told_story = {
             "told_at": len(ids),
             "said": sum(len(one.said) for one in story.names),
             "away": len(story.between),
@@ -213,7 +214,7 @@ def read_book(
         "book": f"Leo Tolstoy, {TITLE}",
         "tokens": meters[0].reading.tokens,
         "block": block,
-        "story": told,
+        "story": told_story,
         "policies": found,
     }
 
@@ -224,7 +225,7 @@ def _ask_all(
     found: list[dict[str, Any]],
     on_ask: Callable[[int], bool | None],
 ) -> bool:
-    """Add each policy's answers to its figures; False, and nothing is added, if interrupted."""
+    """Add every policy's answers to the figures; if interrupted, add nothing and return False."""
     answers = []
     for asked, meter in enumerate(meters):
         if on_ask(asked):
@@ -307,7 +308,7 @@ def _look(choices: tuple[Any, ...], result: dict[str, Any], policy: dict[str, An
 
 
 def _name(result: dict[str, Any], policy: dict[str, Any]) -> str:
-    """A policy with its color in front; a phone may break it before the bracket."""
+    """A policy name after its color swatch; lines may break before the bracket on phones."""
     written = html.escape(policy["policy"]).replace("(", "<wbr>(")
     return f'<i style="background:{_look(COLORS, result, policy)}"></i><code>{written}</code>'
 
@@ -334,7 +335,7 @@ def _figures(result: dict[str, Any]) -> str:
 
 
 def _story(result: dict[str, Any]) -> str:
-    """The section about the names: who still knows them, and what each policy holds."""
+    """The section about the names: the policies' answers, and what each policy holds."""
     story = result["story"]
     seen = story["told_at"] + story["away"] + story["said"]
     some = ", ".join(f"{html.escape(name)} has {number}" for name, number in story["names"][:2])
@@ -355,7 +356,7 @@ def _story(result: dict[str, Any]) -> str:
 
 
 def _answers(answers: Sequence[str], story: dict[str, Any]) -> list[str]:
-    """The answers of a policy as cells, the right ones with a tick."""
+    """Table cells with the answers of a policy; right answers have a tick."""
     return [
         f"<b>{html.escape(said)}&nbsp;✓</b>"
         if said == number
@@ -370,7 +371,8 @@ def _strip(result: dict[str, Any], policy: dict[str, Any], seen: int) -> str:
     color, parts = _look(COLORS, result, policy), len(held)
     stops = []
     at = 0
-    # By the root of the share, so that one token of fifty is visible. Equal neighbors are merged.
+    # Opacity is the square root of the share, so that one token in fifty is visible. Equal
+    # neighbors are merged.
     for shade, group in itertools.groupby(round(math.sqrt(share), 2) for share in held):
         end = at + len(list(group))
         alpha = f"{round(255 * shade):02x}"
@@ -395,7 +397,7 @@ def _plot(
     """One line per policy over the position in the book, as an SVG element."""
     from matplotlib.ticker import MaxNLocator
 
-    # As narrow as a phone can show with readable letters.
+    # Narrow enough for readable letters on a phone.
     with svg_figure(f"{key}{log}{len(policies)}", 5.2, 3.6) as (figure, out):
         axes = figure.subplots()
         for policy in policies:

@@ -1,6 +1,6 @@
 """The largest budget of a policy whose cache fits a memory.
 
-Bytes are counted from the model's configuration (`weir.cache.size_of`), so no weight is needed.
+Bytes are computed from the model's configuration (`weir.cache.size_of`), so no weights are needed.
 Knows nothing about texts or tasks.
 """
 
@@ -28,11 +28,11 @@ def budget_in(
 
     Args:
         model: the model; one on the device `meta`, without weights, will do.
-        policy: one that takes a budget, written without.
-        memory: bytes.
+        policy: a policy that takes a budget, written without one.
+        memory: bytes for the cache.
         chunk: tokens between two folds.
-        most: no budget is larger than this; None for what the model's window leaves beside a
-            chunk (`largest_budget`), for it reads no more at once.
+        most: upper bound of the budget; None for what the model's window leaves beside a chunk
+            (`largest_budget`).
 
     Raises:
         WeirError: the policy takes no budget, or the model cannot be served.
@@ -47,7 +47,7 @@ def budget_in(
             return None
         return size_of(model, sized, chunk=chunk).stream <= memory
 
-    # What is too small for the policy lies below what fits, and that below what does not fit.
+    # From small to large: budgets too small for the policy, budgets that fit, budgets that do not.
     low, high = 0, 1
     while high <= most and fits(high) is not False:
         low, high = high, 2 * high
@@ -55,7 +55,7 @@ def budget_in(
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) is not False else (low, middle)
-    # Pools round as they share out a budget, so a budget may fit where the one below does not.
+    # Pools round their shares of a budget, so a budget may fit although the one below does not.
     above = next((n for n in range(min(low + STEPS, most), low, -1) if fits(n)), low)
     return above if above and fits(above) else None
 
@@ -67,7 +67,7 @@ def fit_to_memory(
 
     Args:
         model, policy, memory, chunk: as for `budget_in`.
-        name: of the model, for the error.
+        name: name of the model, for the error.
 
     Raises:
         WeirError: no budget fits; the message says what the smallest takes.
@@ -84,13 +84,13 @@ def fit_to_memory(
 
 
 def largest_budget(model: PreTrainedModel, beside: int) -> int:
-    """The most slots that a model can read at once beside `beside` others, 1 at least.
+    """The maximum number of slots that a model can attend to beside `beside` others, 1 at least.
 
-    That is what its window leaves, or fewer, where every layer slides over fewer tokens.
+    The limit is the model's window, or the layers' window if all of them slide over fewer tokens.
 
     Args:
         model: the model; one on the device `meta`, without weights, will do.
-        beside: a chunk, and what else has slots of its own.
+        beside: slots of a chunk, and of whatever else is held beside the budget.
 
     Raises:
         WeirError: the model cannot be served.
@@ -100,15 +100,15 @@ def largest_budget(model: PreTrainedModel, beside: int) -> int:
 
 
 def smallest(model: PreTrainedModel, policy: str, chunk: int = 64) -> tuple[str, int]:
-    """A policy with the smallest budget it can be made with, and the bytes of its cache.
+    """A policy with the smallest budget that it accepts, and the bytes of its cache.
 
     Args:
         model: the model.
-        policy: one that takes a budget, written without.
+        policy: a policy that takes a budget, written without one.
         chunk: tokens between two folds.
 
     Raises:
-        WeirError: it cannot be made with any.
+        WeirError: the policy accepts no budget.
     """
     for budget in range(1, LEAST):
         try:

@@ -1,7 +1,7 @@
-"""weir as a model of lm-evaluation-harness: any of its tasks under any cache policy.
+"""Model adapter for lm-evaluation-harness: any of its tasks under any cache policy.
 
-Tasks, prompts and metrics are the harness's. This file answers its three kinds of request from a
-cache of fixed size. Nothing is ever truncated: the policy decides what to drop.
+Tasks, prompts and metrics come from the harness. This file answers the three kinds of request from
+a cache of fixed size. Nothing is ever truncated: the policy decides what to drop.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Likelihood:
     """Log-likelihood of one continuation.
 
     Attributes:
-        total: its log-likelihood given the context, in nats.
-        greedy: whether the likeliest token came at every place.
+        total: log-likelihood given the context, in nats.
+        greedy: whether every token is the likeliest one at that position.
     """
 
     total: float
@@ -41,7 +41,7 @@ class Likelihood:
 
 
 def pad_rows(rows: Sequence[Sequence[int]], pad: int, left: bool) -> tuple[Tensor, Tensor]:
-    """Rows of ids as one tensor [batch, longest], and a mask that is 0 where they are padded."""
+    """Pad rows of ids to one tensor [batch, longest], with a mask that is 0 at padding."""
     longest = max(len(row) for row in rows)
     ids = torch.full((len(rows), longest), pad, dtype=torch.int64)
     mask = torch.zeros_like(ids)
@@ -59,13 +59,13 @@ def likelihoods(
     continuations: Sequence[Sequence[int]],
     pad: int = 0,
 ) -> list[Likelihood]:
-    """The likelihood of each continuation after its context, both of one token or more.
+    """Compute the likelihood of each continuation after its context, both non-empty.
 
     Args:
-        stream: makes a new stream under the policy; only its cache is used here. One under
-            `recompute` has none, so that contexts of different length cannot be its rows.
-        contexts, continuations: ids; the batch is all of them.
-        pad: an id the model knows.
+        stream: makes a new stream under the policy; only the stream's cache is used here. Streams
+            under `recompute` have no cache, so their contexts must have one length.
+        contexts, continuations: token ids; all rows form one batch.
+        pad: any valid token id.
     """
     first = stream()
     if first.cache is None:
@@ -83,7 +83,8 @@ Feed = Callable[[Tensor, Tensor, bool], Tensor]
 
 def _batch_feed(model: PreTrainedModel, cache: StreamingCache) -> Feed:
     def feed(ids: Tensor, mask: Tensor, every: bool) -> Tensor:
-        # A prompt that is to be held whole comes in one forward; others in pieces, for memory.
+        # With full prefill the prompt is one forward; otherwise it is read in pieces to save
+        # memory.
         whole = cache.prefill == "full" and not cache.is_initialized
         seen = mask.shape[1] - ids.shape[1]
         parts: list[Tensor] = []
@@ -122,10 +123,10 @@ def _score_continuations(
     for start in range(0, asked.shape[1], step):
         piece, real = asked[:, start : start + step], counts[:, start : start + step].bool()
         before = logits[:, None]
-        # Nothing is asked after the very last token, so it is not fed.
+        # No prediction follows the very last token, so it is not fed.
         fed = piece if start + step < asked.shape[1] else piece[:, :-1]
         if fed.shape[1]:
-            # Padding on the right is fed as if it were text: nothing that counts comes after it.
+            # Padding on the right is fed like text: nothing that counts comes after it.
             mask = torch.cat([mask, torch.ones_like(fed)], dim=1)
             after = feed(fed, mask, True).float()
             before = torch.cat([before, after], dim=1)[:, : piece.shape[1]]
@@ -137,22 +138,22 @@ def _score_continuations(
 
 
 class WeirLM(TemplateLM):
-    """A model under a cache policy, as the harness wants it.
+    """A model under a cache policy, with the interface that the harness expects.
 
     Args:
-        pretrained: `nano`, a folder, a Hub id, or a model that is loaded already.
+        pretrained: `nano`, a folder, a Hub id, or a loaded model.
         policy: a pipe or a named policy.
         chunk, seed, positions, prefill: as for `StreamingCache`.
         dtype, device, device_map, revision, trust_remote_code: as for `weir.load`; without a GPU,
-            "cuda" is the CPU, and with a `device_map` the harness's device counts for nothing.
-        tokenizer: of a model that is loaded already.
+            "cuda" is the CPU, and a `device_map` overrides the harness's device.
+        tokenizer: tokenizer of a loaded model.
         batch_size: requests at once.
-        max_batch_size: the harness passes it on; it counts for its automatic batch sizes only.
-        max_gen_toks: tokens of an answer where the task does not say.
-        unknown: anything else, which is refused.
+        max_batch_size: passed on by the harness; only affects automatic batch sizes.
+        max_gen_toks: maximum tokens of an answer if the task does not say.
+        unknown: any other argument, which is refused.
 
     Raises:
-        WeirError: an argument is unknown or makes no sense, or the model cannot be had.
+        WeirError: an argument is unknown or invalid, or the model cannot be loaded.
     """
 
     def __init__(
@@ -186,7 +187,7 @@ class WeirLM(TemplateLM):
             raise WeirError(f"batch_size must be a whole number from 1 on, not {batch_size!r}")
         self.policy = parse_policy(policy)
         if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
-            device = None  # the harness asks for a GPU unless it is told otherwise
+            device = None  # the harness asks for a GPU by default
         if isinstance(pretrained, str):
             self.model, self.tokenizer = load(
                 pretrained,
@@ -214,17 +215,17 @@ class WeirLM(TemplateLM):
         """A new stream under the policy."""
         return Stream(self.model, self.policy, **self.options)
 
-    # --- what the harness asks about the tokenizer
+    # --- tokenizer queries of the harness
 
     @property
     def eot_token_id(self) -> int | None:
-        """The token that ends a text; some models have none."""
+        """The end-of-text token; some models have none."""
         found: int | None = self.tokenizer.eos_token_id
         return found
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that stands in front of a text without context.
+        """The token in front of a text without context.
 
         Raises:
             WeirError: the tokenizer has neither a start nor an end token.
@@ -242,7 +243,7 @@ class WeirLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Ids of a text, behind the start token unless the text has it or that is refused."""
+        """Encode a text, behind the start token unless the text has it or the caller says no."""
         start = self.tokenizer.bos_token
         if add_special_tokens is None:
             add_special_tokens = not (start and string.startswith(str(start)))
@@ -251,13 +252,13 @@ class WeirLM(TemplateLM):
 
     @property
     def sink(self) -> ModelSink:
-        """The sink that the model was trained with; tokens of its own stand first in a context."""
+        """The sink that the model was trained with; its tokens stand first in a context."""
         return sink_of(transformers_model(self.model).config)
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The text of a conversation, as the model's template writes it.
+        """Render a conversation with the model's chat template.
 
         Raises:
             WeirError: the model has no template.
@@ -268,7 +269,7 @@ class WeirLM(TemplateLM):
             self.tokenizer, chat_history, add_generation_prompt=add_generation_prompt
         )
 
-    # --- the three questions
+    # --- the three kinds of request
 
     def _loglikelihood_tokens(
         self,
@@ -276,7 +277,7 @@ class WeirLM(TemplateLM):
         disable_tqdm: bool = False,
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
-        """Log-likelihood of each continuation, and whether it is the likeliest."""
+        """Log-likelihood of each continuation, and whether greedy decoding would give it."""
         lengths = [len(context) + len(asked) for _, context, asked in requests]
         found: dict[int, tuple[float, bool]] = {}
         for batch in self._batches(lengths, "loglikelihood", disable_tqdm):
@@ -291,11 +292,11 @@ class WeirLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Log-likelihood of each whole text, read as one stream from its first token on."""
+        """Log-likelihood of each whole text, read as one stream from the first token."""
         texts = [str(request.args[0]) for request in requests]
         sink = self.sink
         front = list(sink.tokens) or [self.prefix_token_id]
-        # What stands in front of a text is given, not asked for.
+        # The prefix of a text is given and not scored.
         tokens = [sink.first(self.tok_encode(text))[len(sink.tokens) :] for text in texts]
         found: dict[int, float] = {}
         lengths = [len(row) for row in tokens]
@@ -308,7 +309,7 @@ class WeirLM(TemplateLM):
         return [found[i] for i in range(len(requests))]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Write an answer to each context, up to the first of the task's stops."""
+        """Generate an answer to each context, up to the first of the task's stops."""
         found: dict[int, str] = {}
         ways: dict[str, list[int]] = {}
         for i, request in enumerate(requests):
@@ -352,7 +353,7 @@ class WeirLM(TemplateLM):
         return [cut_at_stop(text, stops) for text in texts]
 
     def _batches(self, lengths: list[int], what: str, quiet: bool) -> list[list[int]]:
-        """Places of the requests, those of like length together, the longest first."""
+        """Batches of request indices with similar lengths together, longest first."""
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         size = self.batch_size
         batches = [order[i : i + size] for i in range(0, len(order), size)]

@@ -1,7 +1,7 @@
-"""Lists of tasks and of policies as text, and budgets put into policies.
+"""Parse lists of tasks and policies, and insert budgets into policies.
 
 Tasks are calls like pools, with commas between them: `ppl(tokens=20000, text=book.txt), recall`.
-A value is a number, a word or a text, in quotes where it holds a comma, a parenthesis or a space.
+A value is a number, a word or a text; a text with a comma, a parenthesis or a space needs quotes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _QUOTED = re.compile(r"""'([^']*)'|"([^"]*)\"""")
 
 
 class _TaskParser(Parser):
-    """Parses tasks: calls whose names may have a hyphen and whose values may be texts."""
+    """Parser of tasks: calls whose names may have a hyphen and whose values may be texts."""
 
     name = re.compile(rf"{WORD.pattern}(-\w+)*")
     kind = "a task"
 
     def value(self) -> Any:
-        """A number, true, false, none, or else a text."""
+        """Parse a number, true, false, none, or else a text."""
         if (quoted := _QUOTED.match(self.text, self.at)) is not None:
             self.at = quoted.end()
             return quoted.group(1) if quoted.group(2) is None else quoted.group(2)
@@ -43,11 +43,11 @@ class _TaskParser(Parser):
 
 
 def read_tasks(text: str, known: Mapping[str, Any]) -> list[Any]:
-    """The tasks of a list, made by what is `known` under their names.
+    """Parse a list of tasks; `known` maps names to what makes the task.
 
     Raises:
-        WeirError: one cannot be read, or nothing is known by its name; the message points at the
-            character and says the nearest name.
+        WeirError: a task cannot be parsed or its name is unknown; the message points at the
+            character and suggests the nearest name.
     """
     parser = _TaskParser(text)
     made = []
@@ -68,11 +68,11 @@ def read_tasks(text: str, known: Mapping[str, Any]) -> list[Any]:
 
 
 def read_policies(text: str) -> list[str]:
-    """The policies of a list, each as it was written, of a policy file what it says.
+    """Parse a list of policies; policies keep their spelling, policy files are read.
 
     Raises:
-        PolicyError: one cannot be read or makes no sense.
-        WeirError: there is no such policy file.
+        PolicyError: a policy cannot be parsed or is invalid. WeirError: there is no such policy
+            file.
     """
     parser = Parser(text)
 
@@ -91,9 +91,9 @@ def read_policies(text: str) -> list[str]:
 
 
 def takes_budget(policy: str) -> bool:
-    """Whether a policy is a named one that takes a budget and was written without it.
+    """Whether a policy is a named one that takes a budget and was written without one.
 
-    One that is quantized takes that of the policy inside.
+    A quantized policy takes the budget of the policy inside.
     """
     call = parse_call(policy)
     if call is not None and call.name == QUANTIZED:
@@ -102,11 +102,11 @@ def takes_budget(policy: str) -> bool:
 
 
 def with_budget(policy: str, budget: int) -> str:
-    """A policy with its budget written into it.
+    """Insert a budget into a policy.
 
     Raises:
-        WeirError: it is not one that takes a budget, or has one already.
-        PolicyError: it makes no sense with this one.
+        WeirError: the policy takes no budget, or has one already. PolicyError: the policy is
+            invalid with this budget.
     """
     call = parse_call(policy)
     if call is not None and call.name == QUANTIZED and takes_budget(policy):

@@ -30,16 +30,16 @@ class PerplexityResult:
 
     Attributes:
         policy: the policy as it was written.
-        tokens: tokens read.
+        tokens: number of tokens read.
         block: tokens in a block.
         nll: sum of negative log-likelihoods, in nats.
         scored: tokens that had something before them.
-        ppl_by_block: perplexity of each block of the text; the last one may be short. Nothing
-            predicts the first token of a stream: it counts for nothing in its block.
+        ppl_by_block: perplexity of each block of the text; the last one may be short. The first
+            token of a stream has no prediction and is not scored.
         kv_bytes: bytes of the cache at the end.
         bytes_by_block: bytes of the cache after each block.
-        memory_growth: how far the process's memory has risen above its most up to token 5,000, in
-            bytes; None before, and where the system does not say.
+        memory_growth: growth of the process's memory above the maximum up to token 5,000, in bytes;
+            None before that, and where the system does not report memory.
         seconds: spent reading.
         pace: seconds per token, for each `STEP` tokens.
     """
@@ -58,12 +58,12 @@ class PerplexityResult:
 
     @property
     def ppl(self) -> float:
-        """Perplexity of all that was read; NaN before the second token."""
+        """Perplexity of everything read so far; NaN before the second token."""
         return _exp(self.nll / self.scored) if self.scored else math.nan
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second, all in all."""
+        """Tokens per second over the whole run."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
@@ -78,7 +78,7 @@ class PerplexityResult:
         return median(self.pace[-span:]) / median(self.pace[span : 2 * span])
 
     def as_json(self) -> dict[str, Any]:
-        """Every figure, by name."""
+        """All figures by name, for JSON."""
         facts = asdict(self)
         del facts["pace"], facts["nll"], facts["scored"]
         return {
@@ -91,29 +91,28 @@ class PerplexityResult:
 
 
 class PerplexityMeter:
-    """Reads a text piece by piece and keeps the figures.
+    """Incremental perplexity measurement of a stream.
 
     Args:
         stream: a new stream.
         block: tokens in a block of `ppl_by_block`.
-        in_steps: a call of the model for each token, as when an answer is written; otherwise one
-            for many.
+        in_steps: call the model once per token, as in decoding; otherwise once for many tokens.
 
     Attributes:
-        reading: what was found so far.
+        reading: the result so far.
     """
 
     def __init__(self, stream: Stream, block: int = 1000, *, in_steps: bool = False) -> None:
         self.stream = stream
         self.in_steps = in_steps
         self.reading = PerplexityResult(str(stream.policy), block)
-        # Of the block that is open.
+        # Sums of the block under way.
         self._nll = 0.0
         self._scored = 0
         self._early_memory = 0
 
     def take(self, piece: Tensor) -> None:
-        """Read the next tokens [n]; `STEP` of them, but for the last piece of a text."""
+        """Read the next tokens [n]: `STEP` of them, or fewer at the end of a text."""
         reading = self.reading
         began = time.perf_counter()
         is_first = self.stream.seen == 0
@@ -136,14 +135,14 @@ class PerplexityMeter:
         if (memory := _memory()) is None:
             return
         if reading.tokens <= 5000:
-            # Buffers come and go, so one look would be a matter of luck: the most so far counts.
+            # Buffers come and go, so a single sample would be luck: take the maximum so far.
             self._early_memory = max(self._early_memory, memory)
         if reading.tokens >= 5000:
             grown = memory - self._early_memory
             reading.memory_growth = max(grown, reading.memory_growth or 0)
 
     def close(self) -> None:
-        """End the block that is open, if there is one; the last of a text may be short."""
+        """End the block under way, if any; the last block of a text may be short."""
         reading = self.reading
         if reading.tokens <= len(reading.ppl_by_block) * reading.block:
             return
@@ -167,7 +166,7 @@ def read(
         stream: a new stream.
         ids: the text.
         block: tokens in a block of `ppl_by_block`.
-        in_steps: a call of the model for each token.
+        in_steps: call the model once per token.
         on_step: called after every `STEP` tokens; reading ends early when it returns True.
     """
     meter = PerplexityMeter(stream, block, in_steps=in_steps)
@@ -180,7 +179,7 @@ def read(
 
 
 def _cuts(length: int, in_block: int, block: int) -> list[int]:
-    """Lengths of the parts of `length` tokens that fall into different blocks."""
+    """Split `length` tokens at block boundaries, and return the lengths of the parts."""
     cuts = []
     while length:
         part = min(length, block - in_block)
@@ -195,7 +194,7 @@ def _exp(nats: float) -> float:
 
 def _memory() -> int | None:
     """The memory of the process in bytes; None where the system is not Linux."""
-    # Not the peak, which loading a model sets high enough to hide what comes after.
+    # Not the peak: loading a model raises it so far that later growth would be hidden.
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):

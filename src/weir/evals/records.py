@@ -1,4 +1,4 @@
-"""Data sets of JSON lines: one record a line, and every error named by file, line and field.
+"""Read data sets of JSON lines, with errors that name the file, line and field.
 
 Plain, `.gz` or `.xz`, UTF-8; or the rows of a data set of the Hugging Face Hub:
 `hub:EdinburghNLP/xsum:test` is a data set and its split, `hub:allenai/ai2_arc:ARC-Easy:test` has a
@@ -22,15 +22,15 @@ from weir.errors import WeirError, describe_missing
 
 
 def import_optional(module: str, what: str, extra: str = "eval") -> Any:
-    """A module of an optional package.
+    """Import a module of an optional package.
 
     Args:
         module: its name, as in an import.
-        what: what needs it, as an error begins.
-        extra: of weir's extras, the one that brings it.
+        what: the feature that needs the module, for the error.
+        extra: weir's extra that installs the module.
 
     Raises:
-        WeirError: it is not installed, or cannot be imported.
+        WeirError: the module is not installed, or cannot be imported.
     """
     try:
         return import_module(module)
@@ -43,7 +43,7 @@ HUB = "hub:"
 
 
 def rows_of(name: str, most: int | None = None) -> Iterator[dict[str, Any]]:
-    """The rows of a data set, the first `most` of them.
+    """Yield the rows of a Hub data set, at most `most`.
 
     Raises:
         WeirError: the name has another form, the package `datasets` is missing, or the data set
@@ -58,7 +58,7 @@ def rows_of(name: str, most: int | None = None) -> Iterator[dict[str, Any]]:
     datasets = import_optional("datasets", "reading from the Hub")
     try:
         found = datasets.load_dataset(*parts[:-1], split=parts[-1])
-    except Exception as error:  # what it raises has no common kind
+    except Exception as error:  # its exceptions have no common base class
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise WeirError(f"the data set {name!r} cannot be had ({reason})") from None
     yield from islice(found, most)
@@ -68,12 +68,12 @@ LARGEST = sys.float_info.max
 
 
 class JsonRecord:
-    """One JSON object, which says where it stands when a field is not as it should be.
+    """One JSON object, whose errors say where an invalid field is.
 
     Args:
-        place: the file and line, as an error names them.
+        place: the file and line, for errors.
         values: the object.
-        path: the fields that lead to it, if it lies inside another, as `question.choices[2].`.
+        path: the path of a nested object, such as `question.choices[2].`.
     """
 
     def __init__(self, place: str, values: dict[str, Any], path: str = "") -> None:
@@ -88,7 +88,7 @@ class JsonRecord:
         """The text in a field.
 
         Raises:
-            WeirError: there is no such field, or it holds something else.
+            WeirError: the field is missing or has another type.
         """
         return str(self._get(name, str, "a text"))
 
@@ -101,7 +101,7 @@ class JsonRecord:
         return bool(self._get(name, bool, "true or false"))
 
     def number(self, name: str, known: bool = False) -> float | None:
-        """The number in a field, None for null unless it must be `known`; raises as `text`."""
+        """The number in a field, None for null unless `known`; raises as `text`."""
         if name not in self.values:
             raise self.wrong(name, "is missing")
         return self._number(name, self.values[name], known)
@@ -112,16 +112,16 @@ class JsonRecord:
         return [self._number(f"{name}[{i}]", value, known=False) for i, value in items]
 
     def words(self, name: str) -> str:
-        """The text in a field, which is not blank; raises as `text`."""
+        """The non-blank text in a field; raises as `text`."""
         return self._words(name, self.text(name))
 
     def several_words(self, name: str, least: int = 0) -> list[str]:
-        """The list of texts in a field, none of them blank; raises as `text`."""
+        """The list of non-blank texts in a field, at least `least`; raises as `text`."""
         found = enumerate(self.texts(name, least))
         return [self._words(f"{name}[{i}]", value) for i, value in found]
 
     def texts(self, name: str, least: int = 0) -> list[str]:
-        """The list of texts in a field, `least` or more of them; raises as `text`."""
+        """The list of texts in a field, at least `least`; raises as `text`."""
         return [
             str(self._check(f"{name}[{i}]", value, str, "a text"))
             for i, value in enumerate(self._items(name, least))
@@ -132,7 +132,7 @@ class JsonRecord:
         return JsonRecord(self.place, self._get(name, dict, "an object"), f"{self.path}{name}.")
 
     def records(self, name: str, least: int = 0) -> list[JsonRecord]:
-        """The list of objects in a field, `least` or more of them; raises as `text`."""
+        """The list of objects in a field, at least `least`; raises as `text`."""
         found = []
         for i, value in enumerate(self._items(name, least)):
             inner = self._check(f"{name}[{i}]", value, dict, "an object")
@@ -140,7 +140,7 @@ class JsonRecord:
         return found
 
     def wrong(self, name: str, problem: str) -> WeirError:
-        """The error to raise for a field that is of the right kind and still makes no sense."""
+        """Make the error for a field that has the right type but an invalid value."""
         return WeirError(f"{self.place}: the field '{self.path}{name}' {problem}")
 
     def _items(self, name: str, least: int) -> list[Any]:
@@ -155,7 +155,7 @@ class JsonRecord:
         return self._check(name, self.values[name], kind, words)
 
     def _check(self, name: str, value: Any, kind: type, words: str) -> Any:
-        # To Python a truth value is a whole number too.
+        # In Python, bool is a subclass of int.
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise self.wrong(name, f"must be {words}, not {_shown(value)}")
         return value
@@ -163,7 +163,7 @@ class JsonRecord:
     def _number(self, name: str, value: Any, known: bool) -> float | None:
         if value is None and not known:
             return None
-        # NaN is in no range, and neither is a whole number that no float can hold.
+        # Reject NaN, and integers too large for a float.
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not -LARGEST <= value <= LARGEST:
             raise self.wrong(
@@ -178,13 +178,13 @@ class JsonRecord:
 
 
 def read_records(path: str | Path, most: int | None = None) -> list[JsonRecord]:
-    """The records of a file, the first `most` of them; lines that hold nothing are passed over.
+    """Read the records of a file, at most `most`; blank lines are skipped.
 
     `hub:ID:SPLIT` and `hub:ID:CONFIGURATION:SPLIT` are read from the Hub.
 
     Raises:
         WeirError: no file is named, or it is missing, damaged, not UTF-8 or empty, or a line is no
-            JSON object; or the data set cannot be had.
+            JSON object; or the data set cannot be loaded.
     """
     if not str(path):
         raise WeirError("no file is named: give the path of one, or hub:ID:SPLIT")
@@ -219,7 +219,7 @@ def _from_file(path: str | Path, most: int | None) -> list[JsonRecord]:
 
 
 def _numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines of text with their numbers, from 1 on."""
+    """Yield lines of text with their numbers, from 1."""
     openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
     number = 0
     try:
@@ -238,6 +238,6 @@ def _numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _shown(value: Any) -> str:
-    """A value, short enough for an error."""
+    """Shorten a value for an error."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,4 +1,4 @@
-"""Pages, tables and pictures, the same for every command that reports something.
+"""HTML pages, tables and pictures, shared by all commands that write reports.
 
 One HTML page with its pictures inside, which follows the reader's light or dark setting; tables as
 HTML and Markdown; figures as SVG. The colors are those of Okabe and Ito 2008, "Color Universal
@@ -40,9 +40,9 @@ class TextTable:
     """A table of text; the first column names the rows.
 
     Attributes:
-        heads: of the columns.
-        rows: cells.
-        markup: heads and cells are HTML or Markdown already and are not escaped.
+        heads: headings of the columns.
+        rows: cells, row by row.
+        markup: whether heads and cells are already HTML or Markdown and must not be escaped.
     """
 
     heads: Sequence[str]
@@ -67,7 +67,7 @@ class TextTable:
         )
 
     def markdown(self) -> str:
-        """The table as Markdown: the first column to the left, the others to the right."""
+        """The table as Markdown: first column left-aligned, the others right-aligned."""
         rules = ["---", *("---:" for _ in self.heads[1:])]
         return "\n".join(f"| {' | '.join(row)} |" for row in (self.heads, rules, *self.rows))
 
@@ -76,10 +76,10 @@ def html_page(title: str, body: str, footer: str, *, heading: str = "", style: s
     """A whole HTML page.
 
     Args:
-        title: of the window.
+        title: title of the window.
         body, footer: HTML.
-        heading: at the top; the title if empty.
-        style: CSS that this page needs in addition.
+        heading: heading at the top; the title if empty.
+        style: additional CSS of this page.
     """
     page = Template((resources.files("weir.evals") / "page.html").read_text("utf-8"))
     light = " ".join(f"{name}: {color};" for color, name in NAMES.items())
@@ -96,19 +96,19 @@ def html_page(title: str, body: str, footer: str, *, heading: str = "", style: s
 
 
 def line_style(number: int) -> dict[str, Any]:
-    """Color and marker of a line; no other of sixty lines has both the same."""
+    """Color and marker of a line; the first sixty lines have different pairs."""
     return {"color": COLORS[number % len(COLORS)], "marker": MARKERS[number % len(MARKERS)]}
 
 
 @contextmanager
 def svg_figure(salt: str, width: float, height: float) -> Iterator[tuple[Figure, list[str]]]:
-    """A figure to draw into, and a list that receives its SVG element on exit.
+    """Provide a figure to draw into, and a list that receives the SVG element on exit.
 
     The background is transparent. Letters and lines follow the page between light and dark, or the
     reader's own setting where the picture is a file by itself.
 
     Args:
-        salt: keeps the ids inside the pictures of a page apart, and the same from run to run.
+        salt: makes ids unique among the pictures of a page, and equal from run to run.
         width, height: inches; letters have 10 points.
     """
     import matplotlib as mpl
@@ -129,7 +129,7 @@ def svg_figure(salt: str, width: float, height: float) -> Iterator[tuple[Figure,
 
 
 def _with_page_colors(svg: str) -> str:
-    """A picture whose letters and lines take the page's colors, or its own outside of a page."""
+    """Let letters and lines of a picture take the page's colors; standalone, its own."""
     for color, name in NAMES.items():
         svg = svg.replace(color, f"var({name}, {color})")
     dark = "; ".join(f"{name}: {NIGHT[color]}" for color, name in NAMES.items())
@@ -139,11 +139,11 @@ def _with_page_colors(svg: str) -> str:
 
 
 def style_axes(axes: Axes, *, vertical: bool = True) -> None:
-    """A grid behind the data, plain numbers, and no frame.
+    """Style axes: a grid behind the data, plain numbers, and no frame.
 
     Args:
-        axes: of which either scale may be logarithmic.
-        vertical: the grid has vertical lines too.
+        axes: axes with linear or logarithmic scales.
+        vertical: whether the grid has vertical lines too.
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -158,5 +158,5 @@ def style_axes(axes: Axes, *, vertical: bool = True) -> None:
 
 
 def needs_log_scale(values: Sequence[float], ratio: float) -> bool:
-    """Whether the largest value is more than `ratio` times the smallest, which is positive."""
+    """Whether the smallest value is positive and the largest more than `ratio` times it."""
     return bool(values) and min(values) > 0 and max(values) > ratio * min(values)

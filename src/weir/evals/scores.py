@@ -14,7 +14,7 @@ from weir.evals.records import import_optional
 
 
 def wilson(right: int, asked: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Wilson's interval of a share: where the true one lies, with this confidence.
+    """Wilson's confidence interval of a share.
 
     Unlike the interval of the normal distribution it stays within 0 and 1 and is not empty where
     all answers or none are right (Wilson 1927).
@@ -25,22 +25,21 @@ def wilson(right: int, asked: int, confidence: float = 0.95) -> tuple[float, flo
     share, spread = right / asked, z * z / asked
     middle = (share + spread / 2) / (1 + spread)
     reach = z * math.sqrt(share * (1 - share) / asked + spread / (4 * asked)) / (1 + spread)
-    # Rounding must not take the ends past what can be.
+    # Rounding must not move the ends past 0 and 1.
     return max(0.0, middle - reach), min(1.0, middle + reach)
 
 
 def count_right(right: int, asked: int) -> dict[str, Any]:
-    """Right answers as a row of a result: counts, share (None of none), and its 95 % interval."""
+    """Right answers as a row of a result: counts, share (None without any), 95 % interval."""
     low, high = wilson(right, asked)
     share = right / asked if asked else None
     return {"right": right, "asked": asked, "accuracy": share, "low": low, "high": high}
 
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float | None]:
-    """The mean of some figures, and how far to either side the true one may lie.
+    """The mean of some figures, and the half-width of its confidence interval.
 
-    Student's interval, for a handful of figures that were measured independently; None where there
-    is one figure, which says nothing about another.
+    Student's interval, for few independent measurements; None for a single figure.
     """
     if len(values) < 2:
         return fmean(values), None
@@ -52,8 +51,8 @@ def student(freedom: int, confidence: float = 0.95) -> float:
     """Half the width of the interval of a mean, in standard errors, by Student's t.
 
     Args:
-        freedom: figures less one, 1 or more.
-        confidence: that the true mean is within.
+        freedom: degrees of freedom, 1 or more.
+        confidence: probability that the true mean is inside.
     """
     low, high = 0.0, 1.0
     while _within(high, freedom) < confidence:
@@ -93,15 +92,15 @@ def is_exact(answer: str, right: Sequence[str]) -> bool:
 
 
 def contains(answer: str, right: Sequence[str]) -> bool:
-    """Whether an answer contains a right one, after SQuAD's normalization."""
+    """Whether an answer contains one of the right ones, after SQuAD's normalization."""
     said = normalize(answer)
     return any(normalize(one) in said for one in right)
 
 
 def words_found(answer: str, right: str) -> float:
-    """The share of a right answer's words that an answer has, after normalization.
+    """The share of the right answer's words that occur in an answer, after normalization.
 
-    Fu et al. 2024 score the needle in a haystack so, which BalanceKV (section 4.3) follows.
+    This is the needle-in-a-haystack score of Fu et al. 2024, which BalanceKV (section 4.3) follows.
     """
     wanted = set(normalize(right).split())
     return len(wanted & set(normalize(answer).split())) / len(wanted) if wanted else 1.0
@@ -117,7 +116,7 @@ def rouge_scores(answers: Sequence[str], right: Sequence[str]) -> dict[str, floa
     the geometric mean of the means, is BUZZ's mean score (section 4.2.1, Table 2).
 
     Raises:
-        WeirError: rouge-score is not installed, or there is nothing to compare.
+        WeirError: rouge-score is not installed, or there are no answers.
     """
     if not answers:
         raise WeirError("there are no summaries to compare")
@@ -145,4 +144,4 @@ def self_bleu(texts: Sequence[str]) -> float | None:
         sentence_bleu(text, [*known[:i], *known[i + 1 :]]).score / 100
         for i, text in enumerate(known)
     ]
-    return min(1.0, sum(scores) / len(scores))  # sacrebleu's 100 % is a little more
+    return min(1.0, sum(scores) / len(scores))  # sacrebleu's 100 % is slightly above 100

@@ -1,4 +1,4 @@
-"""A task: something to measure of a model under a policy, and the registry of all tasks.
+"""Base class of tasks, which measure a model under a policy, and the registry of tasks.
 
 A task is a dataclass of its parameters, written like a pool: `ppl(tokens=20000)`. `notation` reads
 lists of tasks, `grid` runs them.
@@ -26,19 +26,19 @@ Progress = Callable[[float], None]
 
 @dataclass(frozen=True)
 class Subject:
-    """A model under a policy, and the way it reads.
+    """A model under a policy, with the settings of its streams.
 
     Attributes:
-        name: the model as it was named.
+        name: name of the model, as given.
         model: the model.
         tokenizer: its tokenizer.
-        policy: the policy; where `rate` is given, without a budget of its own.
-        seed: of all random draws, the task's own too.
+        policy: the policy; without a budget if `rate` is given.
+        seed: seed of all random draws, the task's own too.
         chunk: tokens between two folds.
         positions: as for `Stream`.
         prefill: as for `Stream`; "full" reads a prompt whole and compresses it once.
-        rate: the budget is this share of the prompt; None takes the policy as it is.
-        keeps_answers: tokens that follow a prompt are all kept, none is folded away.
+        rate: makes the budget this share of the prompt; None takes the policy as it is.
+        keeps_answers: whether all tokens that follow a prompt are kept.
         loading: how the model was loaded, pairs of an argument of `weir.load` and its value.
     """
 
@@ -58,13 +58,13 @@ class Subject:
         """A new stream.
 
         Args:
-            prompt: tokens of the prompt that will be fed in the first call; None for a stream that
-                has no prompt to tell from what follows.
-            answer: tokens that will follow it, at most.
+            prompt: tokens of the prompt, to be fed in the first call; None for a stream without a
+                separate prompt.
+            answer: maximum number of tokens that follow the prompt.
 
         Raises:
-            WeirError: the model cannot be served so, or a share of the prompt is to be kept and
-                there is no prompt, or the policy has no budget to make that share.
+            WeirError: the model cannot be served this way; or `rate` is given and there is no
+                prompt, or the policy takes no budget.
         """
         policy, chunk = self.policy, self.chunk
         if self.rate is not None:
@@ -75,7 +75,8 @@ class Subject:
                 )
             policy = parse_policy(with_budget(str(policy), max(1, round(prompt * self.rate))))
         if self.keeps_answers and prompt is not None:
-            # The tail folds when it is full, so it is made as long as what follows, and one more.
+            # The tail folds when it is full, so it gets room for the whole answer, and one token
+            # more.
             chunk = max(chunk, answer + 1)
         return Stream(
             self.model,
@@ -91,11 +92,10 @@ class Task(ABC):
     """Something to measure. Subclasses are frozen dataclasses of their parameters.
 
     Attributes:
-        name: what it is called.
-        metrics: of what `run` returns, the figures to compare by and which way is better, the one
-            that counts most first.
-        drawn: whether the seed decides what is asked; where it does not, and the policy draws
-            nothing either, one seed is as good as all.
+        name: name of the task.
+        metrics: figures of `run` to compare by, most important first, and which way is better.
+        drawn: whether the seed decides what is asked. If not, and the policy draws nothing either,
+            one seed is enough.
     """
 
     name: ClassVar[str]
@@ -103,10 +103,10 @@ class Task(ABC):
     metrics: ClassVar[Mapping[str, Better]]
 
     def settings(self) -> Sequence[Task]:
-        """The tasks that this one stands for, each run and recorded by itself; of a sweep several.
+        """The tasks to run and record one by one; a sweep stands for several.
 
         Raises:
-            WeirError: the parameters make no sense together.
+            WeirError: the parameters contradict each other.
         """
         return (self,)
 
@@ -115,7 +115,7 @@ class Task(ABC):
         """Measure.
 
         Args:
-            subject: what is measured.
+            subject: the model and policy to measure.
             progress: called now and then with the share that is done.
 
         Returns:
@@ -124,11 +124,11 @@ class Task(ABC):
             report can use: counts, lists by position, the cells of a heat map.
 
         Raises:
-            WeirError: it cannot be measured; the message is the reason that is recorded.
+            WeirError: the measurement is impossible; the message is recorded as the reason.
         """
 
     def __str__(self) -> str:
-        """The task as it is written, with every parameter."""
+        """The task in its notation, with every parameter."""
         values = {f.name: getattr(self, f.name) for f in fields(cast(Any, self))}
         inner = ", ".join(f"{name}={_format_value(value)}" for name, value in values.items())
         return f"{self.name}({inner})" if inner else self.name
@@ -152,7 +152,7 @@ def task(name: str) -> Callable[[AnyTask], AnyTask]:
 
 
 def _format_value(value: Any) -> str:
-    """A value as text: strings in quotes where they need them."""
+    """Format a value; strings that need quotes get them."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if not isinstance(value, str):

@@ -1,6 +1,6 @@
 """Loading and describing transformers models, and the hooks that weir puts on them."""
 
-# First, before a file that needs what other releases of transformers do not have.
+# First, before files that import names which other releases of transformers lack.
 from weir.models.versions import check_versions
 
 # isort: split

@@ -1,8 +1,8 @@
 """The attention sink a model was trained with, and softmax-off-by-one for a Zero Sink.
 
-StreamingLLM (Xiao et al. 2023), section 3.3, trains models in three ways: as ever; with SoftMax_1,
-whose denominator has one more, so that attention need not sum up to one ("Zero Sink"); and with a
-learnable token in front of every sample. The configuration of a model says which it was, in plain
+StreamingLLM (Xiao et al. 2023), section 3.3, trains models in three ways: as usual; with SoftMax_1,
+which adds one to the denominator, so that attention weights need not sum to one ("Zero Sink"); and
+with a learnable token in front of every sample. The model's configuration records the kind in plain
 JSON, so that it travels with the weights. Knows nothing about caches, and copies no model's code.
 """
 
@@ -32,7 +32,7 @@ ATTENTION = "weir_zero_sink"
 SUNK_ATTENTION = "weir_sink"
 """The name of weir's own attention for such models, in calls with one of its caches."""
 KINDS = ("none", "zero", "learnable")
-"""The three models of Table 3: vanilla, Zero Sink, learnable sink."""
+"""Kinds of sinks, as in the paper's Table 3: vanilla, Zero Sink, learnable sink."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ModelSink:
 
     Attributes:
         kind: one of `KINDS`.
-        tokens: ids that stood in front of every sample, in their order; of a learnable sink only.
+        tokens: ids in front of every training sample, in order; only a learnable sink has any.
 
     Raises:
         WeirError: there is no such sink.
@@ -63,16 +63,16 @@ class ModelSink:
 
     @property
     def slots(self) -> int | None:
-        """Slots that its attention needs for sinks; None where training has not settled that."""
+        """Number of slots the attention needs for sinks; None where training did not settle it."""
         return None if self.kind == "none" else len(self.tokens)
 
     def first(self, ids: Sequence[int]) -> list[int]:
-        """A text's ids with the sink's tokens in front, once.
+        """Return a text's ids with the sink's tokens in front, once.
 
-        What of them a tokenizer has put there already is taken for them.
+        Sink tokens that the tokenizer has already put there are not repeated.
 
         Args:
-            ids: of the beginning of a stream.
+            ids: ids of the beginning of a stream.
         """
         there = min(len(ids), len(self.tokens))
         while tuple(ids[:there]) != self.tokens[:there]:
@@ -81,13 +81,13 @@ class ModelSink:
 
 
 def sink_of(config: PreTrainedConfig) -> ModelSink:
-    """The sink of the model that a configuration describes.
+    """Read the sink from a model's configuration.
 
     Args:
-        config: of a model; of one with several parts, the text decoder's is read.
+        config: the model's configuration; of one with several parts, the text decoder's is read.
 
     Raises:
-        WeirError: the configuration has an entry `weir_sink` that says nothing weir can read.
+        WeirError: the configuration has an entry `weir_sink` that weir cannot read.
     """
     entry = getattr(config.get_text_config(decoder=True), "weir_sink", None)
     if entry is None:
@@ -101,17 +101,18 @@ def sink_of(config: PreTrainedConfig) -> ModelSink:
 
 
 def set_sink(config: PreTrainedConfig, kind: str, tokens: Iterable[int] = ()) -> None:
-    """Write into a model's configuration which sink the model has; `save_pretrained` keeps it.
+    """Write a model's sink into its configuration; `save_pretrained` keeps it.
 
-    With "zero" the attention is `zero_sink_attention` from here on, in a model that is made from
-    the configuration as in one that has it. A saved folder asks for it too, so that
-    `AutoModelForCausalLM.from_pretrained(folder)` takes it after `import weir.models`; without that
-    transformers says that it does not know the attention, rather than answer by another.
+    With "zero" the attention becomes `zero_sink_attention`, both in models made from the
+    configuration and in a model that has it. A saved folder asks for that attention too, so
+    `AutoModelForCausalLM.from_pretrained(folder)` uses it after `import weir.models`; without the
+    import, transformers raises an error for an unknown attention instead of using another one.
 
     Args:
-        config: of a causal language model; of one with several parts, the text decoder's is set.
+        config: configuration of a causal language model; of one with several parts, the text
+            decoder's is set.
         kind: one of `KINDS`.
-        tokens: ids that stand in front of every sample; for "learnable" only.
+        tokens: ids in front of every training sample; for "learnable" only.
 
     Raises:
         WeirError: there is no such sink.
@@ -127,30 +128,30 @@ def set_sink(config: PreTrainedConfig, kind: str, tokens: Iterable[int] = ()) ->
 
 
 def attend_by_sink(config: PreTrainedConfig) -> None:
-    """Choose `zero_sink_attention` where a configuration says that its model has a Zero Sink.
+    """Select `zero_sink_attention` where a configuration says that its model has a Zero Sink.
 
     Raises:
         WeirError: as `sink_of`.
     """
     text: Any = config.get_text_config(decoder=True)
     if sink_of(config).kind == "zero":
-        # Once for this process, and once, as a plain attribute, for the file: transformers reads
-        # `attn_implementation` in a config.json, and does not write it.
+        # Set twice: for this process, and as a plain attribute for the saved file, because
+        # transformers reads `attn_implementation` from a config.json but does not write it.
         text._attn_implementation = {"": ATTENTION}
         text.attn_implementation = ATTENTION
 
 
 def sink_at_work(config: PreTrainedConfig) -> ModelSink:
-    """The sink of a model whose attention is the one it was trained with.
+    """Return a loaded model's sink, after checking that its attention implements it.
 
     Args:
-        config: of a model that is loaded.
+        config: the loaded model's configuration.
 
     Raises:
-        WeirError: it was trained with a Zero Sink, and its attention has none.
+        WeirError: the model was trained with a Zero Sink, and its attention has none.
     """
     sink, text = sink_of(config), config.get_text_config(decoder=True)
-    # During a call with a cache of weir, in another thread, its attention is weir's.
+    # During a call with a weir cache in another thread, the attention is weir's.
     if sink.kind == "zero" and text._attn_implementation not in (ATTENTION, SUNK_ATTENTION):
         raise WeirError(
             "this model was trained with a Zero Sink and its attention is "
@@ -161,11 +162,11 @@ def sink_at_work(config: PreTrainedConfig) -> ModelSink:
 
 
 def begin_with_sink(tokenizer: PreTrainedTokenizerBase, sink: ModelSink) -> None:
-    """Have a tokenizer put a learnable sink's tokens in front of every text, if it does not yet.
+    """Make a tokenizer put a learnable sink's tokens in front of every text.
 
     Args:
-        tokenizer: of the model that has the sink; it is changed.
-        sink: another than a learnable one has no tokens, and changes nothing.
+        tokenizer: the model's tokenizer; modified unless it does so already.
+        sink: the model's sink; any but a learnable one has no tokens, and nothing changes.
 
     Raises:
         WeirError: the tokenizer does not know the tokens, or cannot be changed.
@@ -198,23 +199,23 @@ def zero_sink_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """transformers' attention function with SoftMax_1: e^l_i / (1 + sum_j e^l_j).
+    """Attention function for transformers with SoftMax_1: e^l_i / (1 + sum_j e^l_j).
 
-    As if an all-zero key and value stood before the first token, seen by every query (StreamingLLM,
-    section 3.3, equation 2). That is how it is computed, by PyTorch's fused attention; where
-    weights are asked for (`output_attentions`) or logits are capped, by the formula.
+    The result is the same as with an all-zero key and value before the first token, seen by every
+    query (StreamingLLM, section 3.3, equation 2). PyTorch's fused attention computes it that way;
+    with `output_attentions` or capped logits the formula is computed directly.
 
     Args:
         query: [batch, heads, length, key_dim].
         key, value: [batch, kv_heads, tokens, dim].
         attention_mask: [batch, 1 or heads, length, tokens], true (or 0) where a query may look;
-            None for causal attention, or of one query to everything.
+            None for causal attention, or for a single query that sees everything.
         dropout, scaling, is_causal: as transformers passes them.
-        kwargs: `softcap` and `output_attentions` are heeded, others passed on.
+        kwargs: `softcap` and `output_attentions` are used, others passed on.
 
     Returns:
-        Answers [batch, length, heads, value_dim], and, if they were asked for, the weights
-        [batch, heads, length, tokens], which sum up to less than one.
+        Outputs [batch, length, heads, value_dim], and on request the attention weights
+        [batch, heads, length, tokens], which sum to less than one.
 
     Raises:
         WeirError: the model has sink logits of its own.
@@ -229,8 +230,8 @@ def zero_sink_attention(
             query, key, value, attention_mask, causal, dropout, scaling, kwargs.get("softcap")
         )
     if causal:
-        # A query before the first as well: then causal attention is as PyTorch knows it, and no
-        # mask is read. Keys behind the queries' are of slots that are not filled yet.
+        # With a query in front as well, PyTorch's own causal mask fits, and no mask is read. Keys
+        # beyond the queries' belong to slots that are not filled yet.
         query = F.pad(query, (0, 0, 1, 0))
     if attention_mask is not None:
         seen = 1.0 if attention_mask.dtype == torch.bool else 0.0
@@ -259,7 +260,7 @@ def _formula(
     scaling: float | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """`zero_sink_attention` as it is written, in float32, with its weights."""
+    """Compute `zero_sink_attention` by its formula, in float32, with the attention weights."""
     group = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, group), repeat_kv(value, group)
     logits = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)

@@ -1,9 +1,9 @@
 """A decode step as one compiled graph: `weir.compile_steps(model)`.
 
 At batch 1 a third of a decode step is Python and small operations; `torch.compile` makes one
-program of it all. Prompts, folds, and steps without constant shapes go the usual way, and so does
-everything where nothing can be compiled. Knows nothing about caches: during a compiled step
-something stands for the cache whose `sizes` tell one graph from another.
+program of all of it. Prompts, folds and steps without constant shapes run uncompiled, and so does
+everything where compilation fails. This module knows nothing about caches: in a compiled step a
+stand-in replaces the cache, and its `sizes` identify the graph.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WAITING = (
     "compiling the decode step of this model, which takes from seconds to minutes, and less where "
     "PyTorch has kept it from before"
 )
-"""The notice before something is compiled."""
+"""Notice written before compiling."""
 
 
 class CompiledStep(Protocol):
@@ -34,25 +34,25 @@ class CompiledStep(Protocol):
 
     @property
     def sizes(self) -> Hashable:
-        """The sizes that the compiler makes a graph of its own for."""
+        """Sizes that identify the compiled graph."""
 
 
 class Compiling:
     """Compilation of one model's steps, from its first cache to its last.
 
-    `torch.compile` keeps and counts what it has compiled by the code object of a function. All
-    models of a class share the code of their forward, so the sizes of one would use up the limit of
-    the others: the compiler is given a function around it, with a code object of this model's own.
+    `torch.compile` keeps and counts graphs by the code object of a function. All models of a class
+    share the code of their forward, so the sizes of one would use up the limit of the others.
+    Therefore the compiler gets a wrapper function with a code object of this model's own.
 
     Attributes:
-        strict: a step that cannot be compiled fails, and nobody is told what is waited for.
-        failed: why steps go the usual way; None while they need not.
-        known: the sizes that a graph was made for, which outlives the cache that it was made with.
-        refused: the sizes of which steps go the usual way.
+        strict: raise where a step cannot be compiled, and write no notices.
+        failed: why steps run uncompiled; None while they can be compiled.
+        known: sizes that have a graph; graphs outlive the caches they were made with.
+        refused: sizes whose steps run uncompiled.
 
     Args:
         options: for `torch.compile`.
-        strict: see there.
+        strict: see the attribute.
 
     Raises:
         WeirError: `torch.compile` does not take these options.
@@ -64,8 +64,8 @@ class Compiling:
         self.failed: str | None = None
         self.known: set[Hashable] = set()
         self.refused: set[Hashable] = set()
-        # A graph is good for as long as what it called is there: the same objects stand in front of
-        # the rotary embeddings of the model whenever it has a cache.
+        # A graph stays valid as long as the objects it called exist, so the same patches go back
+        # onto the model's rotary embeddings whenever it has a cache.
         self.rotaries: list[MethodPatch] = []
         self._code = _around(lambda: None).__code__.replace()
         try:
@@ -75,10 +75,10 @@ class Compiling:
             raise WeirError(f"torch.compile does not take these options: {reason}") from None
 
     def give_up(self, reason: str) -> None:
-        """Have all steps go the usual way, and say so.
+        """Run all steps uncompiled from now on, and write a notice.
 
         Raises:
-            WeirError: this is strict.
+            WeirError: `strict` is set.
         """
         self.failed = f"the steps of this model cannot be compiled here: {reason}"
         if self.strict:
@@ -86,19 +86,20 @@ class Compiling:
         _say(f"{self.failed}; they go the usual way")
 
     def of(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """A forward, compiled; it takes its arguments by name."""
+        """Compile a forward; the result takes its arguments by name."""
         closure = _around(forward).__closure__
         step = FunctionType(self._code, globals(), "step", None, closure)
         return torch.compile(step, fullgraph=True, dynamic=False, **self._given())
 
     def _given(self) -> dict[str, Any]:
-        """The options, as they are this time: `torch.compile` takes some out of what it is given.
+        """Return the options for one compilation; `torch.compile` modifies what it is given.
 
-        Before each step PyTorch asks whether all is still so that it has read of a model. Half of
-        the time it asks about functions and classes of libraries, of which a program that replaces
-        some while a model decodes says so (`compile_steps`); about a model and its weights it goes
-        on asking. Not with a `mode`, which PyTorch does not take together with other options.
-        What is so asked need not be asked again by the program, for each tensor that it is given.
+        Before each step PyTorch checks guards: that everything it read while compiling is
+        unchanged. Half of that time goes to functions and classes of libraries. Those guards are
+        skipped, since a program that replaces such a function has to call `compile_steps` again;
+        guards on the model and its weights stay. With a `mode` nothing is skipped, because PyTorch
+        takes no other options beside it. Size assertions are dropped (`_lean`), since the guards
+        have checked the sizes of all inputs.
         """
         given = dict(self._options)
         skips = getattr(torch.compiler, "skip_guard_on_globals_unsafe", None)
@@ -115,8 +116,10 @@ class Compiling:
 
 
 def _lean() -> dict[str, Any]:
-    """Options of inductor's, those that this PyTorch has: programs do not look at the sizes that
-    were asked about before, and a product and a sum are one instruction, rounded once.
+    """Return inductor's options, as far as this PyTorch has them.
+
+    Programs do not repeat size checks that guards have made, and a product and a sum become one
+    instruction, rounded once.
     """
     wanted = {"size_asserts": False, "cpp.enable_floating_point_contract_flag": "fast"}
     known = torch._inductor.list_options()
@@ -124,10 +127,10 @@ def _lean() -> dict[str, Any]:
 
 
 def _around(forward: Callable[..., Any]) -> FunctionType:
-    """A call of the forward: of the class's function, with the module.
+    """Wrap a forward as a call of the class's function with the module.
 
-    The object that binds the two goes with the cache that asked for it, and PyTorch before 2.10
-    takes a program for lost with it.
+    The bound method itself dies with the cache that asked for it, and PyTorch before 2.10 then
+    discards the program.
     """
     bound: tuple[Any, ...] = ()
     function = forward
@@ -148,17 +151,17 @@ class Compiled:
         self._compiling = compiling
 
     def __call__(self, step: CompiledStep, given: dict[str, Any]) -> Any:
-        """The decoder's output for a token; None where it has to go the usual way.
+        """Return the decoder's output for one token; None where the step must run uncompiled.
 
         Args:
-            step: what stands for the cache.
+            step: the cache's stand-in.
             given: the decoder's arguments by name.
 
         Raises:
-            WeirError: the model cannot be compiled here, and why, where this is strict.
+            WeirError: the model cannot be compiled here and `strict` is set; it says why.
         """
         how = self._compiling
-        sizes = step.sizes  # of all layers, and every other place that asks would go through them
+        sizes = step.sizes  # read once: computing it walks through all layers
         if how.failed is not None or sizes in how.refused:
             return None
         made = sizes in how.known
@@ -176,15 +179,15 @@ class Compiled:
             )
             return None
         except exc.TorchDynamoException as error:
-            told = f"the steps of this model cannot be compiled here: {_reason(error)}"
+            failure = f"the steps of this model cannot be compiled here: {_reason(error)}"
             if how.strict:
-                raise WeirError(told) from error
+                raise WeirError(failure) from error
             how.refused.add(sizes)
             if how.known:
-                _say(f"{told}; those of this size of batch and cache go the usual way")
-            else:  # nor will others, each of which would be waited for
-                how.failed = told
-                _say(f"{told}; they go the usual way")
+                _say(f"{failure}; those of this size of batch and cache go the usual way")
+            else:  # other sizes would fail too, each after a long wait
+                how.failed = failure
+                _say(f"{failure}; they go the usual way")
             return None
         if not made:
             how.known.add(sizes)
@@ -193,8 +196,10 @@ class Compiled:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Pause garbage collection: compiling makes millions of objects that live until it is done, and
-    to walk through them again and again took a seventh of the time and more.
+    """Pause garbage collection.
+
+    Compiling makes millions of objects that live until it is done, and walking through them again
+    and again took a seventh of the time or more.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -206,12 +211,12 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 def _say(sentence: str) -> None:
-    """Write a sentence to standard error, for those who wait."""
+    """Write a notice to standard error."""
     sys.stderr.write(f"weir: {sentence}\n")
     sys.stderr.flush()
 
 
 def _reason(error: Exception) -> str:
-    """The reason in one line; a backend's error has its name first and the reason after it."""
+    """Return the reason in one line; a backend's error has its name in the line before."""
     first, *others = str(error).strip().splitlines()
     return others[0] if others and first.endswith("raised:") else first

@@ -1,7 +1,7 @@
-"""Images as embeddings: what a decoder reads once the model has put image features among its words.
+"""Images as embeddings: the decoder's input after the model has inserted image features.
 
-Made by the model itself, whatever its family, so nothing here knows of pixels or vision towers; nor
-of caches.
+The model itself makes them, whatever its family, so this module knows nothing about pixels, vision
+towers or caches.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from weir.models.mrope import check_sizes
 
 COMPLAINTS = (
     ("do not match", "feature"),
-    ("<image> tokens not divisible",),  # SmolVLM's, and transformers' until it counted features
+    ("<image> tokens not divisible",),  # SmolVLM, and older versions of transformers
 )
-"""Words of errors about images that do not fit their tokens: all those of one line."""
+"""Words of errors about images that do not fit their tokens; an error has all words of a line."""
 
 
 def embed(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor:
-    """The embeddings that a model's decoder reads, with images in the place of their tokens.
+    """Return the decoder's input embeddings, with images in place of their tokens.
 
-    The model makes them: it is called as usual, with a decoder that returns its input.
+    The model is called as usual, with a decoder that returns its input.
 
     Args:
-        model: with images that weir streams.
-        given: its arguments by name: `input_ids` [batch, length] and what brings the images.
+        model: a model whose images weir streams.
+        given: the model's arguments by name: `input_ids` [batch, length] and the images.
 
     Returns:
         [batch, length, width], on the model's device.
 
     Raises:
-        WeirError: the model has no images or they are refused, images and image tokens do not go
-            together, or these are no tensors as the model's processor makes them.
+        WeirError: the model sees no images or weir refuses them, images and image tokens do not
+            match, or the arguments are not tensors as the model's processor makes them.
     """
     images = images_of(model.config)
     if images is None:
@@ -58,7 +58,7 @@ def embed(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor:
         check_sizes(given)
     device = input_device(model)
     there = {n: t.to(device) if isinstance(t, Tensor) else t for n, t in given.items()}
-    if images.axes:  # left to itself the model works places out, and remembers them
+    if images.axes:  # without positions the model would compute and remember them
         there["position_ids"] = torch.zeros_like(there["input_ids"])
     read: list[Tensor] = []
 
@@ -87,15 +87,15 @@ def embed(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor:
 
 
 def mismatch(error: BaseException) -> WeirError | None:
-    """Restate a model's complaint that images and image tokens do not fit.
+    """Turn a model's error about images that do not match their tokens into weir's.
 
     Args:
-        error: what a call of the model raised.
+        error: the error raised by a call of the model.
 
     Returns:
-        None where it is about something else.
+        None for any other error.
     """
-    said = str(error).strip()
-    if not isinstance(error, ValueError) or not any(all(w in said for w in c) for c in COMPLAINTS):
+    text = str(error).strip()
+    if not isinstance(error, ValueError) or not any(all(w in text for w in c) for c in COMPLAINTS):
         return None
-    return unfitting(said.splitlines()[0])
+    return unfitting(text.splitlines()[0])

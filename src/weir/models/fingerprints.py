@@ -1,9 +1,9 @@
-"""Fingerprints of models from the weights at hand: no weight is made dense or loaded.
+"""Fingerprints of models, from their weights in memory; no weight is dequantized or loaded.
 
-Of an ordinary model these are some numbers of all its weights. Of one that is sharded, quantized or
-offloaded they are numbers of the local shard, of the quantized payload, and of the weights where
-they wait: so the same model loaded in the same way has the same fingerprint, and loaded in another
-way it may have another. Knows nothing about files, caches or streams.
+A fingerprint reads some numbers of every weight: of a sharded model, numbers of the local shard; of
+a quantized one, of the quantized data; of an offloaded one, of the weights where they are stored.
+So the same model loaded in the same way has the same fingerprint; loaded in another way, it may
+have another one. Knows nothing about files, caches or streams.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 SOME = 64
-"""Numbers of each weight that are read, the first ones."""
+"""How many numbers of each weight are read, from its beginning."""
 PLACES = ("rope_parameters", "layer_types", "sliding_window")
-"""Settings of positions and windows, which make another model of the same weights."""
+"""Settings of positions and windows; with others, the same weights are another model."""
 
 
 def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
-    """The shape of a model, and a checksum over some of all its weights."""
+    """Return a model's shape, and a checksum over some numbers of every weight."""
     config = model.config.get_text_config(decoder=True)
     return {
         "kind": config.model_type,
@@ -35,74 +35,74 @@ def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
         "width": config.hidden_size,
         "vocabulary": config.vocab_size,
         "dtype": str(model.dtype).removeprefix("torch."),
-        "weights": _digest(model, _said(config)),
+        "weights": _digest(model, _position_settings(config)),
     }
 
 
 def weights_of(decoder: nn.Module, config: Any) -> str:
-    """Checksum of a decoder's weights, kept until a weight is replaced or written to.
+    """Return a checksum of a decoder's weights, cached until a weight is replaced or written to.
 
-    A write behind PyTorch's back, through `weight.data`, is not noticed.
+    A write through `weight.data`, which PyTorch does not count, is not noticed.
 
     Args:
         decoder: the module that caches are for.
-        config: its configuration.
+        config: the decoder's configuration.
     """
-    said = _said(config)
+    settings = _position_settings(config)
     now = [
         (weight, _version(weight), weight.device, weight.dtype)
         for module in decoder.modules()
         for _, weight in _weights(module)
     ]
     known = _KNOWN.get(decoder)
-    if known is not None and known.said == said and len(known.seen) == len(now):
+    if known is not None and known.settings == settings and len(known.seen) == len(now):
         same = (
             was() is weight and before == after
             for (was, *before), (weight, *after) in zip(known.seen, now, strict=True)
         )
         if all(same):
             return known.digest
-    digest = _digest(decoder, said)
+    digest = _digest(decoder, settings)
     seen = [(weakref.ref(weight), *more) for weight, *more in now]
-    _KNOWN[decoder] = _Known(said, seen, digest)
+    _KNOWN[decoder] = _Known(settings, seen, digest)
     return digest
 
 
 @dataclass(frozen=True)
 class _Known:
-    """The digest of a decoder's weights, and what it was when that was worked out.
+    """A cached digest of a decoder's weights, and the state it was computed from.
 
     Attributes:
-        said: what its configuration said.
-        seen: each weight, its version, device and dtype.
-        digest: of them.
+        settings: the configuration's settings of positions and windows.
+        seen: each weight with its version, device and dtype.
+        digest: the checksum over these.
     """
 
-    said: str
+    settings: str
     seen: list[tuple[Any, ...]]
     digest: str
 
 
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
-"""By decoder."""
+"""Cached digests, by decoder."""
 
 
-def _said(config: Any) -> str:
-    """What a configuration says of positions and windows."""
+def _position_settings(config: Any) -> str:
+    """Return a configuration's settings of positions and windows as text."""
     return repr([getattr(config, name, None) for name in PLACES])
 
 
 def _version(weight: Tensor) -> int:
-    """How often a weight was written to; 0 where PyTorch does not count."""
+    """Return how often a weight was written to; 0 where PyTorch does not count."""
     try:
         return weight._version
     except RuntimeError:  # made in inference mode
         return 0
 
 
-def _digest(model: nn.Module, said: str) -> str:
-    """A checksum over what a configuration said and some of all weights of a module."""
-    digest = hashlib.sha256(said.encode())
+def _digest(model: nn.Module, settings: str) -> str:
+    """Compute a checksum over settings and some numbers of every weight of a module."""
+    digest = hashlib.sha256(settings.encode())
     for name, module in sorted(model.named_modules()):
         for own, weight in sorted(_weights(module)):
             digest.update(f"{name}.{own} {list(weight.shape)} {weight.dtype}".encode())
@@ -112,7 +112,7 @@ def _digest(model: nn.Module, said: str) -> str:
 
 
 def _weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """A module's own parameters, and the buffers that are saved: some quantizers have those."""
+    """Yield a module's own parameters and saved buffers; some quantizers use buffers."""
     yield from module.named_parameters(recurse=False)
     for name, buffer in module.named_buffers(recurse=False):
         if name not in module._non_persistent_buffers_set:
@@ -120,22 +120,22 @@ def _weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _parts(weight: Tensor, module: nn.Module, name: str) -> Iterator[Tensor]:
-    """The tensors that hold a weight's numbers here."""
+    """Yield the tensors that hold a weight's numbers in this process."""
     if weight.device.type == "meta":
         waiting = _waiting(module, name)
         if waiting is not None:
             yield waiting
     elif is_traceable_wrapper_subclass(weight):  # a shard (DTensor), a quantized weight (torchao)
         names, _ = weight.__tensor_flatten__()
-        for inner in (getattr(weight, each) for each in names):
-            if isinstance(inner, Tensor):  # a shard also names its mesh
+        for inner in (getattr(weight, part) for part in names):
+            if isinstance(inner, Tensor):  # a shard also lists its mesh
                 yield from _parts(inner, module, name)
     else:
         yield weight
 
 
 def _waiting(module: nn.Module, name: str) -> Tensor | None:
-    """An offloaded weight where accelerate's hook keeps it; None if nobody knows where."""
+    """Return an offloaded weight from accelerate's hook; None if no hook has it."""
     hook = getattr(module, "_hf_hook", None)
     for one in getattr(hook, "hooks", [hook]):
         waiting = getattr(one, "weights_map", None)
@@ -146,6 +146,6 @@ def _waiting(module: nn.Module, name: str) -> Tensor | None:
 
 
 def _numbers(t: Tensor) -> bytes:
-    """The first numbers of a tensor as they lie in memory."""
+    """Return the bytes of a tensor's first numbers."""
     some = t.detach().reshape(-1)[:SOME].cpu().contiguous()
     return some.view(torch.uint8).numpy().tobytes()

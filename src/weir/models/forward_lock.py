@@ -1,4 +1,4 @@
-"""Lock around forwards of a model: another thread must not see what a call switches.
+"""Lock around a model's forwards: no other thread may see what a call switches.
 
 Models made from one configuration object switch attention together, so they share one lock.
 Knows nothing about caches or attention.
@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 _LOCKS: weakref.WeakValueDictionary[int, ForwardLock] = weakref.WeakValueDictionary()
-"""By the id of a configuration, which the lock holds on to."""
+"""Locks by the id of their configuration, which the lock keeps alive."""
 
 _MAKING = threading.RLock()
 """Reentrant: a thread's garbage may be collected while it holds the lock."""
@@ -31,8 +31,8 @@ _LOOKING = threading.Lock()
 class ForwardLock:
     """Reentrant lock around calls of one configuration's models.
 
-    A class, since `threading.RLock` cannot be held weakly: the lock of a configuration is the same
-    for all only as long as somebody holds this object, and a waiting thread does.
+    A class of its own, since `threading.RLock` cannot be referenced weakly. A configuration keeps
+    the same lock as long as anyone holds this object, and a waiting thread does.
     """
 
     def __init__(self, config: Any) -> None:
@@ -47,7 +47,7 @@ class ForwardLock:
 
 
 def forward_lock_of(config: Any) -> ForwardLock:
-    """The lock of a configuration's models, the same object as long as anybody holds it."""
+    """Return the lock of a configuration's models: the same object as long as anyone holds it."""
     with _MAKING:
         found = _LOCKS.get(id(config))
         if found is None:
@@ -58,13 +58,13 @@ def forward_lock_of(config: Any) -> ForwardLock:
 def wait_for_others(module: nn.Module, taking: CodeType) -> None:
     """Wait for calls of a module that other threads began before it had a lock.
 
-    They hold no lock, so the threads' stacks are searched for them.
+    Such calls hold no lock, so the stacks of all threads are searched for them.
 
     Args:
         module: the module; the caller holds its lock.
-        taking: the code of the function that takes the lock; calls inside it are waiting.
+        taking: the code of the function that takes the lock; calls inside that function wait.
     """
-    # By frame, whether it calls the module: each is looked into once (`_self_of`).
+    # Whether a frame calls the module; every frame is read only once (see `_self_of`).
     judged: dict[FrameType, bool] = {}
     while any(
         _calls(frame, module, taking, judged)
@@ -77,7 +77,7 @@ def wait_for_others(module: nn.Module, taking: CodeType) -> None:
 def _calls(
     frame: FrameType | None, module: nn.Module, taking: CodeType, judged: dict[FrameType, bool]
 ) -> bool:
-    """Whether a thread with this innermost frame calls the module without the lock."""
+    """Return whether a thread with this innermost frame calls the module without the lock."""
     while frame is not None and frame.f_code is not taking:
         if frame.f_code is _CALL:
             if frame not in judged:
@@ -89,12 +89,12 @@ def _calls(
 
 
 def _self_of(frame: FrameType) -> object:
-    """The module that a frame of another thread is a call of.
+    """Return the module whose call a frame of another thread is.
 
     Before Python 3.13, `f_locals` copies the frame's variables into a dictionary that the frame
-    keeps. The other thread must not leave the frame meanwhile, or what is copied is freed memory:
-    so nothing may run that lets it go on, as freeing a tensor does. Hence no garbage is collected,
-    and nobody asks a frame twice, which would free what the dictionary held before.
+    keeps. The other thread must not leave the frame meanwhile, or freed memory is copied. So
+    nothing may run that lets that thread continue, as freeing a tensor does. Therefore garbage
+    collection is paused, and no frame is read twice, which would free the dictionary's old content.
     """
     with _LOOKING:
         collecting = gc.isenabled()

@@ -1,10 +1,10 @@
 """GGUF files as model folders: read once by transformers, then kept as safetensors.
 
 transformers' reader takes half a minute for a file of 100 MB: it walks through the vocabulary
-string by string, several times, and makes every weight dense. What it made of a file is therefore
-kept in weir's cache folder, as `save_pretrained` writes it, under the file's size and SHA-256; the
-second start reads that. Headers are checked here first, since transformers and the package `gguf`
-believe every size that a file declares.
+string by string, several times, and dequantizes every weight. Its result is therefore kept in
+weir's cache folder, as `save_pretrained` writes it, under the file's size and SHA-256; the second
+start reads that. Headers are checked here first, since transformers and the package `gguf` trust
+every size that a file declares.
 
 Format: the GGUF specification of the ggml project, versions 2 and 3, little-endian.
 """
@@ -34,11 +34,11 @@ SMOLLM2 = "smollm2"
 SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 MAX_FIELDS, MAX_TENSORS, MAX_ITEMS, MAX_STRING = 1 << 16, 1 << 17, 1 << 24, 1 << 26
-"""The largest counts, and bytes of a string, that a header may declare."""
+"""Largest counts, and largest string in bytes, that a header may declare."""
 LONG_ARRAY = 4096
-"""Items from which on an array is a vocabulary, which a configuration does not need."""
+"""Larger arrays are vocabularies, which a configuration does not need."""
 FLOAT32_BELOW = 1 << 30
-"""Parameters up to which the dense copy is float32; that of a larger model is bfloat16."""
+"""The dense copy is float32 below this many parameters, and bfloat16 from there on."""
 
 _NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _STRING, _ARRAY = 8, 9
@@ -46,7 +46,7 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a file's header.
+    """A tensor's entry in a file's header.
 
     Attributes:
         name: ggml's name.
@@ -63,15 +63,15 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """What a GGUF file says before its weights.
+    """Header of a GGUF file.
 
     Attributes:
-        version: of the format.
-        fields: values by key; of an array its length.
-        spans: from and to which byte each field stands in the file, by key.
-        tensors: in their order.
+        version: version of the format.
+        fields: values by key; for an array, its length.
+        spans: first byte of each field in the file, and the byte after its end, by key.
+        tensors: tensor entries, in file order.
         tensors_at: the byte where the list of tensors begins.
-        data_at: the byte where their data begins.
+        data_at: the byte where the tensors' data begins.
     """
 
     version: int
@@ -83,27 +83,27 @@ class GGUFHeader:
 
     @property
     def architecture(self) -> str:
-        """The name of the architecture; "" where there is none."""
+        """Name of the architecture; "" where the header names none."""
         return str(self.fields.get("general.architecture", ""))
 
     @property
     def parameters(self) -> int:
-        """Numbers in all tensors."""
+        """Number of parameters in all tensors."""
         return sum(math.prod(tensor.shape) for tensor in self.tensors)
 
 
 class _Damaged(Exception):
-    """The header cannot be what it says."""
+    """Error for a header that contradicts itself or its file."""
 
 
 def find_gguf(name: str) -> Path | None:
-    """Find the GGUF file that a model's name means; None if it means no such file.
+    """Find the GGUF file that a model's name stands for; None if there is none.
 
     Args:
         name: a file, a folder that holds one such file and no `config.json`, or `"smollm2"`.
 
     Raises:
-        WeirError: the folder holds several.
+        WeirError: the folder holds several GGUF files.
     """
     if name == SMOLLM2:
         return _packaged_smollm2()
@@ -125,10 +125,10 @@ def _packaged_smollm2() -> Path | None:
 
 
 def read_header(path: Path) -> GGUFHeader:
-    """Read and check a file's header; its vocabulary is skipped, its weights are not read.
+    """Read and check a file's header, without vocabulary and weights.
 
     Raises:
-        WeirError: it is no GGUF file, or it is damaged or cut off.
+        WeirError: the file is not GGUF, or it is damaged or cut off.
     """
     size = path.stat().st_size
     try:
@@ -143,7 +143,7 @@ def read_header(path: Path) -> GGUFHeader:
 
 
 class _HeaderReader:
-    """Reads a header field by field, and believes no size that the file cannot hold."""
+    """Field-by-field reader of headers that refuses sizes which exceed the file."""
 
     def __init__(self, file: IO[bytes], size: int) -> None:
         self.file = file
@@ -188,7 +188,7 @@ class _HeaderReader:
         return self.bytes(self.count(MAX_STRING, "bytes of one string")).decode("utf-8", "replace")
 
     def value(self, kind: int) -> Any:
-        """The value of a field; of an array its length."""
+        """Read a field's value; of an array, return the length."""
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:
@@ -223,7 +223,7 @@ class _HeaderReader:
 
 
 def check_readable(path: Path, header: GGUFHeader) -> None:
-    """Refuse what transformers cannot read, before half a minute is spent on it.
+    """Refuse a file that transformers cannot read, before half a minute is spent on it.
 
     Raises:
         WeirError: the package `gguf` is missing; the architecture or the quantization of a tensor
@@ -268,8 +268,8 @@ def check_readable(path: Path, header: GGUFHeader) -> None:
 def read_config(path: Path) -> PretrainedConfig:
     """Read a model's configuration from a file's header alone.
 
-    transformers walks through the vocabulary even then, so it is given a copy of the header without
-    it, in front of a hole as large as the weights.
+    transformers would still walk through the vocabulary, so it gets a copy of the header without
+    one, in front of a sparse hole as large as the weights.
 
     Raises:
         WeirError: as `read_header` and `check_readable`.
@@ -309,10 +309,10 @@ def _is_long(header: GGUFHeader, key: str) -> bool:
 
 
 def unpack(path: Path) -> Path:
-    """Return the folder with a file's model and tokenizer, made of it if that was not done before.
+    """Return the folder with a file's model and tokenizer, converting the file on first use.
 
     Raises:
-        WeirError: it cannot be read, or there is no room in the cache folder.
+        WeirError: the file cannot be read, or the cache folder has no room.
     """
     header = read_header(path)
     check_readable(path, header)
@@ -332,7 +332,7 @@ def unpack(path: Path) -> Path:
         with tempfile.TemporaryDirectory(dir=home, prefix=".unpacking-") as made:
             _convert(path, Path(made), dtype)
             Path(made).chmod(0o755)
-            if not folder.is_dir():  # another process may have been quicker
+            if not folder.is_dir():  # another process may have finished first
                 os.replace(made, folder)
                 Path(made).mkdir()  # for the context manager to remove
     except OSError as error:
@@ -341,7 +341,7 @@ def unpack(path: Path) -> Path:
 
 
 def _convert(path: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Have transformers read a file, and save what it makes of it."""
+    """Read a file with transformers, and save model and tokenizer."""
     place, file = str(path.parent), path.name
     with logging.tqdm(total=3, desc=f"Reading {file} (once)", leave=False) as progress:
         try:
@@ -356,7 +356,7 @@ def _convert(path: Path, folder: Path, dtype: torch.dtype) -> None:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise WeirError(f"transformers cannot read {path} ({reason})") from None
         progress.update()
-        # To transformers a model from GGUF is quantized still, and cannot be saved; it is dense.
+        # transformers takes a model from GGUF for quantized and would not save it, but it is dense.
         model.hf_quantizer = None  # type: ignore[assignment]
         model.config.__dict__.pop("quantization_config", None)
         tokenizer.save_pretrained(folder)
@@ -370,6 +370,6 @@ def _hash(path: Path) -> str:
 
 
 def cache_home() -> Path:
-    """Return weir's folder for what can be made again: below `XDG_CACHE_HOME` or `~/.cache`."""
+    """Return weir's cache folder, below `XDG_CACHE_HOME` or `~/.cache`."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "weir"

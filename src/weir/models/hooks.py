@@ -1,18 +1,18 @@
-"""weir inside a model's forward: what is different during a call with one of its caches.
+"""Hooks that route a model's forward through a weir cache.
 
-A model that has caches of weir is as it was between calls, and in calls without such a cache.
-During a call with one:
+Between calls, and in calls without a weir cache, the model behaves as it did before. During a call
+with a weir cache:
 
-- the attention implementation of its configuration is `weir`, or, for families that have attention
-  of their own, their attention modules pass it on to weir (`legacy_attention`);
-- its rotary embedding returns cosines and sines of weir's own positions, exact however far out, so
-  that queries and keys arrive where weir wants them;
-- its decoder gets no attention mask and small positions: weir has read the real ones, and nothing
-  is built from them that grows with the stream.
+- the attention implementation of its configuration is `weir`; families that have attention code of
+  their own get patched attention modules that call weir (`legacy_attention`);
+- its rotary embedding returns cosines and sines of weir's own positions, exact at any distance, so
+  that queries and keys arrive rotated as weir needs them;
+- its decoder gets no attention mask and small positions: weir has read the real ones, and the model
+  builds nothing from them that grows with the stream.
 
-All calls of a model take turns, those without a cache of weir too: what a call switches, another
-thread must not see. What was put on the model goes when its last cache goes, and a copy of the
-model does not have it. Knows caches and calls as two protocols, `Streaming` and `Running`.
+All calls of a model take turns, also those without a weir cache, so that no thread sees what
+another one has switched. The hooks are removed with the model's last cache, and copies of the model
+do not have them. This module knows caches and calls as two protocols, `Streaming` and `Running`.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ from weir.models.quantized_weights import quantizes_inputs
 from weir.slab import AttentionParams
 
 _COMPILED: weakref.WeakKeyDictionary[nn.Module, Compiling] = weakref.WeakKeyDictionary()
-"""Decoders whose steps are to be compiled."""
+"""How to compile decode steps, by decoder."""
 
 _ATTACHED: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
-"""By decoder."""
+"""Attachments by decoder."""
 
 _MAKING = threading.RLock()
-"""Held while the dictionaries above change; by one thread twice where its garbage is collected."""
+"""Guards the dictionaries above. Reentrant: collecting garbage may release a cache meanwhile."""
 
 
 class Attending(Protocol):
-    """What answers a layer's queries: a call under way, or the compiled step at its heart."""
+    """Attention of a call under way: of the call itself, or of its compiled step."""
 
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
     ) -> Tensor:
-        """One layer's attention: take in new tokens and answer their queries.
+        """Store the new tokens of one layer and compute attention for their queries.
 
         Args:
-            layer: which layer.
+            layer: index of the layer.
             queries: [batch, heads, length, key_dim].
             keys: [batch, kv_heads, length, key_dim].
             values: [batch, kv_heads, length, value_dim].
-            form: how the layer attends.
+            params: how the layer attends.
 
         Returns:
             [batch, heads, length, value_dim].
@@ -73,20 +73,20 @@ class Attending(Protocol):
     def rotations(
         self, kind: str | None, width: int, device: torch.device
     ) -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines at the places of the call.
+        """Return cosines and sines at the positions of the call.
 
         Args:
-            kind: the type of layers; None where the model does not tell them apart.
-            width: as many as the model wants for a head.
-            device: where.
+            kind: the layer type; None where the model has only one.
+            width: numbers that the model expects for a head.
+            device: device of the results.
 
         Returns:
-            Twice [batch or 1, length, width], float32; None where no layer rotates.
+            Two tensors [batch or 1, length, width], float32; None where no layer rotates.
         """
 
 
 class Standing(Attending, CompiledStep, Protocol):
-    """What stands for the cache in a compiled step: `cache.step.Step`."""
+    """Stand-in for the cache in a compiled step: `cache.step.Step`."""
 
 
 class Running(Attending, Protocol):
@@ -95,16 +95,16 @@ class Running(Attending, Protocol):
     given: dict[str, Any]
 
     def step(self) -> Standing | None:
-        """What stands for the cache in a compiled step; None if the call has to go as usual."""
+        """Return the cache's stand-in for a compiled step; None if the call cannot be compiled."""
 
     def commit_step(self, step: Any) -> None:
-        """The compiled step has been made."""
+        """Record that the compiled step has run."""
 
     def finish(self) -> Running | None:
-        """The call has succeeded; another one if it is to be made again, without some rows."""
+        """Finish a successful call; return a call to repeat without some rows, or None."""
 
     def abandon(self, error: BaseException) -> Running | None:
-        """The call has failed and never happened; another one if it can do without some rows."""
+        """Undo a failed call; return a call to repeat without some rows, or None."""
 
 
 class Streaming(Protocol):
@@ -113,19 +113,19 @@ class Streaming(Protocol):
     attachment: Attachment
 
     def begin(self, given: dict[str, Any]) -> Running:
-        """A call begins, with the decoder's arguments by name."""
+        """Begin a call, with the decoder's arguments by name."""
 
     def end(self) -> None:
-        """The call has ended, and everything is as it is to stay: say what was refused in it."""
+        """End the call, once the model is restored, and raise what the call refused."""
 
 
 class Attachment:
-    """What weir puts on one model, shared by its caches.
+    """The hooks on one model, shared by all caches of that model.
 
     Attributes:
-        facts: what weir knows of the model.
-        caches: the caches that live.
-        running: the call that is under way; None between calls.
+        facts: the model's description.
+        caches: the caches that are alive.
+        running: the call under way; None between calls.
     """
 
     def __init__(self, facts: ModelSpec) -> None:
@@ -155,19 +155,19 @@ class Attachment:
         self._uninstall = install(facts.kind, facts.decoder, facts.attentions, self)
 
     def wait(self) -> None:
-        """Wait for the call that another thread may be making."""
+        """Wait until no other thread is calling the model."""
         with self._lock:
             pass
 
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
     ) -> Tensor:
-        """`Attending.attend` of the call under way."""
+        """Call `Attending.attend` of the call under way."""
         assert self.running is not None
         return self.running.attend(layer, queries, keys, values, params)
 
     def compile(self, compiling: Compiling | None) -> None:
-        """Compile decode steps from now on; None: do not."""
+        """Compile decode steps from now on; None stops compiling them."""
         compiled = None
         if compiling is not None:
             compiling.rotaries = self._rotaries
@@ -175,19 +175,19 @@ class Attachment:
         self._compiled = compiled
 
     def give_up(self, cache: Streaming) -> None:
-        """One cache less, after the call that is under way."""
+        """Remove one cache, after the call under way."""
         with self._lock:
             self.caches.discard(cache)
             _leave_unused(self.facts.decoder)
 
     def leave(self) -> None:
-        """Take everything off; the model is as it was."""
+        """Remove all hooks and restore the model."""
         self._uninstall()
-        for around in (self._forward, *self._rotaries, *self._towers):
-            around.remove()
+        for patch in (self._forward, *self._rotaries, *self._towers):
+            patch.remove()
 
     def _call(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The decoder's forward, with a cache of weir or without one."""
+        """Run the decoder's forward, with or without a weir cache."""
         with self._lock:
             given = self._named(args, kwargs)
             cache: Any = given.get("past_key_values")
@@ -196,7 +196,7 @@ class Attachment:
             ):
                 return own(*args, **kwargs)
             if cache.attachment.running is not None:
-                return own(*args, **kwargs)  # a module around this one has begun the call
+                return own(*args, **kwargs)  # an enclosing module has begun this call
             if cache.attachment is not self:
                 raise WeirError(
                     "this cache was made for another model; a cache serves one model only"
@@ -222,9 +222,9 @@ class Attachment:
                     except BaseException as error:
                         running = running.abandon(error)
                         if running is None:
-                            told = mismatch(error)
-                            if told is not None:
-                                raise told from None
+                            refusal = mismatch(error)
+                            if refusal is not None:
+                                raise refusal from None
                             raise
                     else:
                         running = running.finish()
@@ -237,11 +237,11 @@ class Attachment:
             return output
 
     def _answer(self, own: Callable[..., Any], running: Running) -> Any:
-        """The decoder's output, by a compiled step where there can be one."""
+        """Run the decoder, by a compiled step where possible."""
         given = {**running.given, **self._replaced(running.given)}
         given.pop(OFFSETS, None)
         plain = any(given.get(name) for name in _MORE) or given.get("return_dict") is False
-        compiled = self._compiled  # another thread may say that no more is to be compiled
+        compiled = self._compiled  # read once: another thread may switch compiling off
         if compiled is not None and not plain:
             step = running.step()
             if step is not None:
@@ -256,7 +256,7 @@ class Attachment:
         return own(**given)
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a call by name; some families pass the token ids without one."""
+        """Return a call's arguments by name; some families pass the token ids by position."""
         if not args:
             return dict(kwargs)
         given = dict(self._signature.bind_partial(*args, **kwargs).arguments)
@@ -266,46 +266,46 @@ class Attachment:
         return given
 
     def _replaced(self, given: dict[str, Any]) -> dict[str, Any]:
-        """What the decoder gets in place of a mask and of positions as long as the stream."""
+        """Return replacements for the mask and positions, which would be as long as the stream."""
         ids = given.get("input_ids")
         tokens = given["inputs_embeds"] if ids is None else ids
         alibi = any(layer.positions.alibi is not None for layer in self.facts.layers)
         replaced: dict[str, Any] = {"attention_mask": mask_for(self.facts.kind, alibi, tokens)}
         if "position_ids" in self._signature.parameters:
-            # Some scalings of RoPE change a model for good when they meet a high position.
+            # Some RoPE scalings change a model permanently when they see a high position.
             zeros = torch.zeros(1, tokens.shape[1], dtype=torch.int64, device=tokens.device)
             replaced["position_ids"] = zeros
         return replaced
 
     def _set_attention(self, name: str | None) -> None:
         held = vars(self.facts.config)
-        if _NAME in held:  # as below, without a walk through what a configuration is made of
+        if _NAME in held:  # the same as below, without walking through nested configurations
             held[_NAME] = name
         else:
-            # A name alone would be set in every configuration inside as well (MPT has one).
+            # A plain string would also be set in nested configurations (MPT has one).
             self.facts.config._attn_implementation = {"": name}
 
     def _rotate(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Cosines and sines [batch or 1, length, as wide as the model's], float32.
+        """Return cosines and sines [batch or 1, length, the model's width], float32.
 
-        In float32 in any model, so that what is rounded to half precision is the rotated key.
+        They are float32 in any model, so that only the rotated key is rounded to half precision.
         """
         output = own(*args, **kwargs)
         if self.running is None:
             return output
-        # Models that rotate their types of layers differently say which type they ask for.
+        # Models that rotate layer types differently pass the type.
         kind = args[2] if len(args) > 2 else kwargs.get("layer_type")
         made = self.running.rotations(kind, output[0].shape[-1], output[0].device)
         if made is not None and output[0].ndim == 4:
-            # transformers 5.12 picks from tables of each axis later on; these have been picked.
+            # transformers 5.12 selects from per-axis tables later; ours are already selected.
             made = (made[0].expand(3, *made[0].shape), made[1].expand(3, *made[1].shape))
         return output if made is None else made
 
 
 _NAME = "_attn_implementation_internal"
-"""Where transformers' configurations hold the attention's name."""
+"""The attribute of transformers' configurations that holds the attention's name."""
 _MORE = ("output_hidden_states", "output_attentions")
-"""What a compiled step does not return."""
+"""Outputs that a compiled step does not return."""
 
 
 def _refuse_checkpointing(decoder: Any) -> None:
@@ -318,13 +318,13 @@ def _refuse_checkpointing(decoder: Any) -> None:
 
 def _refuse_weightless(decoder: Any) -> None:
     if decoder.get_input_embeddings().weight.is_meta:
-        input_device(decoder)  # says so, or knows where the weights wait
+        input_device(decoder)  # raises unless the weights are offloaded
 
 
 def attach(model: PreTrainedModel, cache: Streaming) -> Attachment:
-    """The attachment of a model, made with its first cache; `cache` is one more of them.
+    """Attach a cache to a model and return the model's attachment, made with its first cache.
 
-    A model and the base model inside it have one decoder, and one attachment.
+    A model and its base model share one decoder and therefore one attachment.
     """
     facts = describe(model)
     with _MAKING:
@@ -332,7 +332,7 @@ def attach(model: PreTrainedModel, cache: Streaming) -> Attachment:
         while held is None or cache not in held.caches:
             held = held or _ATTACHED.setdefault(facts.decoder, Attachment(facts))
             held.caches.add(cache)
-            # The last other cache may have been collected, and everything with it, just before.
+            # The last other cache may have been collected just before, and the hooks with it.
             held = _ATTACHED.get(facts.decoder)
     weakref.finalize(cache, _release, weakref.ref(facts.decoder))
     return held
@@ -341,24 +341,25 @@ def attach(model: PreTrainedModel, cache: Streaming) -> Attachment:
 def compile_steps(
     model: PreTrainedModel, *, on: bool = True, strict: bool = False, **options: Any
 ) -> None:
-    """Compile decode steps of a model with caches of weir, those that live and those to come.
+    """Compile decode steps of a model with weir caches, present and future ones.
 
-    A step is one token for each row. The first one compiles, says so on standard error, takes as
-    long as `torch.compile` takes for the model, and needs a C++ compiler; without one, or without
-    room for what it makes, steps go the usual way after one sentence there. Each size of batch and
-    of cache is compiled by itself, and so are policies that keep different things beside keys and
-    values. Rows may stand in different places of their streams. On a CPU matrix products are those
-    of `choose_products`, which is called here. Answers differ by rounding only.
+    A decode step is one token for each row. The first step compiles, reports that on standard
+    error, takes as long as `torch.compile` takes for the model, and needs a C++ compiler. Without a
+    compiler, or without disk space for its output, steps run uncompiled after one sentence there.
+    Each batch size and cache size is compiled separately, and so are policies that keep different
+    data beside keys and values. Rows may be at different positions of their streams. On a CPU,
+    matrix products are those of `choose_products`, which is called here. Outputs differ by rounding
+    only.
 
-    Weights are not packed or frozen: they may be loaded, trained or moved to another dtype
-    afterwards, for which a step is compiled anew. So it is where modules of the model
-    are replaced, but not where a program replaces functions of libraries: call this once more then.
+    Weights are not packed or frozen: after loading, training or moving them to another dtype, a
+    step is compiled anew. The same holds after modules of the model are replaced, but not after a
+    program replaces functions of libraries: call this function again then.
 
     Args:
         model: the causal language model.
-        on: False to do so no longer; products that were chosen stay.
-        strict: raise a WeirError where a step cannot be compiled, and write nothing on standard
-            error: for those who say by themselves what is waited for.
+        on: False stops compiling; the chosen products stay.
+        strict: raise a WeirError where a step cannot be compiled, and write nothing to standard
+            error; for callers that report the waiting themselves.
         options: for `torch.compile`: `mode`, `backend`, `options`.
 
     Raises:
@@ -368,8 +369,8 @@ def compile_steps(
     decoder = facts.decoder
     compiling = Compiling(options, strict) if on else None
     if on and options.get("backend", "inductor") == "inductor":
-        # Others make no loops, for which products are written. Weights are moved, and a call of
-        # another thread that is under way would read on where they lay.
+        # Products are written as loops, which only inductor generates. Weights are moved, so no
+        # other thread may be in a call, which would go on reading their old memory.
         with forward_lock_of(facts.config):
             choose_products(model)
         if compiling is not None and input_device(model).type == "cpu" and quantizes_inputs(model):
@@ -387,7 +388,7 @@ def compile_steps(
 
 
 def detach(cache: Streaming) -> None:
-    """Give up one cache of a model; with the last one everything goes that weir put on it."""
+    """Detach a cache from its model; the last one takes the hooks with it."""
     cache.attachment.give_up(cache)
 
 
@@ -417,32 +418,32 @@ def weir_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function for calls with a cache of weir.
+    """Attention function for transformers, used in calls with a weir cache.
 
     Args:
-        query: at its place in the stream [batch, heads, length, key_dim].
-        key, value: of the new tokens only [batch, kv_heads, length, dim], with the mark that
-            `StreamingCache.update` left on `key`, or in a tuple with it (`Step.update`). A mark and
-            not `module.layer_idx`, for a module does not know which cache its call is about.
+        query: rotated to its position [batch, heads, length, key_dim].
+        key, value: of the new tokens only [batch, kv_heads, length, dim]. `key` carries the cache
+            and layer as a mark left by `StreamingCache.update`, or in a tuple (`Step.update`);
+            `module.layer_idx` would not do, since a module does not know the cache of its call.
 
     Returns:
         ([batch, length, heads, value_dim], None).
     """
-    if isinstance(key, tuple):  # a compiled step, which cannot mark a tensor
+    if isinstance(key, tuple):  # from a compiled step, which cannot mark a tensor
         cache, layer, key = key
     else:
         mark = getattr(key, "weir", None)
         if mark is None:
             raise WeirError("weir attention was chosen for a call without a StreamingCache")
         cache, layer = mark
-        # A layer keeps its last keys for a while, and with the mark they would keep the cache.
+        # A layer keeps its last keys for a while, and the mark on them would keep the cache alive.
         del key.weir  # type: ignore[attr-defined]
     params = AttentionParams(
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         softcap=softcap,
         sinks=None if s_aux is None else s_aux.float().view(key.shape[1], -1),
     )
-    # The model's rotation, in float32, has made float32 queries and keys of half precision.
+    # The model's float32 rotation has turned half-precision queries and keys into float32.
     out = cache.attend(layer, query.to(value.dtype), key.to(value.dtype), value, params)
     return out.transpose(1, 2).contiguous(), None
 
@@ -450,7 +451,7 @@ def weir_attention(
 def weir_sink_attention(
     module: nn.Module, query: Tensor, key: Tensor, *others: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """`weir_attention` of a model with a Zero Sink: every head has a sink logit of zero."""
+    """Call `weir_attention` for a model with a Zero Sink: every head has a sink logit of zero."""
     options["s_aux"] = query.new_zeros(query.shape[1])
     return weir_attention(module, query, key, *others, **options)
 

@@ -1,8 +1,9 @@
-"""Images in a stream: models that have them, those that are streamed, and calls that are refused.
+"""Images in a stream: which models have them, which weir streams, and which calls it refuses.
 
-In the models named here an image is tokens like any other once the model has put its features in
-the place of image tokens: causal attention, and one place each, or three (`mrope`). weir lets the
-model do that and has nothing else to know of pixels. Knows nothing about caches.
+In the models named here, image tokens are tokens like any other once the model has replaced their
+embeddings with image features: attention is causal, and every token has one position, or one on
+each of three axes (`mrope`). The model does that replacement; weir knows nothing about pixels. This
+module knows nothing about caches.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from torch import Tensor
 from weir.errors import WeirError
 
 THREE_AXES = frozenset({"qwen2_vl", "qwen2_5_vl"})
-"""Model types whose tokens stand at places in time, height and width."""
+"""Model types whose tokens have positions in time, height and width."""
 
 CAUSAL = THREE_AXES | {"idefics3", "internvl", "llava", "llava_next", "mistral3", "smolvlm"}
-"""Model types around a decoder whose image tokens are causal; Pixtral is a `llava`."""
+"""Multimodal model types whose image tokens attend causally; Pixtral is a `llava`."""
 
 TEXT_ONLY = frozenset({"gemma3"})
-"""Model types around a decoder that streams their text, and whose images are refused."""
+"""Multimodal model types of which weir streams the text and refuses the images."""
 
 BOTH_WAYS = frozenset({"gemma3", "gemma4", "molmo2", "paligemma"})
-"""Model types whose image tokens see each other both ways."""
+"""Model types whose image tokens attend in both directions."""
 
 PICTURES = ("pixel_values", "pixel_values_videos", "mm_encoder_outputs")
-"""Arguments of a decoder that bring images, or what a vision tower made of them."""
+"""Arguments of a decoder that carry images, or the vision tower's features of them."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,9 @@ class Images:
 
     Attributes:
         kind: the model type around the decoder.
-        tokens: ids that stand for a piece of an image.
-        causal: images are tokens like any other; otherwise they are refused.
-        axes: a piece of an image has three places, in time, height and width.
+        tokens: ids of image tokens.
+        causal: whether image tokens are tokens like any other; otherwise images are refused.
+        axes: whether image tokens have three positions, in time, height and width.
     """
 
     kind: str
@@ -49,9 +50,9 @@ class Images:
     axes: bool = False
 
     def check(self, given: Mapping[str, Any]) -> None:
-        """Refuse a call whose images cannot be streamed, or do not go with its ids.
+        """Refuse a call whose images cannot be streamed or do not match its ids.
 
-        Of a call of one column, an image token is taken for a word that the model itself has said.
+        In a call of one token, an image token counts as one that the model itself has generated.
 
         Args:
             given: the decoder's arguments by name.
@@ -82,7 +83,7 @@ class Images:
         """Refuse image tokens among ids that came without an image.
 
         Raises:
-            WeirError: there are some.
+            WeirError: there is an image token.
         """
         if self.in_ids(ids).any():
             if not self.causal:
@@ -93,7 +94,7 @@ class Images:
             )
 
     def in_ids(self, ids: Tensor) -> Tensor:
-        """Which of the ids stand for a piece of an image; bool, same shape."""
+        """Return a mask of the ids that are image tokens; bool, same shape."""
         found = torch.zeros_like(ids, dtype=torch.bool)
         for token in self.tokens:
             found |= ids == token
@@ -101,17 +102,17 @@ class Images:
 
     @property
     def refusal(self) -> WeirError:
-        """Why images of the model are not streamed."""
+        """The error that says why images of this model are refused."""
         return WeirError(
             f"the tokens of an image attend both ways in {self.kind}; weir streams its text only"
         )
 
 
 def pictures_in(given: Mapping[str, Any]) -> list[str]:
-    """Which of a decoder's arguments bring images.
+    """Return the names of the decoder's arguments that carry images.
 
-    `generate()` names what its vision tower made in every call; of a call without images it is an
-    empty mapping.
+    `generate()` passes the vision tower's features in every call; without images that argument is
+    an empty mapping.
 
     Args:
         given: the arguments by name.
@@ -129,7 +130,7 @@ def images_of(config: Any) -> Images | None:
     """Describe the images of a model with this configuration; None for a text model.
 
     Args:
-        config: of the model around the decoder.
+        config: configuration of the multimodal model.
     """
     kind = config.model_type
     if kind not in CAUSAL | TEXT_ONLY:
@@ -141,7 +142,7 @@ def images_of(config: Any) -> Images | None:
 
 
 def unfitting(reason: str) -> WeirError:
-    """The error for images and image tokens that do not fit each other, with the reason."""
+    """Return the error for images that do not match their tokens, with the reason."""
     return WeirError(
         f"the images of this call do not fit its image tokens ({reason}); pass each image with "
         "all of its tokens, and none that was fed before; what is to be cut inside an image is fed "

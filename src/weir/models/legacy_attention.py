@@ -1,11 +1,11 @@
-"""The families outside transformers' attention interface: Falcon, MPT and Bloom.
+"""Attention of families outside transformers' attention interface: Falcon, MPT and Bloom.
 
-Their attention modules score, mask and sum by themselves, so what `hooks` switches for the others
-does nothing here. While weir is attached, the `forward` of these modules is replaced, on that one
-model object: in a call with a cache of weir it makes queries, keys and values as the family does,
-leaves the rest to weir and projects what comes back. In any other call it is the family's own.
+Their attention modules score, mask and sum by themselves, so the switch that `hooks` sets for other
+families has no effect on them. While weir is attached, the `forward` of these modules is replaced,
+on that one model object. In a call with a weir cache it makes queries, keys and values as the
+family does, lets weir attend, and projects the result. In any other call the family's own runs.
 
-Knows how a family lays out its projections; nothing about caches or policies.
+Knows how each family lays out its projections, and nothing about caches or policies.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ from weir.slab import AttentionParams
 
 
 class Runner(Protocol):
-    """Runs attention: `hooks.Attachment`."""
+    """Interface to weir's attention: `hooks.Attachment`."""
 
     @property
     def running(self) -> object | None:
-        """The call that is under way with a cache of weir; None in any other."""
+        """The call under way with a weir cache; None in any other call."""
 
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
     ) -> Tensor:
-        """One layer's attention, as `hooks.Attending.attend` has it."""
+        """Compute one layer's attention, as `hooks.Attending.attend`."""
 
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, AttentionParams], Tensor]
 
 
 def falcon(module: Any, attend: Attend, hidden: Tensor) -> tuple[Tensor, None]:
-    """The forward of a `FalconAttention`, whichever of its four architectures.
+    """Forward of a `FalconAttention`, in any of its four architectures.
 
     One projection makes queries, keys and values, group by group: a KV head's queries, then its
-    key, then its value. With multi-query attention all heads are one group, without it each is its
-    own; the new decoder architecture says how many groups there are. There, transformers repeats
-    keys and values for every query head before it caches them; here each is kept once.
+    key, then its value. With multi-query attention all heads are one group; without it each head is
+    a group; the new decoder architecture configures the number of groups. In the latter,
+    transformers repeats keys and values for every query head before caching them; here each is
+    stored once.
 
     Args:
         module: the attention module.
@@ -62,7 +63,7 @@ def falcon(module: Any, attend: Attend, hidden: Tensor) -> tuple[Tensor, None]:
 
 
 def bloom(module: Any, attend: Attend, hidden: Tensor, residual: Tensor) -> tuple[Tensor, None]:
-    """The forward of a `BloomAttention`; it adds the residual itself.
+    """Forward of a `BloomAttention`, which adds the residual itself.
 
     Args:
         module, attend, hidden: as for `falcon`.
@@ -80,9 +81,9 @@ def bloom(module: Any, attend: Attend, hidden: Tensor, residual: Tensor) -> tupl
 
 
 def mpt(module: Any, attend: Attend, hidden: Tensor) -> tuple[Tensor, None]:
-    """The forward of an `MptAttention`; arguments as for `falcon`.
+    """Forward of an `MptAttention`; arguments as for `falcon`.
 
-    All queries come first, then all keys, then all values; some models clip them.
+    The projection holds all queries, then all keys, then all values; some models clip them.
     """
     mixed = module.Wqkv(hidden)
     if module.clip_qkv:
@@ -104,15 +105,16 @@ FORWARDS: dict[str, Callable[..., tuple[Tensor, None]]] = {
 
 
 def split_groups(mixed: Tensor, kv_heads: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of a projection that holds, per KV head, its queries and the two.
+    """Split a projection that holds, per KV head, its queries, its key and its value.
 
     Args:
         mixed: [batch, length, kv_heads * (group + 2) * dim].
-        kv_heads: how many groups there are.
-        dim: of a head.
+        kv_heads: number of KV heads.
+        dim: numbers of a head.
 
     Returns:
-        [batch, kv_heads * group, length, dim] and twice [batch, kv_heads, length, dim].
+        Queries [batch, kv_heads * group, length, dim], keys and values
+        [batch, kv_heads, length, dim].
     """
     split = mixed.unflatten(2, (kv_heads, -1, dim)).permute(0, 2, 3, 1, 4)
     return split[:, :, :-2].flatten(1, 2), split[:, :, -2], split[:, :, -1]
@@ -129,10 +131,10 @@ def install(
     """Replace the forwards of a model's attention modules.
 
     Args:
-        kind: the model type; for any but those of `FORWARDS` nothing is done.
+        kind: the model type; nothing is done for types that `FORWARDS` does not have.
         decoder: the module that builds what its layers share.
-        attentions: each layer's attention module.
-        runner: asked at each call whether weir attends in it.
+        attentions: the attention modules of all layers.
+        runner: tells at each call whether weir attends.
 
     Returns:
         A function that restores the model.
@@ -144,7 +146,7 @@ def install(
                 MethodPatch(module, "forward", _with_weir(FORWARDS[kind], runner, module))
             )
     if kind == "mpt":
-        # A bias for max_seq_len columns, made at every step, that weir does not read.
+        # MPT builds a bias for max_seq_len columns at every step, which weir does not read.
         patches.append(MethodPatch(decoder, "build_mpt_alibi_tensor", _without_bias(runner)))
 
     def remove_all() -> None:
@@ -155,16 +157,16 @@ def install(
 
 
 def mask_for(kind: str, alibi: bool, tokens: Tensor) -> Tensor | None:
-    """The smallest mask a decoder accepts, so that it builds nothing as long as the stream.
+    """Return the smallest mask a decoder accepts, so that it builds nothing as long as the stream.
 
-    weir has read the real one and does its own masking. Most decoders ask their attention
-    implementation for a mask and get none. MPT must have one, and takes a 4D one as it is. Falcon,
-    and Bloom in older versions of transformers, make biases for the columns of their mask, and for
-    those of the whole stream if they get none.
+    weir has read the real mask and masks by itself. Most decoders ask their attention
+    implementation for a mask and get none. MPT requires one, and uses a 4D mask unchanged. Falcon,
+    and Bloom in older versions of transformers, build biases for the columns of their mask; without
+    a mask they would build them for the whole stream.
 
     Args:
         kind: the model type.
-        alibi: whether it uses ALiBi.
+        alibi: whether the model uses ALiBi.
         tokens: ids [batch, length] or embeddings [batch, length, hidden].
     """
     if kind == "mpt":
@@ -180,7 +182,7 @@ def _with_weir(
     def forward(own: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         if runner.running is None:
             return own(hidden, *args, **kwargs)
-        # What else comes by position is the residual (Bloom).
+        # The only other positional argument is the residual (Bloom).
         return make(module, runner.attend, hidden, *args)
 
     return forward

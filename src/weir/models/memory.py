@@ -1,9 +1,9 @@
-"""Memory: how much is free, how much a model takes, and its weights in huge pages.
+"""Free memory, a model's size, and weights in huge pages.
 
-A decode step reads all weights in order, and at every page the processor has to look up where the
-next one lies. Linux's usual pages are of 4 KB, and files that are mapped into memory, as
-transformers loads weights, have no others. In pages of 2 MB a sum over a weight was a quarter
-faster on one machine (`docs/speed.md`). Knows nothing about caches.
+A decode step reads all weights in order, and the processor has to look up the address of every
+page. Linux's usual pages have 4 KB, and memory-mapped files, which is how transformers loads
+weights, have no larger ones. With pages of 2 MB a sum over a weight was a quarter faster on one
+machine (`docs/speed.md`). Knows nothing about caches.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ GROUP = Path("/sys/fs/cgroup")
 """Control group of a container (version 2)."""
 _LIMITED = ("max", "current")
 LINE = 64
-"""Bytes of a processor's cache line, at which each weight begins."""
+"""Bytes of a processor's cache line; every weight is aligned to it."""
 MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 """Linux's setting for large pages."""
 ALONE = 2**24
-"""Bytes from which on a weight gets its own piece of memory."""
+"""Weights of this many bytes or more get a memory mapping of their own."""
 SPARE = 1.25
-"""Weights are moved if this many times their bytes are free."""
+"""Weights are moved only if this many times their bytes are free."""
 
 _MOVED = WeakTensorKeyDictionary()
-"""The address each moved tensor got: it may have been given other memory since."""
+"""The address each moved tensor got; a tensor elsewhere has since been given other memory."""
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that can be allocated on a device; None where the system does not say."""
+    """Return the bytes that can be allocated on a device; None where the system does not say."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     of_machine = _of_machine()
@@ -50,7 +50,7 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def _of_container() -> int:
-    """Bytes a control group has left, with pages of files, which the system takes back."""
+    """Return the bytes a control group has left, counting file pages, which can be reclaimed."""
     limit, taken = (int((GROUP / f"memory.{name}").read_text("ascii")) for name in _LIMITED)
     lines = (GROUP / "memory.stat").read_text("ascii").splitlines()
     parts = dict(line.split() for line in lines)
@@ -69,7 +69,7 @@ def _of_machine() -> int | None:
 
 
 def stored_bytes(model: nn.Module) -> int:
-    """Bytes of all weights and buffers of a model as they are held: of a quantized one, few."""
+    """Return the bytes of a model's weights and buffers as stored, quantized ones included."""
     found = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return sum(map(_stored, found.values()))
 
@@ -78,49 +78,51 @@ def _stored(t: Tensor) -> int:
     if not is_traceable_wrapper_subclass(t):
         return t.numel() * t.dtype.itemsize
     inner = (getattr(t, name) for name in t.__tensor_flatten__()[0])
-    return sum(_stored(each) for each in inner if isinstance(each, Tensor))
+    return sum(_stored(part) for part in inner if isinstance(part, Tensor))
 
 
-@torch.inference_mode(False)  # tensors that were made in it can never be trained
+@torch.inference_mode(False)  # tensors made in inference mode can never be trained
 @torch.no_grad()
 def move_to_huge_pages(weights: Iterable[Tensor]) -> int:
-    """Move tensors into memory of large pages, one after the other.
+    """Move tensors into memory with large pages, one after the other.
 
-    Each stays the same object with the same numbers, and can be changed, saved and moved on. What
-    it had is given back, unless somebody else holds it: a view or `detach()` of before no longer
-    follows. Nothing is done where Linux does not offer such pages or has too little memory.
+    Each tensor stays the same object with the same numbers, and can be changed, saved and moved on.
+    Its old memory is freed unless a view or a `detach()` holds it, which no longer follows the
+    tensor. Nothing happens where Linux offers no large pages or has too little memory.
 
     Args:
-        weights: contiguous tensors on a CPU, whose memory nobody else uses.
+        weights: contiguous CPU tensors that share memory with no others.
 
     Returns:
-        The bytes that were moved; those of tensors moved before do not count.
+        The number of bytes moved now; tensors moved before do not count.
     """
     free = free_memory(torch.device("cpu"))
     moving = [
-        each for each in weights if not each.is_inference() and _MOVED.get(each) != each.data_ptr()
+        weight
+        for weight in weights
+        if not weight.is_inference() and _MOVED.get(weight) != weight.data_ptr()
     ]
-    needed = sum(_round_up(each.nbytes, LINE) for each in moving)
+    needed = sum(_round_up(weight.nbytes, LINE) for weight in moving)
     if needed < LARGE_PAGE or not _has_large_pages() or free is None or free < SPARE * needed:
         return 0
-    # Memory is given back when the last that lies in it has gone: large weights go by themselves.
-    together = [each for each in moving if each.nbytes < ALONE]
-    groups = [together, *([each] for each in moving if each.nbytes >= ALONE)]
+    # A mapping is freed with its last tensor, so large weights get mappings of their own.
+    together = [weight for weight in moving if weight.nbytes < ALONE]
+    groups = [together, *([weight] for weight in moving if weight.nbytes >= ALONE)]
     return sum(_move(group) for group in groups if group)
 
 
 def _move(weights: Sequence[Tensor]) -> int:
-    """Move tensors into one piece of memory; their bytes, or 0 where the system gives none."""
-    needed = sum(_round_up(each.nbytes, LINE) for each in weights)
+    """Move tensors into one mapping; return their bytes, or 0 where the system refuses it."""
+    needed = sum(_round_up(weight.nbytes, LINE) for weight in weights)
     try:
         memory = mmap.mmap(-1, needed + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
-    except (OSError, ValueError):  # no room for so much at once, or a kernel without them
+    except (OSError, ValueError):  # too little memory, or a kernel without large pages
         return 0
     start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     place = _round_up(start, LARGE_PAGE) - start
     for weight in weights:
-        # Each from the memory anew: as parts of one tensor they would be saved as one.
+        # One `frombuffer` per weight: slices of one tensor would be saved as one storage.
         moved = torch.frombuffer(memory, dtype=weight.dtype, count=weight.numel(), offset=place)
         weight.data = moved.view(weight.shape).copy_(weight)
         _MOVED[weight] = weight.data_ptr()
@@ -129,7 +131,7 @@ def _move(weights: Sequence[Tensor]) -> int:
 
 
 def _round_up(count: int, of: int) -> int:
-    """Round up to a multiple."""
+    """Round `count` up to a multiple of `of`."""
     return -(-count // of) * of
 
 

@@ -1,7 +1,7 @@
-"""Replacement of a method on one module object, which copies of the module do not have.
+"""Replacement of a method on one module object, not on copies of it.
 
-The patch lies in the module's `__dict__`, which is copied and pickled with the module. A copy must
-not lead back to the patch: it has the method of its class. Knows nothing about weir.
+The patch is stored in the module's `__dict__`, which is copied and pickled with the module. A copy
+must not refer to the patch, so it gets its class's method back. Knows nothing about weir.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class MethodPatch:
     """Call `around(own, *args, **kwargs)` in place of a module's method.
 
     Attributes:
-        own: the method as it was.
+        own: the original method.
     """
 
     def __init__(self, module: nn.Module, name: str, around: Callable[..., Any]) -> None:
@@ -28,7 +28,7 @@ class MethodPatch:
     def put(self, around: Callable[..., Any]) -> None:
         """Put the patch on the module, or put it back after it was removed."""
         own: Callable[..., Any] = getattr(self._module, self._name)
-        if own != self.own:  # else the same object, for which a program may have been made
+        if own != self.own:  # otherwise keep the object: a program may be compiled for it
             self.own = own
         self._around: Callable[..., Any] | None = around
         self._before = vars(self._module).get(self._name)
@@ -36,16 +36,17 @@ class MethodPatch:
         vars(self._module)[self._name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call `around` with the method."""
+        """Call `around` with the original method."""
         around = self._around  # another thread may remove it
         if around is None:
             return self.own(*args, **kwargs)
         return around(self.own, *args, **kwargs)
 
     def __reduce__(self) -> Any:
-        """In a copy or a pickle of the module: the method as it was, of the copy.
+        """Restore the original method in a copy or a pickle of the module.
 
-        That of its class, or what another library had put in its place; to be read without weir.
+        That is the class's method, or another library's replacement of it. Unpickling needs no
+        weir.
         """
         if self._before is None:
             return getattr, (self._module, self._name)

@@ -1,7 +1,7 @@
-"""A model as weir sees it: positions and windows of its layers, and whether it can be served.
+"""Description of a model: positions and windows of its layers, and whether weir can serve it.
 
-All families here keep keys and values of every token and attend to them by softmax; rotary
-embeddings are half-split. Anything else is refused in one sentence.
+All supported families keep keys and values of every token and attend to them by softmax; rotary
+embeddings are half-split. Any other model is refused in one sentence.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ INTERFACE_FAMILIES = frozenset(
 """Model types whose attention goes through transformers' attention interface."""
 
 OWN_FAMILIES = frozenset({"falcon", "mpt", "bloom"})
-"""Model types with attention of their own; `legacy_attention` serves them."""
+"""Model types with attention code of their own, served by `legacy_attention`."""
 
 SUNK = frozenset({"gpt_oss"})
-"""Model types with sink logits of their own, one for each head, which they have learned."""
+"""Model types with learned sink logits, one for each head."""
 
 MULTIMODAL = CAUSAL | TEXT_ONLY
-"""Model types around a decoder of another type; of some weir streams the text only (`images`)."""
+"""Multimodal model types around a decoder; of some, weir streams only the text (`images`)."""
 
 DROPPING = frozenset({"phi3"})
-"""Model types whose `generate` drops a cache that is true once the text is as long as the original
-window. Their frequencies change there, and weir's do not: caches of these models are false."""
+"""Model types whose `generate` drops a truthy cache once the text reaches the original window.
+Their RoPE frequencies change there and weir's do not, so caches of these models are falsy."""
 
 
 WINDOW_NAMES = ("max_position_embeddings", "max_seq_len", "seq_length")
-"""Names of a model's window: most models', MPT's, and Bloom's where it has one."""
+"""Configuration names of a model's window: of most models, of MPT, and of some Bloom models."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class ModelLayerSpec:
     """Description of one layer.
 
     Attributes:
-        positions: how it treats positions, for keys that keep theirs.
-        heads: the sizes of its attention; of a model whose heads are shared out over processes
-            (`tp_plan`), of this one's share.
+        positions: how the layer treats positions, for keys that keep theirs.
+        heads: attention sizes; with heads split over processes (`tp_plan`), of this process's
+            share.
         first_head: the first KV head of that share.
     """
 
@@ -71,15 +71,14 @@ class ModelSpec:
     Attributes:
         kind: the model type of its configuration.
         decoder: the module that takes token ids and a cache; hooks go there.
-        layers: each layer's facts.
+        layers: each layer's description.
         attentions: each layer's attention module.
         rotaries: modules that make cosines and sines.
-        rotations: the rotary embedding of each type of layers that has one; of the type None where
-            a model does not tell its layers apart.
-        config: the configuration that says which attention is used.
+        rotations: rotary embeddings by layer type; the type is None in a model with one type.
+        config: the configuration that selects the attention implementation.
         vocabulary: token ids run from 0 to this, exclusive.
-        sink: the attention sink it was trained with.
-        images: what there is to know of its images; None for a text model.
+        sink: the attention sink the model was trained with.
+        images: description of the model's images; None for a text model.
     """
 
     kind: str
@@ -95,26 +94,26 @@ class ModelSpec:
 
     @property
     def sliding(self) -> int | None:
-        """The window where every layer slides; None where one layer sees everything."""
+        """Smallest window if every layer has one; None if one layer sees everything."""
         windows = [layer.positions.window for layer in self.layers]
         return None if None in windows else min(w for w in windows if w is not None)
 
 
 @dataclass(frozen=True)
 class StopTokens:
-    """The tokens that end a row in `generate`, and the one it is then fed."""
+    """Stop tokens of `generate`, and the padding token that finished rows are fed."""
 
     stops: tuple[int, ...]
     pad: int | None
 
     @classmethod
     def of(cls, config: Any) -> StopTokens:
-        """Read a generation configuration; None, as of base models, has no stop tokens."""
+        """Read a generation configuration; None, as base models have, means no stop tokens."""
         if config is None:
             return cls((), None)
         stops = config.eos_token_id
         stops = (stops,) if isinstance(stops, int) else tuple(stops or ())
-        # Where no padding token is named, generate() takes the first of those that end a row.
+        # Without a padding token, generate() uses the first stop token.
         pad = next((p for p in (config.pad_token_id, *stops) if p is not None), None)
         return cls(stops, pad)
 
@@ -124,15 +123,14 @@ def describe(model: PreTrainedModel, reach: int | None = None) -> ModelSpec:
 
     Args:
         model: a causal language model.
-        reach: the highest position attention will meet, where that is known; some scalings of RoPE
-            choose their frequencies by it.
+        reach: the highest position attention will meet, if known; some RoPE scalings depend on it.
 
     Raises:
-        WeirError: the model is of a kind weir cannot serve; the sentence says why.
+        WeirError: weir cannot serve the model; the message says why.
     """
     model = transformers_model(model)
     config = model.config.get_text_config(decoder=True)
-    with forward_lock_of(config):  # during a call in another thread its attention is called weir
+    with forward_lock_of(config):  # during another thread's call the attention is set to weir
         return _describe(model, config, reach)
 
 
@@ -145,7 +143,7 @@ def _describe(model: PreTrainedModel, config: Any, reach: int | None) -> ModelSp
     rotary_module = getattr(decoder, "rotary_emb", None)
     layers = []
     kind_placed = config.model_type not in OWN_FAMILIES
-    known: dict[str | None, Rotary] = {}  # shared, so that layers share what it works out
+    known: dict[str | None, Rotary] = {}  # layers of a type share one, and its tables
     for index, module in enumerate(modules):
         kind = _layer_type(config, index)
         rotary = None
@@ -159,7 +157,7 @@ def _describe(model: PreTrainedModel, config: Any, reach: int | None) -> ModelSp
         layers.append(ModelLayerSpec(positions, *_heads(config, module, model.dtype)))
     return ModelSpec(
         kind=config.model_type,
-        # MethodPatch a multimodal model's decoder there is another module, which makes the masks.
+        # In a multimodal model, another module around the decoder makes the masks.
         decoder=model.base_model,
         layers=tuple(layers),
         attentions=tuple(modules),
@@ -173,11 +171,11 @@ def _describe(model: PreTrainedModel, config: Any, reach: int | None) -> ModelSp
 
 
 def transformers_model(model: object) -> PreTrainedModel:
-    """The transformers model that is served: `model`, or what a PEFT adapter was put into.
+    """Return the transformers model to serve: `model`, or the one inside a PEFT adapter.
 
     Raises:
-        WeirError: it is none, or wrapped in something that calls it in a way weir cannot follow;
-            the sentence says what to do instead.
+        WeirError: there is none, or it is wrapped in a way that weir cannot serve; the message says
+            what to do instead.
     """
     kind = type(model).__name__
     if isinstance(model, PreTrainedModel):
@@ -208,7 +206,7 @@ _INSTEAD_OF_COMPILING = (
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Where token ids are to be put: where the weights are, or where accelerate takes them.
+    """Return the device for token ids: that of the weights, or that of accelerate's hook.
 
     Raises:
         WeirError: the model has no weights anywhere.
@@ -216,7 +214,7 @@ def input_device(model: PreTrainedModel) -> torch.device:
     device = model.device
     if device.type != "meta":
         return device
-    # Offloaded weights are on "meta" between calls; the hook that brings them knows to where.
+    # Offloaded weights are on "meta" between calls; the hook that loads them knows the device.
     for module in model.modules():
         where = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
         if where is not None:
@@ -228,7 +226,7 @@ def input_device(model: PreTrainedModel) -> torch.device:
 
 
 def attention_modules(decoder: nn.Module) -> list[nn.Module]:
-    """The attention modules of a decoder, in the order of its layers."""
+    """Return a decoder's attention modules, in the order of its layers."""
     blocks = next(getattr(decoder, n) for n in ("layers", "h", "blocks") if hasattr(decoder, n))
     names = ("self_attn", "attention", "self_attention", "attn")
     return [next(getattr(b, n) for n in names if hasattr(b, n)) for b in blocks]
@@ -263,10 +261,10 @@ def _refuse(model: PreTrainedModel, config: Any) -> None:
 
 
 def _refuse_closed(kind: str, modules: list[nn.Module]) -> None:
-    """Refuse attention that would not ask for weir's, as Nemotron's in transformers 5.12.
+    """Refuse attention that cannot be switched to weir's, such as Nemotron's in transformers 5.12.
 
     Raises:
-        WeirError: the file it is written in does not use transformers' attention interface.
+        WeirError: the module's source file does not use transformers' attention interface.
     """
     if kind in OWN_FAMILIES:
         return
@@ -279,10 +277,10 @@ def _refuse_closed(kind: str, modules: list[nn.Module]) -> None:
 
 
 def _sink(config: Any) -> ModelSink:
-    """The model's sink, where its attention has it.
+    """Return the model's sink, after checking that its attention implements it.
 
     Raises:
-        WeirError: the configuration says one thing and the attention does another.
+        WeirError: the attention does not match the configuration.
     """
     if sink_of(config).kind == "zero" and config.model_type in OWN_FAMILIES | SUNK:
         raise WeirError(
@@ -305,7 +303,7 @@ def _window(config: Any, kind: str | None) -> int | None:
 
 
 def _heads(config: Any, module: Any, dtype: torch.dtype) -> tuple[Heads, int]:
-    """The sizes of an attention module, as its keys and values come to weir, and its first head."""
+    """Return the sizes of an attention module's keys and values in weir, and its first KV head."""
     names = ("num_attention_heads", "num_heads", "n_heads", "n_head")
     heads = next(int(n) for name in names if (n := getattr(config, name, None)) is not None)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -322,23 +320,24 @@ def _heads(config: Any, module: Any, dtype: torch.dtype) -> tuple[Heads, int]:
 
 
 def _shares(module: nn.Module) -> tuple[int, int]:
-    """Over how many processes the heads of an attention module are shared out (`tp_plan`), and
-    which of them this one is.
+    """Return over how many processes an attention module's heads are split, and this one's index.
+
+    Heads are split by a `tp_plan`; without one the result is (1, 0).
     """
     p: Any
     part: Any
     for p in module.parameters():
-        if not hasattr(p, "device_mesh"):  # of a DTensor, a class that takes a second to import
+        if not hasattr(p, "device_mesh"):  # not a DTensor, whose import would take a second
             continue
         mesh = p.device_mesh
         at = mesh.get_coordinate() or [0] * mesh.ndim
-        # Other dimensions of a mesh share out data or layers, and say so by their names.
+        # Other mesh dimensions split data or layers; their names say so.
         names = mesh.mesh_dim_names or ("tp",) * mesh.ndim
         for dim, placement in enumerate(p.placements):
-            # Projections to heads are cut by rows, the one back from them by columns.
+            # Projections to heads are split by rows, the output projection by columns.
             if placement.is_shard(0) and names[dim] == "tp":
                 return mesh.size(dim), at[dim]
-    for part in module.modules():  # an older transformers keeps plain tensors, and says it here
+    for part in module.modules():  # older transformers keep plain tensors and these attributes
         if getattr(part, "_hf_tp_plan", None) in ("colwise", "packed_colwise"):
             mesh = part._hf_device_mesh
             return int(mesh.size()), int(mesh.get_local_rank())
@@ -346,26 +345,26 @@ def _shares(module: nn.Module) -> tuple[int, int]:
 
 
 def _rotates(config: Any, module: Any) -> bool:
-    """Whether an attention module rotates its queries and keys."""
+    """Return whether an attention module rotates its queries and keys."""
     if config.model_type == "falcon":
         return not config.alibi
     if config.model_type == "exaone4":
-        # Where some layers slide, those that see everything do without positions.
+        # In models with sliding layers, the full-attention layers have no positions.
         return module.sliding_window is None or bool(module.is_sliding)
     return bool(getattr(module, "use_rope", True))
 
 
 def _has_alibi(config: Any) -> bool:
-    # transformers' MPT adds its biases whatever `attn_config.alibi` says.
+    # transformers' MPT ignores `attn_config.alibi` and always adds its biases.
     return config.model_type in ("bloom", "mpt") or bool(getattr(config, "alibi", False))
 
 
 def read_rotary(module: nn.Module, kind: str | None, reach: int | None) -> Rotary:
-    """The rotary embedding of layers of one type.
+    """Read the rotary embedding of one layer type.
 
     Args:
         module: a model's `rotary_emb`.
-        kind: the layers' type; it matters where a model rotates its types of layers differently.
+        kind: the layer type, for models that rotate layer types differently.
         reach: as in `describe`.
     """
     several = kind is not None and hasattr(module, f"{kind}_inv_freq")
@@ -375,7 +374,7 @@ def read_rotary(module: nn.Module, kind: str | None, reach: int | None) -> Rotar
     rope_type: Any = getattr(module, "rope_type", "default")
     rope_type = rope_type[kind] if several else rope_type
     if rope_type in ("longrope", "dynamic"):
-        # These change their frequencies with the length of the call; the reach of a cache is fixed.
+        # These change frequencies with the length of a call; a cache's reach is fixed.
         frequencies, scaling = ROPE_INIT_FUNCTIONS[rope_type](
             module.config,
             frequencies.device,
@@ -386,7 +385,7 @@ def read_rotary(module: nn.Module, kind: str | None, reach: int | None) -> Rotar
 
 
 def _sections(module: Any) -> tuple[int, ...] | None:
-    """How many frequencies turn by each of three axes; None for one axis."""
+    """Return how many frequencies rotate by each of the three axes; None for one axis."""
     found = getattr(module, "mrope_section", None)
     if found is None:
         config = getattr(module, "config", None)
@@ -395,20 +394,19 @@ def _sections(module: Any) -> tuple[int, ...] | None:
 
 
 def read_alibi(config: Any, decoder: Any) -> Alibi:
-    """ALiBi as a model computes it (Press, Smith and Lewis 2022).
+    """Read ALiBi slopes as a model computes them (Press, Smith and Lewis 2022).
 
-    The slopes are read off the bias that the model's own function gives to the place next to a
-    place without any, so they are what the model uses to the last bit.
+    The slopes are the model's own biases at distance 1, so they are exact to the last bit.
 
     Args:
-        config: of a Bloom, Falcon or MPT model.
-        decoder: its decoder.
+        config: configuration of a Bloom, Falcon or MPT model.
+        decoder: the model's decoder.
     """
     device = next(decoder.parameters()).device
     if device.type == "meta":  # offloaded, or described before it is loaded
         device = torch.device("cpu")
     if config.model_type == "mpt":
-        # Places count up to 0, the newest.
+        # MPT counts positions up to 0, the newest.
         bias = decoder.build_mpt_alibi_tensor(config.n_heads, 2, device=device)
         return Alibi(-bias[:, 0, 0].float())
     two = torch.ones(1, 2, dtype=torch.int64, device=device)
@@ -416,32 +414,32 @@ def read_alibi(config: Any, decoder: Any) -> Alibi:
     if config.model_type == "bloom":
         bias = decoder.build_alibi_tensor(two, heads, torch.float32)
         return Alibi(bias[:, 0, 1])
-    # Imported where it is needed: it takes a sixth of a second.
+    # Imported here: the import takes a sixth of a second.
     from transformers.models.falcon.modeling_falcon import build_alibi_tensor
 
     bias = build_alibi_tensor(two, heads, torch.float32)
-    # The bias is made before the logits are scaled, and scaled with them; transformers' eager
-    # attention adds it twice, once more within the mask.
+    # The bias is added before the logits are scaled, and scaled with them; transformers' eager
+    # attention adds it twice, the second time within the mask.
     times = 2 if config._attn_implementation == "eager" else 1
     scale = times / math.sqrt(config.head_dim)
     return Alibi(bias[:, 0, 1], rounding=torch.bfloat16, factor=scale)
 
 
 def window_of(config: PreTrainedConfig) -> int | None:
-    """How many tokens a model reads at once as it was trained; None where it does not say.
+    """Return the length of the window a model was trained on; None where it does not say.
 
     Args:
-        config: of a model; of one with several parts, the text decoder's is read.
+        config: the model's configuration; of one with several parts, the text decoder's is read.
     """
     text = config.get_text_config(decoder=True)
     return next((int(size) for name in WINDOW_NAMES if (size := getattr(text, name, None))), None)
 
 
 def check_ids(ids: Tensor, vocabulary: int) -> None:
-    """Refuse token ids of any shape, one or more, that a model has no embedding of.
+    """Refuse token ids for which a model has no embedding.
 
     Args:
-        ids: whole numbers.
+        ids: integers, at least one, in any shape.
         vocabulary: ids run from 0 to this, exclusive.
 
     Raises:
@@ -453,7 +451,7 @@ def check_ids(ids: Tensor, vocabulary: int) -> None:
 
 
 def out_of_range(token: int, vocabulary: int, where: str = "") -> WeirError:
-    """The error for a token id that a model has no embedding of; `where` is put in front."""
+    """Return the error for a token id without an embedding; `where` is put in front."""
     return WeirError(
         f"{where}token id {token} is out of range; the model knows 0 to {vocabulary - 1}"
     )

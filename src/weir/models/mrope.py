@@ -1,9 +1,9 @@
-"""Multimodal rotary positions: where pieces of an image are on three axes.
+"""Multimodal rotary positions (M-RoPE): positions of image tokens on three axes.
 
-In Qwen2-VL and its kin (Wang et al. 2024, section 2.1) a word moves on in time, height and width
-alike, and the pieces of an image spread over height and width, those of a video over time as well.
-Here each token has its place within its own word or image, so that a stream may be cut anywhere;
-where that begins, its cache knows. Knows nothing about caches.
+In Qwen2-VL and related models (Wang et al. 2024, section 2.1) a text token advances time, height
+and width alike; the tokens of an image spread over height and width, those of a video over time as
+well. Here each token has offsets within its own text token or image, so that a stream may be cut
+anywhere; the cache knows where each begins. This module knows nothing about caches.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from weir.errors import WeirError, quote
 from weir.models.images import images_of, unfitting
 
 OFFSETS = "weir_offsets"
-"""The argument of a decoder that brings offsets to a cache of weir."""
+"""The decoder argument that carries offsets to a weir cache."""
 
 MOST_OFFSET = 2**20
-"""Bound of an image's places."""
+"""Upper bound of offsets within an image."""
 
 _KINDS = {"image": 1, "video": 2}
-"""Types of tokens, as models number them."""
+"""Token types, as models number them."""
 _PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
 
 
 def offsets(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor | None:
-    """Where each token stands within its word or image, of models whose images have three axes.
+    """Compute each token's offsets within its text token or image, for models with three axes.
 
     Args:
         model: a model, or its base model.
-        given: its arguments by name: `input_ids` [batch, length] and what its processor made of
-            images, of which the sizes in patches are read (`image_grid_thw`, `video_grid_thw`);
-            `generate` of newer transformers has put features in their place (`note_sizes`).
+        given: the model's arguments by name: `input_ids` [batch, length] and the processor's
+            output for images, of which the sizes in patches are read (`image_grid_thw`,
+            `video_grid_thw`); newer versions of `generate` pass features instead (`note_sizes`).
 
     Returns:
-        [batch, length, 5], int64: a token's place in time, height and width, counted from where
-        its word or image begins; how far that reaches; and how far on the next word begins behind
-        this token, which is 0 until the last piece of an image. A word is 0, 0, 0, 1, 1. None for
-        models with one axis.
+        [batch, length, 5], int64: a token's offset in time, height and width from the beginning of
+        its text token or image; the extent of that text token or image; and how far after this
+        token the next one begins, which is 0 until the last token of an image. A text token is
+        0, 0, 0, 1, 1. None for models with one axis.
 
     Raises:
-        WeirError: images and image tokens do not go together.
+        WeirError: images and image tokens do not match.
     """
     images = images_of(model.config)
     if images is None or not images.axes:
@@ -84,9 +84,9 @@ def offsets(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor | None:
 
 
 def note_sizes(kind: str) -> Callable[..., Any]:
-    """A patch of a vision tower's method that notes on features how large their image is.
+    """Make a patch for a vision tower's method that records image sizes on the features.
 
-    `generate` gives the decoder features in the place of pixels, without their sizes.
+    `generate` passes features instead of pixels to the decoder, without their sizes.
 
     Args:
         kind: image or video.
@@ -105,10 +105,10 @@ def note_sizes(kind: str) -> Callable[..., Any]:
 
 
 def _sizes(kind: str, given: Mapping[str, Any]) -> list[list[int]]:
-    """How many patches each image, or each video, has in time, height and width.
+    """Return the patches of each image, or video, in time, height and width.
 
     Raises:
-        WeirError: nothing says so, or no sizes do.
+        WeirError: sizes are missing or not valid.
     """
     name = f"{kind}_grid_thw"
     sizes = given.get(name)
@@ -134,13 +134,13 @@ def _sizes(kind: str, given: Mapping[str, Any]) -> list[list[int]]:
 
 
 def check_sizes(given: Mapping[str, Any]) -> None:
-    """Refuse pixels whose sizes are missing, or are those of others, before a model reads them.
+    """Refuse pixels whose sizes are missing or do not match, before the model reads them.
 
     Args:
         given: the arguments by name.
 
     Raises:
-        WeirError: by the name of what is wrong.
+        WeirError: sizes are missing or wrong; the message names the argument.
     """
     for kind, name in _PIXELS.items():
         pixels, sizes = given.get(name), given.get(f"{kind}_grid_thw")
@@ -159,10 +159,10 @@ def check_sizes(given: Mapping[str, Any]) -> None:
 
 
 def _each(model: PreTrainedModel, kind: str, given: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The offsets of each image, or of each video, in turn [pieces, 5].
+    """Yield the offsets of each image, or of each video [pieces, 5].
 
     Raises:
-        WeirError: sizes are missing, or none.
+        WeirError: sizes are missing or not valid.
     """
     sizes = _sizes(kind, given)
     seconds = _seconds(given, len(sizes)) if kind == "video" else None
@@ -182,25 +182,25 @@ def _each(model: PreTrainedModel, kind: str, given: Mapping[str, Any]) -> Iterat
 
 
 def _seconds(given: Mapping[str, Any], videos: int) -> Tensor | None:
-    """How long a piece of each video lasts [videos]; None where nothing says so.
+    """Return the duration of a piece of each video [videos]; None where it is not given.
 
     Raises:
-        WeirError: of some videos it does not, or it is no length of time.
+        WeirError: some videos have no duration, or one is not valid.
     """
-    told = given.get("second_per_grid_ts")
-    if told is None:
+    durations = given.get("second_per_grid_ts")
+    if durations is None:
         return None
-    seconds = torch.as_tensor(told).flatten()
+    seconds = torch.as_tensor(durations).flatten()
     if len(seconds) < videos or not bool(((seconds >= 0) & seconds.isfinite()).all()):
         raise WeirError(
             f"second_per_grid_ts tells for each video how many seconds a piece of it lasts; there "
-            f"are {videos}, and it is {quote(told)}"
+            f"are {videos}, and it is {quote(durations)}"
         )
     return seconds
 
 
 def _of_one(model: PreTrainedModel, kind: str, pieces: int, more: dict[str, Tensor]) -> Tensor:
-    """The offsets of the pieces of one image [pieces, 5]: the model is asked, a word behind it."""
+    """Compute the offsets of one image [pieces, 5], by the model, with a text token behind it."""
     base: Any = model.base_model
     ids = torch.full((1, pieces + 1), getattr(model.config, f"{kind}_token_id"))
     kinds = torch.full_like(ids, _KINDS[kind])

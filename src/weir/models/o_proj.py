@@ -1,8 +1,8 @@
-"""Output projection of attention (`o_proj`), for pools that judge tokens by their values.
+"""Output projection of attention (`o_proj`), for pools that score tokens by their values.
 
-What a value adds to a layer's output is W_o v, not v: methods that judge tokens by their values
-measure it there (CriticalKV, CAOTE, DefensiveKV). Finds W_o in the attention modules of the
-families that weir serves; knows nothing about caches.
+A value v adds W_o v to a layer's output, so methods that score tokens by their values measure W_o v
+(CriticalKV, CAOTE, DefensiveKV). This module finds W_o in the attention modules of the families
+that weir serves; it knows nothing about caches.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from weir.slab import Heads
 
 _NAMES = ("o_proj", "out_proj", "dense")
 _PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Types of weights that are what they say; others (8 bits) need scales that lie elsewhere."""
+"""Dtypes whose numbers are the weights; others (8 bits) need scales stored elsewhere."""
 
 
 class OutputProjection:
-    """The output projection of one attention module, as a pool asks for it.
+    """The output projection of one attention module, for a pool.
 
-    Holds no model alive. What was worked out is kept, so that one cache does it once.
+    Does not keep the model alive. The factors are computed once per device and kept.
 
     Args:
         attention: a layer's attention module.
-        heads: the sizes of its attention, of a model that is shared out this process's part.
+        heads: the layer's attention sizes; of a model split over processes, this process's share.
     """
 
     def __init__(self, attention: nn.Module, heads: Heads) -> None:
@@ -38,15 +38,15 @@ class OutputProjection:
         self._known: dict[torch.device, Tensor | None] = {}
 
     def __call__(self, value_dim: int, device: torch.device) -> Tensor | None:
-        """Factors R with |R x| = |W_o x| of each query head's part W_o of the projection.
+        """Return factors R with |R x| = |W_o x|, for each query head's part W_o of the projection.
 
         Args:
             value_dim: numbers of a value.
-            device: where they are wanted.
+            device: device of the result.
 
         Returns:
             [kv_heads, group, value_dim, value_dim], float32; None where the weights cannot be read:
-            they are quantized, or wait elsewhere (offloaded), or this family calls them otherwise.
+            they are quantized or offloaded, or have another name in this family.
         """
         if device not in self._known:
             found = self._factors(value_dim)
@@ -60,7 +60,7 @@ class OutputProjection:
         heads = self._heads.kv_heads * self._heads.group
         if weight is None or weight.shape[1] != heads * value_dim:
             return None
-        # Of W = QR, Q keeps lengths. In float64: the same numbers wherever it is worked out.
+        # In W = QR, Q preserves lengths. float64 gives the same factors on every device.
         parts = weight.double().unflatten(1, (heads, value_dim)).transpose(0, 1)
         factor = torch.linalg.qr(parts, mode="r").R
         whole = factor.new_zeros(heads, value_dim, value_dim)
@@ -69,10 +69,10 @@ class OutputProjection:
 
 
 def output_weight(attention: nn.Module) -> Tensor | None:
-    """W_o of an attention module [hidden, heads * value_dim]; None where it cannot be read.
+    """Return W_o of an attention module [hidden, heads * value_dim]; None where it is unreadable.
 
-    Of a module that an adapter was put into (PEFT) it is the weight below the adapter; of one whose
-    heads are shared out over processes (`tp_plan`), this one's columns.
+    With a PEFT adapter it is the weight below the adapter; with heads split over processes
+    (`tp_plan`), this process's columns.
     """
     projection: Any = next((getattr(attention, n) for n in _NAMES if hasattr(attention, n)), None)
     projection = getattr(projection, "base_layer", projection)
@@ -82,7 +82,7 @@ def output_weight(attention: nn.Module) -> Tensor | None:
     if isinstance(projection, Int8Linear):
         found = found.dequantize()
     elif is_traceable_wrapper_subclass(found) and not hasattr(found, "device_mesh"):
-        return None  # torchao's dtype is that of what a weight would be dense
+        return None  # torchao reports the dtype of the dequantized weight
     weight: Tensor = found.to_local() if hasattr(found, "device_mesh") else found
     if weight.is_meta or weight.dtype not in _PLAIN:
         return None

@@ -1,9 +1,9 @@
 """Weights of 8 and 4 bits, through torchao: `weir.load(name, weights="int8")`.
 
-Of every linear layer the weight becomes whole numbers with scales, which torchao makes and holds;
-embeddings, norms and experts held in one tensor stay as they are. A table that is embedding and
-head in one stays the embedding, and the head gets numbers of its own: at batch 1 the head is the
-largest thing that a step reads. Knows nothing about caches.
+The weight of every linear layer becomes integers with scales, made and stored by torchao;
+embeddings, norms and experts held in one tensor are unchanged. If embedding and head share one
+table, the embedding keeps it and the head gets a quantized copy: at batch 1 the head is the largest
+weight that a step reads. Knows nothing about caches.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ BITS = ("int8", "int4")
 GROUP = 32
 """Numbers of 4 bits that share a scale: the smallest group that torchao has a kernel for."""
 LINES = 16
-"""Outputs that the kernel of 4 bits computes together."""
+"""Outputs that the 4-bit kernel computes together."""
 FEW = 16
-"""Rows of a product up to which a weight of 8 bits is read as it lies."""
+"""Largest number of rows for which an 8-bit weight is read without dequantizing it."""
 LINEAR = ("Linear", "FalconLinear")
-"""Classes that compute what `nn.Linear` does; others are left alone."""
+"""Names of classes that compute what `nn.Linear` does; others are not quantized."""
 
 
 def check_bits(weights: str | None) -> None:
     """Refuse unknown kinds of weights.
 
     Raises:
-        WeirError: it is neither of `BITS` nor None.
+        WeirError: `weights` is neither one of `BITS` nor None.
     """
     if weights is not None and weights not in BITS:
         raise WeirError(
@@ -61,19 +61,20 @@ def check_not_quantized(name: str, config: Any) -> None:
 
 
 def quantize_weights(model: PreTrainedModel, weights: str) -> None:
-    """Quantize the weights of all linear layers to 8 or 4 bits, for good.
+    """Quantize the weights of all linear layers to 8 or 4 bits, permanently.
 
-    The model cannot be trained afterwards, but for adapters beside its weights.
+    The model cannot be trained afterwards, except for adapters beside its weights.
 
     Args:
-        model: any, where it is to stay.
+        model: any model, on its final device.
         weights: one of `BITS`.
 
     Raises:
-        WeirError: torchao is not installed, cannot do it on this device, or there is nothing to do.
+        WeirError: torchao is not installed or cannot quantize on this device, or no layer can be
+            quantized.
     """
     bits = _bits(model, weights)
-    choose_products(model, on=False)  # which are of the weights that go
+    choose_products(model, on=False)  # remove patches that use the old weights
     try:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
     except ImportError:
@@ -94,7 +95,7 @@ def quantize_weights(model: PreTrainedModel, weights: str) -> None:
     for name, many in bits.items():
         module = model.get_submodule(name)
         if has_own_forward(module):
-            vars(module).pop("forward", None)  # in a copy it is that of the class it had
+            vars(module).pop("forward", None)  # a copy may hold its old class's forward
         module.__class__ = Int8Linear if many == 8 else Int4Linear
         if isinstance(module, Int8Linear):
             module.take_apart()
@@ -107,10 +108,10 @@ def quantize_weights(model: PreTrainedModel, weights: str) -> None:
 
 
 def shrink(skeleton: PreTrainedModel, weights: str) -> None:
-    """Give a model on the device `meta` tensors as large as `quantize_weights` would.
+    """Give a model on the device `meta` tensors of the sizes that `quantize_weights` would make.
 
     Raises:
-        WeirError: as there, but for torchao.
+        WeirError: as `quantize_weights`, except that torchao is not needed.
     """
     for name, many in _bits(skeleton, weights).items():
         module: Any = skeleton.get_submodule(name)
@@ -124,9 +125,9 @@ def shrink(skeleton: PreTrainedModel, weights: str) -> None:
 
 
 def _bits(model: PreTrainedModel, weights: str) -> dict[str, int]:
-    """How many bits the weight of each linear layer is to have, by its name.
+    """Return the bits for each linear layer's weight, by the layer's name.
 
-    With "int4" the head has 8, and so have layers whose shape no kernel of 4 bits takes.
+    With "int4" the head gets 8 bits, and so do layers whose shape the 4-bit kernel does not take.
     """
     check_bits(weights)
     head = model.get_output_embeddings()
@@ -149,7 +150,7 @@ def _bits(model: PreTrainedModel, weights: str) -> dict[str, int]:
 
 
 def quantizes_inputs(model: nn.Module) -> bool:
-    """Whether layers quantize what they multiply, too: torchao's dynamic or static activations."""
+    """Return whether layers quantize their inputs too: torchao's dynamic or static activations."""
     names = ("act_quant_kwargs", "act_quant_scale")
     return any(
         getattr(weight, name, None) is not None for weight in model.parameters() for name in names
@@ -157,12 +158,13 @@ def quantizes_inputs(model: nn.Module) -> bool:
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer with a weight of torchao's, which can be moved after it was compiled."""
+    """Linear layer with a torchao weight that can be moved after it was compiled."""
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> QuantizedLinear:
-        """To another device or type, with a new weight in the place of the old one.
+        """Move to another device or dtype, replacing the weight by a new one.
 
-        PyTorch would exchange what two such weights hold, and cannot where a program remembers one.
+        PyTorch would swap the contents of two such weights, and fails where a compiled program
+        holds a reference.
         """
         weight, self._parameters["weight"] = self.weight, None
         try:
@@ -175,17 +177,17 @@ class QuantizedLinear(nn.Linear):
         return self
 
     def _check(self, dtype: torch.dtype, wanted: torch.dtype) -> None:
-        """Raise where the weight cannot have the dtype that is wanted."""
+        """Raise if the weight cannot have the wanted dtype."""
 
 
 class Int4Linear(QuantizedLinear):
-    """A linear layer whose weight is torchao's of 4 bits."""
+    """Linear layer with a torchao weight of 4 bits."""
 
     def _check(self, dtype: torch.dtype, wanted: torch.dtype) -> None:
-        """As there: scales are packed in one dtype, and products want their input in it.
+        """Refuse another dtype: scales are packed in one dtype, which inputs must have too.
 
         Raises:
-            WeirError: the dtype is to be another one.
+            WeirError: the wanted dtype differs.
         """
         if wanted != dtype:
             raise WeirError(
@@ -195,24 +197,25 @@ class Int4Linear(QuantizedLinear):
 
 
 class Int8Linear(QuantizedLinear):
-    """A linear layer whose weight is torchao's of 8 bits, read as it lies where few rows ask.
+    """Linear layer with a torchao weight of 8 bits, which is not dequantized for few rows.
 
-    torchao writes the whole weight out in the dtype of its input, for every product. That pays for
-    a prompt; of a decode step on a CPU it would be all the time there is. Nor is the weight taken
-    apart in a step: a compiled one would do so for every layer, before it begins.
+    For every product, torchao dequantizes the whole weight to the dtype of its input. That pays off
+    for a prompt, but would take most of a decode step on a CPU. The weight is also not unpacked in
+    a step: a compiled step would do that for every layer before it begins.
 
     Attributes:
-        numbers: what the weight holds [out_features, in_features], int8; None of another weight.
-        scales: of each output [out_features]; None of another weight.
+        numbers: the weight's integers [out_features, in_features], int8; None for another kind of
+            weight.
+        scales: scale of each output [out_features]; None for another kind of weight.
     """
 
     numbers: Tensor | None = None
     scales: Tensor | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        """As of `nn.Linear`: [..., in_features] to [..., out_features]."""
+        """Multiply as `nn.Linear` does: [..., in_features] to [..., out_features]."""
         if not torch.compiler.is_compiling() and self._numbers_of_weight() is not self.numbers:
-            self.take_apart()  # the weight was put there past `__setattr__`, as hooks do
+            self.take_apart()  # the weight was replaced without `__setattr__`, as hooks do
         numbers, scales = self.numbers, self.scales
         rows = input.numel() // self.in_features
         few = 0 < rows <= FEW and input.device.type == "cpu" and not input.requires_grad
@@ -230,7 +233,7 @@ class Int8Linear(QuantizedLinear):
         return out if self.bias is None else out + self.bias
 
     def take_apart(self) -> None:
-        """Read numbers and scales from the weight, again whenever it may be another one."""
+        """Read numbers and scales from the weight; call again when the weight may have changed."""
         self.numbers = self._numbers_of_weight()
         weight: Any = self.weight
         self.scales = None if self.numbers is None else weight.scale.flatten()
@@ -240,14 +243,14 @@ class Int8Linear(QuantizedLinear):
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; a new weight is taken apart."""
+        """Set an attribute; read numbers and scales from a new weight."""
         super().__setattr__(name, value)
         if name == "weight":
             self.take_apart()
 
 
 def _kernel(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
-    """weir's kernel for 8 bits, as a call in the middle of a compiled program."""
+    """Call weir's 8-bit kernel from within a compiled program."""
     kernel = kernels.linear_int8(x.device)
     if kernel is None:
         return nn.functional.linear(x, numbers.to(x.dtype) * scale.to(x.dtype)[:, None])
@@ -256,11 +259,11 @@ def _kernel(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
 
 
 def _like(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
-    """An empty tensor like the product."""
+    """Return an empty tensor with the shape of the product."""
     return x.new_empty(*x.shape[:-1], numbers.shape[0])
 
 
-# Not `torch.library.custom_op`, whose checks in every call take as long as a small product.
+# Not `torch.library.custom_op`: its checks take as long as a small product, in every call.
 torch.library.define("weir::linear_int8", "(Tensor x, Tensor numbers, Tensor scale) -> Tensor")
 torch.library.impl("weir::linear_int8", "CPU", _kernel)
 torch.library.register_fake("weir::linear_int8", _like)
@@ -268,7 +271,7 @@ _by_kernel: Callable[..., Tensor] = torch.ops.weir.linear_int8.default
 
 
 def _four_bits(device: torch.device) -> Any:
-    """How torchao packs two numbers into a byte on a device."""
+    """Return torchao's configuration for 4-bit weights on a device."""
     if device.type == "cpu":
         from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
 

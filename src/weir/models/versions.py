@@ -1,7 +1,7 @@
-"""Check of the versions of PyTorch and transformers, made when it is imported.
+"""Check of the PyTorch and transformers versions, made on import.
 
-Knows nothing else of either. It is the first file that this room's face loads: the others import
-names that releases out of range may not have, and an ImportError would not say why.
+`weir.models` imports this file first: the others import names that releases out of range may lack,
+and an ImportError would not say why.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from weir.errors import WeirError
 TORCH = "2.9"
 """The first release of PyTorch that weir works with."""
 TRANSFORMERS = ("5.12", "6")
-"""The first release of transformers that weir works with, and the first it was not made for."""
+"""The first release of transformers that weir supports, and the first it does not."""
 
 
 def check_versions() -> None:
-    """Refuse a PyTorch or a transformers that weir was not made for.
+    """Refuse unsupported versions of PyTorch and transformers.
 
     Raises:
-        WeirError: one of them is out of range; the message has both versions, and what to type.
+        WeirError: one of them is out of range; the message has both versions and a pip command.
     """
     first, beyond = map(Version, TRANSFORMERS)
-    # What comes before a release, or was built from its source, is taken for it.
+    # Pre-releases and builds from source count as the release.
     ours = Version(Version(transformers.__version__).base_version)
     torch_is = Version(Version(torch.__version__).base_version)
     if first <= ours < beyond and torch_is >= Version(TORCH):

@@ -1,4 +1,4 @@
-"""Attention over slots with two log-weights: the readable reference, and what is faster.
+"""Attention over slots with two log-weights: the readable reference and faster versions.
 
     z(q) = sum_i e^(l_i + a_i) v_i / (e^s + sum_i e^(l_i + b_i))
     l_i = softcap(<q, k_i> * scale) + bias_i
@@ -58,7 +58,7 @@ def two_weight_attention(
         keys: [batch, kv_heads, slots, key_dim].
         values: [batch, kv_heads, slots, value_dim].
         a, b: log-weights [batch, kv_heads, slots]; -inf leaves a slot out of a sum.
-        form: the layer's scale, capping and sink logits.
+        params: the layer's scale, capping and sink logits.
         bias: added to the logits, -inf where a query must not look; broadcasts with
             [batch, kv_heads, group, length, slots].
 
@@ -108,8 +108,8 @@ def attention_mass(
 def _plain_mass(
     queries: Tensor, keys: Tensor, b: Tensor, params: AttentionParams, bias: Tensor | None
 ) -> Tensor:
-    """`attention_mass` of forms without capping and sinks, by one softmax, which is the faster;
-    no number where a query sees nothing.
+    """`attention_mass` without capping and sinks, by one softmax, which is faster; NaN where a
+    query sees nothing.
     """
     return _received(_softmax_in_place(_flat_logits(queries, keys, params, b, bias)), b)
 
@@ -156,13 +156,13 @@ def observed_attention(
     params: AttentionParams,
     bias: Tensor | None,
 ) -> AttentionResult | None:
-    """Answers, and who received how much, by plain products around one softmax.
+    """Compute answers and the attention received, by plain products around one softmax.
 
     On a CPU that takes as long as `fused_attention`, and spares whoever asks for shares or mass a
     product of their own. The mass is that of `attention_mass` bit for bit: the same operations.
 
     Args:
-        queries, keys, values, form: as in `two_weight_attention`; float32, and a form without
+        queries, keys, values, params: as in `two_weight_attention`; float32, and a form without
             capping and sinks.
         bias: as there; or over the last of the slots alone, when it is zero for all others.
         b: the log-weights, the same in both sums [batch, kv_heads, slots].
@@ -190,12 +190,12 @@ def compute_logits(
 
 
 def attention_weights(given: Tensor, b: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor]:
-    """What share of each query's attention each slot receives, and the queries' denominators.
+    """Compute each slot's share of each query's attention, and the queries' denominators.
 
     Args:
         given: what `compute_logits` gives over all slots [batch, kv_heads, group, length, slots].
         b: log-weights [batch, kv_heads, slots].
-        form: the layer's sink logits, which count in the denominators.
+        params: the layer's sink logits, which count in the denominators.
 
     Returns:
         Of the shape of `given`, 0 where a query sees nothing; and the logarithm of each denominator
@@ -225,7 +225,7 @@ def attention_softmax(given: Tensor, b: Tensor, params: AttentionParams) -> Tens
 
 
 def attention_shares(given: Tensor, b: Tensor, lse: Tensor) -> Tensor:
-    """What share of each query's attention some slots receive, of all that it gives.
+    """Compute the share of each query's attention that some slots receive.
 
     Args:
         given: what `compute_logits` gives over these slots [batch, kv_heads, group, length, slots].
@@ -324,7 +324,7 @@ def split_attention(
     params: AttentionParams,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Both sums from one softmax, in float32; for forms that have no cap.
+    """Compute both sums from one softmax, in float32; for logits without a cap.
 
         p = softmax(l + m),  z(q) = sum_i p_i e^(a_i-m_i) v_i / sum_i p_i e^(b_i-m_i)
 
@@ -337,7 +337,7 @@ def split_attention(
         queries, keys, values, bias: as in `two_weight_attention`.
         mask, numerator, denominator: of `split_weights` [batch, kv_heads, slots]; a mask of -inf
             leaves a slot out of both sums.
-        form: the layer's scale and sink logits; it has no capping.
+        params: the layer's scale and sink logits; it has no capping.
 
     Returns:
         [batch, kv_heads, group, length, value_dim]; zero for a query that sees nothing.
@@ -368,7 +368,7 @@ def _flat_logits(
     """A new tensor [batch * kv_heads, group * length, slots], float32, without capping.
 
     Each KV head of a row is a matrix of its own, because PyTorch multiplies three dimensions with
-    less ado than four: in a decode step calls take longer than what they compute.
+    less overhead than four, and in a decode step calls cost more than what they compute.
 
     Args:
         mask: added to the logits of each slot [batch, kv_heads, slots]; None for nothing.

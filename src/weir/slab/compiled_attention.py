@@ -1,4 +1,4 @@
-"""Attention of one query a head in what is being compiled for a CPU: loops over the slots.
+"""Attention of one query a head in compiled CPU code: loops over the slots.
 
 PyTorch's fused attention is made for many queries. With one, calls of it take several times as long
 as to read keys and values does. Here the query heads of a KV head share one loop over its keys and
@@ -16,11 +16,11 @@ from weir.kernels import dot_products, register_operator, weighted_sums
 from weir.slab.attention import AttentionParams
 
 SHARING = 8
-"""Query heads of a KV head up to which there are loops: as many sums as fit into registers."""
+"""Most query heads of a KV head for loops: as many sums as fit into registers."""
 
 
 def uses_loops(queries: Tensor, kv_heads: int) -> bool:
-    """Whether queries [batch, heads, 1, key_dim] are answered so."""
+    """Return whether queries [batch, heads, 1, key_dim] are answered by loops."""
     compiling: bool = torch.compiler.is_compiling()
     return compiling and queries.device.type == "cpu" and queries.shape[1] <= SHARING * kv_heads
 
@@ -39,7 +39,7 @@ def attend_in_loops(
         queries: [batch, kv_heads, group, 1, key_dim].
         keys, values: [batch, kv_heads, slots, dim].
         mask: log-weights of both sums [batch, kv_heads, slots]; -inf leaves a slot out.
-        form: the layer's scale, capping and sink logits.
+        params: the layer's scale, capping and sink logits.
         factors: what a slot's weight is multiplied with in numerator and in denominator, as in
             `split_attention` [batch, kv_heads, slots]; None for 1.
 
@@ -47,13 +47,13 @@ def attend_in_loops(
         [batch, kv_heads, group, 1, value_dim]; zero for a query that sees nothing.
     """
     above, below = (None, None) if factors is None else factors
-    out: Tensor = _LOOPED(
+    out: Tensor = _ATTEND(
         queries, keys, values, mask, params.scale, params.softcap, params.sinks, above, below
     )
     return out
 
 
-def _looped(
+def _attend(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -82,10 +82,10 @@ def _looped(
     return out.to(values.dtype)[:, :, :, None]
 
 
-_LOOPED = register_operator(
+_ATTEND = register_operator(
     "looped",
     "(Tensor queries, Tensor keys, Tensor values, Tensor mask, float scale, float? softcap, "
     "Tensor? sinks, Tensor? above, Tensor? below) -> Tensor",
-    _looped,
+    _attend,
     lambda queries, keys, values, *_: values.new_empty(*queries.shape[:4], values.shape[3]),
 )

@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits or 4: how they are written, by how much they may be off, and back.
+"""Quantization of keys and values to 8 or 4 bits, its error bounds, and dequantization.
 
 A vector x of a slot is written as numbers c of few bits and the largest number of the vector, or of
 each group in it, its *peak*:
@@ -29,7 +29,7 @@ PEAK = torch.bfloat16
 _LARGEST = {torch.float16: 65280.0, torch.float64: torch.finfo(torch.bfloat16).max}
 """The largest number of bfloat16 that the dtype has too."""
 _LEAST = 2.0**-100
-"""No peak is smaller."""
+"""The smallest peak."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Code:
         dtype: of what is stored.
         bound: by how many steps a number may be off when it is read, before it is rounded to the
             dtype of the model.
-        group: so many numbers share a peak; None for all of a vector.
+        group: how many numbers share a peak; None for the whole vector.
         finest: how many steps the two closest levels are apart.
         halves: two numbers to a byte: that at i and that at i + dim / 2.
     """
@@ -58,11 +58,11 @@ class Code:
         return dim // 2 if self.halves else dim
 
     def numbers(self, stored: int) -> int:
-        """How many numbers a vector has of which so many are stored."""
+        """Return how many numbers a vector has that is stored in `stored` numbers."""
         return 2 * stored if self.halves else stored
 
     def peaks(self, dim: int) -> int:
-        """How many peaks it has."""
+        """Return how many peaks a vector of `dim` numbers has."""
         return 1 if self.group is None else dim // self.group
 
 
@@ -98,8 +98,8 @@ class Format:
 
 
 FORMATS: Mapping[str, Format] = {
-    it.name: it
-    for it in (Format("int8", INT8, INT8), Format("k8v4", INT8, INT4), Format("fp8", FP8, FP8))
+    format.name: format
+    for format in (Format("int8", INT8, INT8), Format("k8v4", INT8, INT4), Format("fp8", FP8, FP8))
 }
 """Every format by its name."""
 
@@ -127,7 +127,7 @@ def quantize(x: Tensor, code: Code) -> tuple[Tensor, Tensor]:
         low = max(2.0**-14, 2.0**-22 * code.levels / code.finest)
     high = _LARGEST.get(x.dtype, torch.finfo(PEAK).max)
     peaks = largest.clamp(low, high).to(PEAK)
-    return _written((wide / steps(peaks, code)[..., None]).flatten(-2), code), peaks
+    return _store((wide / steps(peaks, code)[..., None]).flatten(-2), code), peaks
 
 
 def quantize_into(x: Tensor, code: Code, numbers: Tensor, peaks: Tensor) -> None:
@@ -141,7 +141,7 @@ def quantize_into(x: Tensor, code: Code, numbers: Tensor, peaks: Tensor) -> None
 
 
 def steps(peaks: Tensor, code: Code) -> Tensor:
-    """How far two neighboring levels are apart, of peaks of any shape, float32."""
+    """Return the distance of neighboring levels, for peaks of any shape, float32."""
     return peaks.float() / code.levels
 
 
@@ -172,12 +172,12 @@ def read(numbers: Tensor, code: Code) -> Tensor:
 
 
 def are_levels(numbers: Tensor, code: Code) -> bool:
-    """Whether all that is stored could have been written."""
+    """Return whether all stored numbers are valid levels."""
     return bool((read(numbers, code).abs() <= code.levels).all())
 
 
-def _written(levels: Tensor, code: Code) -> Tensor:
-    """Numbers of steps, rounded to those there are and stored."""
+def _store(levels: Tensor, code: Code) -> Tensor:
+    """Round numbers of steps to levels, and pack them as stored."""
     if code.halves:
         low, high = (levels.round() + 8).to(torch.uint8).chunk(2, dim=-1)
         return low | high << 4

@@ -1,6 +1,6 @@
 """The quantized slots of a slab: their keys, values and masters, written and read.
 
-Knows how numbers are written (`quantized`), and nothing about pools, models or attention.
+Knows the formats (`quantization`), and nothing about pools, models or attention.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weir.slab.quantization import (
 from weir.slab.slots import Slots, pick
 
 CODED = "coded."
-"""What the names of a slab's buffers of quantized slots begin with."""
+"""Prefix of the names of a slab's buffers of quantized slots."""
 KEYS, VALUES, MASTERS = "keys", "values", "masters"
 
 
@@ -332,7 +332,7 @@ def _part(piece: Piece, start: int, stop: int) -> Piece:
 
 
 def _read(piece: Piece) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-    """What gives the keys of a piece, and what gives its values."""
+    """Return functions that read the keys and the values of a piece."""
     if isinstance(piece, QuantizedStorage):
         return lambda: piece.keys(0, len(piece)), lambda: piece.values(0, len(piece))
     return lambda: piece[0], lambda: piece[1]

@@ -1,4 +1,4 @@
-"""Which function answers a call of attention: the one place that chooses among all there are.
+"""Selection of the function that computes a call of attention.
 
 `select_attention` is asked once a call, with what is known before a number is computed, and answers
 with one function of (queries, slots, params, bias). Each equals `two_weight_attention`, the
@@ -101,11 +101,11 @@ Attend = Callable[[Tensor, AttendedSlots, AttentionParams, Tensor | None], Atten
 sees whom.
 """
 Observe = Literal["", "received", "shares"]
-"""What a call tells beside its answers, where it can for nothing: what slots received, or every
-query's shares.
+"""What a call observes beside its answers: the attention received by slots, or every query's
+shares.
 """
 By = Literal["kernels", "torch", "loops"]
-"""What may answer: kernels of weir's own beside PyTorch, PyTorch alone, or compiled loops."""
+"""What may compute: kernels of weir's own beside PyTorch, PyTorch alone, or compiled loops."""
 
 
 def select_attention(
@@ -118,10 +118,10 @@ def select_attention(
     observe: Observe = "",
     by: By = "kernels",
 ) -> Attend:
-    """Choose how a call of attention is answered.
+    """Choose the function for a call of attention.
 
     Args:
-        queries, slots, params, bias: of the call; of the tensors no number is looked at.
+        queries, slots, params, bias: of the call; only shapes, dtypes and devices are read.
         causal: the queries are of the last slots, and the bias says no more than that each sees
             all slots up to its own.
         observe: what is asked for beside the answers. The result has it where that takes no longer
@@ -163,7 +163,7 @@ def _select_observed(
     kernel = None
     if causal and observe == "received":
         kernel = kernels.causal_and_received(queries, slots.values)
-    return partial(_observed, kernel, causal)
+    return partial(_by_observation, kernel, causal)
 
 
 def _select_causal(queries: Tensor, slots: AttendedSlots, causal: bool) -> Attend | None:
@@ -224,7 +224,7 @@ def _in_loops(
     return AttentionResult(attend_in_loops(queries, *slots.read(), mask, params, factors or None))
 
 
-def _observed(
+def _by_observation(
     kernel: Callable[..., Any] | None,
     causal: bool,
     queries: Tensor,

@@ -1,18 +1,17 @@
-"""The slots of one layer: fixed buffers, and the parts of them that pools pass around.
+"""The slots of one layer: fixed buffers, and views of them for pools.
 
 Knows nothing about policies, models or how attention is computed.
 
-A row of the slab lies like this, from slot 0 on::
+The layout of a row, from slot 0 on::
 
     | front: pools whose tokens lost their neighbors | run: recent tokens, unbroken | tail | free |
 
-Where pools have quantized slots, these come first, as many as there may be: those of the front,
-those of the run, and empty ones. Behind them are the exact ones, as above.
+If pools have quantized slots, a region of fixed size for them comes first: those of the front,
+those of the run, and empty ones. The exact slots follow, as above.
 
-The *tail* holds what came since the last fold. Keys of the run and of the tail are rotated once, at
-their place in the stream, and stay as they are. Keys of the front move closer to the present as the
-stream goes on: what attention reads is made anew from a *master* at each fold, so that no error
-adds up.
+The *tail* holds the tokens since the last fold. Keys of the run and of the tail are rotated once,
+to their place in the stream. Keys of the front move closer to the present as the stream goes on:
+each fold rotates them from a *master*, the original key, so that errors do not accumulate.
 """
 
 from __future__ import annotations
@@ -37,32 +36,32 @@ _BUFFERS = (
     *("masters", "mask", "numerator", "denominator", "frame", "queries"),
 )
 _FILL = {"a": -math.inf, "b": -math.inf, "mask": -math.inf, "position": EMPTY}
-"""What a slot without a token holds; everything else is zero."""
+"""The content of a slot without a token; other buffers are zero."""
 
 
 class Slab:
-    """The buffers of one layer, made once.
+    """The buffers of one layer, allocated once.
 
     Attributes:
         keys: what attention reads of exact slots [batch, kv_heads, slots, key_dim].
         values: of exact slots [batch, kv_heads, slots, value_dim].
-        coded: keys and values of quantized slots; None where there are none.
-        masters: keys of the front as they were said [batch, kv_heads, front, key_dim]; None where
-            keys never move (`positions="original"`, or a model without RoPE).
+        quantized: keys and values of quantized slots; None if there are none.
+        masters: original keys of the front [batch, kv_heads, front, key_dim]; None if keys never
+            move (`positions="original"`, or a model without RoPE).
         mask, numerator, denominator: a and b as attention reads them (`split_weights`)
             [batch, kv_heads, slots], for pipes that use two weights; None otherwise.
-        frame: the positions attention pretends [batch, kv_heads, slots], int64, where its bias
-            needs them (ALiBi); None otherwise.
-        queries: those that the next fold is going to ask for, the last one last, as attention saw
-            them [batch, kv_heads, queries, group * key_dim]; None unless a pool asks for them or
+        frame: positions in the rolling frame [batch, kv_heads, slots], int64, for a bias that needs
+            them (ALiBi); None otherwise.
+        queries: the queries that the next fold reads, in order, as attention saw them
+            [batch, kv_heads, queries, group * key_dim]; None unless a pool asks for them or
             for the attention received.
-        state: what pools remember beside their slots, by a name [batch, kv_heads, ...].
+        state: pool state beside the slots, by name [batch, kv_heads, ...].
         a, b, position, mass, span: as in `Slots`.
     """
 
     def __init__(self, spec: SlabSpec, batch: int, device: torch.device | None = None) -> None:
-        """Buffers for a batch, without a token; what pools remember is theirs to fill in."""
-        # Never inference tensors: the same slab is written in and outside inference mode.
+        """Allocate empty buffers for a batch; the caller sets the pools' state."""
+        # No inference tensors: the same slab is written in and outside inference mode.
         with torch.inference_mode(False):
             made = {
                 name: allocate(shape, dtype, device)
@@ -84,7 +83,7 @@ class Slab:
 
     @classmethod
     def of(cls, buffers: dict[str, Tensor], format: Format | None = None) -> Slab:
-        """A slab made of buffers that `tensors` named, its quantized slots in that format."""
+        """Make a slab of buffers named as in `tensors`; `format` is that of quantized slots."""
         slab = object.__new__(cls)
         slab.quantized = QuantizedStorage.of(format, buffers, buffers["keys"].dtype)
         for name in _BUFFERS:
@@ -98,7 +97,7 @@ class Slab:
         return self.position.shape[2]
 
     def tensors(self) -> dict[str, Tensor]:
-        """The buffers by name, and what pools remember."""
+        """Return the buffers by name, and the pools' state."""
         return {**self._buffers(), **{STATE + name: t for name, t in self.state.items()}}
 
     def _buffers(self) -> dict[str, Tensor]:
@@ -106,13 +105,13 @@ class Slab:
         return own if self.quantized is None else own | self.quantized.tensors()
 
     def _like(self, change: Callable[[Tensor], Tensor]) -> Slab:
-        """A slab of the same kind, each of its tensors made from this one's."""
+        """Make a slab of the same kind, with `change` applied to each tensor."""
         format = None if self.quantized is None else self.quantized.format
         return Slab.of({name: change(t) for name, t in self.tensors().items()}, format)
 
     @property
     def first(self) -> int:
-        """The first exact slot: so many quantized ones are in front."""
+        """The first exact slot, which is the number of quantized ones."""
         return 0 if self.quantized is None else len(self.quantized)
 
     @property
@@ -123,7 +122,7 @@ class Slab:
         return self.mask, self.numerator, self.denominator
 
     def heads(self, group: int) -> Heads:
-        """The sizes of the attention it is for, of `group` query heads to each head of keys."""
+        """Return the sizes of the layer's attention, with `group` query heads to a KV head."""
         keys, values = self.keys, self.values
         return Heads(keys.shape[1], group, keys.shape[3], values.shape[3], keys.dtype)
 
@@ -133,16 +132,16 @@ class Slab:
         return sum(t.nbytes for t in self.tensors().values())
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of slots as attention reads them; a view where all are exact."""
+        """Return keys and values as attention reads them; views if all slots are exact."""
         return read_slots(self.keys, self.values, self.quantized, start, stop)
 
     def attended(self, start: int, stop: int, *, plain: bool = False) -> AttendedSlots:
-        """Slots as a call of attention reads them."""
+        """Return slots as a call of attention reads them."""
         held = self.keys, self.values, self.quantized, self.a, self.b, self.split
         return AttendedSlots(*held, start, stop, plain)
 
     def run(self, start: int, stop: int) -> Slots:
-        """Slots of the run or of the tail, as a view."""
+        """View slots of the run or of the tail."""
         view = Slots(
             *self.read(max(start, self.first), max(stop, self.first)),
             a=self.a[:, :, start:stop],
@@ -160,11 +159,11 @@ class Slab:
         return view
 
     def storages(self) -> set[int]:
-        """Where the memory of its buffers begins, as `copy_if_shared` asks for it."""
+        """Return the addresses of the buffers' memory, for `copy_if_shared`."""
         return {t.untyped_storage().data_ptr() for t in self._buffers().values()}
 
     def front(self, start: int, stop: int) -> Slots:
-        """Slots of the front, with their master keys; a view."""
+        """View slots of the front, with their master keys."""
         slots = self.run(start, stop)
         slots.slab = slots.place = None
         if self.quantized is not None and start < self.first:
@@ -175,7 +174,7 @@ class Slab:
 
     def append(self, keys: Tensor, values: Tensor, start: int) -> None:
         """Put keys and values [batch, kv_heads, n, dim] into every row's slots from `start` on."""
-        # In every step of every layer: a narrowed copy costs half of what an index does.
+        # Runs in every step of every layer: `narrow` costs half of an index.
         count, start = keys.shape[2], start - self.first
         self.keys.narrow(2, start, count).copy_(keys)
         self.values.narrow(2, start, count).copy_(values)
@@ -215,7 +214,7 @@ class Slab:
         self.values[rows, :, slots - self.first] = values[rows, :, columns]
 
     def write(self, start: int, slots: Slots, *, front: bool) -> None:
-        """Overwrite from slot `start` on; the front's keys go to the masters."""
+        """Overwrite slots from `start` on; keys of the front go to the masters."""
         stop, first = start + len(slots), self.first
         if self.quantized is not None and start < first:
             self._write_quantized(self.quantized, start, slots, front=front)
@@ -232,7 +231,7 @@ class Slab:
     def _write_quantized(
         self, quantized: QuantizedStorage, start: int, slots: Slots, *, front: bool
     ) -> None:
-        """Keys and values of quantized slots: those that are so stored as they are."""
+        """Write quantized keys and values; slots already quantized are copied as stored."""
         if isinstance(slots, QuantizedSlots) and slots.pieces is not None:
             pieces = slots.pieces
         else:
@@ -246,7 +245,7 @@ class Slab:
                 start += piece[0].shape[2]
 
     def open_tail(self, start: int, seen: Tensor, chunk: int) -> None:
-        """Make `chunk` slots from `start` on ready for the next tokens, and empty the rest.
+        """Prepare `chunk` slots from `start` on for the next tokens, and empty the rest.
 
         `seen` [batch] is each row's next place in the stream. Slots that wait for a token already
         carry its position: it lies in the future of every query until the token is there.
@@ -267,7 +266,7 @@ class Slab:
         self.empty(stop, len(self))
 
     def empty(self, start: int, stop: int) -> None:
-        """Let slots hold no token."""
+        """Empty slots `start` to `stop`."""
         if start >= stop:
             return
         for name in ("a", "b", "position", "mass", "mask", "numerator", "denominator"):
@@ -276,32 +275,32 @@ class Slab:
                 t[:, :, start:stop] = _FILL.get(name, 0)
 
     def copy(self) -> Slab:
-        """A slab of its own with the same content."""
+        """Copy the slab."""
         with torch.inference_mode(False):
             return self._like(Tensor.clone)
 
     def view(self, start: int, stop: int) -> Slab:
-        """The rows `start` to `stop`, as a view: what is written there is written here."""
+        """View the rows `start` to `stop`; writes go to this slab."""
         return self._like(lambda t: t[start:stop])
 
     def clear(self, row: int) -> None:
-        """Empty a row; what pools remember of it is left to them."""
+        """Empty a row, except for the pools' state."""
         for name, t in self._buffers().items():
             t[row].fill_(_FILL.get(name, 0))
 
     def scrub(self, row: int, start: int, stop: int) -> None:
-        """Zero what is no number in slots that may wait for tokens; weights and places stay."""
+        """Zero non-finite keys and values in slots; weights and positions stay."""
         for t in (self.keys, self.values):
             some = t[row, :, start - self.first : stop - self.first]
             some.masked_fill_(~some.isfinite(), 0.0)
 
     def rows(self, index: Tensor) -> Slab:
-        """A slab that holds copies of the rows `index` [n]."""
+        """Copy the rows `index` [n] into a new slab."""
         with torch.inference_mode(False):
             return self._like(lambda t: t.index_select(0, index))
 
     def put_row(self, row: int, tensors: dict[str, Tensor]) -> None:
-        """Overwrite a row by one that `tensors` of a slab of one row holds, of the same sizes."""
+        """Overwrite a row with the `tensors` of a slab of one row, of the same sizes."""
         for name, t in self.tensors().items():
             t[row].copy_(tensors[name][0])
 
@@ -313,7 +312,7 @@ class Slab:
             t.index_copy_(0, index, theirs[name])
 
     def lengthen_state(self, other: Slab) -> None:
-        """Make what pools remember as long as in `other`; for pipes without a limit only."""
+        """Grow the pools' state to its length in `other`; for pipes without a limit only."""
         with torch.inference_mode(False):
             for name, t in self.state.items():
                 if is_longer(other.state[name], t):
@@ -322,7 +321,7 @@ class Slab:
                     self.state[name] = torch.cat([t, behind], dim=2)
 
     def grow(self, slots: int, masters: int = 0) -> None:
-        """Replace the buffers that are smaller by larger ones; for pipes without a limit only."""
+        """Replace buffers that are smaller by larger ones; for pipes without a limit only."""
         with torch.inference_mode(False):
             for name, t in self._buffers().items():
                 if name == "queries":
@@ -336,10 +335,10 @@ class Slab:
 
 
 def slot_lines(slots: Tensor, kv_heads: int, size: int) -> Tensor:
-    """Where one slot of each row lies in a buffer seen as one long list of lines.
+    """Return the line of one slot of each row, a buffer being one long list of lines.
 
     Args:
-        slots: of each row [batch], int64.
+        slots: the slot of each row [batch], int64.
         kv_heads: heads of the buffer.
         size: slots of a row of the buffer.
 
@@ -352,20 +351,20 @@ def slot_lines(slots: Tensor, kv_heads: int, size: int) -> Tensor:
 
 def put_lines(buffer: Tensor, t: Tensor, lines: Tensor) -> None:
     """Write `t` [batch, kv_heads, 1, dim] to lines of `buffer` [batch, kv_heads, slots, dim]."""
-    # Whole lines by one index: several times as fast as an index for rows and one for slots.
+    # One index of whole lines is several times as fast as two, for rows and slots.
     dim = buffer.shape[3]
     buffer.view(-1, dim).index_copy_(0, lines, t.reshape(-1, dim))
 
 
 def merge_groups(queries: Tensor) -> Tensor:
-    """[batch, kv_heads, group, n, key_dim] to [batch, kv_heads, n, group * key_dim]."""
+    """Reshape [batch, kv_heads, group, n, key_dim] to [batch, kv_heads, n, group * key_dim]."""
     return queries.transpose(2, 3).flatten(3)
 
 
 def copy_if_shared(slots: Slots, shared: set[int]) -> Slots:
-    """The same slots, in memory of their own where theirs begins at one of the `shared` places.
+    """Copy the tensors of slots whose memory begins at one of the `shared` addresses.
 
-    What is to be written somewhere in a slab may be what has to be read elsewhere.
+    Slots to be written into a slab may be views of slots that are overwritten before.
     """
 
     def own(t: Tensor) -> Tensor:
@@ -375,7 +374,7 @@ def copy_if_shared(slots: Slots, shared: set[int]) -> Slots:
 
 
 def is_longer(t: Tensor, than: Tensor) -> bool:
-    """Whether the slots, or what a pool remembers one by one, are more than those of the other."""
+    """Return whether `t` has more slots, or entries of pool state, than `than`."""
     if t.ndim != than.ndim or t.ndim < 3:
         return False
     return t.shape[2] > than.shape[2] and t.shape[3:] == than.shape[3:]
@@ -388,10 +387,10 @@ LARGE_PAGE = 2**21
 def allocate(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
 ) -> Tensor:
-    """`torch.empty`, for what is kept for long and read often.
+    """`torch.empty` on large pages, for tensors that live long and are read often.
 
-    A large page may hold the end of one tensor and the beginning of the next, if all of them are
-    made before anything is written to one.
+    A large page can hold the end of one tensor and the start of the next, if all are allocated
+    before one is written.
     """
     made = torch.empty(shape, dtype=dtype, device=device)
     real = type(made) is Tensor and made.device.type == "cpu"  # others have no address
@@ -401,7 +400,7 @@ def allocate(
 
 
 def _advise_large_pages(t: Tensor) -> None:
-    """For large pages; whoever has none refuses, and all stays as it is."""
+    """Ask the system for large pages; has no effect where it has none."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):  # not Linux
         return
     usual = mmap.PAGESIZE

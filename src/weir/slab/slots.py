@@ -20,11 +20,11 @@ EMPTY = -1
 
 
 _OTHERS = ("a", "b", "position", "mass", "span")
-"""What slots are made of beside keys and values."""
+"""The tensors of slots beside keys and values."""
 
 
 class Home(Protocol):
-    """Where slots lie that are a view: a `Slab`."""
+    """The owner of slots that are a view: a `Slab`."""
 
     def run(self, start: int, stop: int) -> Slots:
         """Slots `start` to `stop`, as a view."""
@@ -72,14 +72,14 @@ class Slots:
     @property
     def finite(self) -> bool:
         """Whether the keys and values of all tokens are finite."""
-        # A sum says so at once, unless it overflows or an empty slot has something else.
+        # One sum is enough, unless it overflows or an empty slot is not finite.
         if math.isfinite(self.keys.sum() + self.values.sum()):
             return True
         there = self.keys.isfinite().all(dim=3) & self.values.isfinite().all(dim=3)
         return bool((there | ~self.held).all())
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors by name; `mass` and `span` only where they are kept."""
+        """Return the tensors by name; `mass` and `span` only where they are kept."""
         return {"keys": self.keys, "values": self.values, **self.others()}
 
     def others(self) -> dict[str, Tensor]:
@@ -193,7 +193,7 @@ def pick(t: Tensor, index: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _starts(batch: int, heads: int, row: int, head: int, device: torch.device) -> Tensor:
-    """Where the slots of each head begin, rows and heads so far apart [batch, heads, 1], int64."""
+    """Return where the slots of each head begin, by the strides [batch, heads, 1], int64."""
     with torch.inference_mode(False):
         starts = torch.arange(batch, device=device)[:, None] * row
         return (starts + torch.arange(heads, device=device) * head)[..., None]

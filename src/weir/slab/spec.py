@@ -1,8 +1,8 @@
-"""What a layer's buffers will be, before there is one: names, shapes, types, bytes.
+"""Names, shapes, dtypes and bytes of a layer's buffers, before they are allocated.
 
-Everything that must know sizes ahead asks here: a cache before it allocates, `weir size` before a
-model is loaded, a session file before a tensor of it is read. Knows nothing about policies or
-models.
+Everything that must know sizes ahead reads them here: a cache before it allocates, `weir size`
+before a model is loaded, a session file before a tensor of it is read. Knows nothing about
+policies or models.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from weir.slab.quantization import PEAK, Format
 from weir.slab.quantized_slots import CODED, KEYS, MASTERS, VALUES
 
 STATE = "state."
-"""What the names of tensors that pools remember begin with."""
+"""Prefix of the names of pool state tensors."""
 _BOTH = ("", "_peaks")
 
 
@@ -45,16 +45,16 @@ class SlabSpec:
     Attributes:
         heads: the sizes of its attention.
         slots: slots of a row, quantized ones among them.
-        masters: slots of the front whose keys are kept as they were said; 0 where none are.
-        mass: whether the attention received is kept.
-        two_weights: whether a and b are, as attention reads them.
-        frames: whether the positions attention pretends are.
-        spans: whether where words and images begin on three axes is.
-        queries: how many queries wait in the slab.
-        state: what pools remember, by name: the shape behind [batch, kv_heads], and the dtype.
-        format: how quantized slots are written; None where there are none.
-        coded: how many there are.
-        coded_masters: how many of them are of the front, and their keys kept as they were said.
+        masters: slots of the front whose original keys are kept; 0 for none.
+        mass: whether to keep the attention received.
+        two_weights: whether to keep a and b as attention reads them.
+        frames: whether to keep positions in the rolling frame.
+        spans: whether to keep the spans of tokens on three axes.
+        queries: number of queries that wait in the slab.
+        state: pool state by name: the shape after [batch, kv_heads], and the dtype.
+        format: the format of quantized slots; None if there are none.
+        quantized: number of quantized slots.
+        quantized_masters: number of those in the front whose original keys are kept.
     """
 
     heads: Heads
@@ -71,7 +71,7 @@ class SlabSpec:
     quantized_masters: int = 0
 
     def tensors(self, batch: int = 1) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Every buffer by name, as `Slab.tensors` names them: its shape and dtype."""
+        """Return shape and dtype of every buffer, by the names of `Slab.tensors`."""
         heads, slots = self.heads, (self.slots,)
         exact = self.slots - self.quantized
         found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -94,12 +94,12 @@ class SlabSpec:
         if self.queries:
             found["queries"] = ((self.queries, heads.group * heads.key_dim), heads.dtype)
         found |= self._quantized()
-        found |= {STATE + name: it for name, it in self.state.items()}
-        each = (batch, heads.kv_heads)
-        return {name: ((*each, *shape), dtype) for name, (shape, dtype) in found.items()}
+        found |= {STATE + name: size for name, size in self.state.items()}
+        rows = (batch, heads.kv_heads)
+        return {name: ((*rows, *shape), dtype) for name, (shape, dtype) in found.items()}
 
     def _quantized(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """The buffers of quantized slots (`Coded`)."""
+        """Return the buffers of quantized slots (`QuantizedStorage`)."""
         if self.format is None:
             return {}
         found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
@@ -114,13 +114,13 @@ class SlabSpec:
         return found
 
     def nbytes(self, batch: int = 1) -> int:
-        """Bytes of all buffers of so many rows."""
+        """Return the bytes of all buffers of `batch` rows."""
         return sum(
             math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors(batch).values()
         )
 
     def step_bytes(self, batch: int = 1) -> int:
-        """Bytes of keys and values that a decode step reads where every slot is in use."""
+        """Return the bytes of keys and values that a decode step reads with every slot in use."""
         read = ("keys", "values", *(f"{CODED}{n}{p}" for n in (KEYS, VALUES) for p in _BOTH))
         return sum(
             math.prod(shape) * dtype.itemsize

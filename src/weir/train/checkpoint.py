@@ -1,7 +1,7 @@
-"""What a run needs to go on: weights, optimizers, step and recipe, in one file, whole or old.
+"""Checkpoints of a run: weights, optimizers, step and recipe in one file, replaced atomically.
 
-Batches and rates follow from recipe and step, and nothing is drawn while training, so there is no
-state of random numbers to keep.
+Batches and learning rates follow from recipe and step, and training draws no random numbers, so
+there is no generator state to save.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def save(
     step: int,
     seconds: float,
 ) -> None:
-    """Write a checkpoint; a run that is killed meanwhile keeps the one before."""
+    """Write a checkpoint; a run killed meanwhile keeps the previous one."""
     state = {
         "model": model.state_dict(),
         "optimizers": [stepper.state_dict() for stepper in steppers],
@@ -42,12 +42,12 @@ def save(
 def restore(
     path: Path, recipe: TrainingRecipe, model: nn.Module, steppers: list[torch.optim.Optimizer]
 ) -> tuple[int, float]:
-    """Load a checkpoint into model and optimizers; its step, and the seconds it took so far.
+    """Load a checkpoint into model and optimizers, and return its step and the seconds so far.
 
-    (0, 0.0) where there is none.
+    Without a checkpoint the result is (0, 0.0).
 
     Raises:
-        WeirError: it was begun by another recipe.
+        WeirError: the run was begun with another recipe.
     """
     if not path.exists():
         return 0, 0.0
@@ -60,10 +60,10 @@ def restore(
 
 
 def check_same(recipe: TrainingRecipe, begun: Mapping[str, Any], where: str) -> None:
-    """Refuse to go on with a run that was begun by another recipe; its tokens may differ.
+    """Refuse to continue a run that was begun with another recipe; only `tokens` may differ.
 
     Raises:
-        WeirError: it names the first thing that differs.
+        WeirError: the recipes differ; the message names the first field that does.
     """
     name = recipe.differs_from(begun)
     if name is not None:

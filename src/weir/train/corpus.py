@@ -1,6 +1,6 @@
-"""Books into token ids: the tokenizer's training, and one long array of ids.
+"""Books to token ids: training the tokenizer, and encoding into one long array.
 
-Knows nothing about models, exercises or what a sink is for.
+Knows nothing about models, exercises or the purpose of sinks.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ PAD = "<|pad|>"
 def train_tokenizer(
     books: list[str], vocabulary: int = 4096, sinks: int = 1
 ) -> PreTrainedTokenizerBase:
-    """A byte-level BPE tokenizer whose digits are tokens of their own, for any script.
+    """Train a byte-level BPE tokenizer, for any script, with every digit a token of its own.
 
-    Every text it encodes begins with `sinks` dedicated tokens, the only place where they ever
-    stand: where a text says "<|start|>", it is spelled out. A text too short for the vocabulary
-    makes a smaller one.
+    Every encoded text begins with `sinks` dedicated tokens, which occur nowhere else: a literal
+    "<|start|>" in a text is encoded as ordinary characters. Books too short for the vocabulary give
+    a smaller one.
     """
     return with_sinks(train_backend(books, vocabulary), sinks)
 
 
 def train_backend(books: list[str], vocabulary: int) -> Tokenizer:
-    """The tokenizer without what stands in front: the same ids whatever sink a model has."""
+    """Train the tokenizer without sink tokens; text has the same ids whatever sink a model has."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -50,10 +50,10 @@ def train_backend(books: list[str], vocabulary: int) -> Tokenizer:
 
 
 def with_sinks(backend: Tokenizer, sinks: int) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model with so many tokens in front of every sample; 0 puts none there.
+    """Make the tokenizer of a model with `sinks` tokens in front of every sample; 0 for none.
 
-    The first is `<|start|>`, which is in the vocabulary in any case; more come behind its end, so
-    that a text's ids are the same for any number.
+    The first is `<|start|>`, which every vocabulary has; others are added at the vocabulary's end,
+    so that a text's ids are the same for any number.
     """
     backend = Tokenizer.from_str(backend.to_str())
     front = [START, *(f"<|start {number}|>" for number in range(2, sinks + 1))][:sinks]
@@ -66,23 +66,23 @@ def with_sinks(backend: Tokenizer, sinks: int) -> PreTrainedTokenizerBase:
         tokenizer_object=backend,
         bos_token=front[0] if front else None,
         pad_token=PAD,
-        padding_side="left",  # `generate` goes on from the last column
+        padding_side="left",  # `generate` continues from the last column
         clean_up_tokenization_spaces=False,
         split_special_tokens=True,
     )
 
 
 def encode(books: list[str], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """All books as one array of ids [tokens] (uint16), without start tokens."""
-    # Paragraphs, not books: the tokenizer takes them in parallel. Where a single line break stands
-    # between words it is a token of its own, so cuts after it change nothing.
+    """Encode all books into one array of ids [tokens] (uint16), without start tokens."""
+    # Paragraphs, not books: the tokenizer encodes them in parallel. A single line break between
+    # words is a token of its own, so cutting after it changes nothing.
     paragraphs = [part for book in books for part in re.split(r"(?<=\S\n)(?=\S)", book)]
     encoded = tokenizer(paragraphs, add_special_tokens=False, return_attention_mask=False)
     return np.fromiter(itertools.chain.from_iterable(encoded["input_ids"]), dtype=np.uint16)
 
 
 def load_or_train(path: Path, books: list[str], vocabulary: int) -> Tokenizer:
-    """`train_backend`, kept in a file at `path` so that a resumed run need not repeat it."""
+    """Call `train_backend`, and keep the result in a file at `path` for resumed runs."""
     if not path.exists():
         unfinished = path.with_suffix(".tmp")
         train_backend(books, vocabulary).save(str(unfinished))
@@ -91,7 +91,7 @@ def load_or_train(path: Path, books: list[str], vocabulary: int) -> Tokenizer:
 
 
 def load_or_encode(path: Path, books: list[str], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """`encode`, kept in a `.npy` file at `path` so that a resumed run need not repeat it."""
+    """Call `encode`, and keep the result in a `.npy` file at `path` for resumed runs."""
     if not path.exists():
         unfinished = path.with_suffix(".tmp")
         with unfinished.open("wb") as file:

@@ -1,8 +1,8 @@
-"""What the packaged model practices: books, shuffled segments, and names with numbers.
+"""Training samples of the packaged model: books, shuffled segments, and names with numbers.
 
-Each sample is a row of token ids that begins with the tokens that the tokenizer puts in front of
-every text, and a weight for every token: 0 where nothing can be learnt from predicting it. Knows
-nothing about models.
+A sample is a row of token ids, which begins with the tokens that the tokenizer puts in front of
+every text, and a weight for every token: 0 where predicting it teaches nothing. Knows nothing about
+models.
 
 Text alone does not teach a small model to look things up. *Segments*, pieces of random tokens that
 come back in shuffled order, teach it to find an earlier passage by content and to copy on from
@@ -22,7 +22,7 @@ from weir.errors import WeirError
 VERB = " has"
 DIGITS = 3
 PRACTICED = "weir_exercises"
-"""The entry of a model's configuration that says whether it was trained on exercises."""
+"""Configuration entry that records whether a model was trained on exercises."""
 NAMES = tuple(
     """Adam Alfred Alice Amelia Andrew Ann Anna Anne Arthur Ben Bernard Betty Bob Charles Charlotte
     Clara Daniel David Dick Edward Elizabeth Ellen Emily Emma Fanny Florence Frank Fred George
@@ -35,15 +35,15 @@ NAMES = tuple(
 
 
 def practiced(config: PreTrainedConfig) -> bool:
-    """Whether the model that a configuration describes was trained on these exercises."""
+    """Return whether a configuration's model was trained on these exercises."""
     return getattr(config.get_text_config(decoder=True), PRACTICED, False) is True
 
 
 @dataclass(frozen=True)
 class Words:
-    """The tokens exercises are made of, found in a tokenizer's vocabulary.
+    """The tokens that exercises are made of, found in a tokenizer's vocabulary.
 
-    `front` stands before every text: the start token, or more, or nothing.
+    `front` holds the tokens in front of every text: the start token, several, or none.
     """
 
     front: np.ndarray
@@ -56,10 +56,10 @@ class Words:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> Words:
-        """The exercises' tokens; of `NAMES`, those that are one token with the space before them.
+        """Find the tokens; `names` are those of `NAMES` that are one token with a leading space.
 
         Raises:
-            WeirError: a word or digit that must be one token is not, or too few names are.
+            WeirError: a required word or digit is not one token, or too few names are.
         """
 
         def ids_of(text: str) -> list[int]:
@@ -93,19 +93,19 @@ class Words:
         )
 
     def statement(self, name: int, number: np.ndarray, verb: int | None = None) -> np.ndarray:
-        """The tokens of "Anna has 482."."""
+        """Return the tokens of "Anna has 482."."""
         verb = self.verb if verb is None else verb
         return np.concatenate([[name, verb, self.space], number, [self.stop]])
 
     def question(self, name: int) -> np.ndarray:
-        """The tokens of "Anna has ", to be continued with the number."""
+        """Return the tokens of "Anna has ", to be continued with the number."""
         return np.array([name, self.verb, self.space])
 
 
 def front_of(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """The ids that stand in front of every text [front]: those the tokenizer puts there itself.
+    """Return the ids that the tokenizer puts in front of every text [front].
 
-    Of one that puts none, its start token, if it has that.
+    If it puts none there, the result is its start token, if it has one.
     """
     front = list(tokenizer("")["input_ids"])
     if not front and tokenizer.bos_token_id is not None:
@@ -119,18 +119,18 @@ Sample = tuple[np.ndarray, np.ndarray]
 def book_sample(
     front: np.ndarray, book: np.ndarray, length: int, rng: np.random.Generator
 ) -> Sample:
-    """The tokens in front and a stretch of a book; ids and weights [length].
+    """Make a sample of the front tokens and a passage of a book; ids and weights [length].
 
-    Which stretch does not depend on what stands in front, only on how long it is.
+    The random passage depends on how many front tokens there are, not on which.
     """
     ids = np.concatenate([front, passage(book, length - len(front), rng)])
     weights = np.ones(length)
-    weights[: max(1, len(front))] = 0.0  # nothing predicts the first token, nobody need the front
+    weights[: max(1, len(front))] = 0.0  # nothing predicts the first token, and the front is given
     return ids, weights
 
 
 def passage(book: np.ndarray, length: int, rng: np.random.Generator) -> np.ndarray:
-    """A stretch of `length` tokens from a random place."""
+    """Return `length` tokens from a random place."""
     place = int(rng.integers(0, len(book) - length))
     return book[place : place + length].astype(np.int64)
 
@@ -138,9 +138,9 @@ def passage(book: np.ndarray, length: int, rng: np.random.Generator) -> np.ndarr
 def segment_sample(
     words: Words, length: int, shortest: int, longest: int, rng: np.random.Generator
 ) -> Sample:
-    """Segments of random tokens, each twice, in random order; ids and weights [length].
+    """Make a sample of random segments, each twice, in random order; ids and weights [length].
 
-    Only what can be known has weight: a segment's second coming, from its second token on.
+    Only predictable tokens have weight: a segment's second occurrence, from its second token on.
     """
     size = int(rng.integers(shortest, longest + 1))
     count = length // (2 * size) + 1
@@ -156,11 +156,14 @@ def segment_sample(
 def recall_sample(
     words: Words, book: np.ndarray, length: int, plainly: float, rng: np.random.Generator
 ) -> Sample:
-    """Names with numbers among book text, each said two or three times; ids, weights [length].
+    """Make a sample of names with numbers in book text, each stated two or three times.
 
-    A share `plainly` of the samples is as the exercises are. The others vary what can be varied
-    (any word for a name, any word for the verb, numbers of one to five digits, no book text
-    between), so that the rule is learnt and not the wording.
+    A share `plainly` of the samples has the wording of the recall test. The others vary it (any
+    word for a name, any word for the verb, numbers of one to five digits, no book text between), so
+    that the model learns the rule and not the wording.
+
+    Returns:
+        Ids and weights, both [length].
     """
     plain = rng.random() < plainly
     verb = words.verb if plain else int(rng.choice(words.plain))
@@ -172,24 +175,24 @@ def recall_sample(
     numbers = rng.choice(words.digits, size=(count, digits))
     ids: list[np.ndarray] = [words.front]
     weights: list[np.ndarray] = [np.zeros(len(words.front))]
-    held, order, told = len(words.front), list[int](), set[int]()
+    held, order, stated = len(words.front), list[int](), set[int]()
     while held < length:
         order = order or rng.permutation(np.repeat(np.arange(count), 2)).tolist()
-        # The first round says each fact for the first time somewhere; later ones only ask again.
+        # The first round states every fact for the first time; later rounds only repeat facts.
         fact = order.pop()
         gap = int(rng.integers(*filler))
-        said = words.statement(names[fact], numbers[fact], verb)
-        ids += [passage(book, gap, rng), said]
-        # Nobody can know a number that was never said before.
-        answer = _answer_weight(len(said), digits if fact in told else 0)
+        statement = words.statement(names[fact], numbers[fact], verb)
+        ids += [passage(book, gap, rng), statement]
+        # A number stated for the first time cannot be predicted.
+        answer = _answer_weight(len(statement), digits if fact in stated else 0)
         weights += [np.zeros(gap), answer]
-        told.add(fact)
-        held += gap + len(said)
+        stated.add(fact)
+        held += gap + len(statement)
     return np.concatenate(ids)[:length], np.concatenate(weights)[:length]
 
 
 def _answer_weight(length: int, digits: int) -> np.ndarray:
-    """Weights of a statement [length]: its last `digits` tokens but for the full stop count."""
+    """Return weights of a statement [length]: only the `digits` tokens before the stop count."""
     weight = np.zeros(length)
     weight[length - digits - 1 : length - 1] = 1.0
     return weight
@@ -203,17 +206,17 @@ def recall_exercise(
     rng: np.random.Generator,
     facts: int = 8,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One question: its prompt [length] and its answer [digits].
+    """Make one question: a prompt [length] and its answer [digits].
 
-    `facts` names with numbers stand in book text; the one that is asked for was said `distance`
-    tokens before the answer is due.
+    The prompt holds `facts` names with numbers in book text; the number asked for was stated
+    `distance` tokens before the answer.
 
     Raises:
         WeirError: the facts do not fit, or `distance` is not between 8 and `length` - 4.
     """
-    said = 4 + DIGITS
+    stated = 4 + DIGITS
     ask = 3
-    if not said < distance < length - 3 or facts * said * 3 > length:
+    if not stated < distance < length - 3 or facts * stated * 3 > length:
         raise WeirError(f"no room for {facts} facts and distance {distance} in {length} tokens")
     names = rng.choice(words.names, size=facts, replace=False)
     numbers = rng.choice(words.digits, size=(facts, DIGITS))
@@ -224,8 +227,8 @@ def recall_exercise(
     # The first digit stands `distance` tokens before the place of the answer, which is `length`.
     place = length - distance - 3
     for name, number in zip(names, numbers, strict=True):
-        row[place : place + said] = words.statement(name, number)
-        free[place : place + said] = False
-        room = np.lib.stride_tricks.sliding_window_view(free, said).all(axis=1)
+        row[place : place + stated] = words.statement(name, number)
+        free[place : place + stated] = False
+        room = np.lib.stride_tricks.sliding_window_view(free, stated).all(axis=1)
         place = int(rng.choice(np.flatnonzero(room)))
     return row, numbers[0]

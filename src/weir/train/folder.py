@@ -1,7 +1,7 @@
-"""From books to a folder with a model: everything is checked first, then tokenized, then trained.
+"""Training run from books to a model folder: check everything, tokenize, train.
 
-The folder holds a model only when the run is done; what the run needs on the way, its log and its
-loss curves lie in `training/` inside. Knows nothing of how a step is taken.
+The folder becomes a model only when the run is done; checkpoints, log and loss curves are in
+`training/` inside. Knows nothing about a training step.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from weir.train.processes import Processes
 from weir.train.recipe import TrainingRecipe
 
 WORK = "training"
-"""The folder of a run inside that of its model."""
+"""Folder of a run inside that of its model."""
 EXERCISES = ("auto", "on", "off")
 PASSES = 8
-"""Passes through a short text after which no more is learnt from it by more."""
+"""Passes over a short text after which further passes teach nothing more."""
 FEWEST = 1_000_000
-"""Tokens below which nothing is learnt at all, however often a text comes back."""
+"""Fewest tokens to train on; with less, a model learns nothing, however short the text."""
 
 
 def run(
@@ -50,32 +50,32 @@ def run(
     on_step: OnStep = lambda step, steps, facts: None,
     on_note: Callable[[str], None] = lambda note: None,
 ) -> dict[str, Any]:
-    """From books to a model folder: tokenizer, corpus, training, weights in bfloat16.
+    """Train a model from books and save it in a folder, with weights in bfloat16.
 
-    What `out` already holds of an earlier run with the same text is taken up again.
+    An earlier run with the same text in `out` is continued.
 
     Args:
-        recipe: what to do.
+        recipe: the recipe of the run.
         text: books, UTF-8, plain or .xz.
         out: the folder for the model.
-        vocabulary: tokens the tokenizer is to have; a text that cannot fill it makes fewer.
-        exercises: "on" refuses a text whose tokenizer lacks their words, "auto" does without them
-            then, and says so, "off" leaves them out.
-        fit_tokens: train on fewer tokens than the recipe says where the text is short: `PASSES`
-            times as many as it has, and `FEWEST` at least.
-        shared: a folder for what runs on the same text and vocabulary have in common.
+        vocabulary: size of the tokenizer's vocabulary; short texts give a smaller one.
+        exercises: "on" refuses a text whose tokenizer lacks the exercises' words, "auto" then
+            trains without exercises and reports it, "off" always trains without them.
+        fit_tokens: for a short text, train on fewer tokens than the recipe says: `PASSES` times
+            the text's tokens, and at least `FEWEST`.
+        shared: a folder for files shared by runs on the same text and vocabulary.
         compiled: compile the model.
-        on_step: told after every step.
-        on_note: told what a user would want to know.
+        on_step: called after every step.
+        on_note: called with messages for the user.
 
     Returns:
-        The figures of the weights as they were saved: parameters, perplexity of held-out text
-        inside the window, the share of recall exercises answered right (None without exercises);
-        "vocabulary", and the "recipe" that was followed.
+        Figures of the saved weights: parameters, perplexity of held-out text inside the window, the
+        share of recall exercises answered right (None without exercises); "vocabulary", and the
+        "recipe" that was followed.
 
     Raises:
-        WeirError: the text cannot be read or is too short, its tokenizer lacks the words that
-            exercises are made of, `out` cannot be written to, or holds another model or run.
+        WeirError: the text cannot be read or is too short, its tokenizer lacks the exercises'
+            words, or `out` cannot be written to or holds another model or run.
     """
     if exercises not in EXERCISES:
         raise WeirError(f"exercises are {', '.join(EXERCISES)}, not {exercises!r}")
@@ -118,7 +118,7 @@ def run(
             setattr(model.config, PRACTICED, True)
         _finish(model, tokenizer, work, out)
     processes.wait()
-    # Read back, for the weights have been rounded.
+    # Read back, since saving has rounded the weights.
     saved = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     saved.to(processes.device)  # type: ignore[arg-type]
     return {
@@ -129,12 +129,12 @@ def run(
 
 
 def fitting(most: int, size: int) -> int:
-    """How many tokens, at `most`, to train on where the text has `size`."""
+    """Return how many tokens, at most `most`, to train on for a text of `size` tokens."""
     return min(most, max(FEWEST, PASSES * size))
 
 
 def _digest(books: list[str]) -> str:
-    """What a text is known by."""
+    """Return a SHA-256 of the books."""
     digest = hashlib.sha256()
     for book in books:
         digest.update(book.encode())
@@ -148,7 +148,7 @@ def _with_exercises(
     exercises: str,
     on_note: Callable[[str], None],
 ) -> TrainingRecipe:
-    """The recipe, without its exercises where they are not to be had and need not be."""
+    """Return the recipe, without exercises if the tokenizer lacks their words (unless "on")."""
     if not recipe.exercise_rows:
         return recipe
     try:
@@ -165,10 +165,10 @@ def _with_exercises(
 def _folder(
     out: Path, begun: dict[str, Any], recipe: TrainingRecipe, processes: Processes
 ) -> Iterator[Path]:
-    """The folder of a run, checked; what was made is taken away where it comes to nothing.
+    """Check and make the folder of a run; on a WeirError inside, remove the folders it made.
 
     Raises:
-        WeirError: it cannot be written to, or holds another model or run.
+        WeirError: the folder cannot be written to, or holds another model or run.
     """
     work = out / WORK
     first_new = next((p for p in [*reversed(work.parents), work] if not p.exists()), None)
@@ -189,7 +189,7 @@ def _folder(
 
 
 def _check_old(work: Path, out: Path, begun: dict[str, Any], recipe: TrainingRecipe) -> None:
-    """Refuse a folder with a model that is not this run's, or with another run."""
+    """Refuse a folder that holds another run, or a model that was not trained there."""
     noted = work / "run.json"
     if not noted.exists():
         if (out / "config.json").exists():
@@ -208,14 +208,14 @@ def _check_old(work: Path, out: Path, begun: dict[str, Any], recipe: TrainingRec
             f"{out} was begun with vocabulary={old['vocabulary']}, not {begun['vocabulary']}: give "
             "that, or another folder"
         )
-    # Exercises may yet be left out, for words that the tokenizer lacks: that is seen later.
+    # Exercises are compared later, since a tokenizer that lacks their words removes them.
     checkpoint.check_same(
         replace(recipe, exercise_rows=0), {**of_old, "exercise_rows": 0}, str(out)
     )
 
 
 def _note_down(work: Path, begun: dict[str, Any], recipe: TrainingRecipe) -> None:
-    """Write what the run was begun with; refuse where exercises have come or gone."""
+    """Record text, vocabulary and recipe of the run; refuse if the exercises have changed."""
     noted = work / "run.json"
     if noted.exists():
         old = json.loads(noted.read_text("utf-8"))
@@ -228,7 +228,7 @@ def _note_down(work: Path, begun: dict[str, Any], recipe: TrainingRecipe) -> Non
 def _finish(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, work: Path, out: Path
 ) -> None:
-    """Put the model into its folder, its configuration last: with it the folder is a model."""
+    """Move the model into its folder, the configuration last, since that makes it a model."""
     whole = work / "model"
     model.to(torch.bfloat16).save_pretrained(whole)  # type: ignore[arg-type]
     tokenizer.save_pretrained(whole)

@@ -1,7 +1,7 @@
-"""The log of a run: a line of CSV a step, and the loss curves drawn from such logs.
+"""Log of a run, one CSV line per step, and loss curves drawn from logs.
 
-Knows nothing of models. A run that goes on from a checkpoint drops the lines after it, so that no
-step stands there twice.
+Knows nothing about models. A run that continues from a checkpoint drops the lines after it, so that
+no step is logged twice.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ COLUMNS = (
     "held_out_loss",
     "recall",
 )
-"""`loss` is the text's alone, without what the sink predicts, so that models with different sinks
-can be compared; `objective` is what is minimized. The last two are known at checkpoints only."""
+"""`loss` is that of text alone, without predictions from sink tokens, so that models with different
+sinks can be compared; `objective` is minimized. The last two columns are filled at checkpoints."""
 
 
 class Log:
-    """Writes a run's log; what it holds of steps after `done` is dropped first.
+    """Writer of a run's log, which first drops lines of steps after `done`.
 
     Args:
-        path: the .csv.
-        done: steps that the run has behind it.
-        writing: false for a process that leaves the log to another.
+        path: the .csv file.
+        done: number of steps done.
+        writing: false in processes that do not write the log.
     """
 
     def __init__(self, path: Path, done: int, *, writing: bool = True) -> None:
@@ -53,7 +53,7 @@ class Log:
         self._writer = csv.DictWriter(self._file, COLUMNS, lineterminator="\n")
 
     def write(self, facts: Mapping[str, Any]) -> None:
-        """Add a step's line; it is in the file when this returns."""
+        """Append a step's line and flush it to the file."""
         if self._file is None:
             return
         self._writer.writerow({name: facts.get(name, "") for name in COLUMNS})
@@ -73,9 +73,9 @@ class Log:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The lines of a log; numbers as numbers, what is not known as "".
+    """Read the lines of a log; unknown figures are "".
 
-    A last line that is torn is left out.
+    An incomplete last line is left out.
     """
     with path.open(newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if None not in row.values()]
@@ -89,7 +89,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def smoothed(values: np.ndarray, share: float = 0.02) -> np.ndarray:
-    """A running mean over the last `share` of all values, and never fewer than there are yet."""
+    """Return a running mean over the last `share` of all values, or over those so far if fewer."""
     span = max(1, round(len(values) * share))
     total = np.concatenate([[0.0], np.cumsum(values)])
     upto = np.arange(1, len(values) + 1)
@@ -98,12 +98,12 @@ def smoothed(values: np.ndarray, share: float = 0.02) -> np.ndarray:
 
 
 def plot_losses(logs: Mapping[str, Path], out: Path, title: str) -> None:
-    """Draw the loss curves of one or more runs: of the text they train on, and held out (dots).
+    """Draw loss curves of one or more runs: training text (lines) and held-out text (dots).
 
     Args:
-        logs: the log of each run, by its name.
+        logs: log files by the names of their runs.
         out: the .png to write.
-        title: stands above.
+        title: title of the figure.
     """
     from matplotlib.figure import Figure
 
@@ -121,7 +121,7 @@ def plot_losses(logs: Mapping[str, Path], out: Path, title: str) -> None:
         if looks:
             axes.plot(*zip(*looks, strict=True), "o", color=line.get_color(), markersize=3)
         highest = max(highest, losses[len(losses) // 20])
-    # The fall from guessing at the very beginning would press all else together.
+    # Cut off the steep beginning, which would flatten the rest of the curve.
     axes.set_ylim(top=highest)
     axes.set_title(title)
     axes.set_xlabel("tokens of text trained on (millions)")

@@ -1,12 +1,12 @@
-"""The training loop: a small model on books and exercises, on CPU or GPU, resumable.
+"""Training loop for small models on books and exercises, on CPU or GPU, resumable.
 
-Knows nothing about caches, policies or files of text: training is plain transformers and the
-model's own attention.
+Knows nothing about caches, policies or text files: training uses plain transformers and the model's
+own attention.
 
-The recipe of nano, and why: the two losses are averaged apart and then added, because exercises are
-a few per cent of the tokens and would drown in the text; hidden matrices are trained with Muon, the
-rest with AdamW; the rate is held and then falls to zero over the last part, so that a run can be
-made longer or shorter while it is under way.
+The recipe of nano and its reasons: the losses of text and exercises are averaged separately and
+then added, because exercises are a few per cent of the tokens and would have little weight
+otherwise; hidden matrices are trained with Muon, the rest with AdamW; the learning rate is constant
+and falls to zero over the last part, so that a run can be made longer or shorter under way.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from weir.train.recipe import TrainingRecipe
 from weir.train.shapes import layers_of, new_model
 
 MOST_LOGITS = 2**28
-"""Logits that are there at one time, 1 GiB of them; a step of more goes through in parts."""
+"""Most logits in memory at one time, 1 GiB; larger steps are computed in parts."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Lesson:
 
     Attributes:
         front: ids in front of every sample [front].
-        words: of the exercises; None where there are none.
-        book: ids of the text to train on [tokens].
-        held_out: ids of the text to look at [tokens].
+        words: tokens of the exercises; None without exercises.
+        book: ids of the training text [tokens].
+        held_out: ids of the held-out text [tokens].
     """
 
     front: np.ndarray
@@ -56,7 +56,7 @@ class Lesson:
     def of(
         cls, recipe: TrainingRecipe, tokenizer: PreTrainedTokenizerBase, tokens: np.ndarray
     ) -> Lesson:
-        """A text's ids [tokens] as a recipe wants them.
+        """Prepare a text's ids [tokens] for a recipe.
 
         Raises:
             WeirError: the text is too short, or the tokenizer lacks the words of the exercises.
@@ -72,9 +72,9 @@ class Lesson:
 
 
 def split(tokens: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """(what is trained on, what is held out): the last 1 % of the text is held out.
+    """Split a text into (training, held out): the last 1 % is held out.
 
-    Of a short text up to 10 %, so that it fills a few samples of `length`.
+    Of a short text up to 10 % is held out, to fill a few samples of `length`.
     """
     held = max(len(tokens) // 100, min(len(tokens) // 10, 8 * length))
     return tokens[: len(tokens) - held], tokens[len(tokens) - held :]
@@ -86,9 +86,9 @@ class TrainingBatch:
 
     Attributes:
         ids: [rows, length].
-        weight: of predicting each of them, in what is minimized [rows, length].
-        text: 1 over how many there are, for the tokens of text that stand after a token of text:
-            those that are the same for every sink [rows, length].
+        weight: weight of predicting each id, in the objective [rows, length].
+        text: equal weights that sum to one, for tokens of text that follow a token of text, which
+            are the same for every sink [rows, length].
     """
 
     ids: Tensor
@@ -97,10 +97,10 @@ class TrainingBatch:
 
 
 def batch(recipe: TrainingRecipe, lesson: Lesson, step: int) -> TrainingBatch:
-    """The samples of one step.
+    """Make the samples of one step.
 
-    Depends on nothing but its arguments, so that a resumed run sees what it would have seen; and
-    which passages are taken does not depend on what stands in front of them.
+    They depend only on the arguments, so that a resumed run sees the same samples; the choice of
+    passages does not depend on the tokens in front of them.
     """
     rng = np.random.default_rng([recipe.seed, step])
     done = step / recipe.steps
@@ -138,14 +138,17 @@ def _exercise(
 
 
 def rate_at(recipe: TrainingRecipe, step: int) -> float:
-    """The learning rate: up over 100 steps or a tenth of the run, held, then straight to zero."""
+    """Return a step's learning rate: linear warmup, constant, then linear decay to zero.
+
+    The warmup takes 100 steps, or a tenth of a shorter run.
+    """
     warmup = min(100, max(1, recipe.steps // 10))
     left = (recipe.steps - step) / (recipe.falling * recipe.steps)
     return recipe.rate * min(1.0, (step + 1) / warmup, max(left, 0.0))
 
 
 def optimizers(model: PreTrainedModel, recipe: TrainingRecipe) -> list[torch.optim.Optimizer]:
-    """What trains the matrices inside the layers, and AdamW for embeddings and norms."""
+    """Return the optimizer of the matrices inside the layers, and AdamW for everything else."""
     inside = [p for p in layers_of(model).parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if all(p is not q for q in inside)]
     adamw: dict[str, Any] = {"betas": (0.9, 0.95), "fused": True}
@@ -160,7 +163,7 @@ def optimizers(model: PreTrainedModel, recipe: TrainingRecipe) -> list[torch.opt
 def losses(
     model: PreTrainedModel, ids: Tensor, weight: Tensor, text: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Negative log-likelihood of every next token, times its weight, summed; nats.
+    """Compute weighted sums of the negative log-likelihood of every next token, in nats.
 
     Args:
         model: with exact attention.
@@ -168,7 +171,7 @@ def losses(
         weight, text: [rows, length], as in `TrainingBatch`.
 
     Returns:
-        The sum by `weight`, which is minimized, and that by `text`, without gradient.
+        The sum by `weight`, to minimize, and the sum by `text`, without gradient.
     """
     with torch.autocast(ids.device.type, torch.bfloat16):
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
@@ -178,11 +181,11 @@ def losses(
 
 
 def sink_loss(model: PreTrainedModel, ids: torch.Tensor, share: float) -> torch.Tensor:
-    """How far attention stays below `share` on the start token: mean of the missing log, nats.
+    """Compute how far attention on the start token is below `share`: mean log deficit, in nats.
 
-    Large models park attention they have no use for on their first tokens by themselves; one of
-    four million parameters does so only when asked. The mean runs over layers, heads and queries
-    from position 64 on, so a head that has something to look at loses little by looking.
+    Large models learn by themselves to put unused attention on their first tokens; one of four
+    million parameters needs this loss. The mean runs over layers, heads and queries from position
+    64 on, so a head that attends to something useful pays little.
     """
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")  # the one that returns attention
@@ -192,12 +195,12 @@ def sink_loss(model: PreTrainedModel, ids: torch.Tensor, share: float) -> torch.
     finally:
         model.set_attn_implementation(before)
     rested = torch.stack([layer[:, :, 64:, 0].float() for layer in attention])
-    # One per cent is added so that a query which found what it looked for is hardly pulled away.
+    # One per cent is added, so that the loss hardly pulls on queries that attend elsewhere.
     return (math.log(share) - (rested + 0.01).log()).relu().mean()
 
 
 def _window(model: PreTrainedModel) -> int:
-    """Tokens in a sample of what a model was trained on, with its sinks."""
+    """Return the length of a model's training samples, sinks included."""
     window = window_of(model.config)
     if window is None:
         raise WeirError("the model's configuration does not say how many tokens it reads at once")
@@ -205,15 +208,15 @@ def _window(model: PreTrainedModel) -> int:
 
 
 def _rows_at_once(model: PreTrainedModel) -> int:
-    """How many samples of the window's length make no more than `MOST_LOGITS`."""
+    """Return how many samples of the window's length give at most `MOST_LOGITS` logits."""
     return max(1, MOST_LOGITS // (_window(model) * model.config.vocab_size))
 
 
 @torch.no_grad()
 def book_loss(model: PreTrainedModel, lesson: Lesson, rows: int = 32) -> float:
-    """Mean negative log-likelihood of held-out text inside the window; nats a token.
+    """Return the mean negative log-likelihood of held-out text inside the window, nats per token.
 
-    The tokens that count are the same whatever stands in front: those after a token of text.
+    Only tokens that follow a token of text count; they are the same whatever stands in front.
     """
     length = _window(model)
     rng = np.random.default_rng(1)
@@ -226,8 +229,8 @@ def book_loss(model: PreTrainedModel, lesson: Lesson, rows: int = 32) -> float:
         weight = torch.zeros(ids.shape)
         weight[:, len(front) + 1 :] = 1.0 / (32 * (length - len(front) - 1))
         given = [part.to(model.device) for part in (torch.from_numpy(ids), weight)]
-        for some, its in zip(*(part.split(_rows_at_once(model)) for part in given), strict=True):
-            total += float(losses(model, some, its, its)[0])
+        for some, share in zip(*(part.split(_rows_at_once(model)) for part in given), strict=True):
+            total += float(losses(model, some, share, share)[0])
     return total / len(range(0, rows, 32))
 
 
@@ -235,7 +238,7 @@ def book_loss(model: PreTrainedModel, lesson: Lesson, rows: int = 32) -> float:
 def recall_accuracy(
     model: PreTrainedModel, words: Words, book: np.ndarray, questions: int = 64, seed: int = 2
 ) -> float:
-    """The share of recall exercises answered right, all digits, at distances over the window."""
+    """Return the share of recall exercises with all digits right, at distances over the window."""
     rng = np.random.default_rng(seed)
     length = _window(model)
     prompt_length = length - exercises.DIGITS
@@ -246,18 +249,18 @@ def recall_accuracy(
         answers.append(answer)
     guessed = []
     for some in torch.from_numpy(np.stack(rows)).split(min(32, _rows_at_once(model))):
-        # The right digits are fed; all are answered right exactly if greedy decoding gives them.
+        # The right digits are fed; all predictions are right exactly if greedy decoding gives them.
         logits = model(input_ids=some.to(model.device), use_cache=False).logits
         guessed.append(logits[:, prompt_length - 1 : -1].argmax(-1).cpu().numpy())
     return float((np.concatenate(guessed) == np.stack(answers)).all(axis=1).mean())
 
 
 OnStep = Callable[[int, int, dict[str, Any]], None]
-"""Told after every step: its number, how many there are, and what is known."""
+"""Callback after every step, with its number, the number of steps, and the figures so far."""
 
 
 def figures(model: PreTrainedModel, lesson: Lesson, questions: int = 512) -> dict[str, Any]:
-    """What a model card says: size, held-out perplexity and recall, both inside the window.
+    """Compute a model card's figures: size, and perplexity and recall inside the window.
 
     Recall is None without exercises.
     """
@@ -279,24 +282,24 @@ def train(
     compiled: bool = True,
     on_step: OnStep = lambda step, steps, facts: None,
 ) -> PreTrainedModel:
-    """Train, or take up again what `out` holds.
+    """Train a model, or continue the run in `out`.
 
-    Writes `out/loss.csv`, a line a step, and `out/checkpoint.pt`, which has all that the run needs
-    to go on bit for bit on the same machine with as many threads.
+    Writes `out/loss.csv`, a line per step, and `out/checkpoint.pt`, from which the run continues
+    bit for bit on the same machine with as many threads.
 
     Args:
-        recipe: what to do.
-        tokenizer: of the model.
-        lesson: what to train on.
-        out: a folder.
-        processes: those that train together; None for as many as there are.
-        look_every: steps between two checkpoints with a look at held-out text; None for a
-            twentieth of the run, and at most 200.
+        recipe: the recipe of the run.
+        tokenizer: the model's tokenizer.
+        lesson: the training data.
+        out: the folder of the run.
+        processes: processes that train together; None for those of the launcher.
+        look_every: steps between checkpoints, where held-out text is measured; None for a
+            twentieth of the run, at most 200.
         compiled: compile the model.
-        on_step: told after every step.
+        on_step: called after every step.
 
     Raises:
-        WeirError: `out` holds a run of another recipe, or the loss is no number any more.
+        WeirError: `out` holds a run of another recipe, or the loss is no longer finite.
     """
     processes = processes or Processes.here()
     if recipe.rows % processes.count:
@@ -314,12 +317,12 @@ def train(
     with Log(out / "loss.csv", first, writing=processes.is_first) as log:
         for step in range(first, recipe.steps):
             started = time.monotonic()
-            told = _step(recipe, lesson, step, model, steppers, losses_of, processes)
+            step_losses = _step(recipe, lesson, step, model, steppers, losses_of, processes)
             facts: dict[str, Any] = {
                 "step": step + 1,
                 "tokens": (step + 1) * recipe.rows * recipe.length,
                 "rate": rate_at(recipe, step),
-                **told,
+                **step_losses,
                 "tokens_per_s": round(
                     recipe.rows * recipe.length / (time.monotonic() - started), 1
                 ),
@@ -350,13 +353,13 @@ def _step(
     losses_of: Callable[..., tuple[Tensor, Tensor]],
     processes: Processes,
 ) -> dict[str, float]:
-    """One step of the optimizers; the losses it began from."""
+    """Take one optimizer step; return the losses before it."""
     given = batch(recipe, lesson, step)
     mine = [processes.share(part) for part in (given.ids, given.weight, given.text)]
     objective, text = (torch.zeros((), device=processes.device) for _ in range(2))
     at_once = _rows_at_once(model)
     for some in zip(*(part.split(at_once) for part in mine), strict=True):
-        # Losses are sums by weight, so those of a few rows at a time add up to that of all.
+        # Losses are weighted sums, so those of some rows at a time add up to the whole.
         part, of_text = losses_of(model, *some)
         part.backward()
         objective, text = objective + part.detach(), text + of_text
@@ -371,12 +374,12 @@ def _step(
             group["lr"] = rate_at(recipe, step)
         stepper.step()
         stepper.zero_grad(set_to_none=True)
-    told = processes.sum(torch.stack([text, objective, pull.detach()])).tolist()
-    return dict(zip(("loss", "objective", "sink_loss"), told, strict=True))
+    sums = processes.sum(torch.stack([text, objective, pull.detach()])).tolist()
+    return dict(zip(("loss", "objective", "sink_loss"), sums, strict=True))
 
 
 def _look(model: PreTrainedModel, lesson: Lesson, seconds: float) -> dict[str, Any]:
-    """How the model does on held-out text now."""
+    """Measure the model on held-out text."""
     words = lesson.words
     recall = words and recall_accuracy(model, words, lesson.held_out)
     return {

@@ -1,7 +1,7 @@
-"""One process, or several under `accelerate launch`: who computes which rows, and sums over all.
+"""Training in one process, or in several under `accelerate launch`: row shares and sums.
 
-Every process has the whole model and takes its share of a step's samples; gradients are summed
-before the optimizer steps, so the weights stay the same everywhere. Knows nothing of losses.
+Every process has the whole model and computes its share of a step's samples; gradients are summed
+before the optimizers step, so all processes keep equal weights. Knows nothing about losses.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Processes:
     """The processes of a run, seen from one of them.
 
     Attributes:
-        device: where this one computes.
-        rank: which one it is; the first writes files and speaks.
-        count: how many there are.
-        state: accelerate's; None for one process, which needs no accelerate.
+        device: this process's device.
+        rank: this process's index; process 0 writes files and messages.
+        count: number of processes.
+        state: accelerate's state; None for a single process, which needs no accelerate.
     """
 
     device: torch.device
@@ -35,10 +35,10 @@ class Processes:
 
     @classmethod
     def here(cls) -> Processes:
-        """As `accelerate launch` has set them up; without it, one on the GPU or the CPU.
+        """Return the processes of `accelerate launch`, or else one process on the GPU or CPU.
 
         Raises:
-            WeirError: there are several, and accelerate is not installed.
+            WeirError: there are several processes, and accelerate is not installed.
         """
         count = int(os.environ.get("WORLD_SIZE") or 1)
         gpu = torch.cuda.is_available()
@@ -54,20 +54,20 @@ class Processes:
 
     @staticmethod
     def speaks_here() -> bool:
-        """Whether this is the first of all processes, as their launcher says."""
+        """Return whether this is process 0, according to the launcher's environment."""
         return int(os.environ.get("RANK") or 0) == 0
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the one that writes files and speaks."""
+        """Whether this is process 0, which writes files and messages."""
         return self.rank == 0
 
     def share(self, rows: Tensor) -> Tensor:
-        """This process's rows of a batch [rows, ...]."""
+        """Return this process's rows of a batch [rows, ...]."""
         return rows[self.rank :: self.count].to(self.device)
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum of a tensor over all processes."""
+        """Return the sum of a tensor over all processes."""
         if self.count == 1:
             return values
         from accelerate.utils import reduce
@@ -76,7 +76,7 @@ class Processes:
         return summed
 
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Put the sum over all processes in place of each gradient."""
+        """Replace every gradient by its sum over all processes."""
         if self.count == 1:
             return
         gradients = [p.grad for p in parameters if p.grad is not None]
@@ -86,6 +86,6 @@ class Processes:
             gradient.copy_(part.view_as(gradient))
 
     def wait(self) -> None:
-        """Until all have come here."""
+        """Wait until all processes have called this."""
         if self.state is not None:
             self.state.wait_for_everyone()

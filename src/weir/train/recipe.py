@@ -1,6 +1,6 @@
-"""What a training run is decided by, besides its text; and the recipes that have a name.
+"""Recipes: all settings of a training run besides its text, and named presets.
 
-Knows nothing of text, tokenizers or the loop.
+Knows nothing about text, tokenizers or the training loop.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ SHAPES = ("llama", "qwen3", "alibi")
 
 @dataclass(frozen=True)
 class SinkKind:
-    """How the model is trained to deal with attention it has no use for.
+    """Kind of attention sink that a model is trained with.
 
-    StreamingLLM (Xiao et al. 2024), section 3.3: `none` is its Vanilla, samples of plain text;
-    `zero` is softmax-off-by-one, and samples of plain text; `learnable` has dedicated tokens in
-    front of every sample. `taught` is nano's: one such token, and a loss that asks for attention
-    on it, for where a model is too small to come to that by itself.
+    StreamingLLM (Xiao et al. 2024), section 3.3: `none` is the paper's Vanilla, samples of plain
+    text; `zero` is softmax-off-by-one, with samples of plain text; `learnable` has dedicated tokens
+    in front of every sample. `taught` is nano's: one such token, and a loss that asks for attention
+    on it, for models too small to learn that by themselves.
 
     Attributes:
-        kind: none, zero or learnable, as the model's configuration says it.
+        kind: none, zero or learnable, as in the model's configuration.
         count: tokens in front of every sample.
         taught: whether the sink loss is added.
     """
@@ -40,10 +40,10 @@ class SinkKind:
 
     @classmethod
     def of(cls, text: str) -> SinkKind:
-        """What `none`, `zero`, `learnable`, `learnable:2` or `taught` says.
+        """Parse `none`, `zero`, `learnable`, `learnable:2` or `taught`.
 
         Raises:
-            WeirError: it is none of these, or no such number of tokens can be had.
+            WeirError: the text is none of these, or the number of tokens is out of range.
         """
         word, colon, number = text.strip().partition(":")
         if word in ("none", "zero") and not colon:
@@ -64,7 +64,7 @@ class SinkKind:
         )
 
     def __str__(self) -> str:
-        """As `of` reads it; `learnable`, not `learnable:1`."""
+        """Return the text that `of` reads; `learnable`, not `learnable:1`."""
         if self.taught:
             return "taught"
         return self.kind if self.count < 2 else f"{self.kind}:{self.count}"
@@ -72,14 +72,14 @@ class SinkKind:
 
 @dataclass(frozen=True)
 class TrainingRecipe:
-    """Everything a run is decided by, besides its text and tokenizer.
+    """All settings of a run besides its text and tokenizer.
 
     Attributes:
         tokens: tokens of text in all, books and exercises together; sinks do not count.
-        rows: samples in a step.
-        length: tokens of text in a sample. The model's window is these and the sinks in front.
-        shape: `llama`, `qwen3` (as a Llama, with queries and keys brought to one length) or `alibi`
-            (an MPT: no rotation, a bias that grows with distance, no grouped heads, GELU).
+        rows: samples per step.
+        length: tokens of text in a sample; the model's window is these and the sinks in front.
+        shape: `llama`, `qwen3` (a Llama with normalized queries and keys) or `alibi` (an MPT: no
+            rotation, a bias that grows with distance, no grouped heads, GELU).
         width, layers, heads, kv_heads, inner: the sizes of the model. `inner` of `alibi` is four
             times the width.
         optimizer: `muon` for the matrices inside the layers and AdamW for the rest, or `adamw`.
@@ -94,10 +94,10 @@ class TrainingRecipe:
             its attention on the start token.
         sink_weight: weight of that loss.
         sink_share: the share of attention it asks for.
-        seed: of the weights and of every draw.
+        seed: seed of the weights and of every random draw.
 
     Raises:
-        WeirError: such a run cannot be had; the message says what to choose.
+        WeirError: the settings do not fit each other; the message says what to choose.
     """
 
     tokens: int = 31_936_000
@@ -161,7 +161,7 @@ class TrainingRecipe:
             )
 
     def _check_shape(self) -> None:
-        """Refuse a shape there is not, and what an ALiBi model cannot have."""
+        """Refuse unknown shapes, and settings that an ALiBi model cannot have."""
         if self.shape not in SHAPES:
             raise WeirError(f"a shape is {', '.join(SHAPES)}, not {quote(self.shape)}")
         if self.shape != "alibi":
@@ -189,29 +189,29 @@ class TrainingRecipe:
 
     @property
     def kind(self) -> SinkKind:
-        """The sink, read."""
+        """The parsed sink."""
         return SinkKind.of(self.sink)
 
     @property
     def window(self) -> int:
-        """Tokens in a sample, with its sinks: the window of the model."""
+        """Tokens in a sample, sinks included: the model's window."""
         return self.length + self.kind.count
 
     @property
     def least(self) -> int:
-        """Tokens that a text must have: a tenth of it, which is held out, fills two samples."""
+        """Fewest tokens of a text, whose held-out tenth then fills two samples."""
         return 20 * self.length
 
     def taught_at(self, step: int) -> bool:
-        """Whether the sink loss is added at a step."""
+        """Return whether the sink loss is added at a step."""
         return self.kind.taught and self.sink_weight > 0 and step >= self.sinks_after * self.steps
 
     def differs_from(self, begun: Mapping[str, Any]) -> str | None:
-        """The first field in which a run that was begun has another value than this recipe.
+        """Return the first field that differs from the recipe a run was begun with; None if equal.
 
         The number of tokens may differ: a run can be made longer or shorter under way.
         """
-        # A field that an older run does not know has the value that all runs had then.
+        # A field missing from an older run has its default, which all runs had then.
         held = {field.name: begun.get(field.name, field.default) for field in fields(self)}
         names = (name for name in held if name != "tokens")
         return next((name for name in names if held[name] != getattr(self, name)), None)
@@ -219,14 +219,14 @@ class TrainingRecipe:
 
 @dataclass(frozen=True)
 class Preset:
-    """A recipe and a vocabulary that go together."""
+    """A recipe with its vocabulary size."""
 
     recipe: TrainingRecipe
     vocabulary: int
 
 
 TEXT_ALONE = replace(TrainingRecipe(), optimizer="adamw", decay=0.1, exercise_rows=0, sink="none")
-"""As StreamingLLM trained its models (section 4.2): AdamW, and nothing but text."""
+"""The recipe of StreamingLLM's models (section 4.2): AdamW, and text only."""
 PRESETS = {
     "nano": Preset(TrainingRecipe(), 4096),
     "small": Preset(
@@ -275,6 +275,6 @@ PRESETS = {
         32_768,
     ),
 }
-"""`nano` is the packaged model's; the others are of text alone, so that sinks can be compared. Of
-these `small` has a million parameters and is for two cores; `medium` (30 million) and `large` (160
-million, as in StreamingLLM's section 3.3) want a GPU."""
+"""`nano` is the packaged model's recipe; the others train on text only, so that sinks can be
+compared. `small` has a million parameters and suits two cores; `medium` (30 million) and `large`
+(160 million, as in StreamingLLM's section 3.3) need a GPU."""

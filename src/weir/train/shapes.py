@@ -1,7 +1,7 @@
-"""The models that can be trained: Llama's shape, Qwen3's with its QK norm, and MPT's with ALiBi.
+"""Trainable models: Llama's shape, Qwen3's with QK norm, and MPT's with ALiBi.
 
-They differ in what a cache has to do with: rotated keys, rotated keys of one length, and keys that
-no position has touched. Knows nothing of text or of the loop.
+They differ in the keys that a cache stores: rotated keys, rotated keys of one length, and keys
+without positions. Knows nothing about text or the training loop.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from weir.train.recipe import TrainingRecipe
 
 
 def new_model(recipe: TrainingRecipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """A model of the recipe's shape with random weights, whose configuration names its sink.
+    """Make a model of the recipe's shape with random weights and its sink in the configuration.
 
-    The weights do not depend on the sink, but for the rows of the tokens that only it has.
+    The weights do not depend on the sink, except for the embeddings of its own tokens.
     """
     model_class, config = _described(recipe, tokenizer)
     front = front_of(tokenizer).tolist()
     set_sink(config, recipe.kind.kind, front if recipe.kind.kind == "learnable" else ())
     torch.manual_seed(recipe.seed)
     model: PreTrainedModel = model_class(config)
-    # Each matrix draws from a seed of its own: a longer vocabulary moves no draw after it.
+    # Each matrix has a seed of its own, so a longer vocabulary changes no other matrix.
     for index, weight in enumerate(p for p in model.parameters() if p.ndim == 2):
         draw = torch.Generator().manual_seed(1000 * recipe.seed + index)
         with torch.no_grad():
@@ -45,14 +45,14 @@ def new_model(recipe: TrainingRecipe, tokenizer: PreTrainedTokenizerBase) -> Pre
 
 
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:
-    """The layers of a model that `new_model` made."""
+    """Return the layers of a model made by `new_model`."""
     decoder: Any = model.base_model
     layers: nn.ModuleList = decoder.blocks if isinstance(model, MptForCausalLM) else decoder.layers
     return layers
 
 
 def _described(recipe: TrainingRecipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Any, Any]:
-    """The class of the recipe's shape, and its configuration."""
+    """Return the model class and configuration of the recipe's shape."""
     shared: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "tie_word_embeddings": True,

@@ -1,7 +1,7 @@
-"""What attention needs of a layer: rotated queries and keys, who sees whom, and whole prompts.
+"""Attention of a layer: rotated queries and keys, masks, and whole prompts.
 
-Between the layer, which knows which tokens have come, and `weir.slab.selection`, which knows only
-tensors and numbers.
+The layer knows which tokens have come; `weir.slab.selection` knows only tensors. This module is
+between the two.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ from weir.slab import (
 )
 
 QUERY_BLOCK = 256
-"""Queries handled at once, so that no mask is as large as the prompt squared."""
+"""Queries computed at once, so that no mask is as large as the prompt squared."""
 
 
 def rotate_to_positions(
     spec: LayerSpec, slab: Slab, queries: Tensor, keys: Tensor, segment: Segment
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys at their places in the stream, as attention is to see them.
+    """Rotate queries and keys to their places in the stream, as attention reads them.
 
     Args:
         spec: the layer.
-        slab: its slots, before the segment is in them.
+        slab: the layer's slots, before the segment is stored.
         queries: [batch, kv_heads, group, width, key_dim].
         keys: [batch, kv_heads, width, key_dim].
         segment: their tokens.
     """
     if spec.positions.rotary is not None and not spec.positions.placed:
-        queries, keys = _rotated(spec.positions.rotary, queries, keys, segment.positions)
+        queries, keys = _rotate(spec.positions.rotary, queries, keys, segment.positions)
     if spec.pipe.log_n:
-        queries = _sharpened(slab, queries, segment)
+        queries = _scale_by_log_n(slab, queries, segment)
     return queries, keys
 
 
-def _rotated(
+def _rotate(
     rotary: Rotary, queries: Tensor, keys: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys of a segment at its positions, in one go."""
+    """Rotate queries and keys of a segment in one call."""
     kv_heads, group = queries.shape[1:3]
     both = rotary.rotate(torch.cat([queries.flatten(1, 2), keys], dim=1), positions)
     queries, keys = both.split([kv_heads * group, kv_heads], dim=1)
     return queries.unflatten(1, (kv_heads, group)), keys
 
 
-def _sharpened(slab: Slab, queries: Tensor, segment: Segment) -> Tensor:
-    """Queries times log_512(n), n being the tokens that each sees (BUZZ, section 3.5)."""
+def _scale_by_log_n(slab: Slab, queries: Tensor, segment: Segment) -> Tensor:
+    """Multiply each query by log_512(n), n being the tokens it sees (BUZZ, section 3.5)."""
     position, start = slab.position, segment.start[:, None, None]
     before = ((position >= 0) & (position < start)).sum(dim=2, keepdim=True)
     n = before + torch.arange(1, segment.width + 1, device=position.device)
@@ -80,16 +80,16 @@ def mask_of_piece(
     """Compute the bias on the logits of a segment's queries over the first `stop` slots.
 
     Args:
-        positions: what the layer knows about them.
+        positions: the positions of the layer.
         slab: the slots, the tokens of the segment among them.
         segment: the queries' tokens.
         stop: slots of the longest row.
-        dtype: of a mask without biases.
-        in_step: all rows lie alike, and the segment's tokens are the last of the `stop` slots.
+        dtype: the dtype of a mask without ALiBi.
+        in_step: all rows have one layout; the segment's tokens are the last of the `stop` slots.
 
     Returns:
-        -inf where a query must not look, broadcasts with [batch, kv_heads, group, width, slots];
-        None where every query sees everything.
+        -inf for slots that a query must not see; broadcasts with
+        [batch, kv_heads, group, width, slots]. None if every query sees every slot.
     """
     width, window = segment.width, positions.window
     bias: Tensor | None = None
@@ -102,31 +102,31 @@ def mask_of_piece(
         bias = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
     elif width > 1 or (window is not None and stop > window):
         bias = _cached_band(width, stop, window, dtype, slab.position.device)
-    return _tilted(bias, positions, slab, segment, stop)
+    return _add_alibi(bias, positions, slab, segment, stop)
 
 
 def mask_of_step(
     positions: LayerPositions, slab: Slab, segment: Segment, ends: StepEnds, dtype: torch.dtype
 ) -> Tensor | None:
-    """Compute the bias on the logits of one query a row, where rows end in different slots.
+    """Compute the bias on the logits of one query a row, if rows end in different slots.
 
     Args:
-        positions: what the layer knows about them.
+        positions: the positions of the layer.
         slab: the slots, the token of each row among them.
         segment: one token of each row.
-        ends: the slots of those tokens; what lies behind its own a row does not see.
-        dtype: of a mask without biases.
+        ends: the slots of those tokens; a row does not see the slots behind its own.
+        dtype: the dtype of a mask without ALiBi.
 
     Returns:
         As `mask_of_piece`, over the slots up to the last of `ends`.
     """
-    return _tilted(ends.mask(positions.window, dtype), positions, slab, segment, ends.stop)
+    return _add_alibi(ends.mask(positions.window, dtype), positions, slab, segment, ends.stop)
 
 
 def band(
     width: int, stop: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """The mask of the last `width` of `stop` tokens in a row [1, 1, 1, width, stop]."""
+    """Make the causal mask of the last `width` of `stop` tokens [1, 1, 1, width, stop]."""
     with torch.inference_mode(False):
         query = torch.arange(stop - width, stop, device=device)[:, None]
         ahead = query - torch.arange(stop, device=device)
@@ -138,21 +138,21 @@ def band(
 _cached_band = lru_cache(maxsize=8)(band)
 
 
-def _tilted(
+def _add_alibi(
     bias: Tensor | None, positions: LayerPositions, slab: Slab, segment: Segment, stop: int
 ) -> Tensor | None:
-    """A mask, and on it the layer's linear biases, where it has them."""
+    """Add the layer's linear biases to a mask, if it has any."""
     if positions.alibi is None or slab.frame is None:
         return bias
     frame, position = slab.frame[:, :, :stop], slab.position[:, :, :stop]
-    tilt = _tilt(positions, positions.alibi, frame, position, segment)
-    return tilt if bias is None else bias + tilt
+    alibi = _alibi_bias(positions, positions.alibi, frame, position, segment)
+    return alibi if bias is None else bias + alibi
 
 
-def _tilt(
+def _alibi_bias(
     positions: LayerPositions, alibi: Alibi, frame: Tensor, position: Tensor, segment: Segment
 ) -> Tensor:
-    """ALiBi of slots at the places that the frame gives them [batch, kv_heads, slots]."""
+    """Compute ALiBi for slots at their places in the frame [batch, kv_heads, slots]."""
     first: Tensor | int = 0
     if positions.rolling and alibi.rounding is not None:
         far = torch.iinfo(frame.dtype).max
@@ -172,13 +172,13 @@ def attend_prompt(
     """Answer every query of a prompt from all tokens before it.
 
     Args:
-        spec: the layer; a pool of its pipe may want the attention that tokens receive.
-        queries: at their places [batch, kv_heads, group, width, key_dim].
-        keys: at their places [batch, kv_heads, width, key_dim].
+        spec: the layer; a pool of its pipe may read the attention that tokens receive.
+        queries: rotated [batch, kv_heads, group, width, key_dim].
+        keys: rotated [batch, kv_heads, width, key_dim].
         values: [batch, kv_heads, width, value_dim].
-        form: how the layer attends.
+        params: how the layer attends.
         segment: the prompt's tokens; rows may have fewer than `width`.
-        answers: whether anybody asks; if not, the answers are zeros and only the tokens count.
+        answers: whether to compute the answers; if not, they are zeros.
 
     Returns:
         Answers [batch, kv_heads, group, width, value_dim], and the tokens.

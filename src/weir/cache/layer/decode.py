@@ -1,7 +1,7 @@
-"""One token of every row, in buffers of constant shape: what a compiled step reads and writes.
+"""Compiled decode step of one layer: one token a row, in buffers of constant shape.
 
-What happens between folds has constant shapes, so one program serves a stream for ever: a token of
-each row goes into the slot that waits for it, and attention reads the whole slab, behind a mask
+Between folds all shapes are constant, so one compiled program serves an endless stream: a token of
+each row goes into the slot that waits for it, and attention reads the whole slab through a mask
 that ends at that slot. Rows may end in different slots. Knows nothing about models.
 """
 
@@ -35,13 +35,14 @@ class DecodeSlots:
     """The slots of a layer, as a decode step of constant shape uses them.
 
     Attributes:
-        keys, values: of all exact slots [batch, kv_heads, slots, dim].
-        coded: quantized slots, which come first; None for none.
-        a, b: log-weights [batch, kv_heads, slots]; a is None where it is b everywhere.
-        split: both as `split_attention` reads them; None where a is b.
-        queries: where queries wait for the fold; None if none do.
-        unasked: so many tokens of a tail share the first place there (`LayerSpec.query_place`);
-            below 0 where queries of older tokens lie in front.
+        keys, values: all exact slots [batch, kv_heads, slots, dim].
+        quantized: quantized slots, which come first; None for none.
+        a, b: log-weights [batch, kv_heads, slots]; a is None if it equals b
+            everywhere.
+        split: both as `split_attention` reads them; None if a equals b.
+        queries: the buffer of queries that wait for the fold; None if none do.
+        unasked: number of tokens of a tail that share the first place of that buffer
+            (`LayerSpec.query_place`); below 0 if queries of older tokens are in front.
         window: how many tokens a query sees; None for all.
     """
 
@@ -57,10 +58,10 @@ class DecodeSlots:
 
     @classmethod
     def of(cls, slab: Slab, spec: LayerSpec) -> DecodeSlots | None:
-        """Of a layer; None where its steps have to go the usual way.
+        """Make the decode slots of a layer; None if its steps cannot be compiled.
 
-        Those are steps without constant shapes, and what hardly any model and policy has: queries
-        sharpened by the number of tokens, linear biases, rotations that the model leaves to weir.
+        They cannot if shapes are not constant, and in rare cases: queries scaled by the number of
+        tokens, linear biases, or rotations that the model leaves to weir.
         """
         pipe, positions = spec.pipe, spec.positions
         if pipe.slots is None or pipe.log_n or positions.alibi is not None:
@@ -74,7 +75,7 @@ class DecodeSlots:
 
     @property
     def sizes(self) -> Hashable:
-        """What a graph is made for: shapes, types, and what is there at all."""
+        """Key of a compiled graph: shapes, types, and which tensors are present."""
         there = self.quantized is None, self.a is None, self.queries is None
         return self.keys.shape, self.values.shape, self.keys.dtype, self.keys.device, there
 
@@ -88,15 +89,15 @@ class DecodeSlots:
         waiting: Tensor,
         largest: Tensor,
     ) -> Tensor:
-        """Take in one token of each row and answer its queries.
+        """Store one token of each row and answer its queries.
 
         Args:
             queries: [batch, heads, 1, key_dim].
             keys, values: [batch, kv_heads, 1, dim].
-            form: how the layer attends.
+            params: how the layer attends.
             ends: the slot of each row's token [batch], int64.
             waiting: tokens in each row's tail before it [batch], int64.
-            largest: takes the largest absolute key or value of each row [batch], float32.
+            largest: output; the largest absolute key or value of each row [batch], float32.
 
         Returns:
             [batch, heads, 1, value_dim].
@@ -106,7 +107,7 @@ class DecodeSlots:
         )  # not asked in `answer`, which may be an operator
         if self.quantized is not None:
             return self.answer(queries, keys, values, params, ends, waiting, largest, looped)
-        out: Tensor = _ATTENDED(
+        out: Tensor = _ATTEND_EXACT(
             *(queries, keys, values, self.keys, self.values, self.queries, largest),
             *(self.a, self.b, *(self.split or (None, None, None)), params.sinks, ends, waiting),
             *(params.scale, params.softcap, self.unasked, self.window, looped),
@@ -124,7 +125,7 @@ class DecodeSlots:
         largest: Tensor,
         looped: bool,
     ) -> Tensor:
-        """`attend`, as the compiler reads it line by line; `looped` is whether as loops."""
+        """`attend` as the compiler traces it; `looped`: whether to use compiled loops."""
         largest.copy_(torch.maximum(keys.abs().amax((1, 2, 3)), values.abs().amax((1, 2, 3))))
         batch, kv_heads, _, dim = keys.shape
         queries = queries.view(batch, kv_heads, -1, 1, dim)
@@ -152,7 +153,7 @@ class DecodeSlots:
         return attend(queries, slots, params, None).answers.flatten(1, 2)
 
 
-def _attended(
+def _attend_exact(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -174,20 +175,20 @@ def _attended(
     window: int | None,
     looped: bool,
 ) -> Tensor:
-    """`DecodeSlots.answer` of slots that are exact, told tensor by tensor."""
+    """`DecodeSlots.answer` for exact slots, with every tensor as an argument."""
     split = None if mask is None or above is None or below is None else (mask, above, below)
     held = DecodeSlots(held_keys, held_values, None, a, b, split, held_queries, unasked, window)
     params = AttentionParams(scale=scale, softcap=softcap, sinks=sinks)
     return held.answer(queries, keys, values, params, ends, waiting, largest, looped)
 
 
-_ATTENDED = register_operator(
+_ATTEND_EXACT = register_operator(
     "attended",
     "(Tensor queries, Tensor keys, Tensor values, Tensor(a!) held_keys, Tensor(b!) held_values, "
     "Tensor(c!)? held_queries, Tensor(d!) largest, Tensor? a, Tensor b, Tensor? mask, "
     "Tensor? above, Tensor? below, Tensor? sinks, Tensor ends, Tensor waiting, float scale, "
     "float? softcap, int unasked, int? window, bool looped) -> Tensor",
-    _attended,
+    _attend_exact,
     lambda queries, keys, values, *_: values.new_empty(*queries.shape[:3], values.shape[3]),
     *(fused_attention, attend_in_loops, put_lines),
 )

@@ -1,7 +1,7 @@
-"""A fold of one layer: the pipe decides who stays, and the slab is packed.
+"""A fold of one layer: the pipe selects the slots to keep, and the slab is compacted.
 
-Between the layer, which says when, and the pools, which say who. Rows that are not due are not
-touched. Knows nothing about models.
+The layer says when to fold; the pools say what to keep. Rows that are not due are not touched.
+Knows nothing about models.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ from weir.slab import (
 
 @dataclass(frozen=True)
 class Pending:
-    """A segment that was answered and is not committed yet.
+    """A segment that has been answered but not committed.
 
     Attributes:
         segment, params: the segment, and how the layer attends.
-        arrivals: a whole prompt [batch, ...] that is folded in place of the tail.
-        mass: the attention each slot received from the segment [batch, kv_heads, slots], where the
-            segment is the whole tail and that is known; otherwise it is computed if a pool asks.
-        observed: what the queries of such a segment read, where pools ask for it.
+        arrivals: a whole prompt [batch, ...] to fold in place of the tail.
+        mass: the attention each slot received from the segment [batch, kv_heads, slots], if the
+            segment is the whole tail and the mass is known; otherwise the fold computes it if a
+            pool asks.
+        observed: the attention of such a segment's queries, if pools ask for it.
     """
 
     segment: Segment
@@ -58,7 +59,7 @@ class Pending:
 
 @dataclass(frozen=True)
 class Folding:
-    """How a layer folds.
+    """The fold of a layer.
 
     Attributes:
         spec: the layer.
@@ -66,14 +67,14 @@ class Folding:
 
     spec: LayerSpec
 
-    # A fold makes hundreds of small tensors, and each costs less where none may have a gradient.
+    # A fold makes hundreds of small tensors, and each costs less without gradients.
     @torch.inference_mode()
     def fold(self, state: LayerState, pending: Pending) -> None:
-        """Fold the rows that are due, rows of the same layout together.
+        """Fold the rows that are due; rows of the same layout fold together.
 
         Args:
             state: the layer's slots and lengths; rewritten for the rows that fold.
-            pending: what was appended last; says which rows are due.
+            pending: the last segment, which says which rows are due.
         """
         slab, lengths, segment, params = state.slab, state.lengths, pending.segment, pending.params
         arrivals = pending.arrivals
@@ -81,16 +82,16 @@ class Folding:
         groups: dict[tuple[tuple[int, ...], int, tuple[Any, ...]], list[int]] = {}
         for row in segment.due:
             arrived = segment.waiting[row] + segment.counts[row]
-            told = self._told(segment, row, arrived)
-            groups.setdefault((tuple(lengths[row]), arrived, told), []).append(row)
+            key = self._marks_key(segment, row, arrived)
+            groups.setdefault((tuple(lengths[row]), arrived, key), []).append(row)
         for (lengths_of, arrived, _), rows in groups.items():
             lies = lay_out(self.spec.pipe, lengths_of)
             end, every = lies.used, len(rows) == slab.keys.shape[0]
             index = None if every else torch.tensor(rows, device=slab.keys.device)
             part = self._rows(slab, rows, index)
             if arrivals is not None:
-                whose = arrivals if index is None else arrivals.of_rows(index)
-                new = whose.part(0, arrived)
+                source = arrivals if index is None else arrivals.of_rows(index)
+                new = source.part(0, arrived)
             else:
                 new = part.run(end, end + arrived)
             if arrivals is None and part.mass is not None:
@@ -100,7 +101,7 @@ class Folding:
                     received = mass_from_tail(part, self.spec, params, tail, end + arrived)
                 part.mass[:, :, : received.shape[2]] += received
             queries = last_queries(part, self.spec.pipe.needs_queries)
-            # Pools may hold on to them, and the next tokens' will be written here.
+            # Pools may keep these, and the next tokens' queries will overwrite the buffer.
             queries = None if queries is None else queries.clone()
             ahead, clock = segment.after, segment.clock
             if index is not None:
@@ -112,7 +113,7 @@ class Folding:
                     self.spec.draws,
                     seed=seeds[0] if len(set(seeds)) == 1 else seeds,
                 ),
-                seen=ahead - segment.origin,  # a copy, whatever a pool may do with it
+                seen=ahead - segment.origin,  # a copy, so a pool may write to it
                 queries=queries,
                 read=self._reading(part, lies, new, queries, ahead, params, observed),
                 prompt=arrivals is not None,
@@ -131,10 +132,10 @@ class Folding:
                 lengths[row] = kept
         state.refresh()
 
-    def _told(self, segment: Segment, row: int, arrived: int) -> tuple[Any, ...]:
-        """What of a row's marks decides how many tokens its pools keep.
+    def _marks_key(self, segment: Segment, row: int, arrived: int) -> tuple[Any, ...]:
+        """Return the part of a row's marks that decides how many tokens its pools keep.
 
-        Rows that were told the same of places that they have all left behind fold together.
+        Rows for which it is equal fold together.
         """
         pipe = self.spec.pipe
         if not pipe.needs_marks:
@@ -146,15 +147,15 @@ class Folding:
         return marks.beginning, marks.header, min(since, far), min(before, far)
 
     def _marks(self, segment: Segment, rows: list[int]) -> dict[str, Any]:
-        """What pools are told of rows that fold together, as `Fold` has it."""
+        """Return the marks of rows that fold together, as arguments of `Fold`."""
         if not self.spec.pipe.needs_marks:
             return {}
-        each = [segment.marks[row] for row in rows]
-        turn = torch.tensor([marks.turn for marks in each], device=segment.device)
-        return {"beginning": each[0].beginning, "turn": turn, "header": each[0].header}
+        of_rows = [segment.marks[row] for row in rows]
+        turn = torch.tensor([marks.turn for marks in of_rows], device=segment.device)
+        return {"beginning": of_rows[0].beginning, "turn": turn, "header": of_rows[0].header}
 
     def _rows(self, slab: Slab, rows: list[int], index: Tensor | None) -> Slab:
-        """The rows of a slab: a view where they lie side by side, otherwise copies."""
+        """Return rows of a slab: a view if they are adjacent, otherwise copies."""
         if index is None:
             return slab
         if self.spec.pipe.slots is not None and rows[-1] - rows[0] == len(rows) - 1:
@@ -171,13 +172,13 @@ class Folding:
         params: AttentionParams,
         observed: AttentionResult | None,
     ) -> ObservedAttention:
-        """What the last queries read, of a slab whose rows all lie alike, before it is packed.
+        """The attention of the last queries over a slab of one layout, before it is compacted.
 
-        Looks at nothing: all waits until a pool asks.
+        Lazy: nothing is computed until a pool asks.
         """
         spec = self.spec
         return ObservedAttention(
-            partial(_every, slab, lies, new),
+            partial(_join_all, slab, lies, new),
             lambda: self.frame(slab, lies, ahead - len(new)),
             queries,
             ahead,
@@ -197,7 +198,7 @@ class Folding:
         ahead: Tensor,
         clock: Tensor,
     ) -> list[int]:
-        """Fold a slab whose rows all lie alike; returns the new lengths.
+        """Fold a slab whose rows have one layout; returns the new lengths.
 
         `ahead` [batch] is each row's next place in the stream, `clock` [batch] that on three axes.
         """
@@ -213,8 +214,8 @@ class Folding:
         moves, shared = [], slab.storages()
         for pool, start in after.starts.items():
             slots = kept[pool]
-            # What a pool returns as it was given, or as a view of the run, need not be copied
-            # where it already lies in its new place.
+            # Slots that a pool returns unchanged, or as a view of the run, need no copy if they
+            # are already in their new place.
             untouched = slots is held[pool] or (slots.slab is slab and pool in pipe.run)
             was = slots.place if slots.slab is slab else before.starts[pool]
             if not (untouched and was == start) and len(slots):
@@ -232,7 +233,7 @@ class Folding:
         return [len(slots) for slots in kept]
 
     def states(self, slab: Slab) -> list[dict[str, Tensor]]:
-        """What each pool remembers, by its own names."""
+        """Return the state of each pool, by the pool's own names."""
         states: list[dict[str, Tensor]] = [{} for _ in self.spec.pipe.pools]
         for name, t in slab.state.items():
             index, _, own = name.partition(".")
@@ -240,7 +241,7 @@ class Folding:
         return states
 
     def _remember_states(self, slab: Slab, states: list[dict[str, Tensor]]) -> None:
-        """Write what each pool is to remember into the slab."""
+        """Write the state of each pool into the slab."""
         for name, t in slab.state.items():
             index, _, own = name.partition(".")
             after = states[int(index)][own]
@@ -258,13 +259,13 @@ class Folding:
                 )
 
     def roll(self, slab: Slab, lies: Layout, ahead: Tensor, clock: Tensor | None = None) -> None:
-        """Move the front up to the run, in the frame.
+        """Move the front up to the run, in the rolling frame.
 
         Args:
-            slab: rows that all lie alike.
-            lies: where their slots are.
+            slab: rows of one layout.
+            lies: their layout.
             ahead: each row's next place in the stream [batch], int64.
-            clock: that on three axes [batch], int64; read only where slots have spans.
+            clock: each row's next place on three axes [batch], int64; read if slots have spans.
         """
         exact, quantized = slice(lies.first, lies.front), slice(0, lies.quantized_front)
         position = _in_front(slab.position, lies)
@@ -277,8 +278,8 @@ class Folding:
                 masters = slab.masters[:, :, :count]
                 rotary.move(masters, shift[:, :, :count], slab.keys[:, :, :count])
             if slab.quantized is not None and lies.quantized_front:
-                said = slab.quantized.masters(0, lies.quantized_front)
-                slab.quantized.write_keys(0, rotary.move(said, shift[:, :, count:]))
+                masters = slab.quantized.masters(0, lies.quantized_front)
+                slab.quantized.write_keys(0, rotary.move(masters, shift[:, :, count:]))
         if slab.frame is not None:
             slab.frame[:, :, exact], slab.frame[:, :, quantized] = frame.split(
                 [count, lies.quantized_front], dim=2
@@ -287,9 +288,9 @@ class Folding:
                 slab.frame[:, :, run] = slab.position[:, :, run]
 
     def frame(self, slab: Slab, lies: Layout, ahead: Tensor, clock: Tensor | None = None) -> Tensor:
-        """Where attention is to read the front, its exact slots and then its quantized ones.
+        """Compute the front's positions in the frame, exact slots first, then quantized ones.
 
-        Arguments as of `roll`; the result is [batch, kv_heads, front].
+        Arguments as in `roll`; the result is [batch, kv_heads, front].
         """
         position = _in_front(slab.position, lies)
         if slab.span is not None and position.shape[2]:
@@ -305,8 +306,8 @@ class Folding:
         return position
 
 
-def _every(slab: Slab, lies: Layout, new: Slots) -> Slots:
-    """All slots of a slab whose rows all lie alike: the front, the run and what arrived."""
+def _join_all(slab: Slab, lies: Layout, new: Slots) -> Slots:
+    """Join all slots of a slab of one layout: the front, the run and the new tokens."""
     whole = slab.run(lies.first, lies.used)
     if lies.quantized:
         front, run = slab.run(lies.first, lies.front), slab.run(lies.front, lies.used)
@@ -315,9 +316,9 @@ def _every(slab: Slab, lies: Layout, new: Slots) -> Slots:
 
 
 def _in_front(t: Tensor, lies: Layout) -> Tensor:
-    """The slots of the front of `t` [batch, kv_heads, slots, ...]: exact ones, quantized ones."""
+    """Return the front's slots of `t` [batch, kv_heads, slots, ...]: exact, then quantized."""
     exact = t[:, :, lies.first : lies.front]
-    # The sinks, which are exact, are the oldest: so the front mostly lies in order.
+    # The exact slots include the sinks, the oldest tokens, so the front is mostly in order.
     return (
         torch.cat([exact, t[:, :, : lies.quantized_front]], dim=2)
         if lies.quantized_front

@@ -1,13 +1,14 @@
-"""One layer's stream: append, attend, and what is to be committed when a forward has succeeded.
+"""One layer's stream: append, attend, and commit when a forward has succeeded.
 
 Between folds a token is written into the tail and attention reads the slab; when the tail is full
-the layer folds (`fold`). Of a model it knows the `AttentionParams` of a call and its `LayerSpec`.
+the layer folds (`fold`). All it knows of a model is its `LayerSpec` and the `AttentionParams` of
+a call.
 
-A forward that fails in a later layer, or makes keys that are not finite, must leave no trace. What
-it writes into the tail are slots that wait for a token anyway; all else (attention received, the
-fold) waits in `Layer._pending` until the forward has succeeded. Of a forward that is longer than
-the tail has room, all but the last segment must be committed on the way; then a copy of the slots
-is kept until its end.
+A forward that fails in a later layer, or makes keys that are not finite, must leave no trace. It
+writes only into tail slots that wait for a token anyway; everything else (attention received, the
+fold) waits in `Layer._pending` until the forward has succeeded. A forward that is longer than the
+free part of the tail must commit all but its last segment on the way; the layer then keeps a copy
+of its slots until the forward ends.
 """
 
 from __future__ import annotations
@@ -38,24 +39,24 @@ from weir.slab import AttentionParams, Heads, Observe, Slab, select_attention
 
 @dataclass(frozen=True)
 class Backup:
-    """A layer as it was before the forward under way; a slab of None for one without tokens."""
+    """Copy of a layer from before the current forward; `slab` is None if it held no tokens."""
 
     slab: Slab | None
     lengths: list[list[int]]
 
 
 class Layer:
-    """The stream of one layer: its state, how it attends and folds, and the forward under way.
+    """The stream of one layer: its state, how it attends and folds, and the current forward.
 
     Attributes:
         spec: the layer's fixed facts.
         state: the slots, and how each row of the batch uses them.
-        folding: how it folds.
-        params: how it attended last; None before the first token. A compiled step, whose graph has
-            it already, folds with it.
-        unchecked: numbers of the last forward that must be finite (or true), [batch, ...] each, and
-            that nobody has looked at yet: to look waits for an accelerator, and costs a step on a
-            CPU more than one look at all layers together at its end.
+        folding: the fold of this layer.
+        params: the parameters of the last attention call; None before the first token. A compiled
+            step has them in its graph, and its fold reads them here.
+        unchecked: tensors of the last forward, [batch, ...] each, whose numbers must be finite (or
+            true) and have not been checked yet. A check waits for the accelerator, and on a CPU one
+            check of all layers at the end of a step is cheaper than one a layer.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -65,7 +66,7 @@ class Layer:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything, and give the slots back."""
+        """Forget everything and free the slots."""
         self.state.reset()
         self.params: AttentionParams | None = None
         self.unchecked: list[Tensor] = []
@@ -85,14 +86,14 @@ class Layer:
         prefill: bool = False,
         answers: bool = True,
     ) -> Tensor:
-        """Take in tokens of rows that are in step and keep them: `attend` and `commit` in one.
+        """Call `attend` and `commit` for tokens of rows that are in step.
 
         Args:
-            queries, keys, values, form: as for `attend`.
-            seen, waiting: tokens that each row has seen, and that its tail holds.
-            prefill: attend exactly to all of them and fold them once.
-            answers: with `prefill`, whether they are answered; if not, they are only taken in, and
-                what is returned is zeros.
+            queries, keys, values, params: as for `attend`.
+            seen, waiting: tokens that each row has seen, and tokens in its tail.
+            prefill: attend exactly to all tokens and fold them once.
+            answers: with `prefill`, whether to compute answers; if not, the tokens are only stored
+                and the result is zeros.
         """
         batch, length = keys.shape[0], keys.shape[2]
         plan = plan_forward(
@@ -118,23 +119,23 @@ class Layer:
         plan: ForwardPlan,
         answers: bool = True,
     ) -> Tensor:
-        """Take in new tokens and answer their queries; `commit` or `undo` comes next.
+        """Append new tokens and answer their queries; call `commit` or `undo` next.
 
         Args:
             queries: [batch, heads, length, key_dim], unrotated unless `spec.positions.placed`.
-            keys: [batch, kv_heads, length, key_dim], the same.
+            keys: [batch, kv_heads, length, key_dim], rotated as the queries are.
             values: [batch, kv_heads, length, value_dim].
-            form: how the layer attends.
-            plan: how the forward is cut.
-            answers: whether the queries of a whole prompt are answered; others always are.
+            params: how the layer attends.
+            plan: how the forward is cut into segments.
+            answers: whether to answer the queries of a whole prompt; others always are.
 
         Returns:
-            [batch, heads, length, value_dim]; what stands in columns without a token means nothing.
+            [batch, heads, length, value_dim]; columns without a token are undefined.
 
         Raises:
-            RowsNotFinite: keys or values of tokens are infinite or not a number; in a step of one
-                token each this is found at its end (`unfinite`).
-            WeirError: keys are of another dtype, device or shape than those before.
+            RowsNotFinite: keys or values of tokens are infinite or NaN; in a step of one token a
+                row the check is at its end (`unfinite`).
+            WeirError: keys differ in dtype, device or shape from those before.
         """
         self.params = params
         batch, heads, length, _ = queries.shape
@@ -185,7 +186,7 @@ class Layer:
         if not keys.numel():
             return
         if keys.device.type == "cpu":
-            # The least and the greatest tell: NaN makes NaN of both.
+            # The minimum and the maximum are enough: NaN makes both NaN.
             if all(map(math.isfinite, [*keys.aminmax(), *values.aminmax()])):
                 return
             columns = first_unfinite(finite_columns(keys, values), plan)
@@ -195,9 +196,9 @@ class Layer:
             self.unchecked = [finite_columns(keys, values)]
 
     def unfinite(self, plan: ForwardPlan) -> dict[int, int]:
-        """By row, the first column of the last forward that is not finite; {} where all is well.
+        """Find the first column of each row that is not finite in the last forward; {} if all are.
 
-        Of a step of one token each, rows without a token are named too.
+        In a step of one token a row, rows without a token are listed too.
         """
         if not self.unchecked:
             return {}
@@ -209,7 +210,7 @@ class Layer:
         return dict.fromkeys((~finite.all(dim=0)).nonzero()[:, 0].tolist(), 0)
 
     def _check_like(self, keys: Tensor, values: Tensor) -> None:
-        """Refuse keys and values that do not fit the slots there are."""
+        """Refuse keys and values that do not fit the existing slots."""
         slab = self.state.slab
         assert slab is not None
         if keys.dtype != slab.keys.dtype or keys.device != slab.keys.device:
@@ -229,18 +230,18 @@ class Layer:
     # --- a compiled step
 
     def decode_slots(self) -> DecodeSlots | None:
-        """What a compiled step reads and writes; None where steps go the usual way."""
+        """Return the slots that a compiled step reads and writes; None if it cannot be compiled."""
         if self.state.slab is None or self.params is None:
             return None
         return DecodeSlots.of(self.state.slab, self.spec)
 
     def commit_step(self, segment: Segment, largest: Tensor | None) -> None:
-        """A compiled step has written the tokens of a segment and answered them; as after `attend`.
+        """Note that a compiled step has stored and answered a segment, as `attend` would have.
 
         Args:
             segment: one token of each row.
             largest: the largest absolute number among each row's keys and values [batch]; None
-                where all are known to be finite.
+                if all are known to be finite.
         """
         assert self.params is not None
         self.unchecked = [] if largest is None else [largest]
@@ -250,12 +251,12 @@ class Layer:
     # --- the end of a forward
 
     def commit(self) -> None:
-        """The forward has succeeded: fold what is full."""
+        """Finish a successful forward: fold the rows whose tail is full."""
         self._commit()
         self._backup = None
 
     def take_fold_seconds(self) -> float:
-        """How long folds took since this was asked last."""
+        """Return the seconds spent folding since the last call."""
         seconds, self._fold_seconds = self._fold_seconds, 0.0
         return seconds
 
@@ -268,14 +269,14 @@ class Layer:
         self._fold_seconds += time.perf_counter() - start
 
     def _commit_early(self) -> None:
-        """Commit a segment while the forward is still under way."""
+        """Commit a segment before the forward has ended."""
         if self._backup is None and self.state.slab is not None:
             lengths = [list(row) for row in self.state.lengths]
             self._backup = Backup(self.state.slab.copy(), lengths)
         self._commit()
 
     def undo(self) -> None:
-        """The forward has failed: be as it was before."""
+        """Restore the state from before a forward that failed."""
         self._pending = None
         backup, self._backup = self._backup, None
         if backup is not None:
@@ -283,13 +284,12 @@ class Layer:
             if self.state.slab is not None:
                 self.state.refresh()
         if self.state.slab is not None:
-            # What is no number would make others so, in a step that reads the whole slab, though
-            # its weight were zero.
+            # A step that reads the whole slab would spread a NaN even from a slot of weight zero.
             for row, used in enumerate(self.state.used):
                 self.state.slab.scrub(row, used, used + self.spec.chunk)
 
     def undo_rows(self, rows: list[int]) -> None:
-        """Take the tokens of some rows out of a step that has not been committed."""
+        """Remove the tokens of some rows from a step that has not been committed."""
         if self._pending is None or self.state.slab is None:
             return
         segment = self._pending.segment
@@ -308,10 +308,10 @@ class Layer:
         params: AttentionParams,
         segment: Segment,
     ) -> Tensor:
-        """One token of each row: into the slot that waits for it, and attend.
+        """Store one token of each row in the slot that waits for it, and attend.
 
-        A row without a token writes there too and stays where it is: that costs nothing, and what
-        it wrote is overwritten by its next token.
+        A row without a token writes to its slot too but does not advance: its next token overwrites
+        what was written.
         """
         slab, spec = self.state.slab, self.spec
         assert slab is not None
@@ -348,7 +348,7 @@ class Layer:
         segment: Segment,
         last: Segment,
     ) -> Tensor:
-        """One segment of a forward whose `last` is known: into the tail, and attend."""
+        """Store one segment of a forward in the tail, and attend; `last` is the final segment."""
         if self._pending is not None:
             self._commit_early()
         slab, spec = self.state.slab, self.spec
@@ -366,12 +366,12 @@ class Layer:
         bias = mask_of_piece(spec.positions, slab, segment, stop, queries.dtype, in_step=in_step)
         store_queries(slab, spec, queries, segment)
         self._note_spans(segment)
-        # The last segment folds when all layers have answered. Until then none keeps its shares,
-        # which are as many as queries times slots. Pools learn quantized slots in another order.
-        told = 0 < spec.pipe.needs_queries <= segment.width and slab.quantized is None
-        told = told and not (segment is last and spec.pipe.needs_shares)
+        # The last segment folds after all layers have answered. Until then no layer keeps its
+        # shares, queries times slots in number. Pools read quantized slots in another order.
+        observes = 0 < spec.pipe.needs_queries <= segment.width and slab.quantized is None
+        observes = observes and not (segment is last and spec.pipe.needs_shares)
         observe: Observe = ""
-        if in_step and segment.width == spec.chunk and (told or slab.mass is not None):
+        if in_step and segment.width == spec.chunk and (observes or slab.mass is not None):
             observe = "shares" if spec.pipe.needs_shares else "received"
         slots = slab.attended(self.state.first, stop, plain=self.state.plain and in_step)
         causal = in_step and spec.positions.window is None and spec.positions.alibi is None
@@ -380,13 +380,13 @@ class Layer:
         mass = observed = None
         if result.received is not None:
             mass = result.mass
-            if told:
+            if observes:
                 observed = result._replace(shares=None) if segment is last else result
         self._pending = Pending(segment, params, mass=mass, observed=observed)
         return result.answers
 
     def _note_spans(self, segment: Segment) -> None:
-        """Keep where the tokens of a segment stand on three axes, for the folds that move them."""
+        """Store the places of a segment's tokens on three axes, for the folds that move them."""
         slab = self.state.slab
         if slab is None or slab.span is None:
             return
@@ -407,9 +407,9 @@ class Layer:
         segment: Segment,
         answers: bool,
     ) -> Tensor:
-        """A whole prompt: plain causal attention over it, then one fold.
+        """Attend causally over a whole prompt, then fold once.
 
-        At once, so that no more than one layer holds the prompt.
+        The fold comes at once, so that only one layer at a time holds the prompt.
         """
         assert self.state.slab is not None
         queries, keys = rotate_to_positions(self.spec, self.state.slab, queries, keys, segment)
@@ -421,16 +421,16 @@ class Layer:
 
 
 def _columns(t: Tensor, index: Tensor) -> Tensor:
-    """The columns `index` [batch, n] of `t` [batch, ..., length, dim]."""
+    """Gather the columns `index` [batch, n] of `t` [batch, ..., length, dim]."""
     pick = index.view(index.shape[0], *(1,) * (t.ndim - 3), -1, 1)
     return t.gather(t.ndim - 2, pick.expand(*t.shape[:-2], -1, t.shape[-1]))
 
 
 class RowsNotFinite(Exception):
-    """Keys or values of some rows are not finite; the forward has to do without these rows.
+    """Keys or values of some rows are not finite; the forward must be repeated without them.
 
     Attributes:
-        layer: which layer found it.
+        layer: the layer that found them.
         columns: by row, the first column whose key or value is not finite.
     """
 
@@ -441,7 +441,7 @@ class RowsNotFinite(Exception):
 
 
 def first_unfinite(finite: Tensor, plan: ForwardPlan) -> dict[int, int]:
-    """By row, its first token among the columns where `finite` [batch, length] is false."""
+    """Find each row's first token in a column where `finite` [batch, length] is false."""
     found: dict[int, int] = {}
     wrong = (~finite).tolist()
     for segment in plan.segments:
@@ -454,6 +454,6 @@ def first_unfinite(finite: Tensor, plan: ForwardPlan) -> dict[int, int]:
 
 
 def finite_columns(keys: Tensor, values: Tensor) -> Tensor:
-    """Which columns have finite keys and values in all heads [batch, length], bool."""
+    """Return which columns have finite keys and values in all heads [batch, length], bool."""
     finite = keys.isfinite().all(dim=3) & values.isfinite().all(dim=3)
     return finite.all(dim=1)

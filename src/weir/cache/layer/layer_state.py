@@ -1,4 +1,4 @@
-"""What one layer holds of a batch's rows, and how rows come and go.
+"""State of a batch's rows in one layer, and how rows come and go.
 
 Knows nothing about how the layer attends or when it folds.
 """
@@ -17,11 +17,11 @@ from weir.slab import Heads, Slab
 
 @dataclass(frozen=True)
 class WholeRows:
-    """All rows of a layer that is narrowed to some of them.
+    """All rows of a layer that is narrowed to some rows.
 
     Attributes:
-        slab, lengths, seeds, plain, first: as in `LayerState`, of all rows.
-        view: the slots of the rows `start` to `stop`.
+        slab, lengths, seeds, plain, first: as in `LayerState`, for all rows.
+        view: view of the rows `start` to `stop`.
     """
 
     slab: Slab
@@ -35,16 +35,17 @@ class WholeRows:
 
 
 class LayerState:
-    """The slots of one layer, and how each row of the batch uses them.
+    """The slots of one layer, and their use by each row of the batch.
 
     Attributes:
         spec: the layer's fixed facts.
         slab: the slots; None before the first token.
         lengths: slots in use, per row and per pool of the pipe.
         seeds: the seed of each row's draws.
-        plain: whether every slot in use holds one token that counts once, so that weights need not
-            be read.
-        first: the first slot that is read: while no row has quantized ones, the first exact slot.
+        plain: whether every slot in use holds one token of weight 1, so that attention can
+            skip the weights.
+        first: the first slot that attention reads; the first exact slot while no row has quantized
+            ones.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -52,7 +53,7 @@ class LayerState:
         self.reset()
 
     def reset(self) -> None:
-        """Hold no rows, and give the slots back."""
+        """Drop all rows and free the slots."""
         self.slab: Slab | None = None
         self.lengths: list[list[int]] = []
         self.seeds: list[int] = []
@@ -68,17 +69,17 @@ class LayerState:
         device: torch.device,
         seeds: list[int] | None = None,
     ) -> None:
-        """Make the slots of a batch, without a token.
+        """Allocate the slots of a batch without tokens.
 
         Args:
             heads: the sizes of the layer's attention.
             batch: rows.
             start: each row's first place in the stream [batch], int64.
-            device: where.
-            seeds: of each row's draws; None for those of the layer's.
+            device: the device of the slots.
+            seeds: the seed of each row's draws; None for the layer's.
 
         Raises:
-            WeirError: there is no memory for them.
+            WeirError: there is not enough memory.
         """
         spec = self.spec.slab(heads)
         try:
@@ -97,16 +98,16 @@ class LayerState:
         self.plain, self.first = True, self.spec.pipe.quantized_slots
 
     def ends(self, waiting: list[int]) -> list[int]:
-        """The end of each row's slots in use, its tail of `waiting` tokens among them."""
+        """Return the end of each row's slots in use, including its tail of `waiting` tokens."""
         return [used + w for used, w in zip(self.used, waiting, strict=True)]
 
     @property
     def used(self) -> list[int]:
-        """The slot where each row's tail begins."""
+        """The first slot of each row's tail."""
         return [count_used(self.spec.pipe, row) for row in self.lengths]
 
     def narrow(self, start: int, stop: int) -> None:
-        """Hold the rows `start` to `stop` alone, until `widen`; for pipes with a limit."""
+        """Hold only the rows `start` to `stop` until `widen`; for pipes with a limit."""
         assert self.slab is not None
         view = self.slab.view(start, stop)
         as_it_was = (self.slab, self.lengths, self.seeds, self.plain, self.first)
@@ -124,15 +125,15 @@ class LayerState:
 
     @property
     def narrowed(self) -> bool:
-        """Whether it holds only some of its rows for now."""
+        """Whether the layer is narrowed to some of its rows."""
         return self._whole is not None
 
     def widen(self) -> None:
-        """Hold all rows again, with what was done to some of them since."""
+        """Hold all rows again, with the changes made to some of them since `narrow`."""
         whole, self._whole = self._whole, None
         assert whole is not None
         assert self.slab is not None
-        if self.slab is not whole.view:  # a forward was undone: this is the copy made before it
+        if self.slab is not whole.view:  # a forward was undone: this is its backup
             for name, t in whole.view.tensors().items():
                 t.copy_(self.slab.tensors()[name])
         lengths, seeds = list(whole.lengths), list(whole.seeds)
@@ -144,7 +145,7 @@ class LayerState:
         self.first = min(self.first, whole.first)
 
     def select_rows(self, index: Tensor) -> None:
-        """Keep, repeat or reorder the rows of the batch as `index` [n] says."""
+        """Keep, repeat or reorder the rows of the batch by `index` [n]."""
         if self.slab is None:
             return
         self.slab = self.slab.rows(index)
@@ -152,12 +153,12 @@ class LayerState:
         self.seeds = [self.seeds[row] for row in index.tolist()]
 
     def take_row(self, row: int) -> tuple[dict[str, Tensor], list[int]]:
-        """Copies of a row's tensors [1, kv_heads, ...] by name, and its lengths."""
+        """Copy a row's tensors [1, kv_heads, ...] by name, and its lengths."""
         assert self.slab is not None
         return self.slab.view(row, row + 1).copy().tensors(), list(self.lengths[row])
 
     def put_row(self, row: int, tensors: dict[str, Tensor], lengths: list[int], seed: int) -> None:
-        """Overwrite a row with one that was taken; sizes and types have been checked."""
+        """Overwrite a row with one from `take_row`; sizes and types have been checked."""
         slab = self.slab
         assert slab is not None
         if self.spec.pipe.slots is None:
@@ -168,7 +169,7 @@ class LayerState:
         self.refresh()
 
     def reset_row(self, row: int, start: int, seed: int) -> None:
-        """Empty a row; its next token stands at the place `start` of the stream."""
+        """Empty a row; its next token is at place `start` of the stream."""
         slab = self.slab
         assert slab is not None
         slab.clear(row)
@@ -178,7 +179,7 @@ class LayerState:
             first = part.state[name][0]
             if t[row].shape == first.shape:
                 t[row].copy_(first)
-            else:  # lengthened since, as pools without a limit may
+            else:  # grown since, for a pool without a limit
                 t[row].zero_()
                 t[row, :, : first.shape[1]].copy_(first)
         place = torch.tensor([start], device=slab.keys.device)
@@ -189,7 +190,7 @@ class LayerState:
 
     @staticmethod
     def _of_one_size(slab: Slab, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Lengthen a slab of a pipe without a limit, and the tensors of one row, to one size."""
+        """Grow a slab of a pipe without a limit and the tensors of one row to the same size."""
         other = Slab.of(tensors)
         slab.grow(len(other), 0 if other.masters is None else other.masters.shape[2])
         other.grow(len(slab), 0 if slab.masters is None else slab.masters.shape[2])
@@ -198,7 +199,7 @@ class LayerState:
         return other.tensors()
 
     def _init_pool_state(self, slab: Slab) -> None:
-        """Give a slab the state its pools have before the first token."""
+        """Set the pools' state in a slab to that before the first token."""
         with torch.inference_mode(False):
             for index, pool in enumerate(self.spec.pipe.pools):
                 for name, t in pool.state(slab.run(0, 0)).items():

@@ -1,9 +1,9 @@
 """Queries that wait in the slab, and the attention that slots receive from them.
 
-Some pools look at the last queries when they fold; others rank tokens by the attention they have
-received, H2O and its kin. Nobody asks before the next fold, and until then no slot moves; so the
-queries wait in the slab, and a fold makes one matrix product of them in place of one in every step.
-Knows nothing about who reads the sums.
+Some pools read the last queries when they fold; others, such as H2O, rank tokens by the attention
+received. Both need it only at the next fold, and until then no slot moves. So the queries wait in
+the slab, and the fold computes one matrix product instead of one in every step. Knows nothing about
+the pools that read the sums.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from weir.slab import AT_ONCE, AttentionParams, Slab, attention_mass, merge_grou
 
 
 def store_queries(slab: Slab, spec: LayerSpec, queries: Tensor, segment: Segment) -> None:
-    """Put a segment's queries behind those of the tail, where a pool is going to ask for them.
+    """Store a segment's queries behind those of the tail, if a pool reads them.
 
     Args:
-        slab: `queries` has a place for each query that the next fold asks for, the last one last.
+        slab: its `queries` has a place for each query that the next fold reads, in order.
         spec: the layer.
         queries: [batch, kv_heads, group, width, key_dim].
-        segment: their tokens; rows may stand in different places.
+        segment: the tokens of the queries; rows may be at different places.
     """
     if slab.queries is None:
         return
-    unasked = spec.chunk - spec.keeps_queries  # of the beginning of a tail
+    unasked = spec.chunk - spec.keeps_queries  # first queries of a tail, which no fold reads
     if segment.in_step:
         first = max(0, unasked - segment.waiting[0])
         if first < segment.width:
@@ -42,7 +42,7 @@ def store_queries(slab: Slab, spec: LayerSpec, queries: Tensor, segment: Segment
 
 
 def store_last_queries(slab: Slab, spec: LayerSpec, queries: Tensor, segment: Segment) -> None:
-    """Of a whole prompt, put the last queries where a fold asks for them; as `store_queries`."""
+    """Store the last queries of a whole prompt for the fold; arguments as in `store_queries`."""
     if slab.queries is None:
         return
     wanted = spec.pipe.needs_queries
@@ -53,7 +53,7 @@ def store_last_queries(slab: Slab, spec: LayerSpec, queries: Tensor, segment: Se
 
 
 def last_queries(slab: Slab, wanted: int) -> Tensor | None:
-    """The last queries [batch, kv_heads, group, wanted, key_dim], a view; None for 0."""
+    """View of the last queries [batch, kv_heads, group, wanted, key_dim]; None for 0."""
     if slab.queries is None or not wanted:
         return None
     last = slab.queries[:, :, slab.queries.shape[2] - wanted :]
@@ -61,8 +61,8 @@ def last_queries(slab: Slab, wanted: int) -> Tensor | None:
 
 
 def keep_older_queries(slab: Slab, chunk: int) -> None:
-    """After a fold, make way for the queries of the next `chunk` tokens; older ones that the next
-    fold asks for move up.
+    """Make room for the queries of the next `chunk` tokens after a fold; older queries that the
+    next fold reads move up.
     """
     if slab.queries is not None and slab.queries.shape[2] > chunk:
         older = slab.queries[:, :, chunk:].clone()
@@ -70,7 +70,7 @@ def keep_older_queries(slab: Slab, chunk: int) -> None:
 
 
 def tail_of(segment: Segment, rows: list[int], chunk: int) -> Segment:
-    """The whole tails of some rows that are full after a segment."""
+    """Build the segment of the whole tails of `rows`, which are full after `segment`."""
     return Segment(
         columns=segment.columns.new_zeros(len(rows), chunk),
         counts=[chunk] * len(rows),
@@ -85,14 +85,14 @@ def tail_of(segment: Segment, rows: list[int], chunk: int) -> Segment:
 def mass_from_tail(
     slab: Slab, spec: LayerSpec, params: AttentionParams, tail: Segment, stop: int
 ) -> Tensor:
-    """The attention that slots receive from the queries of the tail.
+    """Compute the attention that slots receive from the queries of the tail.
 
     Args:
-        slab: the slots of rows that lie alike; `queries` holds those of their tails.
+        slab: rows of one layout; `queries` holds the queries of their tails.
         spec: the layer.
-        form: how it attends.
+        params: how the layer attends.
         tail: the tokens of the tails (`tail_of`).
-        stop: where the rows' slots end.
+        stop: the end of the rows' slots.
 
     Returns:
         [batch, kv_heads, stop], float32.
@@ -105,6 +105,6 @@ def mass_from_tail(
     step = max(1, AT_ONCE // (stop * queries.shape[:3].numel()))
     for start in range(0, tail.width, step):
         these = slice(start, start + step)
-        its = bias if bias is None or bias.shape[3] == 1 else bias[:, :, :, these]
-        mass += attention_mass(queries[:, :, :, these], keys, b, params, its)
+        mask = bias if bias is None or bias.shape[3] == 1 else bias[:, :, :, these]
+        mass += attention_mass(queries[:, :, :, these], keys, b, params, mask)
     return mass

@@ -1,7 +1,7 @@
-"""Rows that end in different slots, one token of each: where tokens go and who sees what.
+"""Plan of a forward: segments between folds, the slots that tokens go to, and masks.
 
-Layers of equal lengths need the same, so it is made once for all of them; a step of a small model
-is short enough for it to be seen. Knows nothing about weights or pools.
+Layers of equal lengths share slots and masks, made once for all of them: in a step of a small model
+their cost shows. Knows nothing about weights or pools.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from weir.slab import slot_lines
 
 
 class StepEnds:
-    """The slots that one token of each row goes to.
+    """The slots that take one token of each row.
 
     Attributes:
-        slots: of each row.
-        stop: slots of the longest row, with its token.
-        in_step: whether all are the same.
+        slots: the slot of each row.
+        stop: slots of the longest row, its token included.
+        in_step: whether all rows have the same slot.
     """
 
     def __init__(self, slots: tuple[int, ...], device: torch.device) -> None:
@@ -40,7 +40,7 @@ class StepEnds:
         return torch.from_numpy(np.array(self.slots)).to(self._device)
 
     def lines(self, kv_heads: int, size: int) -> Tensor:
-        """`slot_lines` of the slots in a buffer of `size` slots a row [batch * kv_heads]."""
+        """`slot_lines` of these slots in a buffer of `size` slots a row [batch * kv_heads]."""
         lines = self._lines.get((kv_heads, size))
         if lines is None:
             lines = self._lines[kv_heads, size] = slot_lines(self._tensor, kv_heads, size)
@@ -49,12 +49,12 @@ class StepEnds:
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """Compute the bias on logits over the first `stop` slots [batch, 1, 1, 1, stop].
 
-        -inf behind a row's own token, and `window` or more tokens before it.
+        -inf behind a row's own token and for slots `window` or more tokens before it.
         """
         mask = self._masks.get((window, dtype))
         if mask is None:
-            # By NumPy: on a CPU its calls take a third of the time of PyTorch's, and to another
-            # device goes one copy in place of five kernels.
+            # NumPy: on a CPU its calls take a third of PyTorch's time, and another device gets one
+            # copy in place of five kernels.
             slots, ends = np.arange(self.stop), np.array(self.slots)[:, None]
             unseen = slots > ends
             if window is not None:
@@ -70,16 +70,16 @@ class Segment:
     """The next tokens of every row, at most as many as fit before one of its tails is full.
 
     Attributes:
-        columns: which column of the forward each token comes from [batch, width], int64.
-        counts: how many tokens each row has here; the rest of its columns mean nothing.
+        columns: the forward's column of each token [batch, width], int64.
+        counts: tokens of each row in this segment; its other columns are undefined.
         seen: tokens each row had seen before.
         waiting: tokens each row's tail held before.
         due: the rows whose tail is full afterwards and folds.
         origin: the place in the stream of a row's first token.
-        device: where tensors are wanted.
-        marks: what each row was told of its stream.
-        drift: of a model with three axes, each row's next place on them after the segment, less
-            that in the stream [batch], int64; None where both are the same.
+        device: the device of the tensors.
+        marks: the marks of each row.
+        drift: for a model with three axes, each row's next place on them after the segment, minus
+            its place in the stream [batch], int64; None if both are the same.
         pictured: the tokens' spans [batch, width, 2], int64, if there are images among them.
     """
 
@@ -93,7 +93,7 @@ class Segment:
     marks: list[Marks] = field(default_factory=list)
     drift: Tensor | None = None
     pictured: Tensor | None = None
-    # The ends of layers that lie alike: made once for all of them.
+    # Layers with the same slots share their ends.
     _ends: dict[tuple[int, ...], StepEnds] = field(
         default_factory=dict, compare=False, repr=False, init=False
     )
@@ -131,9 +131,9 @@ class Segment:
 
     @cached_property
     def spans(self) -> Tensor:
-        """Where each token's word or image begins on three axes, and its reach [batch, width, 2].
+        """Start of each token's word or image on three axes, and its reach [batch, width, 2].
 
-        int64; of a model with one axis it means nothing.
+        int64; undefined for a model with one axis.
         """
         if self.pictured is not None:
             return self.pictured
@@ -144,37 +144,37 @@ class Segment:
 
     @cached_property
     def real(self) -> Tensor:
-        """Which of the tokens there are [batch, width], bool."""
+        """Which columns hold a token [batch, width], bool."""
         counts = torch.tensor(self.counts, device=self.device)
         return torch.arange(self.width, device=self.device) < counts[:, None]
 
     @cached_property
     def entries(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Every token there is: its row, its place in the segment, its column; each [tokens]."""
+        """Row, place in the segment and column of every token; [tokens] each."""
         rows, places = self.real.nonzero(as_tuple=True)
         return rows, places, self.columns[rows, places]
 
     @cached_property
     def tail_places(self) -> Tensor:
-        """For every entry, the slot of its row's tail that it takes [tokens]."""
+        """The place in its row's tail of each of `entries` [tokens]."""
         rows, places, _ = self.entries
         return torch.tensor(self.waiting, device=self.device)[rows] + places
 
     def on(self, device: torch.device) -> Segment:
-        """The same segment for a layer that lives on another device."""
+        """Copy the segment for a layer on another device."""
         drift = None if self.drift is None else self.drift.to(device)
         pictured = None if self.pictured is None else self.pictured.to(device)
         columns = self.columns.to(device)
         return replace(self, columns=columns, device=device, drift=drift, pictured=pictured)
 
     def without(self, rows: Sequence[int]) -> Segment:
-        """The same segment in which some rows have no token; for one token of each row."""
+        """Copy a segment of one token a row, with no token in some rows."""
         gone = set(rows)
         counts = [0 if row in gone else count for row, count in enumerate(self.counts)]
         return replace(self, counts=counts, due=[row for row in self.due if row not in gone])
 
     def ends(self, slots: tuple[int, ...]) -> StepEnds:
-        """The slots that one token of each row goes to, as layers use them."""
+        """Return the `StepEnds` of these slots, shared between layers."""
         ends = self._ends.get(slots)
         if ends is None:
             ends = self._ends[slots] = StepEnds(slots, self.device)
@@ -186,13 +186,13 @@ class ForwardPlan:
     """A forward of `length` columns, cut into segments.
 
     Attributes:
-        regular: the columns are all real and every segment is in step, so that segments are plain
+        regular: all columns hold tokens and every segment is in step, so that segments are plain
             slices.
-        step: one column: at most one token of each row, whose tails may be unequally full. A row
-            without a token writes into the slot that waits for its next one, and stays there.
-        positions: each column's place in the stream [batch or 1, length], int64; where a column is
-            not real it means nothing. Of a model with three axes the place on them, and with images
-            among the columns one on each [batch, length, 3].
+        step: one column, so at most one token a row; tails may be unequally full. A row without a
+            token writes into the slot that waits for its next one, and does not advance.
+        positions: each column's place in the stream [batch or 1, length], int64; undefined
+            where a column holds no token. For a model with three axes the place on them, with
+            images among the columns one on each axis [batch, length, 3].
         prefill: fold the prompt once, after exact attention (`prefill="full"`): one segment.
     """
 
@@ -204,14 +204,14 @@ class ForwardPlan:
     prefill: bool = False
 
     def on(self, device: torch.device) -> ForwardPlan:
-        """The same plan for a layer that lives on another device than the token ids."""
+        """Copy the plan for a layer on another device than the token ids."""
         if all(segment.device == device for segment in self.segments):
             return self
         moved = [segment.on(device) for segment in self.segments]
         return replace(self, segments=moved, positions=self.positions.to(device))
 
     def after(self, seen: list[int], waiting: list[int]) -> tuple[list[int], list[int]]:
-        """Tokens seen and tokens in the tail of each row, once the plan has been carried out."""
+        """Return the tokens seen and the tokens in the tail of each row after this plan."""
         for segment in self.segments:
             seen = [n + count for n, count in zip(seen, segment.counts, strict=True)]
             due = set(segment.due)
@@ -242,13 +242,13 @@ def plan_forward(
         batch, length: rows and columns of the forward.
         seen, waiting: per row, tokens seen and tokens in the tail [batch].
         chunk: tokens between two folds of a row.
-        device: where the plan's tensors are wanted.
+        device: the device of the plan's tensors.
         prefill: one segment, all of it folded at once.
         origin: the place in the stream of a row's first token.
-        marks: what each row was told of its stream; None where none was told anything.
+        marks: the marks of each row; None for no marks.
     """
     marks = [Marks()] * batch if marks is None else marks
-    if real is None and length == 1 and not prefill:  # a decode step: no row has a choice
+    if real is None and length == 1 and not prefill:  # a decode step
         columns = torch.zeros(1, 1, dtype=torch.int64, device=device).expand(batch, 1)
         due = [row for row, held in enumerate(waiting) if held + 1 == chunk]
         kept = list(seen), list(waiting)
@@ -295,7 +295,7 @@ def _positions(real: Tensor | None, length: int, begin: list[int], device: torch
     """`ForwardPlan.positions`, for rows that begin at the places `begin`."""
     if real is not None:
         return torch.tensor(begin, device=device)[:, None] + real.cumsum(dim=1) - 1
-    # Rows that stand at one place share their rotations: one row of positions serves all.
+    # Rows at the same place share their rotations, so one row of positions is enough.
     first = begin[:1] if len(set(begin)) == 1 else begin
     starts = torch.tensor(first, device=device)[:, None]
     return starts if length == 1 else starts + torch.arange(length, device=device)
@@ -304,16 +304,16 @@ def _positions(real: Tensor | None, length: int, begin: list[int], device: torch
 def place_on_axes(
     plan: ForwardPlan, drift: list[int], offsets: Tensor | None, real: Tensor | None
 ) -> tuple[ForwardPlan, list[int]]:
-    """A plan whose tokens stand where they belong on three axes.
+    """Set the places of a plan's tokens on three axes.
 
     Args:
-        plan: how the forward is cut.
-        drift: of each row before it.
+        plan: the plan of the forward.
+        drift: the drift of each row before the forward.
         offsets: of each column [batch, length, 5], as `models.offsets` has them; None for words.
         real: which columns hold tokens [batch, length], bool; None if all do.
 
     Returns:
-        The plan, and the drift of each row after it.
+        The plan, and the drift of each row after the forward.
     """
     if not plan.segments or (offsets is None and not any(drift)):
         return plan, drift
@@ -330,15 +330,15 @@ def place_on_axes(
     segments = []
     for segment in plan.segments:
         clock = _clock_after(segment, clock, after)
-        its = spans.gather(1, segment.columns[:, :, None].expand(-1, -1, 2))
-        segments.append(replace(segment, drift=clock - segment.after, pictured=its))
+        pictured = spans.gather(1, segment.columns[:, :, None].expand(-1, -1, 2))
+        segments.append(replace(segment, drift=clock - segment.after, pictured=pictured))
     positions = begins[:, :, None] + offsets[:, :, :3]
     then: list[int] = (clock - segments[-1].after).tolist()
     return replace(plan, segments=segments, positions=positions), then
 
 
 def _clock_after(segment: Segment, before: Tensor, after: Tensor) -> Tensor:
-    """Each row's clock [batch] behind a segment, from that before and that after each column."""
+    """Return each row's clock [batch] after a segment, given it before and after each column."""
     counts = torch.tensor(segment.counts, device=before.device)
     last = segment.columns.gather(1, (counts - 1).clamp_min(0)[:, None])
     return torch.where(counts > 0, after.gather(1, last)[:, 0], before)

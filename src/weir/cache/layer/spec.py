@@ -1,8 +1,8 @@
 """Where the slots of each pool lie in a row of the slab.
 
-Quantized slots come first and have their places for ever, so many as there may be: first those of
-the front, then those of the run, the rest is empty. Behind them lie the exact ones, the front, the
-run and the tail, without a gap. Knows nothing about what is in a slot.
+Quantized slots come first, in a region of fixed size: those of the front, those of the run, then
+empty ones. The exact slots follow without a gap: front, run and tail. Knows nothing about what is
+in a slot.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from weir.slab import Heads, LayerPositions, SlabSpec, Slots
 
 @dataclass(frozen=True)
 class Layout:
-    """The slots of a row.
+    """Layout of the slots of a row.
 
     Attributes:
         lengths: slots in use, by pool.
-        order: the pools as they lie.
+        order: the pools in the order of their slots.
         starts: the first slot of each pool, by its place in the pipe.
-        coded_front, coded: quantized slots in use, those of the front and all.
+        quantized_front, quantized: quantized slots in use, those of the front and all.
         first: the first exact slot.
-        front: where the exact slots of the front end.
-        used: where the run ends, and the tail begins.
+        front: the end of the exact slots of the front.
+        used: the end of the run, where the tail begins.
     """
 
     lengths: tuple[int, ...]
@@ -48,20 +48,24 @@ class Layout:
 
 
 def lay_out(pipe: Pipe, lengths: Sequence[int]) -> Layout:
-    """The layout of a row whose pools have so many slots in use."""
-    return _laid_out(pipe.front, pipe.run, pipe.quantized, pipe.quantized_slots, tuple(lengths))
+    """Lay out a row whose pools have `lengths` slots in use."""
+    return _build_layout(pipe.front, pipe.run, pipe.quantized, pipe.quantized_slots, tuple(lengths))
 
 
 @lru_cache(maxsize=256)
-def _laid_out(
+def _build_layout(
     in_front: tuple[int, ...],
     in_run: tuple[int, ...],
     quantized: tuple[int, ...],
     first: int,
     lengths: tuple[int, ...],
 ) -> Layout:
-    """The same, by the pools of the front, those of the run, those that are quantized, and the
-    first exact slot. Once pools are full, all rows and folds have one.
+    """`lay_out`, cached by plain numbers: once pools are full, all rows and folds share a layout.
+
+    Args:
+        in_front, in_run, quantized: the pools of the front, of the run and of quantized slots.
+        first: the first exact slot.
+        lengths: slots in use, by pool.
     """
     exact = [pool for pool in (*in_front, *in_run) if pool not in quantized]
     starts: dict[int, int] = {}
@@ -79,7 +83,7 @@ def _laid_out(
 
 
 def count_used(pipe: Pipe, lengths: Sequence[int]) -> int:
-    """`Layout.used` alone, which is asked for in every step."""
+    """Compute `Layout.used` alone, which every step needs."""
     total = sum(lengths)
     return (
         pipe.quantized_slots + total - sum(lengths[p] for p in pipe.quantized)
@@ -90,15 +94,15 @@ def count_used(pipe: Pipe, lengths: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer, as all that serves it knows it.
+    """The fixed facts of one layer.
 
     Attributes:
-        pipe: who holds slots.
+        pipe: the pools that hold slots.
         positions: what the layer knows about positions.
         chunk: tokens between two folds.
-        draws: its random numbers; each row puts its own seed in.
-        index, layers: which layer it is, and of how many.
-        output: the projection that its output goes through; None where it is not known.
+        draws: the layer's random numbers; each row sets its own seed.
+        index, layers: the number of the layer, and how many there are.
+        output: the projection of the layer's output; None if not known.
     """
 
     pipe: Pipe
@@ -116,33 +120,33 @@ class LayerSpec:
 
     @property
     def three_axes(self) -> bool:
-        """Whether tokens stand at places in time, height and width."""
+        """Whether tokens have places in time, height and width."""
         return self.positions.rotary is not None and self.positions.rotary.sections is not None
 
     @property
     def moves_on_axes(self) -> bool:
-        """Whether tokens of the front move, and stand at places on three axes."""
+        """Whether tokens of the front move and have places on three axes."""
         return self.front_moves and self.three_axes
 
     @property
     def keeps_queries(self) -> int:
-        """Queries that wait in the slab: the last ones that pools read, or those of the whole tail
-        where the attention received is summed, whichever are more.
+        """Number of queries that wait in the slab: the last ones, which pools read, or those of the
+        whole tail if the attention received is summed, whichever is more.
         """
         return max(self.pipe.needs_queries, self.chunk if self.pipe.needs_mass else 0)
 
     def query_place(self, waiting: int) -> int:
-        """Where the query of a token waits that has so many before it in the tail.
+        """Return the place of a token's query, `waiting` tokens being before it in the tail.
 
-        A full tail's last query takes the last place. Queries that no fold is going to ask for
-        share the first one, until that of the first token that is asked for takes it.
+        The last query of a full tail takes the last place. Queries that no fold reads share the
+        first place, which the first query that is read then overwrites.
         """
         return max(0, waiting + self.keeps_queries - self.chunk)
 
     def slab(self, heads: Heads) -> SlabSpec:
-        """The buffers of the layer, for attention of these sizes.
+        """Describe the buffers of the layer, for attention of these sizes.
 
-        A pipe without a limit begins with a few chunks and grows.
+        A pipe without a limit starts with a few chunks and grows.
         """
         pipe, positions = self.pipe, self.positions
         slots = (4 * self.chunk if pipe.slots is None else pipe.slots) + self.chunk
@@ -166,7 +170,7 @@ class LayerSpec:
         )
 
     def _state(self, heads: Heads) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """What the pools remember beside their slots, by the names a slab has for it."""
+        """Shapes and dtypes of what pools remember beside their slots, by the slab's names."""
         shape = (1, heads.kv_heads, 0)
         with torch.device("meta"):
             keys = torch.empty(*shape, heads.key_dim, dtype=heads.dtype)

@@ -27,15 +27,15 @@ from weir.policies import NAMED, Layered, Pipe, is_file, parse_policy, with_slot
 
 @dataclass(frozen=True)
 class Protocol:
-    """The way the tests of a paper read a prompt.
+    """The way a paper's experiments read a prompt.
 
     Attributes:
-        about: what it sets, in a sentence.
+        about: one-sentence summary of the settings.
         chunk: tokens between two folds; None leaves it to the user.
-        positions: inside the cache, or in the stream.
+        positions: counted inside the cache, or in the stream.
         prefill: "full" attends to a prompt whole and compresses it once.
-        rate: the budget is this share of a prompt; None takes the budgets that are given.
-        keeps_answers: tokens that follow a prompt are all kept.
+        rate: makes the budget this share of a prompt; None takes the given budgets.
+        keeps_answers: whether all tokens that follow a prompt are kept.
     """
 
     about: str
@@ -80,10 +80,10 @@ PROTOCOLS: dict[str, Protocol] = {
 
 
 def protocol(name: str) -> Protocol:
-    """A protocol by its name.
+    """Look up a protocol by name.
 
     Raises:
-        WeirError: there is none of that name.
+        WeirError: there is no protocol of that name.
     """
     if name not in PROTOCOLS:
         raise WeirError(
@@ -104,22 +104,22 @@ LATER = ("memory", "loading", "compiled", "pools")
 
 @dataclass(frozen=True)
 class Cell:
-    """One thing to measure: everything that decides on its figures.
+    """One measurement: everything that its figures depend on.
 
     Attributes:
-        model: as it was named.
-        policy: with its budget written into it.
-        budget: the budget that was put in; None if it has its own or none.
+        model: name of the model, as given.
+        policy: the policy, with its budget written into it.
+        budget: the budget that was inserted; None if the policy has its own or none.
         task: the task with all its parameters.
-        seed: of all random draws.
-        protocol: the paper's protocol, if it is run by one.
+        seed: seed of all random draws.
+        protocol: the paper's protocol, if the cell follows one.
         chunk: tokens between two folds.
         positions: as for `Stream`; a protocol has its own.
-        memory: bytes that the budget was made for; None where budgets were given in slots.
+        memory: bytes from which the budget was computed; None if budgets were given in slots.
         loading: how the model is loaded, pairs of an argument of `weir.load` and its value.
-        compiled: its decode steps are compiled; not of a model that was given as an object.
-        pools: what the policy's name stands for, as what it stands for may change with weir; None
-            for a policy that is written in pools, and in old files.
+        compiled: whether decode steps are compiled; never for a model given as an object.
+        pools: the pools that the policy's name stands for, which may change between versions of
+            weir; None for a policy that is written in pools, and in old files.
     """
 
     model: str
@@ -136,7 +136,7 @@ class Cell:
     pools: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """The fields; of the last four what there is, so that files without stay as they are."""
+        """The fields; the last four only where set, so that older files stay valid."""
         facts = {**asdict(self), "loading": dict(self.loading)}
         return {k: v for k, v in facts.items() if v or k not in LATER}
 
@@ -145,12 +145,12 @@ class Cell:
         """Make a cell from the fields of `as_json`.
 
         Raises:
-            TypeError: a field is missing, or is none of a cell's.
+            TypeError: a field is missing or unknown.
         """
         return cls(**{**facts, "loading": tuple(dict(facts.get("loading", {})).items())})
 
     def the_task(self) -> Task:
-        """The task itself."""
+        """The parsed task."""
         (made,) = read_tasks(self.task, TASKS)
         task: Task = made
         return task
@@ -158,13 +158,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """Cells in the order they are run: by model, task, policy, budget, seed."""
+    """Cells in running order: by model, task, policy, budget, seed."""
 
     cells: tuple[Cell, ...]
 
     @property
     def fingerprint(self) -> str:
-        """The same for the same cells, and for no others."""
+        """A hash that identifies the cells."""
         text = json.dumps([cell.as_json() for cell in self.cells], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -192,25 +192,25 @@ def make_grid(
     """Make all cells of models × tasks × policies × budgets × seeds.
 
     Args:
-        models: names, folders or Hub ids; or models with their tokenizers, (model, tokenizer), by
-            names of your own, to be given to `run` too.
+        models: names, folders or Hub ids; or a mapping of names of your own to (model, tokenizer),
+            to be passed to `run` too.
         tasks: a list of tasks, as `read_tasks` takes it.
-        policies: a list of policies, or of policy files, whose policies are written in full;
-            `all` stands for every named one that makes sense.
-        budgets: put into each policy that takes a budget and was written without.
-        memory: the same in bytes of one stream's cache: for each model the largest budget that
-            fits, within the model's window. No weights are loaded for that.
-        seeds: each cell is run with each, but what has no chance in it with the first alone.
+        policies: a list of policies and policy files; policies from files are written in full.
+            `all` stands for every named policy that makes sense.
+        budgets: inserted into each policy that takes a budget and was written without one.
+        memory: instead of budgets, bytes of one stream's cache: each model gets the largest budget
+            that fits, within the model's window. No weights are loaded for that.
+        seeds: every cell runs with each seed; deterministic cells run with the first alone.
         paper: a protocol's name.
         chunk: tokens between two folds; by default the protocol's, or 64.
-        positions: where there is no protocol.
-        slots: how every policy's middle is held (`weir.policies.with_slots`).
+        positions: as for `Stream`; a protocol overrides this.
+        slots: storage format of every policy's middle (`weir.policies.with_slots`).
         loading: how models are loaded, arguments of `weir.load`.
         compiled: compile decode steps of models that are loaded.
 
     Raises:
-        WeirError: something cannot be read or is not known, makes no sense, or stands there twice;
-            or models that are given were to be compiled.
+        WeirError: something cannot be parsed, is unknown, invalid or listed twice; or `compiled` is
+            set and models are given as objects.
     """
     for what, found in (("model", models), ("seed", seeds)):
         if not found:
@@ -272,7 +272,7 @@ def make_grid(
 
 
 def _each(policies: str, slots: str | None) -> list[str]:
-    """Policies of a list with slots so held, `all` replaced by what it stands for."""
+    """Expand a list of policies, with `all` replaced, and apply the slot format."""
     every = ", ".join(name for name in NAMED if name not in NOT_IN_EVERY)
     words = [every if word.strip() == EVERY else word for word in policies.split(",")]
     found = read_policies(",".join(words))
@@ -280,7 +280,7 @@ def _each(policies: str, slots: str | None) -> list[str]:
 
 
 def _is_random(setting: str, policy: str) -> bool:
-    """Whether a seed can change what a task finds under a policy."""
+    """Whether the seed can change a task's figures under a policy."""
     (task,) = read_tasks(setting, TASKS)
     if task.drawn:
         return True
@@ -309,7 +309,7 @@ Sized = tuple[str, int | None, int | None]
 def _sized(
     shape: GridModel, policy: str, budgets: Sequence[int], memory: Sequence[int], chunk: int
 ) -> list[Sized]:
-    """The policy with each of the budgets, or as it is if it takes none."""
+    """The policy with each of the budgets, or unchanged if it takes none."""
     if not (budgets or memory) or not takes_budget(policy):
         return [(policy, None, None)]
     given: list[Sized] = [(with_budget(policy, budget), budget, None) for budget in budgets]
@@ -320,11 +320,11 @@ def _sized(
 
 @dataclass(frozen=True)
 class GridModel:
-    """A model of a grid, whose sizes are read when they are first asked for.
+    """A model of a grid, whose configuration is read on first use.
 
     Attributes:
-        name: as the grid has it.
-        models: those of the grid.
+        name: name of the model in the grid.
+        models: models of the grid that were given as objects.
         loading: as for `make_grid`.
     """
 
@@ -334,7 +334,7 @@ class GridModel:
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        """The model itself where it was given, else one without weights."""
+        """The given model, or one without weights."""
         if isinstance(self.models, Mapping):
             given: PreTrainedModel = self.models[self.name][0]
             return given
@@ -342,18 +342,17 @@ class GridModel:
 
 
 def extend_grid(path: Path, grid: Grid) -> Grid:
-    """The grid of a results file with the cells of another behind its own, each once.
+    """Append the cells of a grid to the grid of a results file, without duplicates.
 
-    What is in the file keeps its number, so its records stay as they are. Where there is no file
-    yet the grid is as it was given. A policy whose name stands for other pools than it did is
-    another one.
+    Cells in the file keep their numbers, so the file's records stay valid. Without a file the grid
+    is returned unchanged. A policy whose name now stands for other pools counts as another policy.
 
     Args:
         path: the results file.
-        grid: what is to be measured too.
+        grid: cells to measure in addition.
 
     Raises:
-        WeirError: it is no results file, or one whose cells this version of weir cannot read.
+        WeirError: the file is no results file, or this version of weir cannot read its cells.
     """
     old = _cells_in(path)
     if any(map(_runs_code, old)) and not any(map(_runs_code, grid.cells)):
@@ -366,13 +365,13 @@ def extend_grid(path: Path, grid: Grid) -> Grid:
 
 
 def match_file_grid(path: Path, grid: Grid) -> Grid:
-    """The grid as a results file has it, if it is the same but for pools that the file lacks.
+    """The grid of a results file, if it differs from the given one only by unrecorded pools.
 
-    A wrong file is left to `ResultsFile` to refuse.
+    An invalid file is not refused here but by `ResultsFile`.
 
     Args:
         path: the results file.
-        grid: what is to go on.
+        grid: the grid to resume.
     """
     try:
         old = _cells_in(path)
@@ -390,15 +389,15 @@ def count_unrecorded_pools(grid: Grid) -> int:
 
 
 def _unsaid(cell: Cell) -> Cell:
-    """The cell as files had it before they said what a policy stands for."""
+    """The cell without pools, as old files record it."""
     return replace(cell, pools=None)
 
 
 def _cells_in(path: Path) -> tuple[Cell, ...]:
-    """The cells of a results file's grid; none where there is no file yet.
+    """The cells of a results file's grid; empty if there is no file yet.
 
     Raises:
-        WeirError: it is no results file, or one whose cells this version of weir cannot read.
+        WeirError: the file is no results file, or this version of weir cannot read its cells.
     """
     if not path.exists() or (path.is_file() and not path.stat().st_size):
         return ()
@@ -415,5 +414,5 @@ def _cells_in(path: Path) -> tuple[Cell, ...]:
 
 
 def _runs_code(cell: Cell) -> bool:
-    """Whether a cell's model is loaded with Python code that it brings."""
+    """Whether loading a cell's model runs Python code from the model's repository."""
     return bool(dict(cell.loading).get("trust_remote_code"))

@@ -50,22 +50,22 @@ def run(
     on_progress: CellProgress = lambda number, share: None,
     on_record: Callable[[CellRecord], None] = lambda record: None,
 ) -> list[CellRecord]:
-    """Run what is not done yet, and return the records of all cells in the order of the grid.
+    """Run unfinished cells, and return the records of all cells in grid order.
 
     Args:
-        grid: what to run.
+        grid: the cells to run.
         path: the results file.
-        resume: go on with the file that is there; cells that failed are tried again.
-        add: the same where the file's grid is the beginning of this one, as `grown` makes them.
-        models: models and their tokenizers by the names that the grid has for them; others are
-            loaded by their names.
+        resume: continue an existing file; failed cells are tried again.
+        add: continue an existing file whose grid is the beginning of this one, as `extend_grid`
+            returns it.
+        models: (model, tokenizer) by name in the grid; other models are loaded by name.
         work: runs the cells; by default this process, one after the other.
         on_progress: called while cells run.
-        on_record: called with each record that is in the file, the ones that were there first.
+        on_record: called with every record of the file, existing ones first.
 
     Raises:
-        WeirError: the file is of another grid or cannot be written; or models were given, and
-            other processes do the work, which cannot receive them.
+        WeirError: the file belongs to another grid or cannot be written; or models were given as
+            objects and other processes do the work, which cannot receive them.
     """
     if models and work is not None:
         raise WeirError(
@@ -92,7 +92,7 @@ def one_by_one(
     on_progress: CellProgress,
     models: Mapping[str, Loaded] | None = None,
 ) -> Iterator[CellRecord]:
-    """Cells in this process, in order."""
+    """Run cells in this process, in order."""
     for number, cell in cells:
         yield measure(number, cell, partial(on_progress, number), models)
 
@@ -103,7 +103,7 @@ def measure(
     progress: Callable[[float], None] = lambda share: None,
     models: Mapping[str, Loaded] | None = None,
 ) -> CellRecord:
-    """Run one cell; whatever goes wrong in it becomes its record."""
+    """Run one cell; an error becomes the cell's record."""
     begun = time.perf_counter()
     try:
         found = _figures(cell, progress, models or {})
@@ -156,14 +156,14 @@ def _figures(
 
 
 def subject_of(cell: Cell, models: Mapping[str, Loaded] = MappingProxyType({})) -> Subject:
-    """The model and how it is to read.
+    """Load the subject of a cell: the model, the policy and the settings of streams.
 
     Args:
-        cell: what is measured.
-        models: those that need not be loaded, by name.
+        cell: the cell to measure.
+        models: models that are already loaded, by name.
 
     Raises:
-        WeirError: there is no such model, or the policy's name stands for other pools by now.
+        WeirError: there is no such model, or the policy's name now stands for other pools.
     """
     if cell.pools is not None and (pools := pools_of(cell.policy)) != cell.pools:
         raise WeirError(
@@ -181,7 +181,7 @@ def subject_of(cell: Cell, models: Mapping[str, Loaded] = MappingProxyType({})) 
         chunk=cell.chunk,
         positions=cell.positions,
         prefill=rules.prefill,
-        # What has a size of its own, or none as dense, is compared as it is.
+        # Policies with a size of their own, or without one such as dense, run unchanged.
         rate=rules.rate if takes_budget(cell.policy) else None,
         keeps_answers=rules.keeps_answers,
         loading=cell.loading,
@@ -190,15 +190,15 @@ def subject_of(cell: Cell, models: Mapping[str, Loaded] = MappingProxyType({})) 
 
 @lru_cache(maxsize=1)
 def _loaded(name: str, loading: tuple[tuple[str, Any], ...], compiled: bool) -> Loaded:
-    """A model; the cells of one come one after the other, so the last is kept and no other."""
+    """Load a model. Only the last is cached, since cells of one model follow each other."""
     model, tokenizer = load(name, **dict(loading))
     if compiled:
-        compile_steps(model, strict=True)  # or a cell would say so of steps that are not
+        compile_steps(model, strict=True)  # otherwise a cell could claim compiled steps falsely
     return model, tokenizer
 
 
 def failure_reason(error: Exception) -> str:
-    """The error in one line."""
+    """Describe an error in one line."""
     lines = str(error).strip().splitlines()
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return "out of memory" + (f": {lines[0]}" if lines else "")
@@ -218,15 +218,15 @@ def on_ray(address: str) -> Worker:
     """Make a worker that runs cells on a cluster.
 
     Args:
-        address: `local` for a cluster of this machine's own, for as long as it is needed; or
+        address: `local` for a temporary cluster on this machine; or
             `host:port` of a cluster's head, or `ray://host:port` of one that takes clients.
 
     Raises:
         WeirError: Ray is not installed, or nothing answers at this address.
     """
-    # Ray's own log would repeat on standard error what is said in one line here.
+    # Ray's own log would repeat on standard error what weir reports in one line.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-    # Its workers would step back behind everything else on the machine.
+    # Ray would give its workers a lower priority than everything else on the machine.
     os.environ.setdefault("RAY_worker_niceness", "0")
     ray = import_optional("ray", "--cluster", extra="ray")
     if address != LOCAL:
@@ -245,7 +245,7 @@ def _run_on_ray(
         _connect(ray, address, threads)
     try:
         most = max(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"])
-        # Such a cell must fit somewhere, or Ray would wait for a larger machine for ever.
+        # A cell must fit on some machine, or Ray would wait forever for a larger one.
         remote = ray.remote(num_cpus=min(threads, most), max_retries=TRIES - 1)(_measure_on_worker)
         # As a dictionary: a `Cell` would have the worker import all of weir to read it.
         waiting = {
@@ -269,7 +269,7 @@ def _run_on_ray(
 
 
 def _measure_on_worker(number: int, cell: dict[str, Any], threads: int) -> CellRecord:
-    """A cell, given by its fields, in a worker."""
+    """Run a cell, given by its fields, in a worker."""
     torch.set_num_threads(threads)
     return measure(number, Cell.of(cell))
 
@@ -287,7 +287,7 @@ def _connect(ray: Any, address: str, threads: int) -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Ray itself would try for a minute, and then end the process."""
+    """Check that a cluster answers; Ray itself would try for a minute and then exit."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
         raise WeirError(

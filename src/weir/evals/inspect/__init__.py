@@ -1,4 +1,4 @@
-"""A look into a model, beside the figures of the papers: attention, keys, norms, what is kept."""
+"""Inspect a model beside the papers' figures: attention, keys, norms and kept tokens."""
 
 from weir.evals.inspect.attention import Attention, watch
 from weir.evals.inspect.page import (

@@ -43,14 +43,14 @@ class Attention:
     """Queries of one layer in one call, and the keys that they may see.
 
     Attributes:
-        layer: which layer, from 0 on.
+        layer: index of the layer, from 0.
         queries: [batch, kv_heads, group, length, key_dim]; `group` query heads share a KV head.
         keys: [batch, kv_heads, slots, key_dim].
-        first: the place of the first query in the sequence.
-        places: of the keys [slots], int64.
-        params: the factor of the logits, their capping, and sink logits.
-        positions: the layer's window and linear biases, where weir reads them off the model.
-        mask: what transformers says in their place: true where a query looks, broadcasts with
+        first: position of the first query in the sequence.
+        places: positions of the keys [slots], int64.
+        params: scale and capping of the logits, and sink logits.
+        positions: the layer's window and linear biases, for models that weir streams.
+        mask: transformers' mask for other models: true where a query attends, broadcasts with
             [batch, 1, length, slots]; None for everywhere.
     """
 
@@ -65,7 +65,7 @@ class Attention:
 
     @property
     def length(self) -> int:
-        """Queries of each head."""
+        """Number of queries per head."""
         return self.queries.shape[3]
 
     def blocks(self) -> Iterator[tuple[int, int]]:
@@ -76,14 +76,14 @@ class Attention:
     def logits(self, start: int, stop: int) -> Tensor:
         """Logits as they enter the softmax: scaled, capped, with linear biases, before sink logits.
 
-        ALiBi is counted from the query's own place, where it is 0: a constant of each query is
-        nothing to a softmax.
+        ALiBi biases are relative to the query's own position, where they are 0: a constant per
+        query does not change a softmax.
 
         Args:
-            start, stop: which queries, counted in this call.
+            start, stop: range of queries, counted within this call.
 
         Returns:
-            [batch, heads, stop - start, slots], float32; -inf where a query does not look.
+            [batch, heads, stop - start, slots], float32; -inf where a query does not attend.
         """
         merged = (self.queries[..., start:stop, :].float() * self.params.scale).flatten(2, 3)
         logits = merged @ self.keys.float().mT
@@ -98,9 +98,9 @@ class Attention:
         return logits.flatten(1, 2)
 
     def weights(self, start: int, stop: int) -> Tensor:
-        """Attention as the model's: the softmax of `logits`, of the same shape.
+        """The model's attention weights: the softmax of `logits`, of the same shape.
 
-        A model's sink logit takes its part of the sum, so that the weights then sum to less than 1.
+        A sink logit takes part in the softmax, so that the weights then sum to less than 1.
         """
         logits = self.logits(start, stop)
         sinks = self.params.sinks
@@ -111,7 +111,7 @@ class Attention:
         return torch.cat([logits, extra], dim=-1).softmax(dim=-1)[..., :-1]
 
     def _place(self, logits: Tensor, positions: LayerPositions, here: Tensor) -> None:
-        """Add a layer's linear biases, and hide what the queries at places `here` do not see."""
+        """Add a layer's linear biases, and mask what queries at positions `here` do not see."""
         if positions.alibi is not None:
             kv_heads = logits.shape[1]
             both = torch.cat([self.places, here])[None, None]
@@ -130,22 +130,22 @@ Look = Callable[[Attention], None]
 
 
 def watch(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
-    """Let a model read sequences from their beginning, and show its attention to `look`.
+    """Run a model on sequences from their beginning, and pass its attention to `look`.
 
     Args:
         model: a causal language model, in calls of `PIECE` tokens, or an encoder, in one.
         ids: [batch, length], int64, without padding.
-        look: called for each layer of each call.
+        look: called for every layer of every call.
 
     Raises:
-        WeirError: the model does not attend by softmax, or not in a way that can be looked at.
+        WeirError: the model does not use softmax attention, or its attention cannot be observed.
     """
     model = transformers_model(model)
     try:
         describe(model)
     except WeirError:
         if sink_of(model.config).kind == "zero":
-            raise  # only weir knows of that sink
+            raise  # only weir knows about that sink
         _watch_another(model, ids, look)
         return
     watcher = _Watcher(model, look)
@@ -159,7 +159,7 @@ def watch(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
 
 
 def looks_ahead(model: PreTrainedModel) -> bool:
-    """Whether tokens of a model see those after them, as in an encoder."""
+    """Whether tokens attend to later ones, as in an encoder."""
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         return False
@@ -168,7 +168,7 @@ def looks_ahead(model: PreTrainedModel) -> bool:
 
 
 class _Watcher(ListeningCache):
-    """A cache without a limit that shows what each layer is given."""
+    """A cache without a limit that passes the inputs of each layer to a callback."""
 
     def __init__(self, model: PreTrainedModel, look: Look) -> None:
         super().__init__(model, "dense", positions="original", chunk=PIECE)
@@ -182,9 +182,9 @@ class _Watcher(ListeningCache):
         params: AttentionParams,
         out: Tensor,
     ) -> None:
-        """Show what was asked, and what there was to attend to."""
+        """Pass the layer's queries and all keys to the callback."""
         queries, keys, _ = asked
-        (piece,) = forward.plan.on(queries.device).segments  # a call is no longer than the tail
+        (piece,) = forward.plan.on(queries.device).segments  # a call never exceeds the tail
         state = self.stack[layer].state
         assert state.slab is not None
         positions = self.stack[layer].spec.positions
@@ -254,7 +254,7 @@ def _layers(model: PreTrainedModel) -> int:
 
 @contextmanager
 def _ours(model: PreTrainedModel, show: Callable[..., None]) -> Iterator[None]:
-    """Our attention function in the place of a model's."""
+    """Replace a model's attention function by ours."""
     config = model.config
     before = config._attn_implementation
     config._attn_implementation = {"": OURS}
@@ -277,11 +277,11 @@ def _attend(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function while `watch` looks into a model that weir does not stream.
+    """Attention function for transformers while `watch` runs a model that weir does not stream.
 
     Args:
         query: [batch, heads, length, key_dim].
-        key, value: [batch, kv_heads, slots, dim], those of tokens read before among them.
+        key, value: [batch, kv_heads, slots, dim], including those of tokens read before.
 
     Returns:
         ([batch, length, heads, value_dim], None), block by block.

@@ -1,10 +1,10 @@
-"""Clusterability of points: the radius that k centers need to cover them, beside a control.
+"""Clusterability of points: the radius that k centers need to cover them, against a control.
 
 SubGen (Zandieh et al. 2024), Definition 1: points are clusterable if few balls of a small radius
-cover them. A radius by itself says nothing, since it grows with the points, their number and their
-dimension; so it stands beside that of a control with the same coordinates, each put in an order of
-its own. That keeps how every coordinate is spread and takes away what they have to do with each
-other, which is all that makes a cluster.
+cover them. A radius alone says nothing, since it grows with the points' scale, number and
+dimension. So it is compared with a control: the same points with every coordinate shuffled
+independently. That keeps the distribution of every coordinate and removes the dependence between
+them, which is what makes clusters.
 
 Knows nothing about models: points are points.
 """
@@ -30,9 +30,10 @@ class Covering:
     """Covering radii of sets of points and of their controls, in units of the points' spread.
 
     Attributes:
-        counts: how many centers, k.
-        radius: of the points [sets, counts], float32.
-        control: of the same points with every coordinate shuffled [sets, counts], float32.
+        counts: numbers of centers, k.
+        radius: covering radii of the points [sets, counts], float32.
+        control: covering radii of the same points with every coordinate shuffled [sets, counts],
+            float32.
     """
 
     counts: tuple[int, ...]
@@ -41,15 +42,15 @@ class Covering:
 
     @property
     def score(self) -> Tensor:
-        """The clusterability of each set [sets]: by which share its radii are smaller than those of
-        the control, the mean over every k but 1, which measures the whole and no cluster.
+        """The clusterability [sets]: by which share a set's radii are smaller than the control's;
+        the mean over every k but 1, which measures no clusters.
 
-        0: no more clusters than coordinates have that know nothing of each other. 1: no more
-        different points than centers. Below 0: spread out more evenly than that.
+        0: no more clustered than independent coordinates. 1: at most as many different points as
+        centers. Below 0: more evenly spread than independent coordinates.
         """
         several = [n for n, k in enumerate(self.counts) if k > 1]
         mine, other = self.radius[:, several], self.control[:, several]
-        # Where the control needs no radius either there is nothing to compare.
+        # If the control's radius is zero too, there is nothing to compare.
         ratio = torch.where(other > 0, mine / other, torch.ones_like(mine))
         return (1 - ratio).mean(dim=1)
 
@@ -74,7 +75,7 @@ def cover(points: Tensor, seed: int = 0, counts: Sequence[int] | None = None) ->
 
     Args:
         points: [sets, n, dim].
-        seed: of the control's order.
+        seed: seed of the control's shuffle.
         counts: numbers of centers; None for `doublings`.
 
     Raises:
@@ -82,7 +83,7 @@ def cover(points: Tensor, seed: int = 0, counts: Sequence[int] | None = None) ->
     """
     points = points.float()
     counts = doublings(points.shape[1]) if counts is None else tuple(counts)
-    # Shuffled coordinates have the same spread as they were: one unit for both.
+    # Shuffling does not change the spread: one unit for both.
     unit = spread(points)[:, None]
     unit = torch.where(unit > 0, unit, torch.ones_like(unit))
     mine, other = points, shuffle_coordinates(points, seed)
@@ -92,12 +93,12 @@ def cover(points: Tensor, seed: int = 0, counts: Sequence[int] | None = None) ->
 
 
 def spread(points: Tensor) -> Tensor:
-    """The distance of points from their mean, as root mean square [sets]; points [sets, n, dim]."""
+    """Root mean square distance [sets] of points [sets, n, dim] from their mean."""
     return (points - points.mean(dim=1, keepdim=True)).square().sum(dim=2).mean(dim=1).sqrt()
 
 
 def shuffle_coordinates(points: Tensor, seed: int) -> Tensor:
-    """Every coordinate of every set in an order of its own [sets, n, dim]."""
+    """Shuffle every coordinate of every set independently [sets, n, dim]."""
     draws = torch.rand(points.shape, generator=torch.Generator().manual_seed(seed % 2**63))
     return points.gather(1, draws.argsort(dim=1).to(points.device))
 
@@ -105,11 +106,11 @@ def shuffle_coordinates(points: Tensor, seed: int) -> Tensor:
 def centers(points: Tensor, k: int) -> Tensor:
     """Pick points by greedy k-center, starting from the first [sets, n], bool.
 
-    The traversal of the pool `kcenter`: of the first k of more centers it picks the same.
+    This is the traversal of the pool `kcenter`: the first k of more centers are the same.
 
     Args:
         points: [sets, n, dim].
-        k: how many.
+        k: number of centers.
 
     Raises:
         WeirError: there are fewer points.
@@ -124,11 +125,11 @@ def centers(points: Tensor, k: int) -> Tensor:
 def covering_radii(points: Tensor, counts: Sequence[int]) -> Tensor:
     """The largest distance of a point from the nearest of k greedy centers [sets, counts].
 
-    No choice of k centers at all has less than half of it (Gonzalez 1985).
+    No choice of k centers has less than half of this radius (Gonzalez 1985).
 
     Args:
         points: [sets, n, dim].
-        counts: each k.
+        counts: the values of k.
 
     Raises:
         WeirError: a k is larger than n.
@@ -143,6 +144,6 @@ def covering_radii(points: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def _radius(points: Tensor, picked: Tensor) -> float:
-    # From differences: a center is at a distance of exactly zero from itself.
+    # Computed from differences, so that a center's distance from itself is exactly zero.
     far = torch.cdist(points, picked, compute_mode="donot_use_mm_for_euclid_dist")
     return float(far.amin(dim=1).max())

@@ -1,9 +1,9 @@
 """Tokens of a text that a policy keeps, by pool, at several moments, as a picture and as HTML.
 
 A token is *held* by a KV head of a layer while its own key and value lie in a slot there. Pools
-that weigh (`balance`, `subgen`, `uniform`, ...) let a slot speak for tokens that are gone; those
-are shown as gone, and the label gives the weight of the slot. A mean of several (`residue`) is
-shown at the newest of them.
+that weigh (`balance`, `subgen`, `uniform`, ...) let a slot represent evicted tokens; those are
+shown as gone, and the label gives the weight of the slot. A mean of several (`residue`) is shown at
+the newest of them.
 
 The text needs no scripts: pointing at a token, tapping it or reaching it by the keyboard shows a
 bar at the lower edge of the window. Color is never the only sign: the line under a token has a
@@ -63,13 +63,13 @@ STYLE = """
 
 @dataclass(frozen=True)
 class Run:
-    """Neighboring tokens of which the same is to be said.
+    """Neighboring tokens with the same label.
 
     Attributes:
         first, last: tokens, from 0 on.
-        text: what they say; special tokens in angle brackets of their own.
+        text: their text; special tokens have their angle brackets.
         special: whether they are special tokens.
-        held: where each of them is held; None for nowhere.
+        held: where each of the tokens is held; None for nowhere.
     """
 
     first: int
@@ -80,19 +80,19 @@ class Run:
 
 
 def color_of(pools: Sequence[str], pool: str) -> str:
-    """The color of one of a policy's pools; the last is what waits for a fold."""
+    """The color of a policy's pool; the last name stands for tokens that wait for a fold."""
     if pool == pools[-1]:
         return WAITING
     return COLORS[pools.index(pool) % len(COLORS)]
 
 
 def fragment_of(tokenizer: PreTrainedTokenizerBase, ids: Tensor, found: Sequence[Holding]) -> str:
-    """The text at each moment, the last one open; every token's text escaped.
+    """HTML of the text at each moment, the last one open; all token text is escaped.
 
     Args:
-        tokenizer: of the model that read it.
+        tokenizer: tokenizer of the model that read the text.
         ids: the text [tokens], int64.
-        found: what was held at each moment, in the order of time.
+        found: the holding at each moment, in order of time.
     """
     said = describe_tokens(tokenizer, ids.tolist())
     parts = [_key(found[-1].pools)]
@@ -107,7 +107,7 @@ def fragment_of(tokenizer: PreTrainedTokenizerBase, ids: Tensor, found: Sequence
 
 
 def runs_of(said: Sequence[tuple[str, bool]], holding: Holding) -> Iterator[Run]:
-    """The tokens read so far, neighbors together where the same is to be said of them."""
+    """Group the tokens read so far into runs of neighbors with the same label."""
     of = {held.token: held for held in holding.tokens()}
 
     def alike(token: int) -> tuple[bool, Held | None]:
@@ -126,8 +126,8 @@ def label_of(run: Run, holding: Holding) -> str:
     if run.held is None:
         return f"{which}: gone"
     by = ", ".join(f"{pool} {count:,}" for pool, count in run.held.pools.items())
-    each = "" if one else "each "
-    label = f"{which}: {each}held by {run.held.pairs:,} of {holding.pairs:,} (layer, head)\n{by}"
+    prefix = "" if one else "each "
+    label = f"{which}: {prefix}held by {run.held.pairs:,} of {holding.pairs:,} (layer, head)\n{by}"
     if run.held.above != 1 or run.held.below != 1:
         label += (
             f"\na slot stands for {run.held.above:.3g} tokens in the numerator, "
@@ -151,7 +151,7 @@ def _span(run: Run, holding: Holding) -> str:
 
 
 def _look(pools: Sequence[str], pool: str, share: float) -> str:
-    """The shade and the line of a token that a share of all layers and heads holds."""
+    """CSS of a token: shade and underline by the share of layers and heads that hold it."""
     color = color_of(pools, pool)
     red, green, blue = (int(color[n : n + 2], 16) for n in (1, 3, 5))
     line = LINES[list(pools).index(pool) % len(LINES)]
@@ -228,7 +228,7 @@ def section(asked: Inspection) -> Section:
 
 
 def moments_of(asked: Inspection, tokens: int) -> list[int]:
-    """After how many tokens of a text it is looked: as asked for, or after each quarter.
+    """Token counts at which to look: as asked for, or after each quarter of the text.
 
     Raises:
         WeirError: a moment is not within the text, or there are too many.
@@ -248,7 +248,7 @@ def moments_of(asked: Inspection, tokens: int) -> list[int]:
 
 
 def chosen(asked: Inspection) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The layers and KV heads that are shown; all where none were chosen."""
+    """The layers and KV heads to show; all if none were chosen."""
     known = describe(asked.model).layers
     layers = tuple(range(len(known))) if asked.layers is None else asked.layers
     heads = asked.kv_heads(known[layers[0]].heads.group)
@@ -256,13 +256,13 @@ def chosen(asked: Inspection) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def follow(asked: Inspection, policy: str, ids: Tensor, moments: Sequence[int]) -> list[Holding]:
-    """Read a text as a stream; returns what the chosen layers and heads hold at each moment.
+    """Stream a text, and return what the chosen layers and heads hold at each moment.
 
     Args:
         asked: the model, layers, heads, seed and progress callback.
         policy: a policy that caches.
         ids: the text [tokens], int64.
-        moments: after how many tokens it is looked at, rising.
+        moments: token counts at which to look, rising.
     """
     layers, heads = chosen(asked)
     stream = Stream(asked.model, policy, seed=asked.seed)
@@ -281,7 +281,7 @@ def follow(asked: Inspection, policy: str, ids: Tensor, moments: Sequence[int]) 
 
 
 def only(holding: Holding, layers: Sequence[int], heads: Sequence[int]) -> Holding:
-    """The slots of some layers and KV heads."""
+    """Restrict a holding to some layers and KV heads."""
     mine = torch.isin(holding.layer, torch.tensor(layers))
     mine &= torch.isin(holding.head, torch.tensor(heads))
     names = ("layer", "head", "token", "pool", "a", "b")
@@ -293,13 +293,13 @@ def strip(holding: Holding, tokens: int, layers: Sequence[int], heads: Sequence[
     """The pool that holds each token, for each layer and KV head.
 
     Args:
-        holding: of these layers and heads.
-        tokens: of the whole text.
-        layers, heads: in the order of the lines.
+        holding: the holding of these layers and heads.
+        tokens: length of the whole text.
+        layers, heads: indices in the order of the lines.
 
     Returns:
         [layers * heads, tokens], int64: a number of `holding.pools`, -1 for gone, -2 for tokens
-        that were not read yet.
+        not read yet.
     """
     found = torch.full((len(layers) * len(heads), tokens), -2)
     found[:, : holding.seen] = -1
@@ -312,7 +312,7 @@ def strip(holding: Holding, tokens: int, layers: Sequence[int], heads: Sequence[
 def draw(
     found: Sequence[Holding], tokens: int, layers: Sequence[int], heads: Sequence[int]
 ) -> Figure:
-    """A strip for each moment, one line for each layer and KV head, one column for each token."""
+    """Draw a strip per moment, with a line per layer and KV head and a column per token."""
     from matplotlib.colors import to_rgb
     from matplotlib.patches import Patch
 
@@ -348,7 +348,7 @@ def draw(
 
 
 def narrow_image(image: Tensor) -> Tensor:
-    """An image with as many columns as a picture shows, neighbors mixed [lines, columns, 3].
+    """Shrink an image to the columns of a picture by mixing neighbors [lines, columns, 3].
 
     Args:
         image: [lines, tokens, 3].

@@ -52,11 +52,11 @@ class Measured:
     """The coverings of one KV head's keys or values, passage by passage.
 
     Attributes:
-        layer, head: which; the head is a KV head.
-        kind: what of it.
-        counts: how many centers, k.
-        radius: by passage and count, in units of the spread.
-        control: the same of the shuffled control.
+        layer, head: indices of the layer and KV head.
+        kind: keys, unrotated keys or values.
+        counts: numbers of centers, k.
+        radius: covering radii by passage and count, in units of the spread.
+        control: the same radii of the shuffled control.
         scores: clusterability by passage.
     """
 
@@ -71,12 +71,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class Cloud:
-    """Keys or values of one KV head over one passage, in a plane.
+    """Keys or values of one KV head over one passage, projected to a plane.
 
     Attributes:
-        layer, head, kind: which.
-        place: of the points, in the order of the text [tokens, 2].
-        center: which of them greedy k-center picked [tokens], bool.
+        layer, head, kind: as in `Measured`.
+        place: coordinates of the points, in text order [tokens, 2].
+        center: whether greedy k-center picked the point [tokens], bool.
     """
 
     layer: int
@@ -87,11 +87,11 @@ class Cloud:
 
 
 def draw_clouds(clouds: Sequence[Cloud], first: int = 0) -> Figure:
-    """A row for each layer, a column for keys and one for values; centers have rings.
+    """Draw a row per layer, with a column for keys and one for values; centers have rings.
 
     Args:
-        clouds: in the order of their places.
-        first: the place in the text of their first points.
+        clouds: the clouds in order of their panels.
+        first: position in the text of their first points.
     """
     kinds = list(dict.fromkeys(one.kind for one in clouds))
     layers = list(dict.fromkeys(one.layer for one in clouds))
@@ -117,7 +117,7 @@ def draw_clouds(clouds: Sequence[Cloud], first: int = 0) -> Figure:
 
 
 def draw_curves(measured: Sequence[Measured]) -> Figure:
-    """Covering radii by k, as shares of the control's; bands are intervals over passages."""
+    """Draw covering radii by k, as shares of the control's; bands are intervals over passages."""
     with drawing(3.1) as figure:
         axes = figure.subplots()
         axes.axhline(1, color=GRAY, lw=1)
@@ -143,7 +143,7 @@ def draw_curves(measured: Sequence[Measured]) -> Figure:
 
 
 def draw_scores(measured: Sequence[Measured]) -> Figure:
-    """The clusterability of every head by layer; a line joins the means of the layers."""
+    """Draw the clusterability of every head by layer; a line joins the means of the layers."""
     layers = list(dict.fromkeys(one.layer for one in measured))
     with drawing(3.1) as figure:
         axes = figure.subplots()
@@ -173,7 +173,7 @@ def draw_scores(measured: Sequence[Measured]) -> Figure:
 
 
 def _looks(measured: Sequence[Measured]) -> list[tuple[str, tuple[str, str, str]]]:
-    """The kinds that were measured, each with its look."""
+    """The measured kinds, with their line styles."""
     kinds = ("keys", "keys at place 0", "values")
     there = {one.kind for one in measured}
     return [pair for pair in zip(kinds, LOOKS, strict=True) if pair[0] in there]
@@ -211,7 +211,7 @@ MOST_ROWS = 40
 
 @dataclass(frozen=True)
 class Vectors:
-    """Keys or values of one KV head over one passage, but for its sink [tokens - sink, dim]."""
+    """Keys or values of one KV head over one passage, without the sink [tokens - sink, dim]."""
 
     layer: int
     head: int
@@ -225,7 +225,7 @@ def section(asked: Inspection) -> Section:
     Raises:
         WeirError: the text is too short, the model cannot be served, or scikit-learn is missing.
     """
-    _manifold()  # before anything is read
+    _manifold()  # fail before anything is read
     texts = passages(asked, longest(asked, USUAL), TEXTS, FEWEST + left_out(asked))
     layers = layers_of(asked)
     measured, vectors = measure(asked, texts, layers)
@@ -257,7 +257,7 @@ def section(asked: Inspection) -> Section:
 
 
 def layers_of(asked: Inspection) -> tuple[int, ...]:
-    """The chosen layers; where none are, a few from the first to the last."""
+    """The chosen layers; by default a few from the first to the last."""
     if asked.layers is not None:
         return asked.layers
     return some_of(range(len(describe(asked.model).layers)))
@@ -269,7 +269,7 @@ def left_out(asked: Inspection) -> int:
 
 
 def some_of(layers: Sequence[int]) -> tuple[int, ...]:
-    """A few of some layers, evenly from the first to the last."""
+    """Pick a few layers, evenly from the first to the last."""
     few = min(len(layers), LAYERS)
     return tuple(layers[round(n * (len(layers) - 1) / max(1, few - 1))] for n in range(few))
 
@@ -277,15 +277,15 @@ def some_of(layers: Sequence[int]) -> tuple[int, ...]:
 def measure(
     asked: Inspection, texts: Tensor, layers: Sequence[int]
 ) -> tuple[list[Measured], list[Vectors]]:
-    """The coverings of every head over all passages, and the vectors that are to be drawn.
+    """Measure the coverings of every head over all passages, and keep vectors to draw.
 
-    One layer of one passage is held at a time. Of the first passage and a few layers one head is
-    kept, drawn by lot as in the paper where none is chosen.
+    Only one layer of one passage is in memory at a time. Vectors are kept for the first passage, a
+    few layers and one head, which is random as in the paper if none is chosen.
 
     Args:
         asked: the model, the heads, the seed and the progress callback.
         texts: [passages, length], int64.
-        layers: which layers.
+        layers: indices of layers.
 
     Returns:
         Coverings by layer, head and kind; and the first passage's vectors.
@@ -303,7 +303,7 @@ def measure(
         for kind, x in kinds_of(one).items():
             points = x[0, heads, sink:]
             covering = cover(points, asked.seed + 1000 * number + one.layer)
-            for row, name in enumerate((one.layer, each, kind) for each in heads):
+            for row, name in enumerate((one.layer, kv_head, kind) for kv_head in heads):
                 mine = found.setdefault(name, Measured(*name, covering.counts))
                 mine.radius.append(covering.radius[row].tolist())
                 mine.control.append(covering.control[row].tolist())
@@ -337,7 +337,7 @@ def cloud_of(one: Vectors, seed: int) -> Cloud:
         WeirError: scikit-learn is missing.
     """
     count = len(one.points)
-    # Where all vectors are one, principal components have no length to be scaled by.
+    # If all vectors are equal, principal components have zero length and cannot be scaled.
     start = "pca" if bool((one.points != one.points[:1]).any()) else "random"
     tsne = _manifold().TSNE(
         perplexity=min(PERPLEXITY, (count - 1) / 3), init=start, random_state=seed % 2**32
@@ -352,7 +352,7 @@ def _manifold() -> Any:
 
 
 def _steps(texts: Tensor, layers: Sequence[int]) -> int:
-    """A layer of a passage is a step, and so is a picture in the plane."""
+    """Count progress steps: one per layer of a passage, and one per t-SNE projection."""
     return len(texts) * len(layers) + 2 * len(some_of(layers))
 
 
@@ -371,7 +371,7 @@ def _cell(measured: Sequence[Measured]) -> str:
 
 
 def _of(measured: Sequence[Measured], **wanted: Any) -> list[Measured]:
-    """Those that have these attributes."""
+    """Filter by attributes."""
     return [one for one in measured if all(getattr(one, k) == v for k, v in wanted.items())]
 
 

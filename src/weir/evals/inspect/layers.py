@@ -3,7 +3,7 @@
 StreamingLLM (Xiao et al. 2024), Table 1, taken apart: the model reads a text under
 `sink(4) | recent(n)`, and the slots of the sinks are left empty in one layer alone, in all layers
 but one, or in one KV head. Everything else is the same, the newest tokens too, so what changes is
-what those sinks are worth there. Only tokens are scored that come when something has been evicted.
+what those sinks are worth there. Tokens are scored only once something has been evicted.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class SinkOfSome(Pool):
     """`sink(n)` for some KV heads only; in the others its slots stay empty.
 
     Attributes:
-        n: how many tokens.
-        hidden: the KV heads that do without.
+        n: number of sink tokens.
+        hidden: the KV heads without sinks.
     """
 
     name = "sink"
@@ -64,11 +64,11 @@ class SinkOfSome(Pool):
     hidden: tuple[int, ...] = ()
 
     def slots(self) -> int:
-        """As many slots as tokens are kept."""
+        """One slot per sink token."""
         return self.n
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """As `sink`, and the tokens of hidden heads are gone."""
+        """Fold like `sink`, and drop the tokens of hidden heads."""
         before = len(held)
         held, new = Sink(self.n).fold(held, new, fold)
         if self.hidden and len(held) > before:
@@ -81,12 +81,12 @@ class SinkOfSome(Pool):
 
 @dataclass(frozen=True)
 class StreamSetup:
-    """The layers, budget and chunk that a text is read with.
+    """The layers, budget and chunk for reading a text.
 
     Attributes:
         served: the layers that follow the policy; others slide over windows of their own.
-        kv_heads: of each of them.
-        recent: the newest tokens that are kept.
+        kv_heads: number of KV heads in each of them.
+        recent: number of newest tokens that are kept.
         chunk: tokens between two folds.
         start: the first token that is scored.
     """
@@ -98,7 +98,7 @@ class StreamSetup:
 
     @property
     def start(self) -> int:
-        """From here on something has been evicted before every token."""
+        """The first token before which something has been evicted."""
         return FIRST + self.recent + self.chunk
 
     def policy(self, hidden: dict[int, tuple[int, ...]]) -> Layered:
@@ -112,7 +112,7 @@ class StreamSetup:
         )
 
     def all_of(self, layers: Iterable[int]) -> dict[int, tuple[int, ...]]:
-        """Every KV head of some layers."""
+        """Map some layers to all of their KV heads."""
         sizes = dict(zip(self.served, self.kv_heads, strict=True))
         return {layer: tuple(range(sizes[layer])) for layer in layers}
 
@@ -122,11 +122,11 @@ class Loss:
     """The loss on a text with some sinks hidden.
 
     Attributes:
-        layer: the layer that it is about.
+        layer: index of the layer.
         head: the KV head; None for all of them.
         ppl: perplexity.
         rise: nats per token above the loss with all sinks.
-        error: the standard error of that mean, token by token.
+        error: standard error of `rise`, over the tokens.
     """
 
     layer: int
@@ -201,12 +201,12 @@ def losses_of(
     Args:
         asked: the model.
         ids: the text [tokens], int64.
-        setup: how it is read.
-        hidden: by layer, the KV heads that do without sinks.
+        setup: the setup of the stream.
+        hidden: by layer, the KV heads without sinks.
     """
     stream = Stream(asked.model, setup.policy(hidden), chunk=setup.chunk)
     try:
-        # The first number is about a token that nothing came before.
+        # The first loss belongs to a token without context.
         return stream.score(ids[None])[0].double().cpu()[setup.start :]
     finally:
         if stream.cache is not None:
@@ -216,7 +216,7 @@ def losses_of(
 def _heads(
     asked: Inspection, facts: ModelSpec, setup: StreamSetup, layers: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """The KV heads that are measured one by one, each with its layer."""
+    """(layer, KV head) pairs to measure one by one."""
     group = facts.layers[layers[0]].heads.group
     chosen = asked.kv_heads(group)
     sizes = dict(zip(setup.served, setup.kv_heads, strict=True))
@@ -243,7 +243,7 @@ def _make_section(
     alone: list[Loss],
     by_head: list[Loss],
 ) -> Section:
-    """The section, from what was measured."""
+    """Build the section from the measurements."""
     scored = tokens - setup.start
     text = (
         f"Perplexity of {scored:,} tokens read as a stream under sink({FIRST}) | "
@@ -307,7 +307,7 @@ def _draw(axes: Axes, losses: list[Loss], seen: float, unseen: float, label: str
         color="#2c6e9b",
         label=label,
     )
-    axes.set_yscale("log")  # as even as nats are
+    axes.set_yscale("log")  # log perplexity is nats
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))

@@ -1,9 +1,9 @@
 """Average attention logits by layer and head, and the share of attention on the first tokens.
 
 StreamingLLM (Xiao et al. 2024), Figures 2, 7, 11, 13 and 14: in most layers above the second, all
-queries turn to the first token, whatever it says. Section F and Figure 12: of the 4096th token's
+queries attend to the first token, whatever it is. Section F and Figure 12: of the 4096th token's
 attention the first token gets more than half in most layers of Llama-2-7B. Only sums over the
-sequences are kept, and of a sequence never more than a block of queries.
+sequences are kept, and never more than a block of queries of one sequence.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def section(asked: Inspection) -> Section:
     """The maps of the chosen layers and heads; by default all of a small model.
 
     Raises:
-        WeirError: the text is too short, or the model's attention cannot be looked at.
+        WeirError: the text is too short, or the model's attention cannot be observed.
     """
     if asked.length < SHORTEST:
         raise WeirError(f"a map of {asked.length} tokens shows nothing; take {SHORTEST} at least")
@@ -85,7 +85,7 @@ def section(asked: Inspection) -> Section:
 
 
 def mean_logits(asked: Inspection, ids: Tensor) -> dict[int, Tensor]:
-    """The mean logits of every layer [heads, length, length], float64; NaN where no query looks.
+    """Mean logits of every layer [heads, length, length], float64; NaN where no query attends.
 
     Args:
         asked: the model and the progress callback.
@@ -104,7 +104,8 @@ def mean_logits(asked: Inspection, ids: Tensor) -> dict[int, Tensor]:
         for start, stop in attention.blocks():
             rows = slice(attention.first + start, attention.first + stop)
             new = attention.logits(start, stop).double().sum(dim=0).cpu()
-            # Who does not look gave -inf; each query of a place looks at the same places.
+            # Masked logits are -inf; queries of one position attend to the same positions in all
+            # sequences.
             new = new.masked_fill(new.isneginf(), math.nan)
             at = attention.places.cpu()
             before = total[:, rows, at]
@@ -119,7 +120,7 @@ def mean_logits(asked: Inspection, ids: Tensor) -> dict[int, Tensor]:
 
 
 def spread(count: int, most: int) -> tuple[int, ...]:
-    """`most` of `count` numbers from 0 on: the first three, and the others evenly up to the last.
+    """Pick `most` of `count` indices: the first three, and the others evenly up to the last.
 
     StreamingLLM shows layers 0, 1, 2, 9, 16, 23 and 31.
     """
@@ -167,12 +168,12 @@ def _draw(
         axes.set_xticks([0, last])
         axes.set_yticks([0, last])
         axes.tick_params(labelsize=7, length=2)
-        axes.spines[:].set_visible(False)  # which would hide the first of many columns
+        axes.spines[:].set_visible(False)  # spines would hide the first of many columns
     for axes in panels[len(which) :]:
         axes.set_axis_off()
     figure.supxlabel("place of the key", fontsize=9)
     figure.supylabel("place of the query", fontsize=9)
-    # Each map has a scale of its own: heads differ by far more than the places of one.
+    # Each map has its own scale: heads differ far more than the positions within one.
     bar = figure.colorbar(
         ScalarMappable(cmap="viridis"), ax=panels.tolist(), location="top", aspect=40, shrink=0.7
     )
@@ -196,7 +197,7 @@ def _facts(
             {
                 "layer": layer,
                 "head": head,
-                # Of the logits of all queries but the first token's own.
+                # Over the logits of all queries but the first token's own.
                 "first": float(means[layer][head][1:, 0].nanmean()),
                 "others": float(means[layer][head][1:, 1:].nanmean()),
                 "logits": [[round(x, 4) for x in row] for row in means[layer][head].tolist()],
@@ -223,8 +224,8 @@ class FirstShare:
 
     Attributes:
         layer: which layer.
-        first: to the first token, by head [heads].
-        early: to the first `FIRST` tokens, by head [heads].
+        first: share of the first token, by head [heads].
+        early: share of the first `FIRST` tokens, by head [heads].
     """
 
     layer: int
@@ -233,7 +234,7 @@ class FirstShare:
 
     @property
     def spread(self) -> float:
-        """The standard deviation over the heads of the share on the first token."""
+        """Standard deviation of the first token's share over the heads."""
         return float(self.first.std(correction=0))
 
 
@@ -241,8 +242,8 @@ def shares_section(asked: Inspection) -> Section:
     """The shares of every layer, or of the chosen ones; over the chosen heads.
 
     Raises:
-        WeirError: the text is too short, the model looks both ways, or its attention cannot be
-            looked at.
+        WeirError: the text is too short, the model is bidirectional, or its attention cannot be
+            observed.
     """
     if looks_ahead(asked.model):
         raise WeirError(
@@ -325,7 +326,7 @@ def first_shares(asked: Inspection, ids: Tensor) -> list[FirstShare]:
             return
         weights = attention.weights(attention.length - 1, attention.length)[0, :, 0].double().cpu()
         there = attention.places.cpu()
-        # What a sliding layer no longer holds gets nothing.
+        # Tokens that a sliding layer no longer holds get no attention.
         mine = torch.stack([weights[:, there == 0].sum(1), weights[:, there < FIRST].sum(1)])
         sums[attention.layer] = sums.get(attention.layer, torch.zeros_like(mine)) + mine
 

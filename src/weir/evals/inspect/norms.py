@@ -51,11 +51,11 @@ _Z = NormalDist().inv_cdf(0.975)
 
 @dataclass
 class Sums:
-    """Norms added up.
+    """Running sums of norms.
 
     Attributes:
-        count: of the vectors.
-        total, squares: sums of their norms, and of the norms' squares.
+        count: number of vectors.
+        total, squares: sums of the norms, and of their squares.
     """
 
     count: int = 0
@@ -76,7 +76,7 @@ class Sums:
 
     @property
     def reach(self) -> float:
-        """The 95 % interval of that mean to either side, vectors taken as independent."""
+        """Half-width of the mean's 95 % interval, with vectors taken as independent."""
         variance = max(0.0, self.squares / self.count - self.mean**2)
         return _Z * math.sqrt(variance / max(1, self.count - 1))
 
@@ -86,7 +86,7 @@ class Norms:
     """The norms of prompts of one length.
 
     Attributes:
-        length: of the prompts, in tokens.
+        length: length of the prompts in tokens.
         prompts: for each prompt, the sums by kind.
         layers: by layer and kind, the sums over all prompts.
     """
@@ -96,15 +96,15 @@ class Norms:
     layers: dict[int, dict[str, Sums]] = field(default_factory=dict)
 
     def mean(self, kind: str) -> float:
-        """The mean norm over all vectors of all prompts, which are of one length."""
+        """The mean norm over all vectors of all prompts."""
         return fmean(sums[kind].mean for sums in self.prompts)
 
     def reach(self, kind: str) -> float:
-        """The paper's interval to either side: of one prompt, vectors taken as independent."""
+        """Half-width of the paper's interval: one prompt, vectors taken as independent."""
         return fmean(sums[kind].reach for sums in self.prompts)
 
     def between(self, kind: str) -> float | None:
-        """The interval to either side over prompts; None where there is one prompt."""
+        """Half-width of the interval over prompts; None for one prompt."""
         return mean_interval([sums[kind].mean for sums in self.prompts])[1]
 
 
@@ -129,10 +129,10 @@ def section(asked: Inspection) -> Section:
 
 
 def measure(asked: Inspection, prompts: Tensor) -> Norms:
-    """The norms of prompts of one length; one layer of one prompt is held at a time.
+    """Measure norms of prompts of one length, with one layer of one prompt in memory at a time.
 
     Args:
-        asked: the model, and which layers and heads.
+        asked: the model, and the chosen layers and heads.
         prompts: [prompts, length], int64.
     """
     norms = Norms(prompts.shape[1])
@@ -161,7 +161,7 @@ def norms_of(layer: LayerInputs) -> dict[str, Tensor]:
 
 
 def draw(found: Sequence[Norms]) -> Figure:
-    """Mean norms by prompt length, a panel for each kind; bars are intervals over prompts."""
+    """Draw mean norms by prompt length, a panel per kind; bars are intervals over prompts."""
     from matplotlib.ticker import MaxNLocator, NullLocator
 
     with drawing(4.6) as figure:

@@ -33,7 +33,7 @@ SECTIONS: dict[str, Callable[[Inspection], Section]] = {
 
 
 def select_sections(only: Sequence[str] = ()) -> list[str]:
-    """The sections that were asked for, in the order of the page; all if none is named.
+    """Select sections by name, in the order of the page; all if none is named.
 
     Raises:
         WeirError: there is no such section.
@@ -49,12 +49,12 @@ def look(
     only: Sequence[str] = (),
     on_step: Callable[[str, int, int], None] | None = None,
 ) -> Iterator[Section | tuple[str, WeirError]]:
-    """Each section, or its name and why it cannot be had for this model and text.
+    """Yield each section, or the name and reason of one that is impossible for this input.
 
     Args:
-        asked: what is to be looked at.
-        only: the sections; none for all.
-        on_step: called with the section's name, its steps done and its steps in all.
+        asked: the model, text and choices.
+        only: names of sections; empty for all.
+        on_step: called with the section's name, the steps done and the steps in all.
 
     Raises:
         WeirError: there is no such section.
@@ -67,7 +67,7 @@ def look(
         try:
             yield SECTIONS[name](mine)
         except WeirError as error:
-            # A long sentence, such as the list of what weir serves, is said once.
+            # A long reason, such as the list of supported models, appears once.
             first = reasons.setdefault(str(error), name)
             yield name, error if first == name else WeirError(f"for the same reason as {first}")
 
@@ -83,7 +83,7 @@ def check_places(model: PreTrainedModel, layers: Sequence[int], heads: Sequence[
     """Refuse layers and heads that a model does not have.
 
     Raises:
-        WeirError: naming the first.
+        WeirError: a layer or head does not exist; the message names the first.
     """
     for name, wanted, count in zip(("layer", "head"), (layers, heads), sizes(model), strict=True):
         for number in wanted:
@@ -102,14 +102,14 @@ class InspectionPage:
     """A page in a folder.
 
     Args:
-        out: the folder, made if need be.
-        title: of the page.
-        facts: what was looked at, in a sentence.
+        out: the folder, created if missing.
+        title: title of the page.
+        facts: one sentence about the model and the text.
 
     Attributes:
-        files: what has been written, the page first.
-        sections: what is on it.
-        left_out: by section that could not be had, why.
+        files: files written so far, the page first.
+        sections: sections on the page.
+        left_out: by name of a section left out, the reason.
 
     Raises:
         WeirError: the folder cannot be made.
@@ -155,9 +155,9 @@ class InspectionPage:
         self._write()
 
     def leave_out(self, name: str, why: str) -> None:
-        """Say on the page that a section could not be had, and why.
+        """Note on the page that a section is left out, and why.
 
-        The page is written if there is something on it.
+        The page is written only if it has a section.
 
         Raises:
             WeirError: a file cannot be written.
@@ -172,7 +172,7 @@ class InspectionPage:
 
     def _picture(self, picture: Picture) -> str:
         target = io.BytesIO()
-        # Without the name and version of the program, the same figures make the same file.
+        # Without the program's name and version, the same figures produce the same file.
         picture.figure.savefig(target, format="png", dpi=DPI, metadata={"Software": None})
         self._save(self.out / f"{picture.name}.png", target.getvalue())
         inside = base64.b64encode(target.getvalue()).decode("ascii")

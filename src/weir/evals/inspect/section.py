@@ -2,11 +2,11 @@
 
 A section is a function `section(asked: Inspection) -> Section` in a file of this folder, listed in
 `page.SECTIONS`. It computes, draws its pictures with `drawing`, and returns a `Section`; it prints
-nothing and writes no file. What it cannot do for a model or a text it raises as a `WeirError` of
-one sentence: the page carries the sentence in place of the section, and the others go on.
-matplotlib and optional packages are imported inside functions.
+nothing and writes no file. If a model or a text makes it impossible, it raises a `WeirError` of one
+sentence: the page shows the sentence in place of the section, and the others go on. matplotlib and
+optional packages are imported inside functions.
 
-- Layers and heads are checked: they exist. Heads are query heads; a section about keys or values
+- Layers and heads have been checked to exist. Heads are query heads; a section about keys or values
   shows the KV heads that they read (`Inspection.kv_heads`).
 - A picture has labeled axes with units and is 5.2 inches wide, so that a phone shows it readably.
 - The page escapes all text but a `fragment`, whose author escapes it.
@@ -49,18 +49,17 @@ class Inspection:
         model: a causal language model, or an encoder (which weir does not stream: `describe`
             and whatever makes a cache refuse it in a sentence).
         tokenizer: of the model.
-        name: the model as it was asked for.
+        name: name of the model, as given.
         text: the whole text.
-        layers: which layers, from 0 on; None for those that a section thinks best.
-        heads: which query heads, from 0 on; None for all, or those that a section thinks best.
+        layers: indices of layers, from 0; None for the section's default.
+        heads: indices of query heads, from 0; None for all, or the section's default.
         policy: a policy as text; None where none was named.
-        sequences: how many short sequences are averaged over, at most.
+        sequences: maximum number of short sequences to average over.
         length: tokens in each of them.
-        tokens: how many tokens are read in one go where a long text is read, at most; None for
-            what a section thinks best.
-        moments: after how many tokens it is looked at what a policy keeps; None for what shows
-            best.
-        seed: of all random draws.
+        tokens: maximum number of tokens to read in one go from a long text; None for the section's
+            default.
+        moments: token counts at which to look at what a policy keeps; None for the default.
+        seed: seed of all random draws.
         on_step: called with the steps of a section done and in all, for a progress bar.
     """
 
@@ -79,9 +78,9 @@ class Inspection:
     on_step: Callable[[int, int], None] = _nothing
 
     def ids(self, most: int | None = None) -> Tensor:
-        """The text as weir reads it: [tokens], int64, `most` at most.
+        """Token ids of the text as weir reads it: [tokens], int64, at most `most`.
 
-        In front are the start token and the tokens of a learned sink, where the model has such.
+        In front are the start token and the tokens of a learned sink, if the model has them.
 
         Raises:
             WeirError: the text makes fewer than 2 tokens.
@@ -95,10 +94,10 @@ class Inspection:
         return sink_of(self.model.config)
 
     def kv_heads(self, group: int) -> tuple[int, ...] | None:
-        """The KV heads that the chosen heads read; None where none were chosen.
+        """The KV heads that the chosen heads read; None if none were chosen.
 
         Args:
-            group: how many query heads share a KV head.
+            group: number of query heads that share a KV head.
         """
         if self.heads is None:
             return None
@@ -110,7 +109,7 @@ class Picture:
     """A picture of a section.
 
     Attributes:
-        name: its file without ending, unlike that of any other section: `maps`, `keys-layer-0`.
+        name: unique file name without extension: `maps`, `keys-layer-0`.
         figure: from `drawing`.
         alt: the alternative text.
     """
@@ -125,13 +124,13 @@ class Section:
     """A part of the page.
 
     Attributes:
-        name: `maps`; the anchor on the page, and the key in `--json`.
-        title: its heading.
+        name: the anchor on the page and the key in `--json`, such as `maps`.
+        title: heading of the section.
         text: a paragraph that says what is shown and how it was measured, with the paper's figure.
         pictures: in order.
-        table: figures to be read, if any.
-        facts: the figures for `--json`: what `json` can write; NaN and infinities become null.
-        fragment: HTML that stands below the pictures; everything from a text escaped.
+        table: table of figures, if any.
+        facts: JSON-serializable figures for `--json`; NaN and infinities become null.
+        fragment: HTML below the pictures; everything from a text must be escaped.
         style: CSS for the fragment. The page is light or dark by `prefers-color-scheme`, with the
             custom properties `--ink`, `--paper`, `--gray` and `--line`.
     """
@@ -148,7 +147,7 @@ class Section:
 
 @contextmanager
 def drawing(height: float, width: float = WIDTH) -> Iterator[Figure]:
-    """A figure to draw into, with the letters of all pictures; no display is needed.
+    """Provide a figure to draw into, with the common fonts; no display is needed.
 
     Args:
         height, width: in inches.
@@ -176,14 +175,14 @@ def sentences(
 ) -> Tensor:
     """Sentences of a text, cut after `length` tokens; shorter ones are left out.
 
-    A text that has more pieces of that length than such sentences gives pieces.
+    If the text has more pieces of that length than such sentences, pieces are returned.
 
     Args:
         tokenizer: of the model that will read.
         text: the text.
-        count: how many, at most; the first ones.
-        length: tokens of each, those that stand around any text among them.
-        sink: of the model; the tokens of a learned one stand in front.
+        count: maximum number of sentences; the first are taken.
+        length: tokens per sentence, including the special tokens around any text.
+        sink: attention sink of the model; learned sink tokens come first.
 
     Returns:
         [sentences, length], int64.
@@ -193,7 +192,7 @@ def sentences(
     """
     found: list[list[int]] = []
     parts = [part for part in _END.split(text) if part and part.strip()]
-    # In steps, since a text may be a library.
+    # In steps, since a text may be huge.
     for begin in range(0, len(parts), 4 * count):
         some = [part[: 64 * length] for part in parts[begin : begin + 4 * count]]
         rows = tokenizer(some, truncation=True, max_length=length, **_QUIET)["input_ids"]
@@ -220,7 +219,7 @@ def pieces(
         tokenizer, text, count, length, sink: as for `sentences`.
 
     Returns:
-        [pieces, length], int64: each with the tokens around it that the tokenizer puts there.
+        [pieces, length], int64, with the special tokens that the tokenizer adds around a text.
 
     Raises:
         WeirError: the text has fewer than `length` tokens.
@@ -228,7 +227,7 @@ def pieces(
     front, back = around(tokenizer)
     front = sink.first(front)
     own = length - len(front) - len(back)
-    # Enough characters for prose; where they are not, the whole text is read.
+    # Enough characters for prose; if they are too few, the whole text is read.
     for piece in (text[: 16 * count * length], text):
         ids = list(tokenizer(piece, add_special_tokens=False, **_QUIET)["input_ids"])
         if len(ids) >= own * count:
@@ -246,7 +245,7 @@ def pieces(
 
 
 def around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """The ids that a tokenizer puts before and behind any text, as a start token."""
+    """The ids that a tokenizer puts before and after any text, such as a start token."""
     plain = list(tokenizer("a", add_special_tokens=False, **_QUIET)["input_ids"])
     full = list(tokenizer("a", **_QUIET)["input_ids"])
     for at in range(len(full) - len(plain) + 1):
@@ -256,7 +255,7 @@ def around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
 
 
 def count_of(tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> int:
-    """Tokens of a text, those around it among them; `most` if it has more."""
+    """Count the tokens of a text, special tokens included, up to `most`."""
     for piece in (text[: 16 * most], text):
         if (found := len(tokenizer(piece, **_QUIET)["input_ids"])) >= most:
             return most
@@ -264,11 +263,11 @@ def count_of(tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> int:
 
 
 def fixed_tokens(ids: Tensor, tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """The tokens that stand at one place of every sequence, by place: a start token, [SEP].
+    """Tokens that every sequence has at the same position, by position: a start token, [SEP].
 
     Args:
         ids: [sequences, length]; of a single sequence only special tokens count.
-        tokenizer: tells their names.
+        tokenizer: source of the tokens' names.
     """
     special = set(tokenizer.all_special_ids)
     return {
@@ -286,7 +285,7 @@ def longest(asked: Inspection, usual: int) -> int:
     """Tokens of the longest passage: as asked for, or `usual`, or what the model's window holds.
 
     Raises:
-        WeirError: more were asked for than can be held.
+        WeirError: more tokens were asked for than fit.
     """
     if asked.tokens is None:
         return min(usual, window_of(asked.model.config) or MOST_TOKENS)
@@ -299,13 +298,13 @@ def longest(asked: Inspection, usual: int) -> int:
 
 
 def passages(asked: Inspection, length: int, count: int, fewest: int) -> Tensor:
-    """Passages of a text, one after the other, each with the start token in front.
+    """Split a text into consecutive passages with the start token in front.
 
     Args:
-        asked: has the text.
-        length: tokens of a passage; a text with fewer is one passage, as long as it is.
-        count: passages, at most.
-        fewest: tokens without which a passage is of no use.
+        asked: the inspection with the text.
+        length: tokens of a passage; a shorter text is one passage.
+        count: maximum number of passages.
+        fewest: minimum number of tokens of a useful passage.
 
     Returns:
         [passages, length], int64.

@@ -1,4 +1,4 @@
-"""The file an evaluation writes: JSON lines that survive a crash.
+"""Results file of an evaluation: JSON lines that survive a crash.
 
 The first line is the grid with all its cells; one line per finished cell follows. A line is written
 and synced at once. A line that a crash cut short is removed when the file is opened again. Every
@@ -23,7 +23,7 @@ from weir.evals.records import JsonRecord
 
 
 def for_json(value: Any) -> Any:
-    """A value as JSON can hold it: numbers that JSON does not have become null."""
+    """Make a value fit for JSON: NaN and infinities become null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
@@ -34,20 +34,20 @@ def for_json(value: Any) -> Any:
 
 
 def check_grid(line: JsonRecord) -> int:
-    """Look at the first line; how many cells the grid has.
+    """Check the first line, and return the number of cells of the grid.
 
     Raises:
-        WeirError: a field is missing or of another kind.
+        WeirError: a field is missing or has another type.
     """
     line.text("grid")
     return len(line.records("cells"))
 
 
 def check_cell(line: JsonRecord, cells: int) -> None:
-    """Look at the record of a cell.
+    """Check the record of a cell.
 
     Raises:
-        WeirError: a field is missing or of another kind, or the grid has no such cell.
+        WeirError: a field is missing or has another type, or the grid has no such cell.
     """
     number = line.count("cell")
     if not 0 <= number < cells:
@@ -81,7 +81,7 @@ def check_cell(line: JsonRecord, cells: int) -> None:
 
 
 def _check_result(result: JsonRecord) -> None:
-    """Look at what is drawn: blocks of a text, answers by distance, the cells of a heat map."""
+    """Check what reports draw: blocks of a text, answers by distance, cells of heat maps."""
     if "ppl_by_block" in result:
         result.numbers("ppl_by_block")
         for name in ("block", "tokens"):
@@ -114,19 +114,17 @@ class ResultsFile:
     """A results file, open for writing; no other process can open it meanwhile.
 
     Args:
-        path: where it is, or is to be.
-        grid: what its first line says, with a fingerprint under "grid".
-        resume: go on with a file that is there; otherwise there must be none.
-        add: the same, and where the grid that is there is the beginning of this one, put this one
-            in its place.
+        path: path of the file.
+        grid: the first line, with a fingerprint under "grid".
+        resume: continue an existing file; otherwise there must be none.
+        add: continue an existing file; if the file's grid is the beginning of this one, replace it.
 
     Attributes:
-        records: of each cell that is in the file, the record, by its number.
+        records: the records in the file, by cell number.
 
     Raises:
-        WeirError: there is such a file and `resume` was not asked for, it is of another grid, it is
-            no results file or no regular file at all, another process writes it, or it cannot be
-            written.
+        WeirError: the file exists and `resume` was not set, belongs to another grid, is no results
+            file or no regular file, is open in another process, or cannot be written.
     """
 
     def __init__(
@@ -175,13 +173,13 @@ class ResultsFile:
         self.records[record["cell"]] = record
 
     def forget(self, numbers: set[int]) -> None:
-        """Take the records of some cells out, so that they can be written again."""
+        """Remove the records of some cells, so that they can be written again."""
         if numbers & self.records.keys():
             self.records = {n: r for n, r in self.records.items() if n not in numbers}
             self._rewrite(list(self.records.values()))
 
     def sort(self) -> None:
-        """Put the records in the order of the grid, if they are not."""
+        """Sort the records into grid order, if needed."""
         if list(self.records) != sorted(self.records):
             self.records = dict(sorted(self.records.items()))
             self._rewrite(list(self.records.values()))
@@ -193,7 +191,7 @@ class ResultsFile:
             raise WeirError(f"another weir is writing {self.path}") from None
 
     def _take_up(self) -> None:
-        """Read what is there, cut off a line that was not finished, and begin if it is new."""
+        """Read the file, cut off an unfinished line, and write the first line of a new file."""
         found, whole = _read_lines(self.path)
         if whole < os.fstat(self._file).st_size:
             os.ftruncate(self._file, whole)
@@ -224,7 +222,7 @@ class ResultsFile:
             raise _cannot_write(self.path, error) from None
 
     def _rewrite(self, records: list[CellRecord]) -> None:
-        """Put another file in its place, at once, and go on with that."""
+        """Replace the file atomically, and continue with the new one."""
         folder = self.path.parent
         made, name = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=folder)
         try:
@@ -244,10 +242,10 @@ class ResultsFile:
 
 
 def read_results(path: str | Path) -> tuple[dict[str, Any], list[CellRecord]]:
-    """The grid and the records of a file; a last line cut short is left.
+    """Read the grid and the records of a file; a last line cut short is ignored.
 
     Raises:
-        WeirError: there is no such file, or it is none that `weir eval` has written.
+        WeirError: there is no such file, or `weir eval` has not written it.
     """
     path = Path(path)
     _check_kind(path)
@@ -265,19 +263,19 @@ def failures(records: Iterable[CellRecord]) -> list[CellRecord]:
 
 
 def unique(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Each value once, in the order they first come."""
+    """Remove duplicates, and keep the order of first occurrence."""
     return tuple(dict.fromkeys(values))
 
 
 def _check_kind(path: Path) -> None:
-    """Raises a `WeirError` for a device, a pipe or a folder: only a file can be read to its end."""
+    """Refuse devices, pipes and folders with a `WeirError`: only files can be read to the end."""
     if path.exists() and not path.is_file():
         kind = "a folder" if path.is_dir() else "a device or a pipe"
         raise WeirError(f"{path} is not a regular file but {kind}, and results need a file")
 
 
 def _difference(there: list[CellRecord], here: list[CellRecord]) -> str:
-    """The differences between the cells of two grids, field by field."""
+    """Describe the differences between the cells of two grids, field by field."""
     found = []
     for name in unique(key for cell in (*there, *here) for key in cell):
         old, new = (unique(str(cell.get(name)) for cell in cells) for cells in (there, here))
@@ -295,10 +293,10 @@ def _few(values: list[str]) -> str:
 
 
 def _read_lines(path: Path) -> tuple[list[CellRecord], int]:
-    """The lines of a file, and how many of its bytes are whole lines.
+    """Read the lines of a file, and the number of bytes in whole lines.
 
     Raises:
-        WeirError: it cannot be read, or a line is not what stands in such a file.
+        WeirError: the file cannot be read, or a line is invalid.
     """
     try:
         raw = path.read_bytes()
@@ -306,7 +304,7 @@ def _read_lines(path: Path) -> tuple[list[CellRecord], int]:
         raise WeirError(f"cannot read {path}: {error.strerror}") from None
     whole = raw.rfind(b"\n") + 1
     found: list[CellRecord] = []
-    lines: dict[int, int] = {}  # of each cell, where it stands
+    lines: dict[int, int] = {}  # line number by cell
     for number, line in enumerate(raw[:whole].splitlines(), 1):
         key = "grid" if number == 1 else "cell"
         try:

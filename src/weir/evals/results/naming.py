@@ -1,8 +1,8 @@
 """Names of models and policies in tables, and several results files read as one.
 
-A model that was loaded in two ways is two models to a table, and a policy's name that stood for
-other pools is another policy; their names say so. A policy for each layer, which would fill a page,
-goes by its slots.
+A model loaded in two ways counts as two models, and a policy's name that stood for other pools
+counts as another policy; displayed names tell them apart. A policy with one pipe per layer, which
+would fill a page, is named by its slots.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ DEFAULTS = {"dtype": "auto"}
 
 
 def name_records(records: Sequence[CellRecord]) -> list[CellRecord]:
-    """Records with the names that tables and pictures give their models and policies.
+    """Rename models and policies in records for tables and pictures.
 
     Args:
-        records: of cells, as they stand in a results file.
+        records: cell records from a results file.
     """
     return shorten_layered(distinguish_pools(name_loading(records)))
 
 
 def name_loading(records: Sequence[CellRecord]) -> list[CellRecord]:
-    """Records whose model is named with how it was loaded: `nano (dtype bfloat16)`.
+    """Add loading arguments to the model names of records: `nano (dtype bfloat16)`.
 
-    A model that was loaded the usual way keeps its name, and so does one of these records. `loaded`
-    has the model's own name, by which it is one model still.
+    A model loaded with defaults keeps its name. The field `loaded` has the original name, which is
+    the same however the model was loaded.
 
     Args:
-        records: of cells, as they stand in a results file.
+        records: cell records from a results file.
     """
     named = []
     for record in records:
@@ -58,13 +58,13 @@ def _describe_loading(loading: Mapping[str, Any]) -> str:
 
 
 def shorten_layered(records: Sequence[CellRecord]) -> list[CellRecord]:
-    """Records in which a policy for each layer goes by its slots: `layers of 76, 52, 436, 220`.
+    """Rename per-layer policies of records by their slots: `layers of 76, 52, 436, 220`.
 
-    Two lists that would be called alike keep their full text, as all other policies do, and as the
-    results file has it of all. `written` has it of these records too.
+    Two policies that would get the same name keep their full text, as all other policies do. The
+    field `written` has the full text of the renamed ones.
 
     Args:
-        records: of cells, as they stand in a results file.
+        records: cell records from a results file.
     """
     lists = [policy for policy in unique(r["policy"] for r in records) if policy.startswith("[")]
     short = {policy: _slots(policy) for policy in lists}
@@ -77,8 +77,8 @@ def shorten_layered(records: Sequence[CellRecord]) -> list[CellRecord]:
 
 
 def _slots(policy: str) -> str:
-    """The name of a list; the list itself where it is not one that this weir can read."""
-    # Which imports PyTorch, and reports without such a policy do not wait for it.
+    """The short name of a per-layer policy; its text if this weir cannot parse it."""
+    # This imports PyTorch, which reports without such a policy need not wait for.
     from weir.errors import WeirError
     from weir.policies import Layered, saved_policy
 
@@ -93,12 +93,12 @@ def _slots(policy: str) -> str:
 
 
 def distinguish_pools(records: Sequence[CellRecord]) -> list[CellRecord]:
-    """Records in which a policy goes by its pools, where its name stands for several.
+    """Rename policies of records by their pools where one name stands for several.
 
-    Those that do not say what their policy stood for keep its name, and are no other than the rest.
+    Records without pools keep the policy's name and count as the same policy.
 
     Args:
-        records: of cells, as they stand in a results file.
+        records: cell records from a results file.
     """
     meant: dict[str, set[str]] = {}
     for record in records:
@@ -117,17 +117,16 @@ DECIDING = ("model", "setting", "policy", "seed", "protocol", "chunk", "position
 
 
 def read_together(paths: Sequence[Path]) -> tuple[int, list[CellRecord]]:
-    """Read several results files as one: the number of cells, and the records, duplicates once.
+    """Read several results files as one: the number of cells, and the records without duplicates.
 
-    Models are named with how they were loaded, policies for each layer by their slots, and those
-    whose name stands for several by their pools. Of a cell
-    that failed in one file and is done in another, what is done counts.
+    Models and policies are renamed as in `name_records`. If a cell failed in one file and is done
+    in another, the finished record counts.
 
     Args:
-        paths: the files; what stands in the first comes first.
+        paths: the files; records of the first come first.
 
     Raises:
-        WeirError: one is no results file, or two have other figures of the same cell.
+        WeirError: a file is no results file, or two files have different figures of the same cell.
     """
     cells = 0
     found: dict[tuple[Any, ...], list[_Found]] = {}
@@ -144,23 +143,23 @@ def read_together(paths: Sequence[Path]) -> tuple[int, list[CellRecord]]:
 
 @dataclass
 class _Found:
-    """A record, and the file that it stands in."""
+    """A record, and the file it was read from."""
 
     record: CellRecord
     path: Path
 
 
 def _merge_records(same: Sequence[_Found]) -> list[_Found]:
-    """Records of cells of one name, each cell once, in the order they come.
+    """Merge records with the same displayed cell, in order of first occurrence.
 
-    Files from before cells said what their policy stands for have no pools: such a cell is the same
-    as one of the same name, as it is to a grid that grows; of several, one that has its figure.
+    Old files do not record pools. Such a cell equals one of the same name with pools, as in
+    `extend_grid`; among several, one with the same figure.
 
     Raises:
-        WeirError: two have other figures of the same cell.
+        WeirError: two records of the same cell have different figures.
     """
-    kept: dict[int, _Found] = {}  # by where a cell comes first
-    # Those without pools last, when it is known which cells there are.
+    kept: dict[int, _Found] = {}  # by index of the cell's first record
+    # Records without pools come last, when all other cells are known.
     order = sorted(range(len(same)), key=lambda place: same[place].record.get("pools") is None)
     for place in order:
         record = same[place].record
@@ -181,7 +180,7 @@ def _merge_pair(there: _Found, here: _Found) -> _Found:
     """Merge two records of a cell: one that is done replaces one that failed.
 
     Raises:
-        WeirError: both are done, with other figures.
+        WeirError: both are done and have different figures.
     """
     old, new = there.record, here.record
     if old["status"] == "failed":

@@ -73,7 +73,7 @@ def _cells(table: FigureTable, bold: str, unbold: str) -> list[list[str]]:
 
 
 def as_csv(tables: Sequence[FigureTable]) -> str:
-    """Tables as one of comma-separated values, a line a figure, none of them rounded."""
+    """Tables as comma-separated values, one unrounded figure per line."""
     target = io.StringIO()
     lines = csv.writer(target, lineterminator="\n")
     names = ("mean", "sd", "low", "high", "n", "seeds")
@@ -124,7 +124,7 @@ def _latex(table: FigureTable) -> str:
 
 
 def _tex(text: str) -> str:
-    """Text as LaTeX prints it."""
+    """Escape text for LaTeX."""
     special = {"\\": r"\textbackslash{}", "|": r"\textbar{}", "~": r"\textasciitilde{}"}
     special |= {"^": r"\textasciicircum{}", "–": "--", "<": r"\textless{}", ">": r"\textgreater{}"}
     special |= {mark: rf"\{mark}" for mark in "&%$#_{}"}
@@ -132,7 +132,7 @@ def _tex(text: str) -> str:
 
 
 def _code(name: str) -> str:
-    """A policy in a cell; a bar in it would end the cell."""
+    """Format a policy as code in a cell, with bars escaped, which would end the cell."""
     return f"<code>{name.replace('|', '&#124;')}</code>" if "|" in name else f"`{name}`"
 
 
@@ -145,9 +145,9 @@ FAR_BYTES = 10.0
 
 
 def family(policy: str) -> str:
-    """The name that policies of different budgets share: all but the budget; a pipe itself.
+    """The name that policies of different budgets share; a pipe is its own name.
 
-    Of a policy that was written without the word `budget` it is the name.
+    For a policy written without the word `budget`, this is the name before the bracket.
     """
     plain = strip_budget(policy)
     return plain if plain != policy or " | " in policy else policy.partition("(")[0]
@@ -168,11 +168,11 @@ def pareto_front(points: Sequence[tuple[float, float]], higher: bool) -> list[in
 
 
 def plot_pareto(records: Sequence[CellRecord], label: str) -> str | None:
-    """Every policy's figure against the bytes of its cache, budgets joined; the front in gray.
+    """Plot figures against cache bytes, budgets of a policy joined, the Pareto front in gray.
 
     Args:
-        records: of one model and one setting.
-        label: what is measured.
+        records: records of one model and one setting.
+        label: name of the figure.
 
     Returns:
         The picture; None where fewer than two policies have both figures.
@@ -208,10 +208,10 @@ def plot_pareto(records: Sequence[CellRecord], label: str) -> str | None:
 
 
 def plot_along(records: Sequence[CellRecord]) -> str | None:
-    """Perplexity of each block of a text, a line per policy; None where there are no blocks.
+    """Plot perplexity by block of a text, a line per policy; None without blocks.
 
     Args:
-        records: of one model and one setting; of several seeds the first is drawn.
+        records: records of one model and one setting; only the first seed is drawn.
     """
     rows = [r for r in records if len(r["result"].get("ppl_by_block", ())) > 1]
     of_policy = group_by(rows, "policy")
@@ -226,7 +226,7 @@ def plot_along(records: Sequence[CellRecord]) -> str | None:
             edges = [min(i * result["block"], result["tokens"]) for i in range(len(values) + 1)]
             middles = [(a + b) / 2 for a, b in itertools.pairwise(edges)]
             how = line_style(number)
-            if len(values) > 25:  # so many markers would be one smear
+            if len(values) > 25:  # more markers would merge into one band
                 how["markevery"] = max(1, len(values) // 8)
             axes.plot(middles, values, lw=1.4, ms=4, label=policy, **how)
             every += [v for v in values if v is not None]
@@ -238,10 +238,10 @@ def plot_along(records: Sequence[CellRecord]) -> str | None:
 
 
 def plot_heat(records: Sequence[CellRecord]) -> str | None:
-    """Heat maps of what was found by length and depth, a panel per policy; None without such cells.
+    """Plot heat maps of accuracy by length and depth, a panel per policy; None without such cells.
 
     Args:
-        records: of one model and one setting; of several seeds the mean is drawn.
+        records: records of one model and one setting; the mean over seeds is drawn.
     """
     of_policy = group_by((r for r in records if r["result"].get("cells")), "policy")
     if not of_policy:
@@ -273,12 +273,12 @@ def plot_heat(records: Sequence[CellRecord]) -> str | None:
 
 
 def _share(cells: Sequence[dict[str, Any]]) -> float:
-    """Mean accuracy; where nothing was asked NaN, which is drawn as a hole."""
+    """Mean accuracy; NaN if nothing was asked, which leaves a hole."""
     return float(mean(cell["accuracy"] for cell in cells)) if cells else math.nan
 
 
 def _height(names: Sequence[str]) -> float:
-    """Inches of a picture that has three names of lines in each row below it."""
+    """Height in inches of a picture with a legend of three names per row below."""
     return 3.4 + 0.17 * -(-len(names) // 3)
 
 
@@ -290,7 +290,7 @@ def _scales(axes: Axes, across: Sequence[float], up: Sequence[float]) -> None:
 
 
 def _dress_axes(axes: Axes) -> None:
-    """Grid, numbers, and the legend below all of it, where it hides no point."""
+    """Style axes, and put the legend below them, where it hides no point."""
     style_axes(axes)
     axes.figure.legend(loc="outside lower left", frameon=False, fontsize=8, ncols=3)
 
@@ -322,8 +322,8 @@ class ReportPart:
     """A part of a report.
 
     Attributes:
-        title: its heading.
-        words: a sentence or two under it.
+        title: heading of the part.
+        words: one or two sentences under the heading.
         table: a table.
         picture: an SVG element.
         name: the picture's file beside the Markdown, without ending.
@@ -342,16 +342,16 @@ def write_report(
     """Write `report.html`, which holds its pictures, and `report.md` with them beside it.
 
     Args:
-        results: a file that `weir eval` wrote, or several; they may still be growing.
-        out: a folder, made if need be.
-        formats: what is written, of `FORMATS`: `csv` and `latex` are the tables alone.
+        results: one or several files of `weir eval`, which may still be growing.
+        out: output folder, created if missing.
+        formats: names from `FORMATS`; `csv` and `latex` have the tables alone.
 
     Returns:
-        What was written.
+        Paths of the files that were written.
 
     Raises:
-        WeirError: the results cannot be read or contradict each other, none is done yet, a format
-            is none of these, or a file cannot be written.
+        WeirError: the results cannot be read or contradict each other, no cell is done yet, a
+            format is unknown, or a file cannot be written.
     """
     for name in formats:
         if name not in FORMATS:
@@ -388,7 +388,7 @@ def _render(
     records: Sequence[CellRecord],
     source: str,
 ) -> str:
-    """The text of a report in a format."""
+    """Render a report in one format."""
     if suffix == ".csv":
         return as_csv(tables)
     if suffix == ".tex":

@@ -1,4 +1,4 @@
-"""Records of cells as tables: policies down, what was measured across, seeds averaged.
+"""Summarize cell records as tables: one row per policy, one column per task, seeds averaged.
 
 Shares of right answers are counted over all seeds together and have Wilson's interval; other
 figures with several seeds have Student's. Over several models only the change beside StreamingLLM
@@ -26,11 +26,11 @@ class Estimate:
     """A mean with its uncertainty: standard deviation, 95 % interval and n.
 
     Attributes:
-        mean: of the seeds.
-        n: answers that were counted, or seeds where none were.
-        seeds: how many there were.
-        sd: standard deviation over the seeds; None of one.
-        low, high: the 95 % interval; None where one figure is all there is.
+        mean: mean over the seeds.
+        n: number of answers, or of seeds if no answers are counted.
+        seeds: number of seeds.
+        sd: standard deviation over the seeds; None for one seed.
+        low, high: the 95 % interval; None for a single figure.
     """
 
     mean: float
@@ -60,7 +60,7 @@ class Estimate:
 
 
 def estimate_of(records: Sequence[dict[str, Any]], field: str) -> Estimate | None:
-    """A field of the records of one policy and setting, one a seed; None where none has it."""
+    """Estimate a field from records of one policy and setting, one per seed; None if missing."""
     known = [record for record in records if record[field] is not None]
     if not known:
         return None
@@ -104,12 +104,12 @@ class Column:
     """A column of figures.
 
     Attributes:
-        head: what stands above it.
-        values: one figure per row; None where there is none.
+        head: heading.
+        values: one figure per row; None if missing.
         better: which way is better; None marks nothing.
-        digits: after the point.
-        megabytes: the figures are bytes, to be written as MB.
-        figures: the same with their uncertainty, one per row; empty where it is unknown.
+        digits: digits after the decimal point.
+        megabytes: whether figures are bytes, to be shown as MB.
+        figures: the values with their uncertainty, one per row; empty if unknown.
     """
 
     head: str
@@ -120,7 +120,7 @@ class Column:
     figures: tuple[Estimate | None, ...] = ()
 
     def sure(self, row: int) -> str:
-        """The interval, deviation and n of a row as text; empty where there are none."""
+        """Format the interval, deviation and n of a row; empty if there are none."""
         figure = self.figures[row] if self.figures else None
         if figure is None or figure.low is None or figure.high is None:
             return ""
@@ -129,9 +129,9 @@ class Column:
         return f"{low}–{high}, {spread}n {figure.n:,}"
 
     def places(self) -> dict[int, int]:
-        """The places 1 and 2 of the best and second best rows, by row.
+        """Rank (1 or 2) of the best and second-best rows, by row.
 
-        Figures that are written alike share a place. What is worst in a column is never marked.
+        Figures with the same text share a rank. The worst figure of a column is never marked.
         """
         if self.better is None:
             return {}
@@ -142,7 +142,7 @@ class Column:
         return {row: known.index(v) + 1 for row, v in written.items() if v in known[:2]}
 
     def written(self, row: int, unknown: str = "–", group: str = "") -> str:
-        """The figure of a row as it stands in a table."""
+        """Format the figure of a row for a table."""
         value = self.values[row]
         if value is None:
             return unknown
@@ -154,9 +154,9 @@ class FigureTable:
     """A table with a name for each row.
 
     Attributes:
-        title: what it is.
-        rows: the policies.
-        columns: the figures.
+        title: title of the table.
+        rows: names of the policies.
+        columns: columns of figures.
     """
 
     title: str
@@ -165,7 +165,7 @@ class FigureTable:
 
 
 def overviews(records: Sequence[CellRecord]) -> list[FigureTable]:
-    """For each model and protocol, every policy's main figure of every setting, and its bytes."""
+    """One table per model and protocol: every policy's main figure by setting, and its bytes."""
     done = [record for record in records if record["status"] == "done"]
     tables = []
     for (model, paper), mine in group_by(done, "model", "protocol").items():
@@ -183,7 +183,7 @@ def overviews(records: Sequence[CellRecord]) -> list[FigureTable]:
 
 
 def by_distance(records: Sequence[CellRecord]) -> list[FigureTable]:
-    """For each model and setting whose results are by distance, the share of right answers."""
+    """One table per model and setting with results by distance: shares of right answers."""
     done = [r for r in records if r["status"] == "done" and r["result"].get("by_distance")]
     short = short_heads(list(unique(record["setting"] for record in done)))
     tables = []
@@ -211,16 +211,16 @@ def by_distance(records: Sequence[CellRecord]) -> list[FigureTable]:
 
 
 def _head(setting: str, record: CellRecord) -> str:
-    """The setting, and what is measured where the task has another name."""
+    """The setting, with the name of the figure if it differs from the task's."""
     metric = record["metric"]
     named = metric == record["task"] or metric in ("accuracy", "error")
     return setting if named else f"{setting}: {metric.replace('_', ' ')}"
 
 
 def short_heads(settings: list[str]) -> dict[str, str]:
-    """A short head for each setting: the task's name, and in brackets what tells it from others.
+    """Short headings by setting: the task's name, and in brackets what distinguishes it.
 
-    Files stand there by their names, without folders, unless that would make two heads the same.
+    Files appear without folders, unless that would make two headings equal.
     """
     names = {setting: setting.partition("(")[0] for setting in settings}
     found = {}
@@ -235,12 +235,12 @@ def short_heads(settings: list[str]) -> dict[str, str]:
 
 
 def strip_budget(policy: str) -> str:
-    """A policy as it was before a budget was put into it: `quantized(h2o, newest=4)`."""
+    """A policy without the budget that was inserted: `quantized(h2o, newest=4)`."""
     return BUDGET.sub("", policy).replace("()", "")
 
 
 def group_by(records: Iterable[CellRecord], *keys: str) -> dict[tuple[Any, ...], list[CellRecord]]:
-    """Records that agree in some fields, in the order they first come."""
+    """Group records by some fields, in order of first occurrence."""
     found: dict[tuple[Any, ...], list[CellRecord]] = {}
     for record in records:
         found.setdefault(tuple(record[key] for key in keys), []).append(record)
@@ -275,13 +275,13 @@ REFERENCE = "streaming_llm"
 
 @dataclass(frozen=True)
 class Place:
-    """The model, setting and size that two policies share when they are compared.
+    """The model, setting and size at which policies are compared.
 
     Attributes:
-        model, setting, chunk, positions: as of a cell.
+        model, setting, chunk, positions: as in a cell.
         loaded: the model's own name, however it was loaded.
-        memory: bytes that budgets were made for; None where they were given in slots.
-        budget: slots that were put in; None where bytes were given.
+        memory: bytes from which budgets were computed; None if budgets were given in slots.
+        budget: budget in slots; None if bytes were given.
     """
 
     model: str
@@ -304,16 +304,15 @@ class Place:
 
 
 def across_models(records: Sequence[CellRecord]) -> list[FigureTable]:
-    """For each protocol, what policies change beside StreamingLLM at the same size: mean of models.
+    """One table per protocol: policies relative to StreamingLLM at the same size, mean over models.
 
-    Of what is better when it is lower, perplexities and errors, the ratio; of shares of right
-    answers the difference. Each model counts once, with its mean over seeds, sizes and ways in
-    which it was loaded, and the
-    interval is that of the models. Policies whose budget was not put in are left out, and a figure
-    that some model lacks.
+    Figures where lower is better (perplexities and errors) are ratios; shares of right answers are
+    differences. Each model counts once, with its mean over seeds, sizes and ways of loading, and
+    the interval is over the models. Policies whose budget was not inserted are left out, and so are
+    figures that some model lacks.
 
     Args:
-        records: of any models. There is no table of fewer than two.
+        records: records of any models. With fewer than two models there is no table.
     """
     sized = [r for r in records if r["status"] == "done" and r.get("budget") is not None]
     tables = []
@@ -348,19 +347,19 @@ def across_models(records: Sequence[CellRecord]) -> list[FigureTable]:
 def _changes(
     found: Mapping[Place, Mapping[str, float]], setting: str, name: str, ratio: bool
 ) -> dict[str, float]:
-    """The change that a policy makes on each model, as the mean over the sizes both were given."""
-    each: dict[str, list[float]] = {}
+    """A policy's change against the reference by model, averaged over the sizes of both."""
+    changes: dict[str, list[float]] = {}
     for place, row in found.items():
         if place.setting != setting or not {name, REFERENCE} <= row.keys():
             continue
         now, was = row[name], row[REFERENCE]
         if was or not ratio:
-            each.setdefault(place.loaded, []).append(now / was if ratio else now - was)
-    return {model: fmean(values) for model, values in each.items()}
+            changes.setdefault(place.loaded, []).append(now / was if ratio else now - was)
+    return {model: fmean(values) for model, values in changes.items()}
 
 
 def _means(records: Sequence[CellRecord]) -> Mapping[Place, Mapping[str, float]]:
-    """The mean over seeds of each policy, without its budget, at each place."""
+    """Means over seeds, by place and policy without budget."""
     values: dict[Place, dict[str, list[float]]] = {}
     for record in records:
         row = values.setdefault(Place.of(record), {})

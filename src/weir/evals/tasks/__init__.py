@@ -1,4 +1,4 @@
-"""The tasks, one file each; importing this makes all of them known."""
+"""The tasks, one file each; importing this package registers all of them."""
 
 from weir.evals.task import TASKS
 from weir.evals.tasks.attention_error import AttentionError

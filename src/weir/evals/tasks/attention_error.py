@@ -1,4 +1,4 @@
-"""`attention-error`: how far the attention of each layer moves under a policy, on one text.
+"""`attention-error`: relative error of each layer's attention under a policy, on one text.
 
 BalanceKV (Kochetkova et al. 2025), section 4.1; `weir.evals.attention_error` measures it, this puts
 it on the grid, with one seed a cell.
@@ -48,7 +48,7 @@ class AttentionError(Task):
             raise WeirError(f"rate of attention-error is between 0 and 1, not {self.rate:g}")
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
-        """Compress the keys and values of every layer, and compare what the last queries get.
+        """Compress the keys and values of every layer, and compare the last queries' attention.
 
         Returns:
             "error", the mean over the layers; "by_layer", of each its "error" and the share of

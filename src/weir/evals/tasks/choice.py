@@ -2,7 +2,7 @@
 
 StreamingLLM (Xiao et al. 2024), section 4.3 and Table 5: the questions of ARC with their answers
 are concatenated into one stream, as in a chat that never ends, and the model's completion is
-compared at each answer. Beside it one-shot: each question alone, on a stream of its own.
+compared at each answer. For comparison, one-shot: each question alone, on its own stream.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Choice(Task):
             raise WeirError(f"choice takes 1 sample or more, not {self.samples}")
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
-        """Ask everything on one stream, then everything one by one.
+        """Ask all questions on one stream, then each on its own stream.
 
         The right answer is fed after each question, as the paper concatenates them; a completion is
         right exactly if greedy decoding would have given the label.
@@ -112,7 +112,7 @@ class Choice(Task):
 
 
 def answer_in_place(stream: Stream, question: Sequence[int], right: Sequence[int]) -> int:
-    """Feed a question and its answer; 1 if each token of the answer was the likeliest, else 0."""
+    """Feed a question and its answer; return 1 if greedy decoding gives the answer, else 0."""
     wanted = torch.tensor(right)
     first = stream.feed(question)[:, None]
     rest = stream.feed(wanted, all_logits=True)[:, :-1]
@@ -120,13 +120,13 @@ def answer_in_place(stream: Stream, question: Sequence[int], right: Sequence[int
 
 
 def question_of(record: JsonRecord) -> Question:
-    """A question in ARC's format, that of its files or that of the Hub.
+    """Parse a question in the format of ARC's files or of the Hub.
 
     The files have an object `question` with `stem` and a list `choices`; on the Hub, `question` is
     the stem, and `choices` an object of the lists `label` and `text`.
 
     Raises:
-        WeirError: a field is missing, of another kind or empty, or the answer is none of the
+        WeirError: a field is missing, empty or of another type, or the answer is none of the
             choices.
     """
     if "choices" in record:

@@ -30,7 +30,7 @@ class DocumentQuestion:
 
     @property
     def prompt(self) -> str:
-        """The documents, then the question."""
+        """The prompt: the documents, then the question."""
         shown = "\n".join(
             f"Document [{i}] (Title: {title}) {text}"
             for i, (title, text) in enumerate(self.documents, 1)
@@ -75,7 +75,7 @@ class DocumentQA(Task):
                 raise WeirError(f"there is no place {place} among the documents of docqa")
 
     def places(self) -> list[int]:
-        """The places of `gold`; none where it is left as the file has it.
+        """The places of `gold`; empty if documents stay in the file's order.
 
         Raises:
             WeirError: one is no whole number.
@@ -92,7 +92,7 @@ class DocumentQA(Task):
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
         """Ask every question on a stream of its own.
 
-        An answer is what stands up to the end of its first line.
+        Only the first line of an answer counts.
 
         Returns:
             "exact_match" and "contains" (a right answer stands in it, the metric of Lost in the
@@ -116,7 +116,7 @@ class DocumentQA(Task):
         }
 
     def cases(self) -> list[DocumentQuestion]:
-        """The questions, their documents in order.
+        """Read the questions, with their documents in order.
 
         Raises:
             WeirError: the file is missing or is not in the format, or `gold` stands for several

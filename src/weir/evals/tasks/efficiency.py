@@ -2,8 +2,8 @@
 
 StreamingLLM (Xiao et al. 2024), Figure 10: latency per token by cache size against a sliding window
 with re-computation; BalanceKV (Kochetkova et al. 2025), Table 2: a prompt and an answer against
-exact attention. All rivals are timed in turns, a step of each, so what else the machine does hits
-them alike; the ratios of their medians are what to compare.
+exact attention. All rivals are timed in turns, step by step, so that other load on the machine
+affects them equally; compare the ratios of the medians.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Efficiency(Task):
         }
 
     def _rivals(self, subject: Subject) -> dict[str, Callable[[], Stream]]:
-        """New streams of the policy, of exact attention and of recompute, by name."""
+        """Stream factories for the policy, exact attention and recompute, by name."""
         stream = subject.stream(self.prompt, self.tokens)
         exact = replace(subject, policy=parse_policy("dense"), rate=None)
         rivals: dict[str, Callable[[], Stream]] = {
@@ -118,7 +118,7 @@ class Efficiency(Task):
 
 
 def _seconds(stream: Stream, ids: Tensor) -> float:
-    """The seconds that a stream takes for some tokens."""
+    """Measure the seconds that a stream takes for some tokens."""
     _wait(ids)
     begun = time.perf_counter()
     stream.feed(ids)

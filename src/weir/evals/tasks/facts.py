@@ -1,8 +1,8 @@
-"""Facts said in book text and asked for again later, each answered in place by the right answer.
+"""Facts stated in book text and asked for later, with the right answer fed after each question.
 
 In nano's form a fact is one of its exercises, "Anna has 482.", all of one length, so that many
-streams are read side by side. In words it is " Anna's number is 4821.", and a stream is read by
-itself. Each task draws where and how often a fact is said.
+streams are read side by side. In words it is " Anna's number is 4821.", and streams are read one by
+one. Each task draws where and how often a fact is stated.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class StreamLayout:
     """Positions of statements and answers, the same in every sample.
 
     Attributes:
-        statements: for each question the places of the first tokens of what was said of it, the
-            newest last.
-        answers: the place of the first token of each answer, in order.
-        length: tokens of the stream up to the end of the last answer and what stands behind it.
+        statements: for each question, the positions of the first tokens of its statements, newest
+            last.
+        answers: the position of the first token of each answer, in order.
+        length: length of the stream, up to the end of the last answer and its stop tokens.
     """
 
     statements: tuple[tuple[int, ...], ...]
@@ -47,7 +47,7 @@ class StreamLayout:
 
 
 def distances_to(farthest: int, nearest: int = NEAREST) -> list[int]:
-    """16, 32, 64 ... up to `farthest`, which is the last."""
+    """Distances 16, 32, 64 ... that end with `farthest`."""
     found = [nearest]
     while 2 * found[-1] <= farthest:
         found.append(2 * found[-1])
@@ -64,20 +64,20 @@ def lay_out(
     times: int = 1,
     front: int = 0,
 ) -> StreamLayout:
-    """Places such that each answer is due its distance after its number, and nothing overlaps.
+    """Draw positions so that each answer comes at its distance, and nothing overlaps.
 
     Args:
-        distances: in tokens from what is asked for, where it was said last, to where the answer is
-            due; the farthest last.
-        before: tokens in front of the statement that stands farthest back.
+        distances: tokens from the newest statement of what is asked for to the position of the
+            answer; the farthest last.
+        before: tokens in front of the earliest of the newest statements.
         rng: draws the places.
-        said: tokens of the longest statement.
-        asks: for each question its tokens, with which its statements begin too.
-        times: how often each is said. Earlier statements stand anywhere in front of the last.
-        front: tokens at the beginning in whose place nothing is said.
+        said: length of the longest statement.
+        asks: for each question, the number of its tokens, with which its statements begin too.
+        times: number of statements of each fact. Earlier statements stand anywhere before the last.
+        front: reserved tokens at the beginning, where no statement is placed.
 
     Raises:
-        WeirError: there is no room for all that is to be said.
+        WeirError: there is no room for all statements.
     """
     if distances[0] < said:
         raise WeirError(
@@ -107,7 +107,7 @@ def lay_out(
 
 
 def _room(free: np.ndarray, size: int, rng: np.random.Generator) -> int:
-    """A place where `size` tokens are free."""
+    """Draw a position where `size` tokens are free."""
     found = np.array([], dtype=np.int64)
     if len(free) >= size:
         windows = np.lib.stride_tricks.sliding_window_view(free, size)
@@ -120,16 +120,16 @@ def _room(free: np.ndarray, size: int, rng: np.random.Generator) -> int:
 def answers_in_place(
     stream: Stream, ids: Tensor, places: Sequence[int], sizes: Sequence[int]
 ) -> Iterator[Tensor]:
-    """Feed streams up to their last answer; yields what would be said at each [rows, size].
+    """Feed streams up to their last answer, and yield the predicted answers [rows, size].
 
-    The right answers stand in the streams, and are fed: greedy decoding gives all tokens of one
-    exactly if each is the likeliest after the right ones before it.
+    The right answers are part of the streams and are fed: greedy decoding gives a whole answer
+    exactly if each token is the likeliest after the right ones before it.
 
     Args:
         stream: a new one.
         ids: [rows, length].
-        places: where each answer begins, in order.
-        sizes: tokens of each answer.
+        places: position where each answer begins, in order.
+        sizes: number of tokens of each answer.
     """
     fed = 0
     for place, size in zip(places, sizes, strict=True):
@@ -141,12 +141,12 @@ def answers_in_place(
 
 @dataclass(frozen=True)
 class Fact:
-    """Something that is said, and asked for again by how it began.
+    """A statement that is asked for by its beginning.
 
     Attributes:
-        ask: ids of the question, with which a statement begins too [n].
-        answer: ids of what is asked for [m].
-        stop: ids behind it [k].
+        ask: ids of the question, which is the beginning of the statement [n].
+        answer: ids of the answer [m].
+        stop: ids after the answer [k].
     """
 
     ask: np.ndarray
@@ -155,7 +155,7 @@ class Fact:
 
     @property
     def said(self) -> np.ndarray:
-        """The whole statement."""
+        """Ids of the whole statement."""
         return np.concatenate([self.ask, self.answer, self.stop])
 
 
@@ -163,11 +163,11 @@ class FactFormat(ABC):
     """The wording of facts for a tokenizer.
 
     Attributes:
-        name: as a task's `format` says it.
-        at_once: how many streams can be read side by side.
+        name: value of a task's `format`.
+        at_once: number of streams that can be read side by side.
         nearest: the shortest distance, in tokens, that leaves room for a statement.
         front: ids in front of every stream [n].
-        opening: ids that say that what follows holds to the end [n].
+        opening: ids of an introduction that says that what follows holds to the end [n].
     """
 
     name: ClassVar[str]
@@ -186,17 +186,17 @@ class FactFormat(ABC):
 
 
 class ExerciseFacts(FactFormat):
-    """Nano's exercises: "Anna has 482.", all in tokens that the tokenizer has."""
+    """Facts as nano's exercises, "Anna has 482.", in single tokens of the tokenizer."""
 
     name = "exercises"
     at_once = 32
     nearest = 16
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Words that the tokenizer has as single tokens.
+        """Collect the words that the tokenizer has as single tokens.
 
         Raises:
-            WeirError: it lacks some.
+            WeirError: the tokenizer lacks some.
         """
         self.words = Words.of(tokenizer)
         self.front = self.words.front
@@ -215,7 +215,7 @@ class ExerciseFacts(FactFormat):
         return found
 
     def long(self, count: int, length: int, rng: np.random.Generator) -> list[list[Fact]]:
-        """Numbers of that many digits."""
+        """Draw numbers of `length` digits."""
         words = self.words
         _check_people(count, len(words.names))
         stop = np.array([words.stop])
@@ -226,7 +226,7 @@ class ExerciseFacts(FactFormat):
 
 
 class TextFacts(FactFormat):
-    """Words: " Anna's number is 4821.", and passwords of several words."""
+    """Facts in words: " Anna's number is 4821.", and passwords of several words."""
 
     name = "text"
     at_once = 1
@@ -251,7 +251,7 @@ class TextFacts(FactFormat):
         return found
 
     def long(self, count: int, length: int, rng: np.random.Generator) -> list[list[Fact]]:
-        """Adjectives and nouns in turn, as many as make up the length."""
+        """Draw passwords of alternating adjectives and nouns, long enough for the length."""
         _check_people(count, len(NAMES))
         found = []
         for name in rng.choice(NAMES, size=count, replace=False):
@@ -273,10 +273,10 @@ FORMATS: dict[str, type[FactFormat]] = {form.name: form for form in (ExerciseFac
 
 
 def format_of(tokenizer: PreTrainedTokenizerBase, format: str | None) -> FactFormat:
-    """The form of a name; of None nano's where the tokenizer has its words, and text elsewhere.
+    """Look up a format; None takes nano's if the tokenizer has the words, else text.
 
     Raises:
-        WeirError: the tokenizer lacks the words that nano's form is made of.
+        WeirError: the tokenizer lacks the words of nano's format.
     """
     if format is not None:
         return FORMATS[format](tokenizer)  # type: ignore[call-arg]
@@ -287,10 +287,10 @@ def format_of(tokenizer: PreTrainedTokenizerBase, format: str | None) -> FactFor
 
 
 def check_format(task: str, format: str | None) -> None:
-    """Refuse a format there is not.
+    """Refuse an unknown format.
 
     Raises:
-        WeirError: it is none.
+        WeirError: there is no such format.
     """
     if format is not None and format not in FORMATS:
         raise WeirError(f"format of {task} is {' or '.join(FORMATS)}, not {format!r}")
@@ -307,12 +307,12 @@ BOOK_TOKENS = 200_000
 
 @dataclass(frozen=True)
 class FactStreams:
-    """Streams to be read side by side, and what is asked of them.
+    """Streams to read side by side, and their facts.
 
     Attributes:
-        facts: of each stream, for each question what was said of it, the newest last.
-        layout: where it all stands, in every stream.
-        opening: ids that stand at the start of every stream, behind its front.
+        facts: for each stream and question, the stated facts, newest last.
+        layout: positions of statements and answers in every stream.
+        opening: ids at the start of every stream, after the front tokens.
     """
 
     facts: Sequence[Sequence[Sequence[Fact]]]
@@ -320,7 +320,7 @@ class FactStreams:
     opening: tuple[int, ...] = ()
 
     def ids(self, front: np.ndarray, book: np.ndarray, rng: np.random.Generator) -> Tensor:
-        """Book text with the facts in it [streams, length].
+        """Insert the facts into book text [streams, length].
 
         Raises:
             WeirError: the book is too short.
@@ -358,16 +358,16 @@ def scatter_facts(
     front: int,
     rng: np.random.Generator,
 ) -> FactStreams:
-    """Facts anywhere in book text, but each said last its distance before the answer is due.
+    """Scatter facts in book text, with each newest statement at its distance from the answer.
 
     Args:
-        facts: as in `FactStreams`; those of a question stand in every stream in as many tokens.
+        facts: as in `FactStreams`; the facts of a question have the same length in every stream.
         distances, before: as for `lay_out`.
         front: tokens in front of every stream.
         rng: draws the places.
 
     Raises:
-        WeirError: there is no room for all that is to be said.
+        WeirError: there is no room for all statements.
     """
     every = [fact for stream in facts for question in stream for fact in question]
     layout = lay_out(
@@ -391,22 +391,22 @@ def ask_facts(
     text: str | None,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Read streams and ask all their questions, each answered in place by the right answer.
+    """Read streams and ask all questions, with the right answer fed after each.
 
     Args:
         subject: the model and policy to ask.
-        form: how facts are worded.
-        draw: what is said where; its questions are in the order of `distances`.
-        distances: what each question is recorded under.
-        samples: streams in all.
+        form: wording of the facts.
+        draw: draws the streams; questions are in the order of `distances`.
+        distances: distance of each question, under which it is recorded.
+        samples: total number of streams.
         text: a file of books; None takes the packaged one.
         progress: called with the share that is done.
 
     Returns:
         "accuracy" with "right", "asked", "low" and "high" (95 %), and the same "by_distance";
-        "stale", the share of answers that are as an earlier fact has it where the two first differ;
-        "token_accuracy", the share of the answers' tokens that are right; "tokens"
-        of one stream, "kv_bytes" of one, "format".
+        "stale", the share of answers that agree with an earlier fact where old and new first
+        differ; "token_accuracy", the share of the answers' tokens that are right; "tokens" of one
+        stream, "kv_bytes" of one, "format".
     """
     book = read_stream(subject.tokenizer, text, BOOK_TOKENS).ids.numpy()
     rng = np.random.default_rng(subject.seed)
@@ -447,9 +447,9 @@ def ask_facts(
 
 
 def _begins_as(answer: np.ndarray, old: np.ndarray, new: np.ndarray) -> bool:
-    """Whether an answer agrees with the old one up to where old and new first differ.
+    """Whether an answer agrees with the old fact up to where old and new first differ.
 
-    The new one was fed, so that only there it is known what would have been said.
+    The new answer was fed, so predictions after the first difference say nothing.
     """
     short = min(len(old), len(new))
     differ = np.flatnonzero(old[:short] != new[:short])

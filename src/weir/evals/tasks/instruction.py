@@ -1,8 +1,8 @@
-"""`instruction`: what was said at the very start of a stream, needed later and later.
+"""`instruction`: recall of what was stated at the very start of a stream.
 
-The first tokens of a stream are where sinks are, where instructions stand, and what a window loses
-first. For nano an instruction is what its exercises can say, a name's number; in words a sentence
-in front says that the numbers hold to the end of the text.
+The first tokens of a stream are attention sinks, often hold instructions, and are what a window
+loses first. For nano an instruction is an exercise, a name's number; in words a sentence in front
+says that the numbers hold to the end of the text.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class Instruction(Task):
             raise WeirError(f"the distances of instruction begin at 32, past {self.farthest}")
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
-        """Ask every question once; what is returned `ask_facts` says."""
+        """Ask every question once; returns the figures of `ask_facts`."""
         form = format_of(subject.tokenizer, self.format)
         distances = distances_to(self.farthest, NEAREST)
 
         def draw(form: FactFormat, rows: int, rng: np.random.Generator) -> FactStreams:
             facts = [form.people(len(distances), 1, rng) for _ in range(rows)]
-            # In what order they are given has nothing to do with when they are asked for.
+            # The order of the statements is independent of the order of the questions.
             order = rng.permutation(len(distances))
             places = np.zeros(len(distances), dtype=np.int64)
             place = len(form.front) + len(form.opening)

@@ -64,11 +64,11 @@ class Lines(Task):
             )
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
-        """Ask every question on a stream of its own.
+        """Ask every question on its own stream.
 
         Returns:
             "accuracy" with "right", "asked", "low" and "high" (95 %); the "answers"; and what
-            `taken` says of the caches.
+            `costs` says of the caches.
         """
         cases = self.cases(subject.seed)
         answers: list[GeneratedAnswer] = []
@@ -88,7 +88,7 @@ class Lines(Task):
         )
 
     def cases(self, seed: int) -> list[LineQuestion]:
-        """The questions.
+        """Read or make the questions.
 
         Raises:
             WeirError: the file is missing or is not in LongEval's format.
@@ -113,7 +113,7 @@ LINE = re.compile(r"line (?P<name>\S+): REGISTER_CONTENT is <(?P<number>\d+)>")
 
 
 def line_start(name: str) -> str:
-    """A line, up to its number."""
+    """The beginning of a line, up to the number."""
     return f"line {name}: REGISTER_CONTENT is <"
 
 
@@ -124,7 +124,7 @@ def number_in(text: str, last: bool) -> int | None:
 
 
 def make_case(lines: int, draw: random.Random) -> LineQuestion:
-    """A case in LongEval's format, its words and numbers drawn."""
+    """Make a random case in LongEval's format."""
     places = draw.sample(range(len(ADJECTIVES) * len(NOUNS)), lines)
     names = [f"{ADJECTIVES[i // len(NOUNS)]}-{NOUNS[i % len(NOUNS)]}" for i in places]
     numbers = [draw.randint(1, LARGEST) for _ in names]

@@ -56,7 +56,7 @@ class LongBench(Task):
             raise WeirError(f"a prompt is cut to 2 tokens or more, not to {self.truncate}")
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
-        """Put every prompt on a stream of its own.
+        """Answer every prompt on its own stream.
 
         Returns:
             "score", the mean of the data set's metric, from 0 to 1; "dataset"; "asked"; the score
@@ -88,13 +88,13 @@ class LongBench(Task):
 
 
 def harness_task(name: str, rows: list[dict[str, Any]]) -> Any:
-    """The harness's task of a data set, with these records in place of those on the Hub.
+    """Make the harness's task of a data set, with these records in place of the Hub's.
 
     Raises:
         WeirError: there is no such data set, or a package is missing.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that some of them could be faster with yet another one
+        warnings.simplefilter("ignore")  # about optional packages that would be faster
         for package in ("lm_eval", "jieba", "fuzzywuzzy.fuzz", "rouge"):
             import_optional(package, "longbench")
     datasets = import_optional("datasets", "longbench")

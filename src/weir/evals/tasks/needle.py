@@ -1,9 +1,9 @@
 """`needle`: a needle in a haystack, by the length of the hay and the depth of the needle.
 
 BalanceKV (Kochetkova et al. 2025), section 4.3 and Figure 4, after Kamradt 2023 and Fu et al. 2024:
-one sentence is hidden in a long text and asked for at its end; a heat map says where it was found.
-In words that takes a model that answers questions. For nano the needle is a name with a number in
-the form of its own exercises, "Anna has 482.", and the question is "Anna has".
+one sentence is hidden in a long text and asked for at its end; a heat map shows where it was found.
+The text format needs a model that answers questions. For nano the needle is an exercise, "Anna has
+482.", and the question is "Anna has".
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Needle(Task):
             )
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
-        """Hide and ask, at every length and depth.
+        """Hide the needle and ask for it, at every length and depth.
 
         Returns:
             "accuracy", the mean of all "cells": of each "length" and "depth" the share of needles
@@ -113,7 +113,7 @@ class Needle(Task):
     def _exercises(
         self, subject: Subject, hay: Tensor, length: int, depth: float, rng: np.random.Generator
     ) -> tuple[Sequence[float], int]:
-        """Ask for a number in nano's form, all samples side by side; 1 for each right answer."""
+        """Ask in nano's format, all samples side by side; return 1 for each right answer."""
         words = words_of(subject.tokenizer)
         rows, numbers = zip(
             *(exercise(words, hay.numpy(), length, depth, rng) for _ in range(self.samples)),
@@ -122,7 +122,7 @@ class Needle(Task):
         wanted = torch.from_numpy(np.stack(numbers))
         stream = subject.stream(length, DIGITS)
         first = stream.feed(torch.from_numpy(np.stack(rows)))[:, None]
-        # Greedy decoding gives all digits exactly if each is the likeliest after the right ones.
+        # Greedy decoding gives all digits exactly if each is likeliest after the right ones.
         rest = stream.feed(wanted[:, :-1], all_logits=True)
         said = torch.cat([first, rest], dim=1).argmax(-1).cpu()
         return (said == wanted).all(1).float().tolist(), stream.nbytes // self.samples
@@ -130,7 +130,7 @@ class Needle(Task):
     def _words(
         self, subject: Subject, hay: Tensor, length: int, depth: float, rng: np.random.Generator
     ) -> tuple[Sequence[float], int]:
-        """The share of the answer's words in each answer."""
+        """Ask in words; return the share of the right answer's words in each answer."""
         found, kv_bytes = [], 0
         for _ in range(self.samples):
             place = int(rng.integers(0, len(hay) - length))

@@ -1,8 +1,8 @@
 """`ppl`: streaming perplexity over concatenated books, by position and by book.
 
 StreamingLLM (Xiao et al. 2024), section 4.1 and Tables 1, 2 and 6: every token of one long stream
-is predicted from whatever the policy still holds. Which cache configurations its tables compare is
-said by policies: `window(2048)` is 0+2048, `streaming_llm(2048, sinks=4)` is 4+2044.
+is predicted from whatever the policy still holds. Policies express the cache configurations of the
+paper's tables: `window(2048)` is 0+2048, `streaming_llm(2048, sinks=4)` is 4+2044.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Perplexity(Task):
             raise WeirError(f"a block is 1 token or more, not {self.block}")
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
-        """Read the stream once and say how surprising it was.
+        """Read the stream once and measure perplexity.
 
         Returns:
             "ppl", "tokens", "nll" (mean, nats), "block", "ppl_by_block", "by_book" (of each book

@@ -1,9 +1,9 @@
-"""`recall`: names with numbers said in book text, asked for again after a distance.
+"""`recall`: names with numbers stated in book text and asked for after a distance.
 
 What the packaged model practices (`weir.train.exercises`), streamed: "Anna has 482." somewhere in a
-book, and much later "Anna has". Inside its window nano answers without fail, so what is missing in
-an answer is missing in the cache. Other models can be asked if their tokenizer has the digits and
-enough of the names as single tokens.
+book, and much later "Anna has". Inside its window nano always answers right, so a wrong answer
+means that the cache lost the number. Other models can be asked if their tokenizer has the digits
+and enough of the names as single tokens.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Recall(Task):
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
         """Ask every question once.
 
-        The right number is fed after each, as the exercises have it; an answer is right exactly if
-        greedy decoding would give all its digits.
+        The right number is fed after each question, as in the exercises; an answer is right exactly
+        if greedy decoding would give all its digits.
 
         Returns:
             "recall" (share of right answers), "right", "asked", "low" and "high" (95 %), and the

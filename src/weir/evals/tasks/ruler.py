@@ -25,7 +25,7 @@ from weir.stream import render_chat
 
 @dataclass(frozen=True)
 class RulerCase:
-    """A record: a text, what is asked of it, how the answer begins, and what it has to contain."""
+    """A record: the text, the question, the answer's beginning, and the expected outputs."""
 
     text: str
     question: str
@@ -34,7 +34,7 @@ class RulerCase:
 
     @classmethod
     def of(cls, record: JsonRecord) -> RulerCase:
-        """From a line of RULER's files; of `input` the last line is the question.
+        """Parse a record of RULER's files; the last line of `input` is the question.
 
         lm-evaluation-harness calls `gen_prefix` what RULER calls `answer_prefix`; older files have
         neither.
@@ -48,7 +48,7 @@ class RulerCase:
             raise record.wrong("input", "must end in a line of its own with the question")
         begins = [record.text(n) for n in ("answer_prefix", "gen_prefix") if n in record]
         begun = next((words for words in begins if words.strip()), "")
-        # A space in front belongs to the words before it, and not to those that a model begins.
+        # Leading whitespace belongs to the question, not to the answer that the model begins.
         begun = f" {begun.strip()}" if begun.strip() else ""
         outputs = tuple(record.several_words("outputs", least=1))
         return cls(text + line, question, begun, outputs)
@@ -88,7 +88,7 @@ class Ruler(Task):
             raise WeirError(f"an answer of ruler has 1 token or more, not {self.most}")
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
-        """Put every record on a stream of its own.
+        """Answer every record on its own stream.
 
         Returns:
             "score", the mean of the metric, from 0 to 1, with "low" and "high" (95 %, Student's;
@@ -111,7 +111,7 @@ class Ruler(Task):
         }
 
     def _ask(self, subject: Subject, case: RulerCase) -> GeneratedAnswer:
-        """The answer; text and question are the same tokens wherever the question is fed."""
+        """Generate the answer; the tokens are the same wherever the question is fed."""
         text, question = self._parts(subject, case)
         tokenizer = subject.tokenizer
         first = tokenizer(text, add_special_tokens=not self.chat, verbose=False)["input_ids"]
@@ -135,7 +135,7 @@ class Ruler(Task):
         at = shown.rfind(case.question)
         if at < 0:
             raise WeirError("the chat template rewrites the question, so it cannot be asked apart")
-        # A template ends where the answer begins, mostly in a line break or a space of its own.
+        # Templates end where the answer begins, mostly in whitespace.
         begun = case.begun.lstrip() if shown[-1:].isspace() else case.begun
         return shown[:at], shown[at:] + begun
 
@@ -143,7 +143,7 @@ class Ruler(Task):
 def match_score(answer: str, outputs: Sequence[str], match: str) -> float:
     """RULER's `string_match_all` or `string_match_part` of one answer, from 0 to 1.
 
-    The case of letters does not matter, and what cannot be printed is a line break.
+    Case is ignored, and unprintable characters become line breaks.
     """
     plain = re.sub(r"[\x00-\x1f]", "\n", answer.strip()).strip().lower()
     found = [output.lower() in plain for output in outputs]

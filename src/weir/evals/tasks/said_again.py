@@ -1,8 +1,8 @@
-"""`repeated` and `changed`: numbers of names, said several times before they are asked for.
+"""`repeated` and `changed`: numbers of names, stated several times before the question.
 
-Said again the same, a fact has several chances to stay, and a cache that takes what is alike for
-one has to keep it once. Said again with another number, only the newest counts: a cache that holds
-on to what it has held, or keeps the middle of things, answers as it was.
+A repeated fact has several chances to stay, and a cache that merges similar tokens needs to keep it
+only once. If the number changes, only the newest counts: a cache that favors old or average entries
+gives the old answer.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Repeated(_RepeatedFacts):
     """
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
-        """Ask every question once; what is returned `ask_facts` says."""
+        """Ask every question once; returns the figures of `ask_facts`."""
         found = self._ask(subject, progress, changing=False)
         del found["stale"]
         return found
@@ -110,5 +110,5 @@ class Changed(_RepeatedFacts):
     metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher", "stale": "lower"}
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
-        """Ask every question once; what is returned `ask_facts` says."""
+        """Ask every question once; returns the figures of `ask_facts`."""
         return self._ask(subject, progress, changing=True)

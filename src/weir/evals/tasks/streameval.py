@@ -111,9 +111,9 @@ class StreamEval(Task):
 def make_schedule(
     distances: tuple[int, ...], queries: int, every: int, rng: np.random.Generator
 ) -> list[Query]:
-    """When to ask how far back: each distance so often, in random order, and no line twice.
+    """Schedule the queries: distances in random order, and no line asked for twice.
 
-    The first query comes when there are lines enough for the farthest.
+    The first query comes when there are enough lines for the farthest distance.
     """
     left = dict.fromkeys(distances, queries)
     place = -(-max(distances) // every) * every
@@ -133,7 +133,7 @@ def make_schedule(
 def _ask_all(
     stream: Stream, lines: LineSource, schedule: list[Query]
 ) -> Iterator[tuple[Query, int]]:
-    """Feed lines and questions; yields each query with how many rows answered it right."""
+    """Feed lines and questions, and yield each query with its number of right answers."""
     fed = 0
     after: Tensor | None = None
     for query in schedule:
@@ -153,7 +153,7 @@ class LineSource(ABC):
     """The lines of some streams side by side, each with a name and a number.
 
     Attributes:
-        at_once: how many streams can be read side by side.
+        at_once: number of streams that can be read side by side.
         after: tokens after an answer [rows, n].
         per_line: tokens of a line, on average.
     """
@@ -166,7 +166,7 @@ class LineSource(ABC):
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, rows: int, count: int, rng: np.random.Generator
     ) -> None:
-        """`count` lines for each of some rows."""
+        """Draw `count` lines for each row."""
 
     @abstractmethod
     def line(self, number: int) -> Tensor:
@@ -200,7 +200,7 @@ class ExerciseLines(LineSource):
         self.words = Words.of(tokenizer)
         used = [*self.words.digits, self.words.verb, self.words.space, self.words.stop]
         names = np.setdiff1d(self.words.plain, used)
-        # A name comes back when all others were used: the last line of that name is meant.
+        # Names repeat once all are used: the last line of a name is the one asked for.
         rounds = -(-count // len(names))
         drawn = [
             np.concatenate([rng.permutation(names) for _ in range(rounds)]) for _ in range(rows)
@@ -263,7 +263,7 @@ class TextLines(LineSource):
         return self._ids(self._said(number), special=number == 0)
 
     def question(self, number: int) -> Tensor:
-        """The line in words, and its beginning once more."""
+        """The question in words, and the beginning of the line."""
         name = self.names[number]
         return self._ids(
             f"Which number is the REGISTER_CONTENT of the line {name}?\n{line_start(name)}"

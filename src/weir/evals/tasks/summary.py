@@ -1,4 +1,4 @@
-"""`summary`: summaries of articles, by ROUGE against their own, and how alike they are.
+"""`summary`: summaries of articles, scored by ROUGE against references and by Self-BLEU.
 
 BUZZ (Zhao et al. 2024), section 4.2.1 with Table 2 and Figure 5 (XSUM, budgets of 10 to 60 % of the
 full cache), Table A (CNN/DailyMail), and section 4.2.3 with Figure 7: Self-BLEU, to be compared
@@ -50,14 +50,14 @@ class Summary(Task):
             raise WeirError("summary takes 1 sample and 1 token or more")
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
-        """Have every article summarized on a stream of its own.
+        """Summarize every article on its own stream.
 
         Returns:
             "rouge" (the geometric mean), "rouge1", "rouge2", "rougeL" and "self_bleu", all from 0
             to 1; "asked"; "answers"; and what `costs` says of the caches, "share" being the cache's
             budget as the paper counts it.
         """
-        rouge_scores(["ready"], ["ready"])  # rather no package now than after hours of summaries
+        rouge_scores(["ready"], ["ready"])  # fail now, not after hours of work
         self_bleu(["ready", "ready"])
         pairs = [texts_of(record) for record in read_records(self.file, self.samples)]
         answers, texts = [], []

@@ -1,8 +1,8 @@
-"""`verbatim`: answers of many tokens, of which every one counts.
+"""`verbatim`: long answers that must be right in every token.
 
-A number of three digits is three tokens. What is asked for here is as long as one likes: a cache
-that keeps some tokens of it and not others has nothing to go on with. For nano it is a number of
-many digits, in words a password of many words.
+A number of three digits is three tokens. Answers here have any length: a cache that keeps only some
+of the tokens cannot reproduce them. For nano the answer is a number of many digits, in words a
+password of many words.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Verbatim(Task):
             )
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
-        """Ask every question once; what is returned `ask_facts` says."""
+        """Ask every question once; returns the figures of `ask_facts`."""
         form = format_of(subject.tokenizer, self.format)
         distances = distances_to(self.farthest, self._nearest(form.nearest))
 

@@ -1,8 +1,8 @@
-"""Attention of one query a head over slots with two log-weights, on a GPU.
+"""Attention of one query per head over slots with two log-weights, on a GPU.
 
-What `weir.slab.attention.two_weight_attention` answers for queries of length 1, in one pass over
-the slots; where there are few rows and heads the slots are split among several programs, whose sums
-a second, small kernel brings together. Sums are float32 whatever the inputs are. Roofline: every
+Computes what `weir.slab.attention.two_weight_attention` computes for queries of length 1, in one
+pass over the slots. Where rows and heads are few, the slots are split among several programs, and a
+second, small kernel combines their sums. Sums are float32 whatever the inputs are. Roofline: every
 key and value is read once, for all query heads of its group.
 """
 
@@ -14,14 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 _AT_LEAST = 16
-"""Rows of the smallest tile that tensor cores multiply; a group of fewer heads is filled up."""
+"""Rows of the smallest tile that tensor cores multiply; a smaller group of heads is padded."""
 _PROGRAMS_PER_CORE = 4
-"""So many programs keep each multiprocessor reading."""
+"""Programs that it takes to keep one multiprocessor reading."""
 
 
 @triton.jit
 def dot(x, y, WIDEN: tl.constexpr):
-    """x @ y, summed in float32; `WIDEN` for Triton's interpreter, which has no bfloat16."""
+    """Compute x @ y with float32 sums; `WIDEN` is for Triton's interpreter, without bfloat16."""
     if WIDEN:
         return tl.dot(x.to(tl.float32), y.to(tl.float32), input_precision="ieee")
     return tl.dot(x, y, input_precision="ieee")
@@ -29,14 +29,14 @@ def dot(x, y, WIDEN: tl.constexpr):
 
 @triton.jit
 def weighted_sum(weights, values, WIDEN: tl.constexpr):
-    """weights @ values, summed in float32, with weights as exact as 16 bits or more."""
+    """Compute weights @ values with float32 sums and weights of at least 16 significant bits."""
     if values.dtype == tl.bfloat16:
-        # bfloat16's tensor cores take no float32: so the weights are two numbers of 8 bits each,
-        # as good as float32 to 2^-16.
+        # Tensor cores for bfloat16 take no float32, so each weight is split into a high and a low
+        # bfloat16 of 8 bits each, whose sum is exact to 2^-16.
         high = weights.to(tl.bfloat16)
         low = (weights - high.to(tl.float32)).to(tl.bfloat16)
         return dot(high, values, WIDEN) + dot(low, values, WIDEN)
-    # The smallest float16 is 6e-8, too large for weights: so those and the values are float32.
+    # The smallest float16, 6e-8, is too large for weights, so both operands are float32.
     return dot(weights, values.to(tl.float32), WIDEN)
 
 
@@ -46,7 +46,7 @@ def queries_of(
     GROUP: tl.constexpr, GROUP_TILE: tl.constexpr,
     KEY_DIM: tl.constexpr, KEY_TILE: tl.constexpr,
 ):  # fmt: skip
-    """The queries of one head [GROUP_TILE, KEY_TILE], with zeros beyond them."""
+    """Load the queries of one head [GROUP_TILE, KEY_TILE], padded with zeros."""
     group, dim = tl.arange(0, GROUP_TILE), tl.arange(0, KEY_TILE)
     return tl.load(
         queries + group[:, None] * query_group + dim[None, :],
@@ -57,7 +57,7 @@ def queries_of(
 
 @triton.jit
 def keys_of(keys, key_slot, slot, there, KEY_DIM: tl.constexpr, KEY_TILE: tl.constexpr):
-    """The keys of some slots of one head [KEY_TILE, slots], with zeros beyond them."""
+    """Load the keys of some slots of one head [KEY_TILE, slots], padded with zeros."""
     dim = tl.arange(0, KEY_TILE)
     return tl.load(
         keys + slot[None, :] * key_slot + dim[:, None],
@@ -68,7 +68,7 @@ def keys_of(keys, key_slot, slot, there, KEY_DIM: tl.constexpr, KEY_TILE: tl.con
 
 @triton.jit
 def values_of(values, value_slot, slot, there, VALUE_DIM: tl.constexpr, VALUE_TILE: tl.constexpr):
-    """The values of some slots of one head [slots, VALUE_TILE], with zeros beyond them."""
+    """Load the values of some slots of one head [slots, VALUE_TILE], padded with zeros."""
     dim = tl.arange(0, VALUE_TILE)
     return tl.load(
         values + slot[:, None] * value_slot + dim[None, :],
@@ -82,7 +82,7 @@ def keep_part(
     out, tops, totals, line, real, top, total, sums,
     VALUE_DIM: tl.constexpr, VALUE_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Store what one program found, in its line for each query."""
+    """Store the partial sums of one program, in its line for each query."""
     dim = tl.arange(0, VALUE_TILE)
     tl.store(tops + line, top, mask=real)
     tl.store(totals + line, total, mask=real)
@@ -110,9 +110,9 @@ def _read(
     CAPPED: tl.constexpr, BIASED: tl.constexpr, SUNK: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """The sums of one head's queries over one part of its slots.
+    """Sum over one part of the slots of one head, for the queries of that head.
 
-    They are kept as those of part `first_split` and on, of `SPLITS` parts there are.
+    The sums are stored as part `first_split` + program number, of `SPLITS` parts in all.
     """
     head_of_all = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -128,7 +128,7 @@ def _read(
     total = tl.zeros([GROUP_TILE], tl.float32)
     sums = tl.zeros([GROUP_TILE, VALUE_TILE], tl.float32)
     if SUNK:
-        # A sink logit is one more slot of the denominator, in the first part.
+        # A sink logit counts as one more slot of the denominator, in the first part.
         sink = tl.load(sinks + head * GROUP + group, mask=real, other=float("-inf"))
         sink = tl.where(split == 0, sink, float("-inf"))
         top = sink
@@ -183,7 +183,7 @@ def _gather(
     GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_TILE: tl.constexpr, SPLITS: tl.constexpr,
     SPLITS_TILE: tl.constexpr,
 ):  # fmt: skip
-    """The answer of one query, from the sums over each part of the slots."""
+    """Combine the partial sums of one query into its attention output."""
     query = tl.program_id(0).to(tl.int64)
     head_of_all, member = query // GROUP, query % GROUP
     split = tl.arange(0, SPLITS_TILE)
@@ -219,7 +219,9 @@ def decode(
     *,
     splits: int | None = None,
 ) -> Tensor:
-    """The answers [batch, kv_heads, group, 1, value_dim]; zero for a query that sees nothing.
+    """Compute attention outputs [batch, kv_heads, group, 1, value_dim].
+
+    The output of a query that sees no slot is zero.
 
     Args:
         queries: [batch, kv_heads, group, 1, key_dim], in the dtype of the keys.
@@ -231,7 +233,7 @@ def decode(
         sinks: logits that take part in the denominator only [kv_heads, group]; None for none.
         bias: added to the logits, -inf where a query must not look; broadcasts with
             [batch, kv_heads, group, 1, slots].
-        splits: into how many parts the slots are split, a power of two; None for as many as keep
+        splits: number of parts the slots are split into, a power of two; None for enough to keep
             the device busy.
     """
     batch, kv_heads, group = queries.shape[:3]
@@ -275,17 +277,17 @@ def read_exact(
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> None:
-    """The sums over slots in parts, for `gather` to bring together; the answer where one is all.
+    """Compute partial sums over slots, for `gather` to combine; with one part in all, the output.
 
     Args:
         queries: [batch, kv_heads, group, key_dim].
         keys, values, a, b, scale, softcap, sinks: as for `decode`.
-        sums: of every part there is [heads, all parts, group, value_dim], float32; with one part
-            in all, the answer.
-        tops, totals: the largest exponent of each part, and its denominator
+        sums: receives the sums of each part [heads, all parts, group, value_dim], float32; with
+            one part in all, the attention output.
+        tops, totals: receive the largest exponent and the denominator of each part
             [heads, all parts, group], float32.
-        parts: into how many these slots are split, a power of two.
-        first: which of all parts is the first of them.
+        parts: number of parts these slots are split into, a power of two.
+        first: index of the first of these parts among all parts.
         bias: [batch, kv_heads, group, slots].
     """
     batch, kv_heads, group, key_dim = queries.shape
@@ -310,11 +312,11 @@ def read_exact(
 
 
 def gather(sums: Tensor, tops: Tensor, totals: Tensor, out: Tensor) -> None:
-    """The answers from the sums over every part, into `out` [batch, kv_heads, group, 1, value_dim].
+    """Combine the partial sums of all parts into attention outputs.
 
     Args:
         sums, tops, totals: as `read_exact` leaves them.
-        out: where the answers go.
+        out: receives the outputs [batch, kv_heads, group, 1, value_dim].
     """
     heads, parts, group, value_dim = sums.shape
     _gather[(heads * group,)](
@@ -325,18 +327,21 @@ def gather(sums: Tensor, tops: Tensor, totals: Tensor, out: Tensor) -> None:
 
 
 def tile_of(size: int) -> int:
-    """The tile that holds so many rows or columns."""
+    """Return the size of the tile that holds `size` rows or columns."""
     return max(_AT_LEAST, triton.next_power_of_2(size))
 
 
 def slots_tile(keys: Tensor, values: Tensor) -> int:
-    """As many slots as registers and shared memory hold."""
+    """Return how many slots fit into registers and shared memory at once."""
     widest = max(tile_of(keys.shape[-1]), tile_of(values.shape[-1]))
     return 64 if values.dtype == torch.bfloat16 and widest <= 128 else 32
 
 
 def splits_of(heads: int, tiles: int, device: torch.device) -> int:
-    """A power of two, so that few variants of the kernel are compiled as the slots grow."""
+    """Choose how many parts to split the slots into.
+
+    The number is a power of two, so that few variants of the kernel are compiled as slots grow.
+    """
     if device.type != "cuda":
         return 1
     cores = torch.cuda.get_device_properties(device).multi_processor_count

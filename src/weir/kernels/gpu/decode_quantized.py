@@ -1,10 +1,10 @@
-"""Attention of one query a head over slots of which the first are in 8 bits or 4, on a GPU.
+"""Attention of one query per head over slots whose first part has 8 or 4 bits, on a GPU.
 
-The quantized slots are read as they lie: numbers are widened in registers, to a dtype that has all
-of them exactly, and the steps go into logits and weights, <q, c> * step and p * step. Values of 4
-bits have several steps, which go into the numbers. The exact slots behind them are read by the
-kernel of `decode`, and its second kernel brings the sums of both together. Roofline: of
-every quantized slot the stored bytes and the peaks are read once, for all query heads of its group.
+Quantized slots are read as stored: numbers are widened in registers, to a dtype that represents all
+of them exactly, and the steps multiply logits and weights, <q, c> * step and p * step. Values of 4
+bits have several steps, which multiply the numbers. The exact slots behind them are read by the
+kernel of `decode`, whose second kernel combines the sums of both. Roofline: the stored bytes and
+the peaks of every quantized slot are read once, for all query heads of its group.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from weir.kernels.gpu.decode import (
 
 @triton.jit
 def _steps_at(peaks, mask, levels):
-    """The steps of slots whose peaks lie there, float32."""
+    """Load peaks and return the quantization steps of their slots, float32."""
     return tl.div_rn(tl.load(peaks, mask=mask, other=0.0).to(tl.float32), levels)
 
 
 @triton.jit
 def _widened(numbers, dtype: tl.constexpr):
-    """Numbers of 8 bits in a dtype of floating point, each of which has all of them.
+    """Convert numbers of 8 bits to a floating-point dtype, exactly.
 
-    Whole ones are signed; bytes are of 4 bits of exponent and 3 of mantissa. These are float16's
-    with an exponent that is 8 less, those below its smallest exponent among them.
+    int8 numbers are signed integers; uint8 ones are float8 with 4 bits of exponent and 3 of
+    mantissa. The latter are float16 numbers with an exponent smaller by 8, subnormals included.
     """
     if numbers.dtype == tl.uint8:
         bits = numbers.to(tl.uint16)
@@ -49,7 +49,7 @@ def _widened(numbers, dtype: tl.constexpr):
         wide = half.to(tl.float32) * 256.0
     else:
         wide = numbers.to(tl.float32)
-    return wide.to(dtype)  # by way of float32: the interpreter knows no other to bfloat16
+    return wide.to(dtype)  # by way of float32: the interpreter has no other path to bfloat16
 
 
 @triton.jit
@@ -57,10 +57,10 @@ def _halves_of(
     values, value_slot, peaks, slot, there, levels,
     VALUE_DIM: tl.constexpr, VALUE_TILE: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """Values of 4 bits of some slots of one head [slots, VALUE_TILE], float32.
+    """Load values of 4 bits of some slots of one head [slots, VALUE_TILE], float32.
 
-    Of each byte the low bits are the number at its place, and the high ones that half a vector
-    behind. It is loaded for both, the second time from the cache.
+    The low bits of byte i are number i of the vector, the high bits are number i + half the
+    vector's length. Each byte is loaded twice, the second time from the GPU's cache.
     """
     half: tl.constexpr = VALUE_DIM // 2
     dim = tl.arange(0, VALUE_TILE)
@@ -90,7 +90,7 @@ def _read(
     SLOTS_TILE: tl.constexpr, SPLITS: tl.constexpr,
     HALVES: tl.constexpr, GROUPED: tl.constexpr, MASKED: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """The sums of one head's queries over one part of its quantized slots."""
+    """Sum over one part of the quantized slots of one head, for the queries of that head."""
     head_of_all = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     row, head = head_of_all // kv_heads, head_of_all % kv_heads
@@ -160,13 +160,14 @@ def decode_quantized(
     *,
     splits: int | None = None,
 ) -> Tensor:
-    """The answers [batch, kv_heads, group, 1, value_dim]; zero for a query that sees nothing.
+    """Compute attention outputs [batch, kv_heads, group, 1, value_dim].
 
-    The other arguments are those of `decode_quantized.decode_quantized`.
+    The output of a query that sees no slot is zero. The other arguments are those of
+    `decode_quantized.decode_quantized`.
 
     Args:
-        splits: into how many parts the quantized slots are split, and the exact ones, a power of
-            two; None for as many as keep the device busy.
+        splits: number of parts that the quantized slots, and the exact ones, are split into, a
+            power of two; None for enough to keep the device busy.
     """
     batch, kv_heads, group, _, key_dim = queries.shape
     (start, stop), count = slots, coded[0][0].shape[2]

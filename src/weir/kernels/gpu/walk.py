@@ -1,10 +1,10 @@
-"""The self-balancing walk on a GPU, one program a block, sign for sign.
+"""The self-balancing walk on a GPU, one program per block, equal sign for sign to the CPU's.
 
-`weir.pools.balance.halving.walk` is what it must equal. Both add the rows of the inner products to
-the sums of all later tokens, in the order of the walk and in float32. A product times a sign is
-exact, so there is one answer. The comparison is in float64, where
-the product of two float32 numbers is exact too, fused or not. Roofline: each inner product above
-the diagonal is read once; the chain of tokens, each waiting for the one before, is longer.
+The reference is `weir.pools.balance.halving.walk`. Both add the rows of the inner products to the
+sums of all later tokens, in the order of the walk and in float32. A product times a sign is exact,
+so both get the same sums. The comparison is in float64, where the product of two float32 numbers is
+exact too, fused or not. Roofline: each inner product above the diagonal is read once; the chain of
+tokens, each of which waits for the one before, takes longer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _signs(products, gain, u, free, signs, tokens, PLACES: tl.constexpr):
     total = tl.zeros([PLACES], tl.float32)
     row = products + block * tokens * tokens
     for j in range(tokens):
-        # A tensor has no index here: the sum of one number and zeros is that number, exactly.
+        # Triton cannot index a tensor; the sum of one number and zeros is that number, exactly.
         so_far = tl.sum(tl.where(place == j, total, 0.0), axis=0)
         chance = 0.5 - lean * so_far.to(tl.float64)
         plus = tl.load(u + block * tokens + j) < chance
@@ -36,13 +36,13 @@ def _signs(products, gain, u, free, signs, tokens, PLACES: tl.constexpr):
 
 
 def walk(products: Tensor, gain: Tensor, u: Tensor, free: Tensor) -> Tensor:
-    """Signs [..., n], on a GPU; arguments as in `weir.pools.balance.halving.walk`.
+    """Compute signs [..., n] on a GPU; arguments as in `weir.pools.balance.halving.walk`.
 
     Args:
         products: inner products of the tokens of each block [..., n, n].
-        gain: of each block [...].
-        u: uniform numbers, one for each token [..., n].
-        free: which tokens are walked [..., n]; the others get a sign of 0.
+        gain: gain of each block [...].
+        u: uniform random numbers, one for each token [..., n].
+        free: mask of the tokens to walk [..., n]; the others get a sign of 0.
     """
     n = u.shape[-1]
     signs = torch.zeros(u.shape, dtype=torch.float32, device=u.device)

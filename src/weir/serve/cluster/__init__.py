@@ -1,4 +1,4 @@
-"""Replicas of one server that share their sessions, each answered by one at a time."""
+"""Replicas of one server that share their sessions; one replica at a time answers a session."""
 
 from weir.serve.cluster.leases import LeaseTable
 from weir.serve.cluster.ledger import Ledger, LedgerPage

@@ -1,7 +1,7 @@
-"""A table of leases, one for all replicas: which one answers a session now, and which did last.
+"""Lease table of all replicas: which one answers a session now, and which did last.
 
 It keeps replicas out of each other's way and tells the router where a session's row is. No safety
-depends on it: its clock may jump, it may be lost and start empty, there may be two of it; the
+depends on it: the clock may jump, the table may be lost and start empty, there may be two; the
 `Ledger` refuses whatever only one replica may do. Knows nothing about Ray or sessions.
 """
 
@@ -21,9 +21,9 @@ class LeaseTable:
     """Leases in memory.
 
     Args:
-        seconds: after which a silent replica has lost what it answers.
+        seconds: time after which a silent replica loses its leases.
         clock: seconds from any start; it may jump.
-        most: sessions whose last replica is remembered.
+        most: number of sessions whose last replica is remembered.
     """
 
     def __init__(
@@ -36,15 +36,14 @@ class LeaseTable:
         self._clock = clock
         self._most = most
         self._heard: dict[str, float] = {}  # when a replica spoke last
-        self._turns: dict[str, Counter[str]] = {}  # under way by session, of each replica
+        self._turns: dict[str, Counter[str]] = {}  # number under way by session, by replica
         self._last: dict[str, str] = {}  # replica by session, the least recently used first
 
     def begin(self, session: str, replica: str) -> float:
         """Lease a session for a turn.
 
         Returns:
-            0 if it is leased; otherwise seconds until it is worth asking again: another replica
-            answers the session.
+            0 if it is leased; if another replica answers the session, seconds until the next try.
         """
         last = self._last.get(session, replica)
         if last != replica and self._turns[last][session]:
@@ -69,7 +68,7 @@ class LeaseTable:
             del turns[session]
 
     def beat(self, replica: str, sessions: Iterable[str]) -> None:
-        """Note that a replica lives and answers these, one entry a turn; restores a lost table."""
+        """Record a replica's heartbeat and its turns under way; restores a lost table."""
         self._hear(replica)
         under_way = Counter(sessions)
         for session in under_way:
@@ -84,12 +83,12 @@ class LeaseTable:
         return last if last is not None and self._seconds_left(last) > 0 else None
 
     def _hear(self, replica: str) -> Counter[str]:
-        """Note that a replica spoke; its turns."""
+        """Record that a replica is alive, and return its turns."""
         self._heard[replica] = self._clock()
         return self._turns.setdefault(replica, Counter())
 
     def _seconds_left(self, replica: str) -> float:
-        """Seconds that a replica keeps what it answers if it stays silent."""
+        """Seconds until a silent replica loses its leases."""
         if replica not in self._heard:
             return 0.0
         now = self._clock()
@@ -97,6 +96,6 @@ class LeaseTable:
         return self._heard[replica] + self._seconds - now
 
     def _forget(self, replica: str) -> None:
-        """A replica was silent for too long: it has lost everything."""
+        """Drop the leases of a replica that was silent for too long."""
         del self._heard[replica], self._turns[replica]
         self._last = {s: last for s, last in self._last.items() if last != replica}

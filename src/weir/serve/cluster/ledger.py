@@ -1,10 +1,10 @@
 """The turns of a session, agreed between replicas: numbered pages, each made by one of them.
 
-A page lists the turns; the page of the highest number holds. Before it answers, a replica makes a
-page in its own name, a claim of the next epoch. It ends the turn by making the page after its own,
-which fails once another replica has claimed: that page is there. So neither a clock nor a lease
-decides who may end a turn, and however late a replica wakes up, its page is taken. Knows nothing
-about what a turn is.
+A page lists the turns; the page with the highest number is valid. Before a replica answers, it
+makes a page of its own, which claims the next epoch. It ends the turn by making the page after its
+own. That fails once another replica has claimed the session, since that page exists already. So
+neither a clock nor a lease decides which replica may end a turn, and a replica that wakes up late
+cannot do harm. Knows nothing about what a turn is.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ TAKEN = "another replica has this session now, so that the turn is not kept; ask
 
 @dataclass(frozen=True)
 class LedgerPage:
-    """A session at one moment.
+    """The state of a session at one moment.
 
     Attributes:
-        number: of the page.
-        epoch: how often the session was claimed.
-        replica: that made the page, for people who look.
-        turns: that are kept, the oldest first.
-        after: `word` of the page before; empty on the first.
-        word: random, so that no other page has it.
+        number: number of the page.
+        epoch: number of claims of the session so far.
+        replica: name of the replica that made the page, for debugging.
+        turns: names of the kept turns, oldest first.
+        after: `word` of the previous page; empty on the first.
+        word: random and unique to the page.
     """
 
     number: int
@@ -63,7 +63,7 @@ class Ledger:
         self._storage = storage
 
     def read(self, folder: str) -> LedgerPage | None:
-        """The page that holds; None where there never was one.
+        """Read the valid page; None if there never was one.
 
         Raises:
             WeirError: it cannot be read.
@@ -78,10 +78,10 @@ class Ledger:
         raise WeirError(f"the pages of {folder} go faster than they can be read")
 
     def claim(self, folder: str, replica: str) -> LedgerPage:
-        """Take a session over: turns that other replicas have under way cannot end any more.
+        """Take over a session, so that turns under way on other replicas cannot end any more.
 
         Raises:
-            WeirError: others claim it again and again.
+            WeirError: other replicas keep claiming the session.
         """
         for _ in range(100):
             before = self.read(folder)
@@ -97,7 +97,7 @@ class Ledger:
         raise WeirError("other replicas claim this session again and again")
 
     def put(self, folder: str, page: LedgerPage) -> None:
-        """Make the page after this replica's own.
+        """Create the page after this replica's own.
 
         Raises:
             LeaseLost: another replica has claimed the session; nothing has changed.

@@ -37,13 +37,13 @@ class Settings:
 
     Attributes:
         model, policy, chunk, rows: as for `weir serve`.
-        place: of the storage that all share (`open_storage`).
+        place: address of the shared storage (`open_storage`).
         name: what clients call the model.
-        most: turns that a replica has in memory.
-        keys: SHA-256 of each.
-        limits: of what clients may ask.
+        most: number of turns that a replica keeps in memory.
+        keys: SHA-256 hashes of the API keys.
+        limits: limits on requests.
         deterministic: as for `weir serve`.
-        threads: of PyTorch; None as it would.
+        threads: PyTorch threads; None for the default.
         loading: how the model is loaded, arguments of `weir.load`.
     """
 
@@ -62,13 +62,13 @@ class Settings:
 
 
 class RayLeases:
-    """The lease table in its actor; while that does not answer, the ledger alone decides."""
+    """Client of the lease table's actor; if that does not answer, the ledger alone decides."""
 
     def __init__(self) -> None:
         self._actor: Any = None
 
     def begin(self, session: str, replica: str) -> float:
-        """Lease a session for a turn; 0, or seconds until it is worth asking again."""
+        """Lease a session for a turn; return 0, or seconds until the next try."""
         try:
             found: float = ray.get(self._table().begin.remote(session, replica), timeout=PATIENCE)
         except (ray.exceptions.RayError, ValueError):
@@ -81,7 +81,7 @@ class RayLeases:
         self._tell("end", session, replica)
 
     def beat(self, replica: str, sessions: Iterable[str]) -> None:
-        """Note that a replica lives and answers these."""
+        """Record a replica's heartbeat and its turns under way."""
         self._tell("beat", replica, list(sessions))
 
     def _tell(self, what: str, *given: Any) -> None:
@@ -139,11 +139,11 @@ class Replica:
         threading.Thread(target=self._beat, name="weir-beat", daemon=True).start()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Return the ASGI application, which Ray asks for."""
+        """Return the ASGI application to Ray."""
         return make_app(self._client, self._keys)
 
     def check_health(self) -> None:
-        """Let Ray replace a replica whose engine has failed.
+        """Health check for Ray, which replaces a replica whose engine has failed.
 
         Raises:
             WeirError: the engine has failed.

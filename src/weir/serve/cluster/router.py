@@ -2,8 +2,8 @@
 
 This is Ray Serve's own session affinity (`ConsistentHashRouter`, by the header `x-session-id`) with
 the lease table asked first. Ray's multiplexing of models would not do: it takes another header, and
-after a second without a match it sends a request anywhere. Routing only saves reading: wherever a
-request goes, it is answered right. Runs in Ray Serve's proxies.
+after a second without a match it sends a request anywhere. Routing only saves reading: any replica
+answers a request correctly. Runs in Ray Serve's proxies.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LeaseRouter(ConsistentHashRouter):  # type: ignore[misc]  # Ray has no typ
     async def choose_replicas(
         self, candidate_replicas: list[Any], pending_request: Any = None
     ) -> list[list[Any]]:
-        """The replicas in the order in which they are tried."""
+        """Rank the replicas in the order to try them."""
         ranks = await super().choose_replicas(candidate_replicas, pending_request)
         session = pending_request.metadata.session_id if pending_request is not None else None
         if not session or len(candidate_replicas) < 2:

@@ -33,16 +33,16 @@ PATIENCE = 5.0
 
 @contextmanager
 def joined(address: str) -> Iterator[None]:
-    """Join a cluster meanwhile; afterwards answers under way end, and no replica is left.
+    """Join a cluster for a `with` block; on exit, finish answers under way and remove all replicas.
 
-    SIGTERM works like SIGINT meanwhile.
+    SIGTERM works like SIGINT inside the block.
 
     Args:
         address: `local` for a cluster of this machine alone that ends with this process, or
             `host:port` of a cluster's head.
 
     Raises:
-        WeirError: no cluster answers there, or one that lets anybody in.
+        WeirError: no cluster answers there, or it lets anybody in.
     """
     _connect(address)
     # Ray has installed its own handler, which aborts the process.
@@ -56,7 +56,7 @@ def joined(address: str) -> Iterator[None]:
 
 
 def _connect(address: str) -> None:
-    # One line of ours replaces Ray's long logs; and its workers get the usual priority.
+    # One line of ours replaces Ray's long logs; workers keep the usual priority.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     os.environ.setdefault("RAY_worker_niceness", "0")
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
@@ -93,16 +93,16 @@ def _check(address: str) -> None:
 
 
 def deploy(settings: Settings, replicas: int, host: str, port: int, routing: str) -> None:
-    """Deploy replicas at an address; returns when all of them answer.
+    """Deploy replicas at an address, and wait until all of them answer.
 
     Args:
         settings: of every replica.
-        replicas: how many.
-        host, port: where requests come in, on each machine of the cluster.
+        replicas: number of replicas.
+        host, port: address for requests, on each machine of the cluster.
         routing: a name in `ROUTERS`.
 
     Raises:
-        WeirError: they do not come up.
+        WeirError: the replicas do not start.
     """
     gpus = 1 if ray.cluster_resources().get("GPU", 0) >= replicas else 0
     limits = settings.limits

@@ -1,8 +1,8 @@
 """Files that several machines share: through fsspec, or on a file system that all of them mount.
 
-The ledger asks two things of a storage: of those who create a file at once one succeeds, and the
-file is whole; and whoever lists a folder sees what was created before. Knows nothing about what the
-files hold.
+The ledger needs two things of a storage: when several processes create one file, exactly one
+succeeds and the file is whole; and listing a folder shows everything created before. Knows nothing
+about what the files hold.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from weir.errors import WeirError
 
 
 def open_storage(place: str) -> Storage:
-    """A storage.
+    """Open a storage.
 
     Args:
         place: a folder that every replica has at this path, or an address of fsspec's, as in
             `s3://bucket/folder`.
 
     Raises:
-        WeirError: it cannot be used.
+        WeirError: the storage cannot be used.
     """
     scheme, found, rest = place.partition("://")
     if not found or scheme == "file":
@@ -33,7 +33,7 @@ def open_storage(place: str) -> Storage:
 
 
 class Storage:
-    """A storage that fsspec knows and that can create a file only where there is none.
+    """A storage of fsspec's that can create a file only if there is none.
 
     Paths are names with slashes between them.
 
@@ -55,7 +55,7 @@ class Storage:
         self._root = str(root).rstrip("/")
 
     def create(self, path: str, data: bytes) -> bool:
-        """Create a file, whole and safe; False where there is one."""
+        """Create a file durably; return False if it exists."""
         try:
             self._files.pipe_file(f"{self._root}/{path}", data, mode="create")
         except FileExistsError:

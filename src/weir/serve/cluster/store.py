@@ -1,9 +1,9 @@
 """Session store that replicas share: turns in files, and a ledger of which turns count.
 
-A turn is safe in this order: its snapshot, its record, its page in the ledger; entries by which
-others find it come after. A replica keeps in memory what it has met of a session and reads the rest
-on demand. Names and owners that come from clients are hashed, and never part of a path. Knows
-nothing about Ray or HTTP.
+A turn is written in this order: snapshot, record, page in the ledger, and then the entries by which
+others find it. A replica keeps in memory what it has used of a session and reads the rest on
+demand. Names and owners that come from clients are hashed, and never part of a path. Knows nothing
+about Ray or HTTP.
 
 The files:
     form.json                                the model and policy of all rows
@@ -54,16 +54,16 @@ KEPT = 8
 
 
 class Leases(Protocol):
-    """What a store asks of the `LeaseTable`, wherever that is."""
+    """Interface of the `LeaseTable` for stores, wherever the table runs."""
 
     def begin(self, session: str, replica: str) -> float:
-        """Lease a session for a turn; 0, or seconds until it is worth asking again."""
+        """Lease a session for a turn; return 0, or seconds until the next try."""
 
     def end(self, session: str, replica: str) -> None:
         """End a turn."""
 
     def beat(self, replica: str, sessions: Collection[str]) -> None:
-        """Note that a replica lives and answers these."""
+        """Record a replica's heartbeat and its turns under way."""
 
 
 @dataclass(eq=False)
@@ -71,9 +71,9 @@ class SharedLease:
     """The right to answer a session, for one turn (`SessionLease`).
 
     Attributes:
-        store: of the replica.
-        session: which.
-        epoch: of the claim that the turn began under.
+        store: store of the replica.
+        session: name of the session.
+        epoch: epoch of the claim that the turn began under.
     """
 
     store: SharedStore
@@ -90,18 +90,18 @@ class SharedLease:
 
 
 class SharedStore:
-    """The store of one replica, of what all of them share (`SessionStore`).
+    """One replica's view of the shared sessions (`SessionStore`).
 
     Args:
-        storage: of all replicas.
-        leases: which replica answers what.
-        replica: the name of this one; no other ever had it.
-        row_format: of the rows.
-        most: turns that are in memory.
-        kept: turns of a session that are kept.
+        storage: storage of all replicas.
+        leases: lease table.
+        replica: name of this replica, never used by another.
+        row_format: format of the rows.
+        most: number of turns in memory.
+        kept: number of turns that are kept per session.
 
     Raises:
-        WeirError: the files are of another model or policy.
+        WeirError: the files belong to another model or policy.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class SharedStore:
         self._ledger = Ledger(storage)
         self._near = MemoryStore(most)
         self._pages: dict[str, LedgerPage] = {}  # this replica's own, by folder
-        self._alone = threading.RLock()  # held by whoever makes pages or changes what is near
+        self._alone = threading.RLock()  # guards pages and the turns in memory
         self._summaries: dict[str, dict[str, SessionSummary]] = {}  # by owner and file
         self._answering: Counter[str] = Counter()
         self._counting = threading.Lock()
@@ -137,17 +137,17 @@ class SharedStore:
         self._writer = BackgroundWriter(self._write, 2)
 
     def close(self) -> None:
-        """Write what waits."""
+        """Write all pending turns."""
         self._writer.close()
 
     # --- leases
 
     def acquire_lease(self, owner: str, session: str) -> SharedLease:
-        """Lease a session for a turn, and learn what other replicas have made of it.
+        """Lease a session for a turn, and load the turns that other replicas added.
 
         Raises:
-            AnsweredElsewhere: another replica is answering it.
-            WeirError: it cannot be claimed.
+            AnsweredElsewhere: another replica is answering the session. WeirError: the session
+                cannot be claimed.
         """
         with self._counting:
             self._answering[session] += 1
@@ -169,7 +169,7 @@ class SharedStore:
         self._leases.end(session, self.replica)
 
     def beat(self) -> None:
-        """Tell the leases that this replica lives, and what it answers."""
+        """Send this replica's heartbeat and its turns under way to the lease table."""
         with self._counting:
             answering = list(self._answering.elements())
         self._leases.beat(self.replica, answering)
@@ -177,7 +177,7 @@ class SharedStore:
     # --- saving
 
     def load(self, node: str) -> Checkpoint:
-        """A checkpoint; one that another replica made is read when its state is needed.
+        """Load a checkpoint; the state of another replica's is read on access.
 
         Raises:
             WeirError: it is not kept.
@@ -237,11 +237,11 @@ class SharedStore:
     def list_sessions(self, owner: str) -> list[SessionSummary]:
         """All sessions of the owner, the least recently used first."""
         folder = f"owners/{_hash(owner)}"
-        # Sorted by session, then time: of two entries of a session the newer one is the last.
+        # Sorted by session, then time: a session's newer entry comes last.
         names = {name.partition("-")[0]: name for name in self._storage.list_names(folder)}
         known, found = self._summaries.get(owner, {}), {}
         for name in names.values():
-            if name in known:  # an entry never changes: there is another one instead
+            if name in known:  # entries never change: they are replaced by new ones
                 found[name] = known[name]
             elif (data := self._storage.read(f"{folder}/{name}")) is not None:
                 found[name] = SessionSummary(**json.loads(data))
@@ -325,9 +325,10 @@ class SharedStore:
     # --- pages
 
     def _claim(self, owner: str, session: str) -> LedgerPage:
-        """This replica's page of a session, after which no other replica's turn can end.
+        """Claim a session: make this replica's page, after which no other replica's turn can end.
 
-        Files of turns that no page has were being written by replicas that lost the session.
+        Files of turns without a page were being written by replicas that lost the session; they are
+        deleted.
         """
         folder = folder_of(owner, session)
         with self._alone:
@@ -342,7 +343,7 @@ class SharedStore:
             return page
 
     def _put(self, folder: str, page: LedgerPage) -> None:
-        """Make a page of this replica's.
+        """Create a page of this replica.
 
         Raises:
             LeaseLost: another replica has claimed the session.
@@ -366,12 +367,12 @@ class SharedStore:
         data = self._storage.read(_entry(kind, owner, name))
         if data is None:
             return False
-        with contextlib.suppress(ValueError, LookupError, TypeError):  # an entry is only a hint
+        with contextlib.suppress(ValueError, LookupError, TypeError):  # entries are only hints
             self._learn(owner, str(json.loads(data)[0]))
         return True
 
     def _meet(self, owner: str, session: str, page: LedgerPage) -> None:
-        """Have the turns of a page in memory, and no others of its session."""
+        """Make the turns in memory of a session those of a page."""
         near = {record.node for record in self._near.list_turns(owner, session)}
         if near == set(page.turns):
             return
@@ -398,7 +399,7 @@ class SharedStore:
             raise WeirError(f"the turn cannot be kept in the shared folder: {reason}") from None
 
     def _read_record(self, folder: str, name: str) -> TurnRecord | None:
-        """The record of a turn; None if it was just deleted, or cannot be read."""
+        """Read the record of a turn; None if it was just deleted, or cannot be read."""
         data = self._storage.read(f"{folder}/{name}.json")
         try:
             return None if data is None else _record_from_json(data)
@@ -425,7 +426,7 @@ class SharedStore:
 
     @contextmanager
     def _undoing(self, folder: str, records: Sequence[TurnRecord]) -> Iterator[None]:
-        """Delete the files of these turns if this fails, unless a page has them."""
+        """Delete the files of these turns if the `with` block fails, unless a page lists them."""
         try:
             yield
         except BaseException:
@@ -438,20 +439,20 @@ class SharedStore:
     # --- entries by which turns are found
 
     def _publish(self, owner: str, session: str, new: Sequence[TurnRecord]) -> None:
-        """Let new turns be found, and their session as it is now."""
+        """Write the entries of new turns, and of their session."""
         for record in new:
             entry = json.dumps([record.session, record.node]).encode()
             for kind, name in (("chains", record.chain), ("nodes", record.node)):
                 self._storage.write(_entry(kind, owner, name), entry)
         folder, name = f"owners/{_hash(owner)}", _hash(owner, session)
-        before = [each for each in self._storage.list_names(folder) if each.startswith(name)]
+        before = [entry for entry in self._storage.list_names(folder) if entry.startswith(name)]
         now, file = self._near.get_session(owner, session), None
         if now is not None:
             file = f"{name}-{round(now.used * 1e6):020}-{now.head[:8]}.json"
             self._storage.write(f"{folder}/{file}", json.dumps(asdict(now)).encode())
-        for each in before:
-            if each != file:
-                self._storage.delete(f"{folder}/{each}")
+        for old in before:
+            if old != file:
+                self._storage.delete(f"{folder}/{old}")
 
     def _forget(self, owner: str, session: str, nodes: Collection[str]) -> None:
         """Delete turns that no page has any more, and the entries that lead to them."""
@@ -498,4 +499,4 @@ def _record_from_json(data: bytes) -> TurnRecord:
 
 
 def _ignore(error: Exception | None) -> None:
-    """Memory is safe at once: nobody waits."""
+    """Ignore the result: the store in memory saves at once."""

@@ -1,8 +1,8 @@
 """Session archive: the turns of a session in one safetensors file, to take to another server.
 
-For each turn it has the snapshot as a tensor of bytes, and as text the record and the snapshot's
-checksum. A file that comes in is somebody else's: everything in it is validated, and its turns get
-new names. Knows nothing about databases.
+For each turn the file has the snapshot as a tensor of bytes, and as text the record and the
+snapshot's checksum. An imported file is untrusted: everything in it is validated, and turns get new
+names. Knows nothing about databases.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class SessionArchive:
     """Turns of a session, parents first.
 
     Attributes:
-        records: of the turns.
-        checkpoints: of the same turns.
+        records: records of the turns.
+        checkpoints: checkpoints of the same turns.
     """
 
     records: list[TurnRecord] = field(default_factory=list)
@@ -45,7 +45,7 @@ class SessionArchive:
 
     @classmethod
     def of(cls, store: SessionStore, owner: str, session: str, most: int) -> SessionArchive:
-        """The newest turns of a session of the owner's that are kept.
+        """Archive the newest turns of an owner's session.
 
         Raises:
             WeirError: the owner has no such session, or a turn of it is damaged.
@@ -69,7 +69,7 @@ class SessionArchive:
         self.checkpoints.append(checkpoint)
 
     def renamed(self, owner: str) -> SessionArchive:
-        """The same turns as a new session of this owner, under new names."""
+        """Copy the turns to a new session of this owner, under new names."""
         session = f"sess_{secrets.token_hex(16)}"
         names = {record.node: secrets.token_hex(16) for record in self.records}
         records = [
@@ -85,7 +85,7 @@ class SessionArchive:
         return SessionArchive(records, self.checkpoints)
 
     def write(self, path: Path, row_format: RowFormat) -> None:
-        """Write a file, whole or not at all.
+        """Write the archive to a file, whole or not at all.
 
         Args:
             path: of the file.
@@ -119,16 +119,16 @@ class SessionArchive:
 
     @classmethod
     def read(cls, path: Path, row_format: RowFormat, limit: int | None) -> SessionArchive:
-        """Read a file.
+        """Read an archive from a file.
 
         Args:
             path: of the file.
             row_format: that its rows must have.
-            limit: bytes that it may have; None for no limit.
+            limit: maximum size in bytes; None for no limit.
 
         Raises:
             WeirError: it is missing, too large, damaged or no export of weir, or a turn in it
-                cannot be gone on from here.
+                cannot be continued here.
         """
         if not path.is_file():
             raise WeirError("there is no such file")
@@ -152,10 +152,10 @@ class SessionArchive:
     def _validated(
         cls, facts: Any, tensors: dict[str, torch.Tensor], row_format: RowFormat
     ) -> SessionArchive:
-        """The archive that a file holds, validated in full.
+        """Validate the content of a file, and build the archive.
 
         Raises:
-            ValidationError, WeirError: naming what is wrong.
+            ValidationError, WeirError: the content is invalid; the message names the part.
         """
         facts_of(format=integer(FORMAT, FORMAT), turns=list_of(_turn(row_format.vocabulary)))(
             facts, ""
@@ -198,7 +198,7 @@ class SessionArchive:
 
 
 def _record_to_json(record: TurnRecord) -> dict[str, Any]:
-    """A record in an archive: without its owner and its session."""
+    """Convert a record for an archive, without its owner and session."""
     return {
         "node": record.node,
         "parent": record.parent,
@@ -213,7 +213,7 @@ def _record_to_json(record: TurnRecord) -> dict[str, Any]:
 
 
 def _turn(vocabulary: int) -> Any:
-    """The check of a turn's record."""
+    """Build the validator of a turn's record."""
     return facts_of(
         node=text(),
         parent=optional(text()),
@@ -262,4 +262,4 @@ def _time(value: Any, place: str) -> None:
 
 
 def _anything(value: Any, place: str) -> None:
-    """No check here: the parts are checked one by one."""
+    """Accept anything: the parts are checked one by one."""

@@ -1,7 +1,7 @@
 """SQLite database, in a file or in memory, and the tables of a session store.
 
-One connection writes, and what it committed survives a power cut; another one reads, and waits for
-no commit. Knows nothing about snapshot files or models.
+One connection writes, and its commits survive a power cut; another reads without waiting for
+commits. Knows nothing about snapshot files or models.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ class Database:
     """A database, open until `close`.
 
     Args:
-        path: of the file; None for memory.
+        path: path of the file; None for memory.
         begin: create the file if there is none.
-        tables: the statements that create them.
-        version: of the tables.
+        tables: SQL statements that create the tables.
+        version: version of the tables.
 
     Raises:
-        WeirError: it is missing and may not be created, is not an ordinary file, is damaged, or
-            has another version.
+        WeirError: the file is missing and may not be created, is not an ordinary file, is damaged,
+            or has another version.
     """
 
     def __init__(
@@ -136,13 +136,13 @@ class Database:
             self._writer.close()
 
     def shorten(self) -> None:
-        """Empty the log of changes, as far as there is room to."""
+        """Checkpoint the write-ahead log, as far as there is room."""
         with self._writing, contextlib.suppress(sqlite3.Error):
             self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """One transaction, of one thread at a time: all of it is written, or nothing.
+        """Open a transaction, for one thread at a time: all of it is written, or nothing.
 
         Raises:
             sqlite3.Error: it cannot be written.
@@ -159,7 +159,7 @@ class Database:
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """The database as it was committed last."""
+        """Open the last committed state of the database for reading."""
         with self._reading:
             yield self._reader
 

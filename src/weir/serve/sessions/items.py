@@ -23,7 +23,7 @@ def new_id(kind: str) -> str:
 
 
 def input_item(role: str, texts: Sequence[str]) -> Item:
-    """A message that a client sent."""
+    """Build the item of a message from a client."""
     if role == "assistant":
         return answer_item(new_id("msg"), "\n".join(texts), "completed")
     parts = [{"type": "input_text", "text": text} for text in texts]
@@ -39,29 +39,29 @@ def input_item(role: str, texts: Sequence[str]) -> Item:
 def answer_item(
     name: str, text: str | None, status: str, logprobs: Sequence[dict[str, Any]] = ()
 ) -> Item:
-    """An answer.
+    """Build the item of an answer.
 
     Args:
-        name: its id.
-        text: of the answer; None while there is none yet.
+        name: id of the item.
+        text: text of the answer; None if there is none yet.
         status: "in_progress", "completed" or "incomplete".
-        logprobs: of its tokens.
+        logprobs: log-probabilities of the answer's tokens.
     """
     parts = [] if text is None else [answer_part(text, logprobs)]
     return {"id": name, "type": "message", "role": "assistant", "status": status, "content": parts}
 
 
 def answer_part(text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """The one part that an answer has."""
+    """Build the single content part of an answer."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
 def call_item(name: str, call: Call, status: str) -> Item:
-    """A call of a function.
+    """Build the item of a function call.
 
     Args:
-        name: the item's id, which is not the call's.
-        call: of the function.
+        name: id of the item, which differs from the call's id.
+        call: the function call.
         status: as in `answer_item`.
     """
     return {
@@ -75,7 +75,7 @@ def call_item(name: str, call: Call, status: str) -> Item:
 
 
 def result_item(call: str, output: str | list[dict[str, Any]]) -> Item:
-    """The result of a function, a text or text parts; `call` is the call's id."""
+    """Build the item of a function's result, a text or text parts; `call` is the call's id."""
     return {
         "id": new_id("fco"),
         "type": "function_call_output",
@@ -86,22 +86,22 @@ def result_item(call: str, output: str | list[dict[str, Any]]) -> Item:
 
 
 def messages_of(items: Sequence[Item]) -> list[Message]:
-    """The messages that items stand for.
+    """Convert items to messages.
 
     An answer is one message, though its calls and the text before and between them are items of
     their own.
     """
-    said: list[Message] = []
+    messages: list[Message] = []
     for item in items:
         message = _message_of(item)
-        before = said[-1] if said and said[-1].role == "assistant" else None
+        before = messages[-1] if messages and messages[-1].role == "assistant" else None
         if before is not None and message.calls:
-            said[-1] = replace(before, calls=(*before.calls, *message.calls))
+            messages[-1] = replace(before, calls=(*before.calls, *message.calls))
         elif before is not None and before.calls and message.role == "assistant":
-            said[-1] = replace(before, content=before.content + message.content)
+            messages[-1] = replace(before, content=before.content + message.content)
         else:
-            said.append(message)
-    return said
+            messages.append(message)
+    return messages
 
 
 def _message_of(item: Item) -> Message:

@@ -13,7 +13,7 @@ class AnsweredElsewhere(WeirError):
     """Another server is answering this session.
 
     Args:
-        seconds: until it is worth asking again.
+        seconds: time until the next try.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -22,14 +22,14 @@ class AnsweredElsewhere(WeirError):
 
 
 class LeaseLost(WeirError):
-    """Another server has taken the session over: the turn never happened."""
+    """Another server has taken over the session, so this turn is discarded."""
 
 
 class SessionLease(Protocol):
     """The right to answer a session, for one turn.
 
     Attributes:
-        epoch: of the claim; the store refuses a record of an older one (`TurnRecord.epoch`).
+        epoch: epoch of the claim; the store refuses records of older epochs (`TurnRecord.epoch`).
     """
 
     epoch: int

@@ -1,6 +1,6 @@
 """Operations on saved sessions: fork, rewind, delete, export and import.
 
-Another owner's session looks like one that never was. Knows nothing about HTTP or text.
+Another owner's session looks as if it did not exist. Knows nothing about HTTP or text.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ class UnknownSession(WeirError):
 
 
 class HeldByConversation(WeirError):
-    """The session belongs to a conversation, and is deleted with that."""
+    """The session belongs to a conversation, and is deleted with it."""
 
 
 class SessionManager:
     """The sessions of all owners.
 
     Args:
-        engine: answers them; its store keeps them.
-        responses: and conversations of OpenAI's responses API that were answered in them.
-        limits: on what an owner may have.
+        engine: the engine that answers the sessions, with their store.
+        responses: store of OpenAI's responses and conversations.
+        limits: limits on what an owner may store.
     """
 
     def __init__(self, engine: Engine, responses: ResponseStore, limits: Limits) -> None:
@@ -52,7 +52,7 @@ class SessionManager:
         return RowFormat.of(self._engine.model, cache.policy, cache.chunk)
 
     def list_turns(self, owner: str, session: str) -> tuple[list[TurnRecord], set[str]]:
-        """The turns of a session in the order they came, and the path to its newest.
+        """List the turns of a session in order, and the nodes of the path to the newest.
 
         Raises:
             UnknownSession: there is no such session.
@@ -66,10 +66,10 @@ class SessionManager:
         """Begin a session with a turn of another and its ancestors; the other stays as it is.
 
         Args:
-            owner: whose they are.
-            session: of the turn.
-            node: of the turn; None for the newest.
-            name: of the new session; None for a random one.
+            owner: owner of both sessions.
+            session: session of the turn.
+            node: name of the turn; None for the newest.
+            name: name of the new session; None for a random one.
 
         Raises:
             UnknownSession: there is no such session, or no such turn in it.
@@ -81,7 +81,7 @@ class SessionManager:
         return found
 
     def rewind(self, owner: str, session: str, node: str) -> SessionSummary:
-        """Make one of its turns the newest of a session: all others but its ancestors leave it.
+        """Make a turn the newest of its session: all turns but its ancestors are removed.
 
         Raises:
             UnknownSession: there is no such session, or no such turn in it.
@@ -95,11 +95,11 @@ class SessionManager:
         self._leave(owner, session, [r.node for r in records if r.node not in stay])
         found = self._store.get_session(owner, session)
         if found is None:
-            raise _unknown("session")  # it was deleted this moment
+            raise _unknown("session")  # it was just deleted
         return found
 
     def delete(self, owner: str, session: str) -> bool:
-        """Delete a session of an owner's; False if there is none.
+        """Delete an owner's session; return False if there is none.
 
         Raises:
             HeldByConversation: it belongs to a conversation.
@@ -109,7 +109,7 @@ class SessionManager:
         if records:
             self._require_free(owner, session)
         self._leave(owner, session, [record.node for record in records])
-        # Responses whose checkpoints were deleted for room; a fork may still have some.
+        # Responses whose checkpoints were deleted to save room; a fork may still have some.
         gone = [
             name
             for name in self._responses.list_responses(owner, session)
@@ -133,7 +133,7 @@ class SessionManager:
     def trim(self, owner: str) -> None:
         """Delete the least recently used sessions of an owner who has more than allowed.
 
-        Responses are kept as text, and can be read again.
+        Responses remain as text, and can be read again.
         """
         sessions = self._store.list_sessions(owner)
         for session in sessions[: max(0, len(sessions) - self._limits.sessions)]:
@@ -142,11 +142,11 @@ class SessionManager:
                 self._engine.forget(node)
 
     def export_file(self, owner: str, session: str, most: int | None, path: Path) -> None:
-        """Write a session of an owner's into a file.
+        """Export an owner's session to a file.
 
         Args:
-            owner, session: which.
-            most: of its newest turns; None for all.
+            owner, session: the session to export.
+            most: maximum number of newest turns; None for all.
             path: of the file.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Session store in memory: it ends with the process."""
+"""Session store in memory, lost when the process ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class MemoryStore:
     """Sessions in memory (`SessionStore`).
 
     Args:
-        most: turns that are kept; the least recently used are deleted for new ones.
+        most: maximum number of turns; the least recently used are deleted for new ones.
     """
 
     def __init__(self, most: int = 256) -> None:
@@ -73,7 +73,7 @@ class MemoryStore:
             del self._turns[node]
 
     def _sessions_of(self, record: TurnRecord) -> list[tuple[str, str]]:
-        """The sessions a turn is in, the one it has been in for longest first."""
+        """The sessions that contain a turn, with the session of the record first."""
         home = (record.owner, record.session)
         others = [
             place
@@ -129,7 +129,7 @@ class MemoryStore:
         """All sessions of the owner, the least recently used first."""
         with self._lock:
             order = {node: n for n, node in enumerate(self._turns)}
-            # A session was used when the one of its turns was that was used last.
+            # A session was last used when its most recently used turn was.
             used = {
                 session: max(order[node] for node in nodes)
                 for (its_owner, session), nodes in self._sessions.items()

@@ -28,11 +28,11 @@ class NameTaken(WeirError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The end of a turn: all that is needed to continue from there.
+    """The end of a turn, with everything needed to continue from there.
 
     Attributes:
-        state: of the row.
-        pending: tokens of the turn that the row has not read yet: the last of its answer.
+        state: state of the row.
+        pending: tokens of the turn that the row has not read yet: the last of the answer.
     """
 
     state: RowState
@@ -52,18 +52,18 @@ class LazyCheckpoint(Checkpoint):
 
     @property  # type: ignore[misc]  # mypy expects a plain attribute
     def state(self) -> RowState:
-        """The row, read anew each time."""
+        """The state of the row, read again on every access."""
         read: Callable[[], Checkpoint] = getattr(self, "_read")  # noqa: B009
         return read().state
 
 
 @dataclass(frozen=True)
 class TurnRecord:
-    """A saved turn: its owner, its place in a conversation, and what was said.
+    """A saved turn: its owner, its place in a conversation, and its messages.
 
     Attributes:
-        node: the turn's name, and that of its checkpoint.
-        owner: hash of the API key it was asked with; empty where the server needs none.
+        node: name of the turn and of its checkpoint.
+        owner: hash of the API key of the request; empty if the server needs none.
         session: the session it belongs to; names are unique per owner.
         parent: the turn it continues; None at the beginning of a stream.
         chain: hash of all messages up to and including its answer.
@@ -127,23 +127,23 @@ class TurnTokens:
 
     @property
     def start(self) -> int:
-        """The position in the stream of its first token."""
+        """The position in the stream of the turn's first token."""
         return self.end - len(self.ids) // 4
 
 
 @dataclass(frozen=True)
 class SessionSummary:
-    """A session as a list shows it, without what was said.
+    """A session as lists show it, without its messages.
 
     Attributes:
         id: its name, unique per owner.
         head: its newest turn.
-        turns: how many are kept.
-        created: when the first that is kept ended, in seconds since 1970.
-        used: when the newest ended.
-        seen: tokens of the stream at the newest.
-        usage: of the newest.
-        topic: of the newest.
+        turns: number of kept turns.
+        created: when the first kept turn ended, in seconds since 1970.
+        used: when the newest turn ended.
+        seen: tokens of the stream at the newest turn.
+        usage: token counts of the newest turn.
+        topic: topic of the newest turn.
     """
 
     id: str
@@ -160,11 +160,11 @@ class SessionStore(Protocol):
     """Keeps the turns of all owners. Called from any thread.
 
     A turn is saved whole, checkpoint and record, or not at all, and no client hears that it ended
-    before it is safe. Where there is no room, the least recently used turns are deleted; a session
-    ends with its last turn. What `load` returns is number for number what `save` was given.
+    before it is safe. When room runs out, the least recently used turns are deleted; a session ends
+    with its last turn. `load` returns exactly the numbers that `save` received.
 
     A turn may be in several sessions, since a fork shares its ancestors. It is deleted when it is
-    in none any more; the session of its record is the one it has been in for longest.
+    in none any more; the session in its record is the first that it joined and still is in.
     """
 
     def load(self, node: str) -> Checkpoint:

@@ -68,11 +68,11 @@ class StoredResponse:
 
     Attributes:
         id: `resp_` and the name of its turn.
-        session: of its turn.
+        session: session of its turn.
         previous: the response it continues.
         instructions: its system message; the next response does not inherit it.
         input: the items that it answers.
-        body: as it was sent to the client.
+        body: the JSON body that the client received.
     """
 
     id: str
@@ -88,11 +88,11 @@ class StoredConversation:
     """A stored conversation.
 
     Attributes:
-        id: its name.
-        created: in seconds since 1970.
-        metadata: of the client.
-        head: the response whose turn has read its items up to `read`.
-        read: the number of the last of these.
+        id: name of the conversation.
+        created: time of creation, in seconds since 1970.
+        metadata: metadata from the client.
+        head: the response whose turn has read the items up to `read`.
+        read: number of the last item that was read.
         whole: whether all its items are kept.
     """
 
@@ -108,8 +108,8 @@ class ResponseStore:
     """Responses and conversations of all owners, open until `close`.
 
     Args:
-        path: of its file; None for memory.
-        most: bytes of an owner's responses, and as many of the items of its conversations. The
+        path: path of the file; None for memory.
+        most: maximum bytes of an owner's responses, and of the items of its conversations. The
             oldest are deleted first.
 
     Raises:
@@ -138,8 +138,8 @@ class ResponseStore:
         Args:
             owner: of the response.
             response: to save.
-            conversation: whose newest response it is; None for none.
-            items: of the response that the conversation does not have yet.
+            conversation: conversation whose newest response this is; None for none.
+            items: items of the response that the conversation does not have yet.
 
         Raises:
             WeirError: it cannot be kept.
@@ -275,13 +275,13 @@ class ResponseStore:
     def page_items(
         self, owner: str, conversation: str, after: str | None, most: int, *, newest: bool
     ) -> list[Item] | None:
-        """A page of the items of a conversation.
+        """List a page of a conversation's items.
 
         Args:
-            owner, conversation: which.
-            after: the item before the first of the page; None for the first page.
-            most: items of the page.
-            newest: the newest first.
+            owner, conversation: the conversation to list.
+            after: the item before the page; None for the first page.
+            most: maximum number of items.
+            newest: whether to list the newest first.
 
         Returns:
             None if there is no such item.
@@ -372,7 +372,7 @@ class ResponseStore:
         self._trim(db, "items", owner)
 
     def _trim(self, db: sqlite3.Connection, table: str, owner: str) -> None:
-        """Delete the oldest rows of an owner who exceeds the limit, a tenth at once."""
+        """Delete the oldest rows, a tenth at once, of an owner that exceeds the limit."""
         ((held,),) = db.execute(
             f"SELECT coalesce(sum(bytes), 0) FROM {table} WHERE owner = ?", (owner,)
         )

@@ -1,7 +1,7 @@
 """Checkpoints as bytes: a safetensors file of one row, and back.
 
-A file of our own is known by its checksum and not looked through; one from somebody else is
-validated in full (`decode_foreign`). Knows nothing about folders or owners.
+Our own files are trusted by their checksum; foreign files are validated in full (`decode_foreign`).
+Knows nothing about folders or owners.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class RowFormat:
 
     Attributes:
         model: the model's fingerprint.
-        kind: of the rows (`RowState.kind`).
-        plans: of each layer of a cache of theirs.
+        kind: kind of the rows (`RowState.kind`).
+        plans: plan of each layer of their cache.
         vocabulary: token ids run from 0 to this, exclusive.
     """
 
@@ -52,7 +52,7 @@ class RowFormat:
 
     @classmethod
     def of(cls, model: PreTrainedModel, policy: str | Policy, chunk: int | None) -> RowFormat:
-        """The format of an engine's rows; no memory is taken for a cache.
+        """The format of an engine's rows, found without allocating a cache.
 
         Raises:
             WeirError: there is no such cache.
@@ -62,17 +62,17 @@ class RowFormat:
         return cls(fingerprint(model), cache.kind, cache.plans, vocabulary)
 
     def to_json(self) -> dict[str, Any]:
-        """The model and the kind, which a store or a file states about its rows."""
+        """The model and kind, as a store or a file states them."""
         return {"model": self.model, "kind": self.kind}
 
     def check(self, stated: Any) -> None:
         """Refuse rows of another model or policy.
 
         Args:
-            stated: what `to_json` of their format returned, perhaps.
+            stated: what claims to be the result of their format's `to_json`.
 
         Raises:
-            WeirError: naming what differs.
+            WeirError: the rows differ; the message says in what.
         """
         mine = self.to_json()
         if not isinstance(stated, dict) or not all(isinstance(stated.get(n), dict) for n in mine):
@@ -92,7 +92,7 @@ class RowFormat:
 
 
 def encode_checkpoint(row_format: RowFormat, checkpoint: Checkpoint) -> bytes:
-    """A checkpoint as a safetensors file."""
+    """Encode a checkpoint as a safetensors file."""
     state = checkpoint.state
     facts = {
         "format": FORMAT,
@@ -105,7 +105,7 @@ def encode_checkpoint(row_format: RowFormat, checkpoint: Checkpoint) -> bytes:
 
 
 def decode_checkpoint(row_format: RowFormat, data: bytes) -> Checkpoint:
-    """The checkpoint in a file that `encode_checkpoint` wrote, which a checksum has to show.
+    """Decode a file that `encode_checkpoint` wrote; the caller has verified its checksum.
 
     Raises:
         WeirError: it is damaged, or of another version.
@@ -115,7 +115,7 @@ def decode_checkpoint(row_format: RowFormat, data: bytes) -> Checkpoint:
 
 
 def decode_foreign(row_format: RowFormat, data: bytes) -> Checkpoint:
-    """The checkpoint in somebody else's file, validated as a session's row is.
+    """Decode and validate the checkpoint in an untrusted file.
 
     Args:
         row_format: the format that its row must have.
@@ -148,7 +148,7 @@ def decode_foreign(row_format: RowFormat, data: bytes) -> Checkpoint:
 
 
 def _decode(row_format: RowFormat, data: bytes) -> tuple[dict[str, Any], RowState]:
-    """What a file states, and its row as it is.
+    """Decode the stated format of a file, and its row without validation.
 
     Raises:
         WeirError: it is no snapshot, or of another version.
@@ -165,11 +165,11 @@ def _decode(row_format: RowFormat, data: bytes) -> tuple[dict[str, Any], RowStat
 
 
 def _accept(value: Any, place: str) -> None:
-    """No check here: the value is compared as a whole elsewhere."""
+    """Accept anything: the value is compared as a whole elsewhere."""
 
 
 def _read_metadata(data: bytes) -> dict[str, str]:
-    """The texts at the beginning of a safetensors file, which `load` leaves out.
+    """Read the metadata in the header of a safetensors file, which `load` leaves out.
 
     Raises:
         ValueError, LookupError, RecursionError: there are none.

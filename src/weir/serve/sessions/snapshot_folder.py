@@ -50,11 +50,11 @@ class SnapshotFolder:
         self._fd = -1
 
     def list_names(self) -> list[str]:
-        """All names that files of ours have, whatever is found under them."""
+        """List the names in the folder that `new_name` could have made, of any kind of entry."""
         return sorted(name for name in os.listdir(self._fd) if _FILE.fullmatch(name))
 
     def delete_parts(self) -> None:
-        """Delete what was being written when a process was killed."""
+        """Delete partial files of a killed process."""
         for name in os.listdir(self._fd):
             if _PART.fullmatch(name):
                 self._unlink(name)
@@ -96,7 +96,7 @@ class SnapshotFolder:
             raise
 
     def read(self, name: str, size: int) -> bytes:
-        """The bytes of a file; one of another size is not read.
+        """Read a file of a given size; a file of another size is not read.
 
         Raises:
             FileNotFoundError: there is no such file.

@@ -1,4 +1,4 @@
-"""Checkpoints in a folder: a snapshot file each, and a row in SQLite that names the file.
+"""Checkpoints in a folder: one snapshot file per checkpoint, named by a row in SQLite.
 
 The order of writes makes a crash safe at any point: the snapshot file is written and synced, takes
 its name, and the folder is synced; only then the row that names it is committed. A file without a
@@ -36,10 +36,10 @@ class WrittenSnapshot:
     """A snapshot file that is safe on disk, as its row describes it.
 
     Attributes:
-        name: of the checkpoint.
-        file: of the snapshot.
-        bytes: its size.
-        sha256: its checksum.
+        name: name of the checkpoint.
+        file: name of the snapshot file.
+        bytes: size of the file.
+        sha256: checksum of the file.
         pending: tokens of `Checkpoint.pending`.
     """
 
@@ -89,7 +89,7 @@ class SQLiteCheckpoints:
             undo.callback(self._files.close)
             self._reserve = DiskReserve(folder / "reserve")
             with self._reserve.released():
-                # Snapshots whose database is gone are somebody's: never treat them as leftovers.
+                # Snapshots whose database is gone may be valuable: never treat them as leftovers.
                 self._db = Database(folder / "weir.db", begin=not self._files.list_names())
                 undo.callback(self._db.close)
                 self._open()
@@ -110,7 +110,7 @@ class SQLiteCheckpoints:
 
     def _open(self) -> None:
         """Check that the rows are of this format, and delete what a killed process left."""
-        self._exclusive = threading.RLock()  # held by whoever changes `nbytes`
+        self._exclusive = threading.RLock()  # guards `nbytes`
         self._uses_lock = threading.Lock()
         self._uses: dict[str, int] = {}  # uses that are not in the database yet, by checkpoint
         try:
@@ -206,7 +206,7 @@ class SQLiteCheckpoints:
             ) from None
 
     def _delete_damaged(self, name: str, file: str) -> None:
-        """Delete a checkpoint unless its row names another file by now."""
+        """Delete a checkpoint unless its row now names another file."""
         with self._db.reading() as db:
             is_same = any(row["file"] == file for row in _rows_of(db, name))
         if is_same:
@@ -220,7 +220,7 @@ class SQLiteCheckpoints:
             return self._clock
 
     def unwritten_uses(self) -> dict[str, int]:
-        """Uses that the database does not have yet, by checkpoint."""
+        """Uses not yet written to the database, by checkpoint."""
         with self._uses_lock:
             return dict(self._uses)
 
@@ -228,13 +228,13 @@ class SQLiteCheckpoints:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Let nobody else change anything meanwhile."""
+        """Exclude other changes inside a `with` block."""
         with self._exclusive:
             yield
 
     @contextmanager
     def changing(self) -> Iterator[sqlite3.Connection]:
-        """One transaction; it also writes the uses that the database does not have yet.
+        """Open a transaction, which also writes pending uses.
 
         Raises:
             sqlite3.Error: it cannot be committed; nothing has changed.
@@ -259,7 +259,7 @@ class SQLiteCheckpoints:
 
         Args:
             checkpoints: and their names; one of the same name is replaced.
-            what: they are, for errors.
+            what: name of the checkpoints, for errors.
 
         Raises:
             WeirError: they exceed the limit, or the disk refuses them; nothing has changed.
@@ -268,7 +268,7 @@ class SQLiteCheckpoints:
         try:
             for name, checkpoint in checkpoints:
                 data = encode_checkpoint(self.row_format, checkpoint)
-                size = sum(each.bytes for each in written) + len(data)
+                size = sum(snapshot.bytes for snapshot in written) + len(data)
                 if self._limit is not None and size > self._limit:
                     more = " or more" if len(checkpoints) > 1 else ""
                     raise WeirError(
@@ -280,23 +280,23 @@ class SQLiteCheckpoints:
                 written.append(WrittenSnapshot(name, file, len(data), checksum, checkpoint.pending))
             with self._exclusive:
                 with self.changing() as db:
-                    gone = [row for each in written for row in _rows_of(db, each.name)]
-                    for each in written:
-                        self._insert(db, each)
+                    gone = [row for snapshot in written for row in _rows_of(db, snapshot.name)]
+                    for snapshot in written:
+                        self._insert(db, snapshot)
                     yield db
                     held = self.nbytes + size - sum(row["bytes"] for row in gone)
-                    gone += self._evict(db, held, {each.name for each in written})
+                    gone += self._evict(db, held, {snapshot.name for snapshot in written})
                 self.nbytes += size - sum(row["bytes"] for row in gone)
         except (OSError, sqlite3.Error) as error:
-            self.delete_files([each.file for each in written])
+            self.delete_files([snapshot.file for snapshot in written])
             raise self.refusal(error) from None
         except BaseException:
-            self.delete_files([each.file for each in written])
+            self.delete_files([snapshot.file for snapshot in written])
             raise
         self.delete_files([row["file"] for row in gone])
 
     def _insert(self, db: sqlite3.Connection, written: WrittenSnapshot) -> None:
-        """Insert the row of a snapshot, or let the row of that name name it."""
+        """Insert the row of a snapshot, or update the row of that checkpoint."""
         db.execute(
             "INSERT INTO nodes VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET "
             "file = excluded.file, bytes = excluded.bytes, sha256 = excluded.sha256, "
@@ -360,7 +360,7 @@ class SQLiteCheckpoints:
         return [row["file"] for row in gone]
 
     def delete_files(self, files: list[str]) -> None:
-        """Delete files that no row names; what cannot be deleted goes at the next start."""
+        """Delete files that no row names; failures are left to the next start."""
         for file in files:
             try:
                 self._files.delete(file)
@@ -368,7 +368,7 @@ class SQLiteCheckpoints:
                 _log.warning("%s cannot be removed: %s", file, error)
 
     def refusal(self, error: Exception) -> WeirError:
-        """The sentence for an error of the disk or the database."""
+        """Turn an error of the disk or the database into a WeirError."""
         if _is_full(error):
             return WeirError(
                 f"the disk of {self.folder} is full, so the turn is not kept; delete sessions or "

@@ -1,4 +1,4 @@
-"""SQLite-backed session store: checkpoints, and the records of the turns that they end.
+"""SQLite-backed session store of checkpoints and turn records.
 
 Every query names the owner, so that another owner's sessions look absent. Names that come from
 clients are values in tables, never parts of a path. Knows nothing about HTTP.
@@ -46,10 +46,10 @@ class SQLiteStore:
     """Sessions on disk (`SessionStore`), written by a thread of their own.
 
     Args:
-        folder: where they are kept; created if missing. One process at a time may use it.
-        model: whose rows they are.
-        policy: of the rows.
-        chunk: of the rows; None for what the policy was measured with, or 64.
+        folder: folder of the store; created if missing. One process at a time may use it.
+        model: model of the rows.
+        policy: policy of the rows.
+        chunk: chunk of the rows; None for the one that the policy was measured with, or 64.
         limit: bytes of all snapshots; past it the least recently used turns are deleted. None for
             no limit.
         queue: turns that may wait to be written; `save` of one more waits.
@@ -72,7 +72,7 @@ class SQLiteStore:
         row_format = RowFormat.of(model, policy, chunk)
         self.checkpoints = SQLiteCheckpoints(Path(folder), row_format, limit)
         self._scratch = self.checkpoints.folder / SCRATCH
-        shutil.rmtree(self._scratch, ignore_errors=True)  # what a killed process left
+        shutil.rmtree(self._scratch, ignore_errors=True)  # leftovers of a killed process
         self._writer = BackgroundWriter(self._write, queue)
 
     def __enter__(self) -> Self:
@@ -87,7 +87,7 @@ class SQLiteStore:
         self.close()
 
     def close(self) -> None:
-        """Write what waits, and release the folder."""
+        """Write all pending turns, and release the folder."""
         self._writer.close()
         self.checkpoints.close()
 
@@ -126,7 +126,7 @@ class SQLiteStore:
 
     @contextmanager
     def _checking_names(self) -> Iterator[None]:
-        """Refuse names that are no text: SQLite cannot hold lone surrogates."""
+        """Refuse names with lone surrogates, which SQLite cannot store."""
         try:
             yield
         except UnicodeEncodeError:
@@ -184,7 +184,7 @@ class SQLiteStore:
         return [_read(row) for row in found]
 
     def _record(self, where: str, *values: str) -> TurnRecord | None:
-        """The newest record of which a condition is true."""
+        """The newest record that satisfies an SQL condition."""
         if not _is_text(*values):
             return None
         with self.checkpoints.reading() as db:
@@ -196,7 +196,7 @@ class SQLiteStore:
         return None if row is None else _read(row)
 
     def _summaries(self, where: str, *values: str) -> list[SessionSummary]:
-        """Sessions of which a condition is true; their messages are not read."""
+        """Sessions that satisfy an SQL condition; their messages are not read."""
         if not _is_text(*values):
             return []
         uses = json.dumps(self.checkpoints.unwritten_uses())
@@ -298,7 +298,7 @@ class SQLiteStore:
 
 
 def _insert(db: sqlite3.Connection, record: TurnRecord) -> None:
-    """Insert a record in place of the one that its checkpoint has."""
+    """Insert a record, or replace the one of its checkpoint."""
     for table in ("records", "members"):
         db.execute(f"DELETE FROM {table} WHERE node = ?", (record.node,))
     db.execute(
@@ -335,7 +335,7 @@ def _read(row: sqlite3.Row) -> TurnRecord:
 
 
 def _is_text(*values: str) -> bool:
-    """Whether SQLite can hold these: no lone surrogates."""
+    """Whether SQLite can store these strings, which have no lone surrogates."""
     try:
         "".join(values).encode()
     except UnicodeEncodeError:

@@ -1,6 +1,6 @@
-"""Turns on their way to disk: one thread writes them in order, and few may wait for it.
+"""Background writer of turns, with a bounded queue.
 
-`submit` waits while the queue is full, so that an engine is never further ahead of its disk. Knows
+`submit` waits while the queue is full, so that the engine cannot run far ahead of the disk. Knows
 nothing about files.
 """
 
@@ -21,8 +21,8 @@ class BackgroundWriter:
     """A thread that writes turns in the order they come.
 
     Args:
-        write: writes one, or raises why it cannot.
-        queue: turns that may wait, the one that is being written among them.
+        write: writes one turn, or raises an error.
+        queue: maximum number of waiting turns, including the one being written.
     """
 
     def __init__(self, write: Callable[[Checkpoint, TurnRecord], None], queue: int) -> None:
@@ -37,7 +37,7 @@ class BackgroundWriter:
         self._thread.start()
 
     def submit(self, checkpoint: Checkpoint, record: TurnRecord, done: OnSaved) -> None:
-        """Have a turn written; waits while the queue is full."""
+        """Queue a turn for writing; waits while the queue is full."""
         with self._changed:
             while len(self._jobs) >= self._queue and not self._closed:
                 self._changed.wait()
@@ -49,7 +49,7 @@ class BackgroundWriter:
             done(WeirError("the store is closed, and keeps nothing more"))
 
     def close(self) -> None:
-        """Accept no more, and wait until what was accepted is written."""
+        """Accept no more turns, and wait until the accepted ones are written."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -73,7 +73,7 @@ class BackgroundWriter:
                 except Exception:
                     _log.exception("the callback of a saved turn has failed")
         finally:
-            # Whatever ends this thread, nobody may wait for it in vain.
+            # Whatever ends this thread, no caller may wait forever.
             with self._changed:
                 self._closed = True
                 self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Base classes and types of bodies."""
+"""Base classes and field types of request bodies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError
 
 
 def _whole(value: Any) -> Any:
-    """Take 100.0 for 100: JSON does not tell them apart, and some programs have no integers."""
+    """Accept 100.0 as 100: JSON does not distinguish them, and some clients have no integers."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -34,7 +34,7 @@ class Strict(BaseModel):
 
 
 def _list_allowed(schema: dict[str, Any], kind: type[BaseModel]) -> None:
-    """Write the allowed values of unserved fields into a schema."""
+    """Add the allowed values of unsupported fields to a JSON schema."""
     assert issubclass(kind, KnownFields)
     for name, allowed in kind.unserved.items():
         schema["properties"][name]["enum"] = list(allowed)
@@ -63,7 +63,7 @@ class KnownFields(Strict):
 
 
 def _check_arguments(value: str) -> str:
-    """Check the arguments of a call. They may be no JSON: the model may have been cut short."""
+    """Check the arguments of a call. Invalid JSON is accepted: the model may have been cut off."""
     try:
         found = json.loads(value)
     except (ValueError, RecursionError):
@@ -74,7 +74,7 @@ def _check_arguments(value: str) -> str:
 
 
 def unsupported(message: str) -> PydanticCustomError:
-    """The error that a validator raises for something that is not served."""
+    """Make the validation error for an unsupported feature."""
     return PydanticCustomError("unsupported", message)
 
 

@@ -147,7 +147,7 @@ class GenerationBody(KnownFields):
 
     @property
     def num_answers(self) -> int:
-        """Number of answers that are wanted."""
+        """Number of requested answers."""
         return 1
 
     @property
@@ -156,7 +156,7 @@ class GenerationBody(KnownFields):
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
     def sampling_params(self, logprobs: int | None, seed: int) -> list[SamplingParams]:
-        """The sampling parameters of each answer; `seed` counts if the body has none."""
+        """The sampling parameters of each answer; `seed` is used if the body has none."""
         sampling = Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=self.top_k if self.top_k and self.top_k > 0 else None,
@@ -211,7 +211,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def num_answers(self) -> int:
-        """Number of answers that are wanted."""
+        """Number of requested answers."""
         return self.n or 1
 
     @property

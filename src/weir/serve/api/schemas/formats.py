@@ -135,7 +135,7 @@ _CHOICE = Discriminator(
     custom_error_type="unsupported",
     custom_error_message="it is to be 'none', 'auto', 'required' or an object",
 )
-# Tags that are no identifiers are left out of the paths in errors.
+# Tags that are not identifiers are left out of error paths.
 Word = Annotated[Literal["none", "auto", "required"], Tag("a word")]
 ToolChoice = Annotated[
     Word | Annotated[NamedTool, Tag("a function")] | Annotated[AllowedTools, Tag("some tools")],
@@ -153,9 +153,9 @@ class ToolOffer:
 
     Attributes:
         tools: all that are described to the model.
-        choice: whether it calls any; None if the client does not say.
-        names: of those that it may call; None for all.
-        parallel: whether it may make more than one call.
+        choice: whether the model calls any; None if the client does not say.
+        names: names of the tools that the model may call; None for all.
+        parallel: whether the model may make more than one call.
         schema_param: the field of the request with the schema of a tool, `{}` for its index.
         choice_param: the field with `names`.
     """

@@ -52,7 +52,7 @@ class MessageItem(BaseModel):
     @field_validator("type", mode="before")
     @classmethod
     def _check_type(cls, value: Any) -> Any:
-        # The discriminator takes an item of an unknown type for a message.
+        # The discriminator treats an item of unknown type as a message.
         if value != "message":
             raise unsupported("it is to be 'message', 'function_call' or 'function_call_output'")
         return value
@@ -105,7 +105,7 @@ def _kind(value: Any) -> str:
     return known.get(kind, "a message") if isinstance(kind, str) else "a message"
 
 
-# Tags that are no identifiers are left out of the paths in errors.
+# Tags that are not identifiers are left out of error paths.
 AnyItem = Annotated[
     Annotated[MessageItem, Tag("a message")]
     | Annotated[CallItem, Tag("a call")]
@@ -152,7 +152,7 @@ class PageQuery:
     what: ClassVar[str] = "item"
 
     def cut(self, items: Sequence[Item]) -> list[Item]:
-        """The page of items, given oldest first, and one more if there is one.
+        """Cut the page from items in oldest-first order, plus one more if there is one.
 
         Raises:
             APIError: there is no item `after`.
@@ -166,12 +166,12 @@ class PageQuery:
         return wanted[: self.limit + 1]
 
     def to_json(self, found: Sequence[Item]) -> dict[str, Any]:
-        """A page as JSON, from its items and one more if there is one."""
+        """The page as JSON, from its items plus one more if there is one."""
         return list_object(found[: self.limit], more=len(found) > self.limit)
 
 
 def list_object(items: Sequence[Item], *, more: bool = False) -> dict[str, Any]:
-    """Items as JSON; `more`: whether others follow."""
+    """Items as a JSON list object; `more` says whether others follow."""
     return {
         "object": "list",
         "data": list(items),
@@ -185,12 +185,12 @@ def result_param(field: str, items: Sequence[Item], error: StrayResult) -> str |
     """The path of a stray result, for errors.
 
     Args:
-        field: that the items were sent in.
-        items: the last that were looked at.
-        error: says how many results come after it.
+        field: field of the request with the items.
+        items: the items that were checked last.
+        error: the error, with the number of results that follow.
 
     Returns:
-        None if it stands before the items.
+        None if the result comes before these items.
     """
     results = [n for n, item in enumerate(items) if item["type"] == "function_call_output"]
     at = len(results) - 1 - error.behind
