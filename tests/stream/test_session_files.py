@@ -227,7 +227,7 @@ REMEMBERED = [
     (6, "mu", -1.0),
     (6, "delta", math.nan),
     (6, "count", math.inf),
-    (6, "center", math.nan),
+    (6, "centre", math.nan),
     (6, "born", -1),
     (6, "samples", 999),
     (7, "level", 63),
