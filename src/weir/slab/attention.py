@@ -9,7 +9,7 @@ filled the slots, this is all that reads them:
 - `two_weight_attention` is the formula as it stands, for every model and all weights.
 - `split_attention` takes both sums from one set of exponentials; for logits without a cap.
 - `fused_attention` is PyTorch's; for logits without a cap, where a = b in every slot.
-- `two_weight_kernel` finds a GPU's kernel for decode steps; for every model and all weights.
+- a kernel of a GPU, which `selection.py` finds, does decode steps; for every model and all weights.
 
 All bound the error of an answer by rounding, whatever the logits are: no slot is given a weight
 that it does not have. Knows nothing about pools or streams.

@@ -208,7 +208,7 @@ class _Watcher(ListeningCache):
 # --- models that weir does not stream
 
 _showing: list[Callable[..., None]] = []
-"""What the attention function below shows its arguments to; none between calls."""
+"""Callbacks that the attention function below passes its arguments to; none between calls."""
 
 
 def _watch_another(model: PreTrainedModel, ids: Tensor, look: Look) -> None:

@@ -105,7 +105,7 @@ def _check_word(line: JsonRecord, name: str, words: tuple[str, ...]) -> Any:
 
 
 CellRecord = dict[str, Any]
-"""What is known of one cell, with its number in the grid under "cell"."""
+"""The record of one cell, with its number in the grid under "cell"."""
 MOST = 3
 """Values of a field that are named where two grids differ."""
 

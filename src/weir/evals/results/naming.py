@@ -113,7 +113,7 @@ def distinguish_pools(records: Sequence[CellRecord]) -> list[CellRecord]:
 
 
 DECIDING = ("model", "setting", "policy", "seed", "protocol", "chunk", "positions")
-"""What tells one measurement from another, with the pools that a policy stands for."""
+"""Fields that distinguish measurements, together with the pools that a policy stands for."""
 
 
 def read_together(paths: Sequence[Path]) -> tuple[int, list[CellRecord]]:
