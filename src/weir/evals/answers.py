@@ -5,11 +5,13 @@ All tasks with text prompts use `ask`. Each task scores the answers itself.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError
@@ -116,6 +118,20 @@ def generate_answer(
     text = cut_at_stop(str(tokenizer.decode(tokens, skip_special_tokens=True)), stops)
     held = [layer["held"] for layer in stream.report().get("layers", ())]
     return GeneratedAnswer(text, stream.nbytes, fmean(held) if held else None, stream.seen)
+
+
+def feed_aside(stream: Stream, ids: Tensor) -> Tensor:
+    """Feed tokens [rows, length], take them back, and return all their logits.
+
+    The stream goes on as if it had not been asked.
+    """
+    if stream.cache is None:  # recompute, whose streams are their ids
+        return copy.deepcopy(stream).feed(ids, all_logits=True)
+    states = stream.cache.take_rows()
+    logits = stream.feed(ids, all_logits=True)
+    for row, state in enumerate(states):
+        stream.cache.put_row(row, state, check=False)
+    return logits
 
 
 def costs(answers: Sequence[GeneratedAnswer]) -> dict[str, Any]:

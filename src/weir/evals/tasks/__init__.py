@@ -8,6 +8,7 @@ from weir.evals.tasks.efficiency import Efficiency
 from weir.evals.tasks.instruction import Instruction
 from weir.evals.tasks.lines import Lines
 from weir.evals.tasks.longbench import LongBench
+from weir.evals.tasks.natural_facts import Facts
 from weir.evals.tasks.needle import Needle
 from weir.evals.tasks.ppl import Perplexity
 from weir.evals.tasks.recall import Recall
@@ -24,6 +25,7 @@ __all__ = [
     "Choice",
     "DocumentQA",
     "Efficiency",
+    "Facts",
     "Instruction",
     "Lines",
     "LongBench",
