@@ -222,7 +222,8 @@ def test_quantized_slots_count(capsys, model):
     ended = run(capsys, "size", model, "--policy", policy, "--slots", "int7")
     assert (
         ended.code == 1
-        and "slots can be int8 or int4 or k8v4 or fp8, not 'int7'; without any they are exact" in ended.err
+        and "slots can be int8 or int4 or k8v4 or fp8, not 'int7'; without any they are exact"
+        in ended.err
     )
     ended = run(capsys, "size", model, "--policy", policy, "--slots", "k8v4")
     assert ended.code == 1 and "in groups of 32 numbers" in ended.err

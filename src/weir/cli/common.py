@@ -61,7 +61,7 @@ Compile = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
-DEFAULT = "weir(budget=256)"
+DEFAULT = "weir"
 """The default policy; repeated here, since importing its definition would import PyTorch."""
 DEFAULT_NAME = DEFAULT.partition("(")[0]
 """The default policy where its budget is chosen by the available room."""

@@ -28,6 +28,7 @@ from weir.models.loading import (
     sidecar_path,
     skeleton,
 )
+from weir.models.lookup_layers import find_lookup_layers, lookup_scores
 from weir.models.memory import free_memory, stored_bytes
 from weir.models.model_spec import (
     DROPPING,
@@ -68,6 +69,7 @@ __all__ = [
     "describe",
     "detach",
     "embed",
+    "find_lookup_layers",
     "fingerprint",
     "free_memory",
     "from_where",
@@ -78,6 +80,7 @@ __all__ = [
     "load",
     "load_encoder",
     "load_processor",
+    "lookup_scores",
     "offsets",
     "out_of_range",
     "output_weight",
