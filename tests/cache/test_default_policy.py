@@ -51,8 +51,8 @@ def test_it_is_taken_by_streams_caches_and_generate(folder, ids):
     ("given", "policy"),
     [
         ({"policy": "h2o(20)"}, "h2o(budget=20)"),
-        ({"slots": "exact"}, "weir(budget=256, slots=exact)"),
-        ({"slots": "fp8"}, "weir(budget=256, slots=fp8)"),
+        ({"slots": "exact"}, "weir(budget=448, slots=exact)"),
+        ({"slots": "fp8"}, "weir(budget=448, slots=fp8)"),
         ({"policy": "h2o(20)", "slots": "int8"}, "quantized(h2o(budget=20), slots=int8)"),
     ],
 )

@@ -18,7 +18,7 @@ from weir.policies.layered import Layered
 from weir.policies.library import check_room, ends
 from weir.policies.pipe import Pipe, Policy
 from weir.policies.quantized import EXACT, Quantized
-from weir.policies.registry import named
+from weir.policies.registry import PolicyCall, named
 
 Layers = Literal["measured", "alike"]
 BUDGET = 1024
@@ -83,9 +83,11 @@ def fit_budgets(policy: Policy, layers: int, looking: Collection[int], most: int
     """
     assert policy.called is not None
     given = dict(policy.called.given)
-    budget = given.pop("budget", None)
-    if budget is None:
-        budget = BUDGET if most is None else max(1, min(BUDGET, most))
+    if given.get("budget") is None:
+        given["budget"] = BUDGET if most is None else max(1, min(BUDGET, most))
+        call = PolicyCall.by_name("weir", given)
+        policy = weir(**given).as_written(str(call), call)
+    budget = given.pop("budget")
     near = far = budget
     if given.get("layers") != "alike" and 0 < len(looking) < layers:
         others, total = layers - len(looking), budget * layers
@@ -94,7 +96,7 @@ def fit_budgets(policy: Policy, layers: int, looking: Collection[int], most: int
             far = max(budget, min(far, most))
         near = (total - far * len(looking)) // others
     if near == far:
-        return weir(**given, budget=budget)
+        return policy
     given["layers"] = "alike"
     sizes = (far if layer in looking else near for layer in range(layers))
     return Layered(tuple(weir(**given, budget=size) for size in sizes))
