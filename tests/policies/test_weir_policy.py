@@ -52,13 +52,13 @@ def test_what_makes_no_sense_is_refused(text, said):
 @pytest.mark.parametrize(
     ("text", "layers", "looking", "most", "slots"),
     [
-        ("weir", 4, [1, 2], None, [256, 1792, 1792, 256]),
+        ("weir", 4, [1, 2], None, [512, 1536, 1536, 512]),
         ("weir", 4, [1, 2], 1500, [548, 1500, 1500, 548]),
         ("weir", 4, [], None, [1024] * 4),
         ("weir", 4, [0, 1, 2, 3], None, [1024] * 4),
         ("weir", 2, [1], 448, [448] * 2),
         ("weir(layers=alike)", 2, [1], None, [1024] * 2),
-        ("weir(2000)", 2, [1], None, [500, 3500]),
+        ("weir(2000)", 2, [1], None, [1000, 3000]),
         ("weir(2000)", 2, [1], 1000, [2000] * 2),  # more than the window, as was wanted
         ("weir(400)", 3, [2], None, [256, 256, 688]),
         ("weir(100)", 3, [2], None, [100] * 3),

@@ -23,7 +23,7 @@ from weir.policies.registry import PolicyCall, named
 Layers = Literal["measured", "alike"]
 BUDGET = 1024
 """Slots of a layer on average where none are given and the model's window holds more."""
-NEAR = 4
+NEAR = 2
 """Layers that look nothing up get one in so many slots of the budget."""
 LEAST_NEAR = 256
 """But no fewer than so many: with 128, SmolLM2 reads worse than with the same budget in all."""
