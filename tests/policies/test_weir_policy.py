@@ -26,6 +26,10 @@ from weir.policies import fit_budgets
         ("weir(40, newest=0)", "sink(4) | recent(36):int4"),
         ("weir(40, sinks=0, slots=fp8)", "recent(16) | recent(24):fp8"),
         ("weir(40, slots=exact)", "sink(4) | recent(36)"),
+        ("centers", "sink(4) | recent(16) | recent(151):int8 | "
+         "kcenter(85, quiet=2, half_life=4096):int8"),
+        ("centers(40, slots=exact)", "sink(4) | recent(23) | "
+         "kcenter(13, quiet=2, half_life=4096)"),
         ("pinned(weir(40), 3, 2)",
          "beginning(3) | sink(4) | recent(16) | recent(20):int4 | header(2)"),
     ],

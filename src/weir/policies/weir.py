@@ -19,7 +19,10 @@ from weir.policies.library import check_room, ends
 from weir.policies.pipe import Pipe, Policy
 from weir.policies.quantized import EXACT, Quantized
 from weir.policies.registry import PolicyCall, named
+from weir.pools import KCenter
 
+OF_CENTERS = 3
+"""One in so many slots of `centers` is a center's."""
 Layers = Literal["measured", "alike"]
 BUDGET = 1024
 """Slots of a layer on average where none are given and the model's window holds more."""
@@ -100,3 +103,31 @@ def fit_budgets(policy: Policy, layers: int, looking: Collection[int], most: int
     given["layers"] = "alike"
     sizes = (far if layer in looking else near for layer in range(layers))
     return Layered(tuple(weir(**given, budget=size) for size in sizes))
+
+
+@named(
+    "weir's own: StreamingLLM, SubGen's k centers (Zandieh et al. 2024), slots of 8 bits",
+    pipe="sink(4) | recent(16) | recent(151):int8 | kcenter(85, quiet=2.0, half_life=4096):int8",
+)
+def centers(
+    budget: int = 256,
+    sinks: int = 4,
+    newest: int = 16,
+    slots: str = "int8",
+    quiet: float = 2.0,
+    half_life: int | None = 4096,
+) -> Policy:
+    """Keep sinks, the newest tokens and, a third, those whose keys lie far apart; in 8 bits.
+
+    `quiet` and `half_life` are those of `kcenter`. For small models that look up single tokens.
+
+    Args:
+        newest: how many of the newest tokens stay exact, as sinks do.
+        slots: the format of all other slots: int8, int4, k8v4 or fp8; exact for as the model
+            computes.
+    """
+    count = budget // OF_CENTERS
+    recent = budget - sinks - count
+    check_room(budget, sinks, recent_tokens=recent, centers=count)
+    pipe = Pipe((*ends(sinks, recent), KCenter(count, quiet=quiet, half_life=half_life)))
+    return pipe if slots == EXACT else Quantized(pipe, slots, newest).for_layer(0, 1)
