@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from weir import kernels
+from weir.slab.attention import at_least_float32
 
 
 @dataclass(frozen=True)
@@ -134,12 +135,13 @@ class Rotation(NamedTuple):
     sin: Tensor
 
     def of(self, x: Tensor) -> Tensor:
-        """Queries or keys [batch, heads, n, dim], turned in float32."""
+        """Queries or keys [batch, heads, n, dim], rotated in float32 or float64."""
         half = self.cos.shape[-1]
-        one, two = x[..., :half].float(), x[..., half : 2 * half].float()
+        wide = at_least_float32(x)
+        one, two = wide[..., :half], wide[..., half : 2 * half]
         turned = torch.empty_like(x)
         first, second = turned[..., :half], turned[..., half : 2 * half]
-        if x.dtype == torch.float32 and not torch.compiler.is_compiling():
+        if x.dtype == wide.dtype and not torch.compiler.is_compiling():
             torch.mul(one, self.cos, out=first).addcmul_(two, self.sin, value=-1)
             torch.mul(two, self.cos, out=second).addcmul_(one, self.sin)
         else:
