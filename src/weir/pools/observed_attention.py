@@ -44,6 +44,9 @@ class Output(Protocol):
         None if the projection is not known.
         """
 
+    def parts(self, value_dim: int, device: torch.device) -> Tensor | None:
+        """Return W_o of each query head [kv_heads, group, hidden, value_dim]; None likewise."""
+
 
 @dataclass(frozen=True)
 class ObservedAttention:
@@ -274,6 +277,27 @@ class ObservedAttention:
             group = 1 if self.queries is None else self.queries.shape[2]
             return values.float().norm(dim=3)[:, :, None].expand(-1, -1, group, -1)
         return torch.einsum("bhnd,hged->bhgne", values.float(), factor).norm(dim=4)
+
+    def projected_sizes(self, values: Tensor) -> Tensor:
+        """Compute the sums of sizes of values behind the output projection, ‖W_o v‖₁.
+
+        Where a model's projection is not known it is ‖v‖₁. Takes longer than `lengths`.
+
+        Args:
+            values: [batch, kv_heads, n, value_dim].
+
+        Returns:
+            The mean over the query heads of the group [batch, kv_heads, n], float32.
+        """
+        values = values.float()
+        parts = None
+        if self.projection is not None:
+            parts = self.projection.parts(values.shape[3], values.device)
+        if parts is None:
+            return values.abs().sum(dim=3)
+        # One query head at a time: the projected values of all would be as large as a prompt's.
+        sizes = [(values @ part.float().mT).abs().sum(dim=3) for part in parts.unbind(1)]
+        return torch.stack(sizes).mean(dim=0)
 
     @cached_property
     def output(self) -> Tensor | None:
