@@ -54,7 +54,7 @@ def test_a_model_reads_as_with_a_naive_pool(
     twin = naive(llama, twins.pipe(fold), 1, chunk)
     stream = weir.Stream(
         llama,
-        f"defend(16, window={window}, half_life={half_life}, wide={wide}, average={average})".lower(),
+        f"defend(16, {window}, {half_life}, wide={wide}, average={str(average).lower()})",
         chunk=chunk,
         prefill="full" if whole else "chunked",
     )

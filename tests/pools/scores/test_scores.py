@@ -166,7 +166,7 @@ def test_a_score_is_that_of_a_naive_loop(name, monkeypatch):
 
 
 def test_expected_shares_too_small_for_a_float_do_not_tie():
-    """Steep queries expect next to nothing of most tokens, and still more of some than of others."""
+    """Steep queries expect next to nothing of most tokens, and more of some than of others."""
     keys = torch.arange(40.0)[torch.randperm(40, generator=torch.Generator().manual_seed(0))]
     keys = torch.stack([keys, torch.zeros(40)], dim=1)[None, None]
     zero, place = torch.zeros(1, 1, 40), torch.arange(40).expand(1, 1, 40)
