@@ -80,7 +80,7 @@ def test_shares_are_those_of_a_naive_loop_over_the_rolled_slab(name, pipe, windo
         some = slots.take(torch.arange(len(slots) - 1, -1, -2).expand(2, HEADS, -1))
         read = fold.read
         shares = read.attention(some)
-        assert shares.shape == (2, HEADS, GROUP, read.asked.shape[3], len(some))
+        assert shares.shape == (2, HEADS, GROUP, read.read_queries.shape[3], len(some))
         every.append((lists(read.whole), some.position, shares, read.lse, int(fold.seen[0])))
 
     fed(PIPES[pipe](Probe(7, window, look)), positions)

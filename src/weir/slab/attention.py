@@ -189,19 +189,19 @@ def compute_logits(
     return _logits(queries, keys, params, bias).float()
 
 
-def attention_weights(given: Tensor, b: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor]:
+def attention_weights(logits: Tensor, b: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor]:
     """Compute each slot's share of each query's attention, and the queries' denominators.
 
     Args:
-        given: what `compute_logits` gives over all slots [batch, kv_heads, group, length, slots].
+        logits: what `compute_logits` gives over all slots [batch, kv_heads, group, length, slots].
         b: log-weights [batch, kv_heads, slots].
         params: the layer's sink logits, which count in the denominators.
 
     Returns:
-        Of the shape of `given`, 0 where a query sees nothing; and the logarithm of each denominator
+        Of the shape of `logits`, 0 where a query sees nothing; and the logarithm of each denominator
         [batch, kv_heads, group, length], -inf there. Both float32.
     """
-    below = given + _per_slot(b)
+    below = logits + _per_slot(b)
     top = below.amax(dim=-1, keepdim=True)
     top = top.masked_fill_(top.isneginf(), 0.0)
     weights = below.sub_(top).exp_()
@@ -211,31 +211,31 @@ def attention_weights(given: Tensor, b: Tensor, params: AttentionParams) -> tupl
     return weights.mul_((top - lse.masked_fill(lse.isneginf(), 0.0)[..., None]).exp_()), lse
 
 
-def attention_softmax(given: Tensor, b: Tensor, params: AttentionParams) -> Tensor:
+def attention_softmax(logits: Tensor, b: Tensor, params: AttentionParams) -> Tensor:
     """The first of `attention_weights`, alone: without sinks one softmax, which is the faster.
 
     Arguments as there.
     """
-    if params.sinks is not None or given.device.type != "cpu":
-        return attention_weights(given, b, params)[0]
-    weights = _softmax_in_place(given + _per_slot(b))
+    if params.sinks is not None or logits.device.type != "cpu":
+        return attention_weights(logits, b, params)[0]
+    weights = _softmax_in_place(logits + _per_slot(b))
     # One column tells: of a query that sees nothing, every share is not a number.
     blind = weights[..., :1].isnan()
     return weights.masked_fill_(blind, 0.0) if bool(blind.any()) else weights
 
 
-def attention_shares(given: Tensor, b: Tensor, lse: Tensor) -> Tensor:
+def attention_shares(logits: Tensor, b: Tensor, lse: Tensor) -> Tensor:
     """Compute the share of each query's attention that some slots receive.
 
     Args:
-        given: what `compute_logits` gives over these slots [batch, kv_heads, group, length, slots].
+        logits: what `compute_logits` gives over these slots [batch, kv_heads, group, length, slots].
         b: their log-weights [batch, kv_heads, slots].
         lse: the denominators over all slots, as `attention_weights` gives them.
 
     Returns:
-        Of the shape of `given`, float32; 0 where a query sees nothing.
+        Of the shape of `logits`, float32; 0 where a query sees nothing.
     """
-    below = given + _per_slot(b)
+    below = logits + _per_slot(b)
     return below.sub_(lse.masked_fill(lse.isneginf(), 0.0)[..., None]).exp_()
 
 
