@@ -82,8 +82,8 @@ INT8 = Code(127, torch.int8, 0.5)
 INT4 = Code(7, torch.uint8, 0.5, group=32, halves=True)
 ROTATED_INT4 = Code(7, torch.uint8, 0.5, halves=True, rotated=True)
 FP8 = Code(448, torch.uint8, 16.0, finest=2.0**-9)
-"""4 bits of exponent and 3 of mantissa: off by a 16th of the number itself at most, and by less
-than a step below 16 steps. Stored as bytes, because hardly any operation takes the dtype."""
+"""4 bits of exponent and 3 of mantissa: off by a 16th of the number itself at most, or by 2^-10 of
+a step if that is more. Stored as bytes, because hardly any operation takes the dtype."""
 
 
 @dataclass(frozen=True)
