@@ -49,7 +49,8 @@ ROPE_IS_TRACEABLE = "torch.where" in inspect.getsource(modeling_rope_utils.dynam
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """A one for each compiled step, and at the end the compiler forgets them."""
+    """A one for each compiled step, which waits for its compiler; in the end that forgets them."""
+    monkeypatch.setattr(Compiling, "wait", True)
     found: list[int] = []
     own = Compiled.__call__
 
