@@ -9,6 +9,7 @@ replaces the cache, and has one for each layer, whose `sizes` identify the progr
 
 from __future__ import annotations
 
+import copy
 import gc
 import re
 import sys
@@ -25,6 +26,7 @@ import torch
 from torch import nn
 from torch._dynamo import exc
 from torch._dynamo.eval_frame import set_eval_frame
+from torch._guards import TracingContext, tracing
 
 from weir.errors import WeirError
 from weir.models.method_patch import MethodPatch
@@ -76,14 +78,14 @@ class Compiling:
         self.under_way: dict[Hashable, _Job] = {}
         self._layers: dict[Hashable, tuple[Callable[..., Any], Callable[..., Any]]] = {}
         self._traced: list[_Program] = []
-        try:
-            torch.compile(lambda: None, fullgraph=True, dynamic=False, **options)
+        own = (options.get("options") or {}).get("guard_filter_fn")
+        self._asked = partial(_asked, own or getattr(torch.compiler, _UNASKED, None))
+        try:  # what is given is taken apart
+            torch.compile(lambda: None, fullgraph=True, dynamic=False, **copy.deepcopy(dict(options)))
             self._backend = _backend(options)
         except (TypeError, RuntimeError, exc.TorchDynamoException) as error:
             reason = str(error).strip().splitlines()[0]
             raise WeirError(f"torch.compile does not take these options: {reason}") from None
-        own = (options.get("options") or {}).get("guard_filter_fn")
-        self._asked = partial(_asked, own or getattr(torch.compiler, _UNASKED, None))
 
     def give_up(self, reason: str) -> None:
         """Run all steps uncompiled from now on, and write a notice.
@@ -239,6 +241,7 @@ class _Program:
 
     def __init__(self, graph: Any, inputs: Sequence[Any]) -> None:
         self._traced: tuple[Any, Sequence[Any]] | None = (graph, inputs)
+        self._context = TracingContext.try_get()
         self._run: Callable[..., Any] = graph.forward
 
     def __call__(self, *inputs: Any) -> Any:
@@ -246,8 +249,9 @@ class _Program:
 
     def compile(self, backend: Callable[..., Any]) -> None:
         assert self._traced is not None
-        self._run = backend(*self._traced)
-        self._traced = None
+        with tracing(self._context):
+            self._run = backend(*self._traced)
+        self._traced = self._context = None
 
 
 class _Job:
