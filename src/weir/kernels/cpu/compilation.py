@@ -140,6 +140,6 @@ def _arrays_of(number: Any) -> Callable[..., Any]:
 
 
 floats_at, shorts_at, bytes_at = map(_arrays_of, (types.float32, types.int16, types.int8))
-longs_at = _arrays_of(types.int64)
+longs_at, doubles_at = map(_arrays_of, (types.int64, types.float64))
 WHOLE = (1, 2**60)
 """The shape of an array that stands for all memory from an address on, in one line."""

@@ -86,28 +86,36 @@ def threads_for(work: int, worth: int) -> int:
     return max(1, min(torch.get_num_threads(), work // worth))
 
 
-def run_on_rows(function: Callable[..., None], arrays: Sequence[np.ndarray], most: int) -> None:
-    """Call a function with arrays that are cut along their first axis, each part in a thread.
+def run_in_threads(part: Callable[[int, int], None], count: int, most: int) -> None:
+    """Call `part(start, stop)` for ranges that make up `range(count)`, each in a thread.
 
     Threads are Python's and stay, since to start one takes as long as many a product.
 
     Args:
-        function: a kernel, which leaves the interpreter's lock.
-        arrays: of as many rows each, one or more.
+        part: calls a kernel, which leaves the interpreter's lock; it holds what that reads, since
+            Ctrl-C ends the wait for a thread and not the thread.
+        count: one or more.
         most: threads that are worth it; there are no more of them than PyTorch has.
     """
-    count = len(arrays[0])
     threads = min(torch.get_num_threads(), count, most)
     if threads <= 1:
-        function(*arrays)
+        part(0, count)
         return
-    cuts = [count * thread // threads for thread in range(threads + 1)]
-    parts = [[array[start:stop] for array in arrays] for start, stop in pairwise(cuts)]
+    (start, stop), *others = pairwise([count * thread // threads for thread in range(threads + 1)])
     pool = _pool(threads - 1)
-    waiting = [pool.submit(function, *part) for part in parts[1:]]
-    function(*parts[0])
+    waiting = [pool.submit(part, *cut) for cut in others]
+    part(start, stop)
     for future in waiting:
         future.result()
+
+
+def run_on_rows(function: Callable[..., None], arrays: Sequence[np.ndarray], most: int) -> None:
+    """Call a function with arrays that are cut along their first axis, each part in a thread."""
+
+    def part(start: int, stop: int) -> None:
+        function(*(array[start:stop] for array in arrays))
+
+    run_in_threads(part, len(arrays[0]), most)
 
 
 @lru_cache
