@@ -76,7 +76,7 @@ def serve(
         bool,
         typer.Option(
             "--compile",
-            help="Compile decode steps at the start; takes minutes, and needs a C++ compiler.",
+            help="Compile decode steps while the server answers; needs a C++ compiler.",
         ),
     ] = False,
     keep: Annotated[
@@ -244,20 +244,16 @@ def serve(
 
 
 def compile_or_say(engine: Engine) -> None:
-    """Compile an engine's steps, or report why they run uncompiled."""
+    """Let an engine's steps be compiled, or report why they run uncompiled."""
     from weir.serve import compile_engine, sizes_of
 
-    *fewer, most = map(str, sizes_of(engine))
-    sizes = f"{', '.join(fewer)} and {most} rows" if fewer else "1 row"
-    say(f"compiling decode steps of {sizes}; nothing is served until that is done")
     try:
-        compile_engine(engine, lambda size: say(f"compiling steps of {size} {_rows(size)}"))
+        compile_engine(engine)
     except WeirError as error:
         say(f"{error}; steps go the usual way")
-
-
-def _rows(count: int) -> str:
-    return "row" if count == 1 else "rows"
+    else:
+        sizes = ", ".join(map(str, sizes_of(engine)))
+        say(f"decode steps are compiled while the server answers, for {sizes} rows at a time")
 
 
 def _url(address: str, port: int) -> str:

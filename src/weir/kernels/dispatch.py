@@ -81,10 +81,7 @@ def decode_exact(device: torch.device, dtype: torch.dtype) -> Callable[..., Any]
     """
     kernel = _kernel(_library(device), "decode_exact")
     known = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
-    if kernel is None or not known:
-        return None
-    # It runs on one thread, and PyTorch shares heads out among all there are.
-    return kernel if torch.get_num_threads() == 1 else None
+    return kernel if known else None
 
 
 def decode_quantized(device: torch.device) -> Callable[..., Any] | None:
@@ -206,8 +203,7 @@ def _for_segment(
     name: str, queries: torch.Tensor, values: torch.Tensor
 ) -> Callable[..., Any] | None:
     """A kernel for the queries of a segment of a prompt."""
-    # PyTorch shares the heads out among threads.
-    if torch.get_num_threads() > 1 or min(queries.shape[3], values.shape[3]) < LEAST_LANES:
+    if min(queries.shape[3], values.shape[3]) < LEAST_LANES:
         return None
     return _for_floats(name, queries) if values.dtype == queries.dtype else None
 
