@@ -88,7 +88,7 @@ class Server:
         """Wait until nobody is answered any more."""
         for _ in range(1000):
             load = self.engine.load()
-            if not load.busy and not load.waiting and not self.engine_client.open_requests(""):
+            if not load.busy and not load.waiting and not self.engine_client.open_requests("127.0.0.1"):
                 return
             time.sleep(0.01)
         raise AssertionError(f"turns do not come to an end: {self.engine.load()}")

@@ -127,13 +127,13 @@ def test_who_comes_when_all_is_full_is_to_come_again(server):
 
 def test_requests_of_one_key_are_bounded_also_while_they_are_being_sent(server):
     half = [raw(server.port, CHAT, b"", "X: y", length=50) for _ in range(3)]
-    while server.engine_client.open_requests("") < 3:
+    while server.engine_client.open_requests("127.0.0.1") < 3:
         time.sleep(0.005)
     answer = server.post(CHAT, body_of(max_tokens=2))
     assert answer.status_code == 429
     assert "of this key" in answer.json()["error"]["message"]
     half.pop().close()
-    while server.engine_client.open_requests("") == 3:
+    while server.engine_client.open_requests("127.0.0.1") == 3:
         time.sleep(0.005)
     assert server.post(CHAT, body_of(max_tokens=2)).status_code == 200
     # Who does not send the rest is told so in the end, and counts no longer.

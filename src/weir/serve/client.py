@@ -425,7 +425,7 @@ class EngineClient:
         """
         with self._lock:
             if self._requests[owner] >= self.limits.requests:
-                raise Busy("too many requests of this key are under way")
+                raise Busy("too many requests of this key or address are under way")
             if self._requests.total() >= self.limits.open:
                 raise Busy("too many requests are under way")
             self._requests[owner] += 1

@@ -13,13 +13,15 @@ class Limits:
 
     Attributes:
         body: bytes of the body of a request.
+        bodies: bytes of the bodies of all requests under way.
+        reading: bodies of one address that are read at once; a further one ends the oldest.
         parcel: bytes of a session's file that is imported or exported.
         prompt: tokens that one request may feed.
         answer: tokens of an answer.
         answer_default: tokens of a chat's answer if the client does not say.
         queue: sequences that may wait for a row.
-        requests: of one key at once, waiting ones included.
-        open: requests of all keys at once.
+        requests: of one key at once, or of one address without keys, waiting ones included.
+        open: requests of all clients at once.
         sessions: of one key; a new one replaces the one used longest ago.
         texts: bytes of a key's responses, and as many of its conversations; the oldest go first.
         wait: seconds that a sequence waits for a row.
@@ -30,6 +32,8 @@ class Limits:
     """
 
     body: int = 16_000_000
+    bodies: int = 64_000_000
+    reading: int = 16
     parcel: int = 1_000_000_000
     prompt: int = 1_000_000
     answer: int = 65_536

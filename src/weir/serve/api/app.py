@@ -28,7 +28,7 @@ from weir.serve.api.keys import Keys
 from weir.serve.api.metrics import Metrics
 from weir.serve.api.middleware import RequestMiddleware
 from weir.serve.api.openapi import ERRORS
-from weir.serve.api.requests import ClientGone, authorize
+from weir.serve.api.requests import BodyLimiter, ClientGone, authorize
 from weir.serve.client import EngineClient
 from weir.serve.recall import Recaller
 from weir.serve.structured import GrammarCompiler
@@ -58,6 +58,7 @@ def make_app(client: EngineClient, keys: Keys | None = None) -> ASGIApp:
         redirect_slashes=False,
     )
     app.state.client, app.state.keys = client, keys or Keys()
+    app.state.bodies = BodyLimiter(client.limits)
     app.state.grammars = GrammarCompiler(client.tokenizer, client.stop_ids, client.vocabulary)
     app.state.metrics = metrics = Metrics(client)
     app.state.recaller = Recaller(client.engine.cache, client.tokenizer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
 
@@ -16,13 +16,14 @@ from weir.serve.api.generation import Events, make_request, send, start, usage_o
 from weir.serve.api.logprobs import LogprobFormatter
 from weir.serve.api.models import check_model
 from weir.serve.api.openapi import takes
-from weir.serve.api.output_format import add_constraint, check_tools
+from weir.serve.api.output_format import ToolUse, add_constraint, check_tools
 from weir.serve.api.requests import SESSION_HEADER, authorize, named_session, read_body
 from weir.serve.api.schemas.chat import ChatBody
 from weir.serve.api.sse import DONE, EventTemplate, encode_event
 from weir.serve.client import EngineClient, Generation
 from weir.serve.engine import FinishEvent, TokenEvent
 from weir.serve.messages import Message, StrayResult, link_results
+from weir.serve.prefix_match import Prompt
 from weir.serve.tools import AnswerPart, CallParser, CallStart, TextDelta, join_parts
 
 router = APIRouter()
@@ -35,7 +36,6 @@ async def chat(request: Request, owner: str = Depends(authorize)) -> Response:
     session = named_session(request)
     body = await read_body(request, ChatBody, owner)
     check_model(client, body.model)
-    messages = _check_messages([message.message() for message in body.messages])
     tools = check_tools(client, body.offer)
     if body.top_logprobs is not None and not body.logprobs:
         raise APIError(400, "top_logprobs is for logprobs: true", param="top_logprobs")
@@ -43,7 +43,7 @@ async def chat(request: Request, owner: str = Depends(authorize)) -> Response:
     if body.max_completion_tokens is not None:
         limit = ("max_completion_tokens", body.max_completion_tokens)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    match = partial(client.matcher.match, owner, messages, session, tools.tools)
+    match = partial(_match, client, body, owner, session, tools)
     wanted = make_request(client, body, match, limit, logprobs, client.limits.answer_default)
     param = "response_format.json_schema.schema"
     wanted = await add_constraint(request, body.response_format, tools, wanted, param)
@@ -53,22 +53,24 @@ async def chat(request: Request, owner: str = Depends(authorize)) -> Response:
     return await send(request, renderer, generation, headers, stream=bool(body.stream))
 
 
-def _check_messages(messages: Sequence[Message]) -> list[Message]:
-    """Link tool results to their calls.
+def _match(
+    client: EngineClient, body: ChatBody, owner: str, session: str | None, tools: ToolUse
+) -> Prompt:
+    """Find the prompt of a chat.
 
     Raises:
         APIError: a result has no call before it, or the last message is an assistant's.
     """
     try:
-        linked = link_results(messages)
+        linked = link_results([message.message() for message in body.messages])
     except StrayResult as error:
         param = f"messages[{error.number}].tool_call_id"
-        raise APIError(400, str(error), param=param, code="invalid_value") from None
+        raise APIError(400, str(error), param=param) from None
     if linked[-1].role == "assistant":
         raise APIError(
             400, "the last message must be one to answer, not an assistant's", param="messages"
         )
-    return linked
+    return client.matcher.match(owner, linked, session, tools.tools)
 
 
 class ChatRenderer:

@@ -159,7 +159,7 @@ def _check_results(items: list[Item], before: Sequence[Item] = ()) -> None:
     known = len(find_stray_results(messages_of(before)))
     for error in find_stray_results(messages_of([*before, *items]))[known:]:
         param = result_param("items", items, error)
-        raise APIError(400, str(error), param=param, code="invalid_value")
+        raise APIError(400, str(error), param=param)
 
 
 def _check_no_stray(call: Item, items: Sequence[Item]) -> None:

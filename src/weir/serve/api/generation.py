@@ -172,7 +172,7 @@ async def _find_prompt(client: EngineClient, request: GenerationRequest, param: 
     except AnsweredElsewhere as error:
         raise busy_elsewhere(str(error), error.seconds) from None
     except WeirError as error:
-        raise APIError(400, str(error), param=param, code="invalid_value") from None
+        raise APIError(400, str(error), param=param) from None
 
 
 async def send(

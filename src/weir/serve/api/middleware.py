@@ -60,6 +60,13 @@ class RequestMiddleware:
                     421, "this server has no keys and answers to localhost only", code="wrong_host"
                 )
                 await error.response()(scope, receive, send_with_id)
+            elif {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
+                error = APIError(
+                    400,
+                    "a request has a Content-Length or a Transfer-Encoding, and not both",
+                    headers={"Connection": "close"},
+                )
+                await error.response()(scope, receive, send_with_id)
             else:
                 await self._app(scope, receive, send_with_id)
         except Exception:

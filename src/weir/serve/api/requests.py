@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from email.message import Message
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
-from weir.serve.api.errors import APIError, invalid_body, rate_limited
+from weir.serve.api.errors import APIError, invalid_body, invalid_json, rate_limited
 from weir.serve.api.keys import Keys
 from weir.serve.api.middleware import at_end
 from weir.serve.client import EngineClient
 from weir.serve.engine import Busy
+from weir.serve.limits import Limits
 
 Body = TypeVar("Body", bound=BaseModel)
 Result = TypeVar("Result")
@@ -23,6 +29,10 @@ SESSION_HEADER = "x-session-id"
 JSON = "application/json"
 MAX_DIGITS = 20
 """Digits of a Content-Length: `int` raises on a text with thousands of them."""
+MAX_NODES = 200_000
+"""Objects, lists and fields of a JSON body: they take much more memory and time than text."""
+LARGE = 65_536
+"""Bytes of a body that is parsed and validated in a thread, so that no other client waits."""
 
 
 class ClientGone(Exception):
@@ -50,18 +60,95 @@ def authorize(request: Request) -> str:
     return owner
 
 
+class BodyLimiter:
+    """Bounds what the bodies of all requests take together, while they are read and answered.
+
+    Args:
+        limits: of the server.
+
+    Attributes:
+        worker: the one thread that parses large bodies.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._bytes = 0
+        self._reading: defaultdict[str, deque[BodyDeadline]] = defaultdict(deque)
+        self.worker = ThreadPoolExecutor(1, "weir-bodies")
+
+    def add(self, request: Request, size: int) -> None:
+        """Count bytes of a body until its request ends.
+
+        Raises:
+            APIError: the bodies of all requests are too large together.
+        """
+        if self._bytes + size > self._limits.bodies:
+            raise rate_limited("the requests under way are too large together")
+        self._bytes += size
+        at_end(request.scope, lambda: self._remove(size))
+
+    def _remove(self, size: int) -> None:
+        self._bytes -= size
+
+    @contextmanager
+    def reading(self, request: Request, seconds: float) -> Iterator[BodyDeadline]:
+        """Count a body that is being read; one too many of an address ends the oldest of them."""
+        address, deadline = address_of(request), BodyDeadline(seconds)
+        of_address = self._reading[address]
+        if len(of_address) >= self._limits.reading:
+            of_address.popleft().end()
+        of_address.append(deadline)
+        try:
+            yield deadline
+        finally:
+            if deadline in of_address:
+                of_address.remove(deadline)
+            if not of_address:
+                self._reading.pop(address, None)
+
+
+class BodyDeadline:
+    """The time by which a body must have come.
+
+    Args:
+        seconds: from now.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._until = self._loop.time() + seconds
+        self._timeout = asyncio.timeout_at(None)
+
+    def timeout(self) -> asyncio.Timeout:
+        """A context for waiting for the next part."""
+        self._timeout = asyncio.timeout_at(self._until)
+        return self._timeout
+
+    def end(self) -> None:
+        """Let no more time for it."""
+        self._until = self._loop.time()
+        with suppress(RuntimeError):  # nothing is waited for just now
+            self._timeout.reschedule(self._until)
+
+
+def address_of(request: Request) -> str:
+    """The network address of a client; empty where it has none."""
+    return request.client.host if request.client else ""
+
+
 def begin_request(request: Request, owner: str) -> EngineClient:
-    """Count a request as one of its owner's until it ends.
+    """Count a request as one of its owner's, or of its address without keys, until it ends.
 
     Raises:
         APIError: there are too many already.
     """
     client: EngineClient = request.app.state.client
+    holder = owner or address_of(request)
     try:
-        client.begin_request(owner)
+        client.begin_request(holder)
     except Busy as error:
         raise rate_limited(str(error)) from None
-    at_end(request.scope, lambda: client.end_request(owner))
+    at_end(request.scope, lambda: client.end_request(holder))
     return client
 
 
@@ -80,10 +167,7 @@ async def read_chunks(
         APIError: it is too large, of another type, or comes too slowly.
         ClientGone: the client has hung up.
     """
-    if request.headers.get("content-type", "").partition(";")[0].strip() != media_type:
-        # Pages in a browser may send anything else to any address without asking.
-        what = "JSON" if media_type == JSON else "a file"
-        raise APIError(415, f"the body must be {what}: Content-Type: {media_type}")
+    _check_headers(request, media_type)
     too_large = APIError(
         413,
         f"the body may have {limit:,} bytes",
@@ -93,24 +177,44 @@ async def read_chunks(
     length = request.headers.get("content-length", "0")
     if not length.isdecimal() or len(length) > MAX_DIGITS or int(length) > limit:
         raise too_large
-    read, until = 0, asyncio.get_running_loop().time() + seconds
-    parts = request.stream()
+    limiter: BodyLimiter = request.app.state.bodies
+    read, parts = 0, request.stream()
     try:
-        while True:
-            async with asyncio.timeout_at(until):
-                chunk = await anext(parts, None)
-            if chunk is None:
-                return
-            read += len(chunk)
-            if read > limit:
-                raise too_large
-            yield chunk
+        with limiter.reading(request, seconds) as deadline:
+            while True:
+                async with deadline.timeout():
+                    chunk = await anext(parts, None)
+                if chunk is None:
+                    return
+                read += len(chunk)
+                if read > limit:
+                    raise too_large
+                yield chunk
     except TimeoutError:
         raise APIError(
             408, "the body did not come in time", headers={"Connection": "close"}
         ) from None
     except ClientDisconnect:
         raise ClientGone from None
+
+
+def _check_headers(request: Request, media_type: str) -> None:
+    """Refuse bodies of another media type, character set or encoding."""
+    named = Message()
+    named["content-type"] = request.headers.get("content-type", "")
+    # Pages in a browser may send anything else to any address without asking.
+    if named.get_content_type() != media_type:
+        what = "JSON" if media_type == JSON else "a file"
+        raise APIError(415, f"the body must be {what}: Content-Type: {media_type}")
+    charset = named.get_content_charset("utf-8")
+    if charset not in ("utf-8", "utf8", "us-ascii"):
+        raise APIError(415, "the body must be in UTF-8: leave charset out of Content-Type")
+    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise APIError(
+            415,
+            "the body must not be compressed: leave Content-Encoding out",
+            headers={"Accept-Encoding": "identity"},
+        )
 
 
 async def read_body(request: Request, kind: type[Body], owner: str) -> Body:
@@ -123,15 +227,77 @@ async def read_body(request: Request, kind: type[Body], owner: str) -> Body:
         ClientGone: the client has hung up.
     """
     limits = begin_request(request, owner).limits
-    read = bytearray()
+    limiter: BodyLimiter = request.app.state.bodies
+    read, counter = bytearray(), NodeCounter(limits.prompt)
     optional = not any(field.is_required() for field in kind.model_fields.values())
     if not (optional and _has_no_body(request)):
         async for chunk in read_chunks(request, JSON, limits.body, limits.stall):
+            limiter.add(request, len(chunk))
+            counter.feed(chunk)
             read += chunk
+    if not read and optional:
+        read += b"{}"
+    if len(read) < LARGE:
+        return parse_body(read, kind)
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(limiter.worker, parse_body, read, kind)
+
+
+def parse_body(data: bytes | bytearray, kind: type[Body]) -> Body:
+    """Parse and validate the body of a request.
+
+    Raises:
+        APIError: it is wrong.
+    """
     try:
-        return kind.model_validate_json(bytes(read) or (b"{}" if optional else b""))
+        value = from_json(data, cache_strings="keys")
+    except ValueError as error:
+        raise invalid_json(str(error)) from None
+    try:
+        return kind.model_validate(value)
     except ValidationError as error:
         raise invalid_body(error) from None
+
+
+class NodeCounter:
+    """Counts the objects, lists and fields of JSON while it comes, before anything is parsed.
+
+    Args:
+        numbers: entries of lists that are allowed beside them, for prompts of token ids.
+
+    Attributes:
+        nodes: objects, lists and fields so far.
+        commas: between entries.
+    """
+
+    def __init__(self, numbers: int) -> None:
+        self._most = MAX_NODES + numbers
+        self.nodes = self.commas = 0
+        self._in_string = False
+        self._backslash = b""
+
+    def feed(self, chunk: bytes) -> None:
+        """Count what is outside of strings in the next part.
+
+        Raises:
+            APIError: there are too many.
+        """
+        chunk = self._backslash + chunk
+        self._backslash = b"\\" * ((len(chunk) - len(chunk.rstrip(b"\\"))) % 2)
+        chunk = chunk[: len(chunk) - len(self._backslash)]
+        parts = chunk.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        outside = b"".join(parts[self._in_string :: 2])
+        self._in_string ^= len(parts) % 2 == 0
+        self.nodes += sum(outside.count(mark) for mark in b"{[:")
+        self.commas += outside.count(b",")
+        if self.nodes > MAX_NODES or self.commas > self._most:
+            raise APIError(
+                413,
+                f"the body may have {MAX_NODES:,} objects, lists and fields, and lists of "
+                f"{self._most:,} entries together",
+                code="request_too_large",
+                headers={"Connection": "close"},
+            )
 
 
 def _has_no_body(request: Request) -> bool:

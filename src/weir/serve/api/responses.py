@@ -152,7 +152,7 @@ def _match(turn: ResponseTurn) -> Prompt:
         raise APIError(404, str(error), param=named, code=code) from None
     except StrayResult as error:
         param = result_param("input", turn.items, error) or named
-        raise APIError(400, str(error), param=param, code="invalid_value") from None
+        raise APIError(400, str(error), param=param) from None
     except HistoryNotKept as error:
         raise APIError(400, str(error), param="input", code="history_not_kept") from None
 

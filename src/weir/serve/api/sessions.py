@@ -194,7 +194,7 @@ async def run_in_thread(work: Callable[[], Result]) -> Result:
     except HeldByConversation as error:
         raise conflict(str(error), "is_conversation") from None
     except WeirError as error:
-        raise APIError(400, str(error), code="invalid_value") from None
+        raise APIError(400, str(error)) from None
 
 
 def session_object(session: SessionSummary) -> dict[str, Any]:

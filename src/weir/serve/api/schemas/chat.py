@@ -19,7 +19,14 @@ from pydantic import (
     model_validator,
 )
 
-from weir.serve.api.schemas.base import KnownFields, Strict, Whole, unsupported
+from weir.serve.api.schemas.base import (
+    KnownFields,
+    ListOf,
+    Strict,
+    Whole,
+    bounded_dict,
+    unsupported,
+)
 from weir.serve.api.schemas.formats import (
     AllowedTools,
     FunctionTool,
@@ -79,9 +86,9 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | ListOf[TextPart] | None = None
     name: Annotated[str, StringConstraints(max_length=64)] | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    tool_calls: Annotated[ListOf[ToolCall], Field(max_length=128)] | None = None
     tool_call_id: Annotated[str, StringConstraints(max_length=256)] | None = None
     function_call: Any = None
 
@@ -126,8 +133,8 @@ class GenerationBody(KnownFields):
     model: Annotated[str, StringConstraints(max_length=512)]
     stream: bool | None = None
     seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
-    stop_token_ids: Annotated[list[Token], Field(max_length=16)] | None = None
+    stop: Stop | Annotated[ListOf[Stop], Field(max_length=4)] | None = None
+    stop_token_ids: Annotated[ListOf[Token], Field(max_length=16)] | None = None
     ignore_eos: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
@@ -136,7 +143,7 @@ class GenerationBody(KnownFields):
     presence_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10, allow_inf_nan=False)] | None = None
-    logit_bias: Annotated[dict[str, Bias], Field(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=1024), bounded_dict(1024)] | None = None
 
     @field_validator("stream_options", mode="after", check_fields=False)
     @classmethod
@@ -223,12 +230,12 @@ class CompletionBody(GenerationBody):
 class ChatBody(CompletionBody):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[ListOf[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
+    tools: Annotated[ListOf[FunctionTool], Field(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
@@ -250,7 +257,7 @@ class ChatBody(CompletionBody):
 class TextBody(CompletionBody):
     """`POST /v1/completions`."""
 
-    prompt: str | list[Token] | list[str] | list[list[Token]]
+    prompt: str | ListOf[Token] | ListOf[str] | ListOf[ListOf[Token]]
     logprobs: Annotated[Whole, Field(ge=0, le=5)] | None = None
 
     @field_validator("prompt", mode="after")

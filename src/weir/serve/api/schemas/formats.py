@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from weir.serve.api.schemas.base import Arguments, Name, Strict, unsupported
+from weir.serve.api.schemas.base import Arguments, ListOf, Name, Strict, unsupported
 from weir.serve.tools import Tool
 from weir.serve.tools.grammar import CallMode
 
@@ -103,7 +103,7 @@ class SomeTools(Strict):
     """Of all tools those that may be called."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=128)]
+    tools: Annotated[ListOf[NamedTool], Field(min_length=1, max_length=128)]
 
 
 class AllowedTools(Strict):
@@ -118,7 +118,7 @@ class FlatAllowed(Strict):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[FlatName], Field(min_length=1, max_length=128)]
+    tools: Annotated[ListOf[FlatName], Field(min_length=1, max_length=128)]
 
 
 def _kind(value: Any) -> str | None:

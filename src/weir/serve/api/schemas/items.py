@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from weir.serve.api.errors import not_found
-from weir.serve.api.schemas.base import Arguments, Name, Strict, unsupported
+from weir.serve.api.schemas.base import Arguments, ListOf, Name, Strict, bounded_dict, unsupported
 from weir.serve.messages import Call, StrayResult
 from weir.serve.sessions import Item, call_item, input_item, new_id, result_item
 
@@ -28,6 +28,7 @@ Metadata = Annotated[
         Annotated[str, StringConstraints(max_length=512)],
     ],
     Field(max_length=16),
+    bounded_dict(16),
 ]
 
 
@@ -47,7 +48,7 @@ class MessageItem(BaseModel):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ItemPart]
+    content: str | ListOf[ItemPart]
 
     @field_validator("type", mode="before")
     @classmethod
@@ -89,7 +90,7 @@ class ResultItem(BaseModel):
 
     type: Literal["function_call_output"]
     call_id: CallId
-    output: str | list[ItemPart]
+    output: str | ListOf[ItemPart]
 
     def item(self) -> Item:
         """The item, with an id of the server's."""
@@ -117,7 +118,7 @@ AnyItem = Annotated[
 class ConversationBody(Strict):
     """`POST /v1/conversations`."""
 
-    items: Annotated[list[AnyItem], Field(max_length=20)] | None = None
+    items: Annotated[ListOf[AnyItem], Field(max_length=20)] | None = None
     metadata: Metadata | None = None
 
 
@@ -130,7 +131,7 @@ class MetadataBody(Strict):
 class ItemsBody(Strict):
     """`POST /v1/conversations/{name}/items`."""
 
-    items: Annotated[list[AnyItem], Field(min_length=1, max_length=20)]
+    items: Annotated[ListOf[AnyItem], Field(min_length=1, max_length=20)]
 
 
 @dataclass(frozen=True)

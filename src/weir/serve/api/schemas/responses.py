@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, StringConstraints, model_validator
 
 from weir.serve.api.schemas.base import Name as SchemaName
-from weir.serve.api.schemas.base import Strict, Whole, unsupported
+from weir.serve.api.schemas.base import ListOf, Strict, Whole, unsupported
 from weir.serve.api.schemas.chat import GenerationBody
 from weir.serve.api.schemas.formats import (
     Description,
@@ -93,7 +93,7 @@ class ResponseBody(GenerationBody):
 
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSERVED
 
-    input: str | list[AnyItem] | None = None
+    input: str | ListOf[AnyItem] | None = None
     instructions: str | None = None
     previous_response_id: Name | None = None
     conversation: Name | ConversationName | None = None
@@ -101,12 +101,12 @@ class ResponseBody(GenerationBody):
     truncation: Literal["auto", "disabled"] | None = None
     max_output_tokens: Annotated[Whole, Field(ge=1)] | None = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
-    include: Annotated[list[str], Field(max_length=16)] | None = None
+    include: Annotated[ListOf[str], Field(max_length=16)] | None = None
     metadata: Metadata | None = None
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[FlatTool], Field(max_length=128)] | None = None
+    tools: Annotated[ListOf[FlatTool], Field(max_length=128)] | None = None
     tool_choice: FlatChoice | None = None
     parallel_tool_calls: bool | None = None
 
