@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import random
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 from pydantic import BaseModel, ValidationError
-from servers import Server, make_client, raw, serving
+from servers import CHATML, Server, make_client, raw, serving
 
+from weir.errors import WeirError
 from weir.serve import Limits
-from weir.serve.api import requests
+from weir.serve.api import middleware, requests
 from weir.serve.api.errors import APIError
 from weir.serve.api.requests import LARGE, MAX_NODES, NodeCounter
 from weir.serve.api.schemas.chat import ChatBody, TextBody
 from weir.serve.api.schemas.items import ConversationBody
 from weir.serve.api.schemas.responses import ResponseBody
+from weir.stream import chat_template, encoding
 
 LIMITS = Limits(body=2_000_000, bodies=3_000_000, prompt=400, answer=10, reading=2)
 CHAT = "/v1/chat/completions"
@@ -129,7 +135,7 @@ def test_large_bodies_are_parsed_beside_the_event_loop(server, monkeypatch):
 def test_the_bodies_of_all_requests_are_bounded_together(server):
     half = raw(server.port, CHAT, b" " * 1_900_000, length=1_900_001)
     while server.engine_client.open_requests("127.0.0.1") < 1:
-        pass
+        time.sleep(0.005)
     large = {**CHAT_BODY, "user": "x" * 1_900_000}
     while (answer := server.post(CHAT, large)).status_code == 200:
         pass  # until all of the first has come
@@ -144,7 +150,7 @@ def test_the_bodies_of_all_requests_are_bounded_together(server):
 def test_slow_bodies_of_one_address_end_the_oldest_of_them_and_nobody_else(server):
     half = [raw(server.port, CHAT, b"{", length=50)]
     while server.engine_client.open_requests("127.0.0.1") < 1:
-        pass
+        time.sleep(0.005)
     half += [raw(server.port, CHAT, b"{", length=50) for _ in range(2)]
     heard = half[0].recv(1000)  # and not after the half minute that a body may take
     assert heard.startswith(b"HTTP/1.1 408"), heard
@@ -178,6 +184,54 @@ def test_a_request_has_one_length(server):
     sent = raw(server.port, CHAT, chunked, "Transfer-Encoding: chunked", length=len(body))
     assert sent.recv(1000).startswith(b"HTTP/1.1 400")
     sent.close()
+
+
+def test_a_template_that_fails_is_a_400_or_ends_the_start(monkeypatch):
+    ends_at_start = CHATML + "{{ 1/0 }}"
+    with pytest.raises(WeirError, match="chat template of .* fails with ZeroDivisionError"):
+        make_client(template=ends_at_start)
+    monkeypatch.setattr(chat_template, "MAX_STEPS", 20_000)
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    for bad, why in (("{{ 1/0 }}", "ZeroDivisionError"), (loop, "does not come to an end")):
+        template = CHATML + "{% if messages[0].content == 'bad' %}" + bad + "{% endif %}"
+        with serving(make_client(template=template)) as server:
+            answer = server.post(CHAT, {**CHAT_BODY, "messages": [{**USER, "content": "bad"}]})
+            assert answer.status_code == 400
+            assert why in answer.json()["error"]["message"]
+            assert server.post(CHAT, CHAT_BODY).status_code == 200
+
+
+def test_a_stall_is_a_line_in_the_log(caplog, monkeypatch):
+    monkeypatch.setattr(middleware, "STALL", 0.05)
+
+    async def stall() -> None:
+        watching = asyncio.create_task(middleware.watch_stalls())
+        await asyncio.sleep(0)
+        time.sleep(0.2)
+        await asyncio.sleep(0.1)
+        watching.cancel()
+
+    monkeypatch.setattr(logging.getLogger("weir.serve"), "propagate", True)
+    with caplog.at_level("WARNING", "weir.serve"):
+        asyncio.run(stall())
+    lines = [line for line in caplog.records if line.getMessage() == "stalled"]
+    assert lines and lines[0].fields["seconds"] > 0 and lines[0].fields["ids"] == []
+
+
+def test_long_texts_leave_threads_to_short_ones(server, monkeypatch):
+    encoder = server.engine_client.renderer._encoder
+    monkeypatch.setattr(encoding, "PIECE", 50)
+    with encoder._one_piece:  # long texts wait
+        bodies = [{**CHAT_BODY, "messages": [{**USER, "content": "x" * 60}]}] * 20
+        with ThreadPoolExecutor(20) as pool:
+            waiting = [pool.submit(server.post, CHAT, body) for body in bodies]
+            while server.engine_client.open_requests("127.0.0.1") < 20:
+                time.sleep(0.005)
+            assert server.post(CHAT, CHAT_BODY).status_code == 200
+            assert not any(each.done() for each in waiting)
+            encoder._one_piece.release()
+            assert {each.result().status_code for each in waiting} == {200}
+            encoder._one_piece.acquire()
 
 
 def test_every_400_has_a_code(server):

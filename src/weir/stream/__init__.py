@@ -1,9 +1,10 @@
 """Endless streams: tokens in, logits out, on disk, as a conversation."""
 
 from weir.stream.atomic_file import replace_atomically
-from weir.stream.chat_template import ChatTemplate, render_chat
+from weir.stream.chat_template import BrokenTemplate, ChatTemplate, render_chat
 from weir.stream.conversation import Conversation, count_beginning
 from weir.stream.detokenizer import Detokenizer, count_stop_prefix, cut_at_stop, describe_tokens
+from weir.stream.encoding import PromptEncoder, PromptTooLong
 from weir.stream.inputs import Tokens, is_count, read_ids, read_stops
 from weir.stream.sampling import RepetitionPenalty, Sampling, check_penalty
 from weir.stream.stream import MOST_LOGITS, PIECE, Stream
@@ -11,6 +12,7 @@ from weir.stream.text import BOOK, STANDARD_INPUT, Books, encode, read_books, re
 
 __all__ = [
     "BOOK",
+    "BrokenTemplate",
     "MOST_LOGITS",
     "PIECE",
     "STANDARD_INPUT",
@@ -18,6 +20,8 @@ __all__ = [
     "ChatTemplate",
     "Conversation",
     "Detokenizer",
+    "PromptEncoder",
+    "PromptTooLong",
     "RepetitionPenalty",
     "Sampling",
     "Stream",

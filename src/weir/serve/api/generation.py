@@ -32,9 +32,10 @@ from weir.serve.client import (
     ServerClosing,
 )
 from weir.serve.engine import Busy, Cancelled, FinishEvent, TokenEvent
-from weir.serve.prefix_match import Prompt, PromptTooLong
+from weir.serve.prefix_match import Prompt
 from weir.serve.sessions import AnsweredElsewhere, LeaseLost
 from weir.serve.structured import BadSchema
+from weir.stream import PromptTooLong
 
 ATTEMPTS = 3
 """How often a request is started, if the turn that it continues is dropped while it waits."""
