@@ -220,9 +220,9 @@ def test_a_stall_is_a_line_in_the_log(caplog, monkeypatch):
 
 def test_long_texts_leave_threads_to_short_ones(server, monkeypatch):
     encoder = server.engine_client.renderer._encoder
-    monkeypatch.setattr(encoding, "PIECE", 50)
+    monkeypatch.setattr(encoding, "PIECE", 200)
     with encoder._one_piece:  # long texts wait
-        bodies = [{**CHAT_BODY, "messages": [{**USER, "content": "x" * 60}]}] * 20
+        bodies = [{**CHAT_BODY, "messages": [{**USER, "content": "x" * 300}]}] * 20
         with ThreadPoolExecutor(20) as pool:
             waiting = [pool.submit(server.post, CHAT, body) for body in bodies]
             while server.engine_client.open_requests("127.0.0.1") < 20:
