@@ -6,6 +6,11 @@ from dataclasses import dataclass, fields
 
 from weir.errors import WeirError
 
+MEMORY_OF_BYTE = 24
+"""Bytes of memory for one byte of a body, where each is a token of its own and waits for a row."""
+NODE = 16
+"""Bytes of a body that an object, list or field counts for beside its own."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -13,7 +18,7 @@ class Limits:
 
     Attributes:
         body: bytes of the body of a request.
-        bodies: bytes of the bodies of all requests under way.
+        bodies: bytes of the bodies of all requests under way, with `NODE` for each object.
         reading: bodies of one address that are read at once; a further one ends the oldest.
         parcel: bytes of a session's file that is imported or exported.
         prompt: tokens that one request may feed.
@@ -32,7 +37,7 @@ class Limits:
     """
 
     body: int = 16_000_000
-    bodies: int = 64_000_000
+    bodies: int = 32_000_000
     reading: int = 16
     parcel: int = 1_000_000_000
     prompt: int = 1_000_000
@@ -47,6 +52,11 @@ class Limits:
     stall: float = 30.0
     unread: int = 1024
     drain: float = 30.0
+
+    @property
+    def memory(self) -> int:
+        """Bytes that all requests under way may take: their bodies, texts and tokens."""
+        return MEMORY_OF_BYTE * self.bodies
 
     def __post_init__(self) -> None:
         for field in fields(self):

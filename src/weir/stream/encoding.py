@@ -20,7 +20,7 @@ from weir.errors import WeirError
 
 MARK = "\ufdd0"
 """Put into control tokens that stand in a message; Unicode keeps this character for such uses."""
-PIECE = 65_536
+PIECE = 16_384
 """Characters that are tokenized at once. Longer texts would take memory, and hold up threads."""
 SLACK = 64
 """Tokens by which cutting a text in two may change their number."""
@@ -123,9 +123,11 @@ class PromptEncoder:
         if len(text) <= PIECE:
             return self._encode(text)
         ids: list[int] = []
+        same: dict[int, int] = {}  # one object for each token, or ids take 40 bytes in place of 8
         for number, piece in enumerate(_pieces(text)):
             with self._one_piece:
-                ids += self._encode(piece)
+                some = self._encode(piece)
+            ids += map(same.setdefault, some, some)
             if self._most is not None and before + len(ids) > self._most + SLACK * number:
                 raise PromptTooLong(self._most)
         if not self._may_cut():

@@ -20,7 +20,7 @@ from weir.serve.api.keys import Keys
 from weir.serve.api.middleware import at_end
 from weir.serve.client import EngineClient
 from weir.serve.engine import Busy
-from weir.serve.limits import Limits
+from weir.serve.limits import NODE, Limits
 
 Body = TypeVar("Body", bound=BaseModel)
 Result = TypeVar("Result")
@@ -232,8 +232,9 @@ async def read_body(request: Request, kind: type[Body], owner: str) -> Body:
     optional = not any(field.is_required() for field in kind.model_fields.values())
     if not (optional and _has_no_body(request)):
         async for chunk in read_chunks(request, JSON, limits.body, limits.stall):
-            limiter.add(request, len(chunk))
+            nodes = counter.nodes
             counter.feed(chunk)
+            limiter.add(request, len(chunk) + NODE * (counter.nodes - nodes))
             read += chunk
     if not read and optional:
         read += b"{}"
