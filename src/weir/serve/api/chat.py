@@ -31,7 +31,7 @@ router = APIRouter()
 
 @router.post("/v1/chat/completions", openapi_extra=takes(ChatBody, streams=True))
 async def chat(request: Request, owner: str = Depends(authorize)) -> Response:
-    """Answer a conversation, of which only what is new is read."""
+    """Complete a chat. Only the messages that are new since a saved turn are processed."""
     client: EngineClient = request.app.state.client
     session = named_session(request)
     body = await read_body(request, ChatBody, owner)

@@ -30,7 +30,7 @@ router = APIRouter()
 
 @router.post("/v1/completions", openapi_extra=takes(TextBody, streams=True))
 async def complete(request: Request, owner: str = Depends(authorize)) -> Response:
-    """Continue a text."""
+    """Complete a text or token ids. Nothing is saved."""
     client: EngineClient = request.app.state.client
     body = await read_body(request, TextBody, owner)
     check_model(client, body.model)

@@ -32,7 +32,7 @@ PATH = "/v1/conversations/{name}"
 
 @router.post("/v1/conversations", openapi_extra=takes(ConversationBody))
 async def create(request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
-    """A new conversation."""
+    """Create a conversation."""
     body = await read_body(request, ConversationBody, owner)
     client: EngineClient = request.app.state.client
     items = [item.item() for item in body.items or ()]
@@ -46,7 +46,7 @@ async def create(request: Request, owner: str = Depends(authorize)) -> dict[str,
 
 @router.get(PATH)
 async def retrieve(name: str, request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
-    """One conversation."""
+    """Retrieve a conversation."""
     return conversation_object(await _found(request, owner, name))
 
 
@@ -76,7 +76,7 @@ async def items(
     page: Annotated[PageQuery, Depends()],
     owner: str = Depends(authorize),
 ) -> dict[str, Any]:
-    """Items of a conversation."""
+    """List the items of a conversation."""
     await _found(request, owner, name)
     client: EngineClient = request.app.state.client
     newest = page.order == "desc"
@@ -90,7 +90,7 @@ async def items(
 
 @router.post(PATH + "/items", openapi_extra=takes(ItemsBody))
 async def add(name: str, request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
-    """Add items to a conversation, which the next response reads."""
+    """Add items to a conversation, for the next response to process."""
     body = await read_body(request, ItemsBody, owner)
     await _lock(request, owner, name)
     client: EngineClient = request.app.state.client
@@ -105,7 +105,7 @@ async def add(name: str, request: Request, owner: str = Depends(authorize)) -> d
 async def item(
     name: str, item: str, request: Request, owner: str = Depends(authorize)
 ) -> dict[str, Any]:
-    """One item of a conversation."""
+    """Retrieve an item of a conversation."""
     return await _item(request, owner, name, item)
 
 
@@ -113,7 +113,7 @@ async def item(
 async def remove(
     name: str, item: str, request: Request, owner: str = Depends(authorize)
 ) -> dict[str, Any]:
-    """Remove an item from a conversation, so that the next response never read it."""
+    """Delete an item of a conversation. The next response is generated without it."""
     found = await _lock(request, owner, name)
     gone = await _item(request, owner, name, item)
     client: EngineClient = request.app.state.client
@@ -179,7 +179,7 @@ def _check_no_stray(call: Item, items: Sequence[Item]) -> None:
 
 
 def conversation_object(conversation: StoredConversation) -> dict[str, Any]:
-    """A conversation as JSON."""
+    """A conversation as a JSON object."""
     return {
         "id": conversation.id,
         "object": "conversation",

@@ -49,7 +49,7 @@ SENTENCES = {
 
 
 class ErrorFacts(BaseModel):
-    """An error: its sentence, type, the part of the request, and a code for programs."""
+    """An error: a message, its type, the field that is wrong, and a code for programs."""
 
     message: str
     type: str
@@ -58,7 +58,7 @@ class ErrorFacts(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The body of a response that tells of an error."""
+    """Response body of an error."""
 
     error: ErrorFacts
 
@@ -92,7 +92,7 @@ class APIError(Exception):
         self.headers = headers
 
     def response(self) -> JSONResponse:
-        """The response that tells of it."""
+        """Make the HTTP response."""
         return JSONResponse(self.body, self.status, self.headers)
 
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from weir.serve.api.errors import ErrorBody
 
 ERRORS: dict[int | str, dict[str, Any]] = {
-    "default": {"model": ErrorBody, "description": "It was not answered, and this says why."}
+    "default": {"model": ErrorBody, "description": "The request failed; the body says why."}
 }
 """The errors of every route, for a router."""
 

@@ -31,7 +31,7 @@ router = APIRouter()
 
 @router.post("/v1/responses", openapi_extra=takes(ResponseBody, streams=True))
 async def respond(request: Request, owner: str = Depends(authorize)) -> Response:
-    """Answer what is said after an earlier response, in a conversation, or by itself."""
+    """Create a response: alone, after a previous one, or in a conversation."""
     client: EngineClient = request.app.state.client
     session = named_session(request)
     body = await read_body(request, ResponseBody, owner)
@@ -67,7 +67,7 @@ async def respond(request: Request, owner: str = Depends(authorize)) -> Response
 async def retrieve(
     name: str, request: Request, owner: str = Depends(authorize), stream: bool = False
 ) -> dict[str, Any]:
-    """A stored response, as its client was told of it."""
+    """Retrieve a stored response."""
     found = await _found(request, owner, name)
     if stream:
         raise APIError(400, "only responses in the background are streamed again", param="stream")
@@ -76,7 +76,7 @@ async def retrieve(
 
 @router.delete("/v1/responses/{name}")
 async def delete(name: str, request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
-    """Delete a response, its text and its state; those that continue it stay."""
+    """Delete a response and its state. Responses that continue it stay."""
     client: EngineClient = request.app.state.client
     await _found(request, owner, name)
     await run_in_thread(lambda: client.responses.delete_responses(owner, [name]))
@@ -86,14 +86,14 @@ async def delete(name: str, request: Request, owner: str = Depends(authorize)) -
 
 @router.post("/v1/responses/{name}/cancel")
 async def cancel(name: str, request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
-    """Refused: whoever waits for a response cancels it by hanging up."""
+    """Not supported: close the connection to cancel a response."""
     await _found(request, owner, name)
     raise APIError(400, "Cannot cancel a synchronous response.", param="response_id")
 
 
 @router.post("/v1/responses/compact")
 async def compact(owner: str = Depends(authorize)) -> dict[str, Any]:
-    """Refused: what is said is never too long, and nothing has to be summarized."""
+    """Not supported: no conversation is too long, so nothing is compacted."""
     raise APIError(404, "nothing is compacted here: no conversation is too long", code="not_found")
 
 
@@ -104,7 +104,7 @@ async def input_items(
     page: Annotated[PageQuery, Depends()],
     owner: str = Depends(authorize),
 ) -> dict[str, Any]:
-    """The input items of a response, without what came before them."""
+    """List the input items of a response, without those of previous responses."""
     return page.to_json(page.cut((await _found(request, owner, name)).input))
 
 

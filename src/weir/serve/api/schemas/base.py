@@ -24,7 +24,7 @@ ListOf = Annotated[list[T], Field(fail_fast=True)]
 
 
 def _whole(value: Any) -> Any:
-    """Accept 100.0 as 100: JSON does not distinguish them, and some clients have no integers."""
+    """Accept 100.0 as 100, since some clients have no integers."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -46,7 +46,7 @@ def bounded_dict(most: int) -> BeforeValidator:
 
 
 class Strict(BaseModel):
-    """A body without conversions of types, and without unknown fields."""
+    """An object with no other fields than these, and no conversions of types."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -69,11 +69,11 @@ def _list_allowed(schema: dict[str, Any], kind: type[BaseModel]) -> None:
 
 
 class KnownFields(Strict):
-    """A body with fields that are not served, but may have values that ask for nothing.
+    """An object with unsupported fields, which are accepted only with values that ask for nothing.
 
     Attributes:
-        unserved: the values that such fields may have.
-        instead: what to use instead of such a field.
+        unserved: the unsupported fields, and the values that each may have.
+        instead: what to use in place of such a field.
     """
 
     model_config = ConfigDict(json_schema_extra=_list_allowed)

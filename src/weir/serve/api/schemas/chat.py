@@ -72,7 +72,7 @@ Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
 
 class TextPart(BaseModel):
-    """A part of a message."""
+    """Text content of a message."""
 
     model_config = ConfigDict(strict=True)
 
@@ -81,7 +81,7 @@ class TextPart(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """A message; what answers of other servers have beside their text is left aside."""
+    """A message of the conversation. Unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -108,7 +108,7 @@ class ChatMessage(BaseModel):
         return self
 
     def message(self) -> Message:
-        """The message, as the rest of the server knows it."""
+        """Convert to the server's own type."""
         content = self.content or ""
         if not isinstance(content, str):
             content = "\n".join(part.text for part in content)
@@ -121,14 +121,14 @@ class ChatMessage(BaseModel):
 
 
 class StreamOptions(Strict):
-    """Options of a streamed answer."""
+    """Options of a streamed response."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
 class GenerationBody(KnownFields):
-    """Fields of all requests for answers: the model and the sampling parameters."""
+    """Fields of every request for a completion: the model and the sampling parameters."""
 
     model: Annotated[str, StringConstraints(max_length=512)]
     stream: bool | None = None
@@ -154,16 +154,16 @@ class GenerationBody(KnownFields):
 
     @property
     def num_answers(self) -> int:
-        """Number of requested answers."""
+        """Number of completions to generate."""
         return 1
 
     @property
     def stops(self) -> list[str]:
-        """The texts that end an answer."""
+        """The stop sequences."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
     def sampling_params(self, logprobs: int | None, seed: int) -> list[SamplingParams]:
-        """The sampling parameters of each answer; `seed` is used if the body has none."""
+        """Sampling parameters of each completion; `seed` is the default seed."""
         sampling = Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=self.top_k if self.top_k and self.top_k > 0 else None,
@@ -186,7 +186,7 @@ class GenerationBody(KnownFields):
 
 
 class CompletionBody(GenerationBody):
-    """Fields of both chat and text completions."""
+    """Fields that chat and text completions have in common."""
 
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSERVED
     instead: ClassVar[Mapping[str, str]] = INSTEAD
@@ -218,17 +218,17 @@ class CompletionBody(GenerationBody):
 
     @property
     def num_answers(self) -> int:
-        """Number of requested answers."""
+        """Number of completions to generate."""
         return self.n or 1
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """Whether the last chunk of a stream has the token usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
 class ChatBody(CompletionBody):
-    """`POST /v1/chat/completions`."""
+    """Request body of `POST /v1/chat/completions`."""
 
     messages: Annotated[ListOf[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = None
@@ -241,7 +241,7 @@ class ChatBody(CompletionBody):
 
     @property
     def offer(self) -> ToolOffer:
-        """The tools that the body offers."""
+        """The tools of the request."""
         tools = [tool.tool() for tool in self.tools or ()]
         parallel, choice = self.parallel_tool_calls is not False, self.tool_choice
         schema, chosen = "tools[{}].function.parameters", "tool_choice.function.name"
@@ -255,7 +255,7 @@ class ChatBody(CompletionBody):
 
 
 class TextBody(CompletionBody):
-    """`POST /v1/completions`."""
+    """Request body of `POST /v1/completions`."""
 
     prompt: str | ListOf[Token] | ListOf[str] | ListOf[ListOf[Token]]
     logprobs: Annotated[Whole, Field(ge=0, le=5)] | None = None
@@ -269,12 +269,12 @@ class TextBody(CompletionBody):
 
     @property
     def only_prompt(self) -> str | list[int]:
-        """The one prompt of the body."""
+        """The prompt, without the list around it."""
         prompt: Any = self.prompt
         one: str | list[int] = prompt if isinstance(prompt, str) or _is_ids(prompt) else prompt[0]
         return one
 
 
 def _is_ids(prompt: list[Any]) -> bool:
-    """Whether a list is one prompt of tokens, and not a list of prompts."""
+    """Whether a list is one prompt of token ids, and not a list of prompts."""
     return bool(prompt) and isinstance(prompt[0], int)

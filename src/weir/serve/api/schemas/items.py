@@ -33,7 +33,7 @@ Metadata = Annotated[
 
 
 class ItemPart(BaseModel):
-    """A part of a message: text, which is called otherwise by who says it."""
+    """Text content of a message or of a tool result."""
 
     model_config = ConfigDict(strict=True)
 
@@ -42,7 +42,7 @@ class ItemPart(BaseModel):
 
 
 class MessageItem(BaseModel):
-    """A message; what answers have beside their text is left aside, so they may be sent back."""
+    """A message. Unknown fields are ignored, so that output items can be sent back."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -59,7 +59,7 @@ class MessageItem(BaseModel):
         return value
 
     def item(self) -> Item:
-        """The item, with an id of the server's."""
+        """Convert to an item with a new id."""
         content = self.content
         texts = [content] if isinstance(content, str) else [part.text for part in content]
         return input_item(self.role, texts)
@@ -69,7 +69,7 @@ CallId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
 class CallItem(BaseModel):
-    """A call that a model has made."""
+    """A function call that the model has made."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -79,12 +79,12 @@ class CallItem(BaseModel):
     arguments: Arguments
 
     def item(self) -> Item:
-        """The item, with an id of the server's."""
+        """Convert to an item with a new id."""
         return call_item(new_id("fc"), Call(self.call_id, self.name, self.arguments), "completed")
 
 
 class ResultItem(BaseModel):
-    """What a call has returned."""
+    """The result of a function call."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -93,7 +93,7 @@ class ResultItem(BaseModel):
     output: str | ListOf[ItemPart]
 
     def item(self) -> Item:
-        """The item, with an id of the server's."""
+        """Convert to an item with a new id."""
         output = self.output
         if not isinstance(output, str):
             return result_item(self.call_id, [part.model_dump() for part in output])
@@ -116,20 +116,20 @@ AnyItem = Annotated[
 
 
 class ConversationBody(Strict):
-    """`POST /v1/conversations`."""
+    """Request body of `POST /v1/conversations`."""
 
     items: Annotated[ListOf[AnyItem], Field(max_length=20)] | None = None
     metadata: Metadata | None = None
 
 
 class MetadataBody(Strict):
-    """`POST /v1/conversations/{name}`."""
+    """Request body of `POST /v1/conversations/{name}`."""
 
     metadata: Metadata | None
 
 
 class ItemsBody(Strict):
-    """`POST /v1/conversations/{name}/items`."""
+    """Request body of `POST /v1/conversations/{name}/items`."""
 
     items: Annotated[ListOf[AnyItem], Field(min_length=1, max_length=20)]
 

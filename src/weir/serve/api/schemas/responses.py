@@ -46,7 +46,7 @@ Label = Annotated[str, StringConstraints(max_length=512)]
 
 
 class TextFormat(Strict):
-    """The form of an answer: `ResponseFormat`, with the schema's facts beside its type."""
+    """Format of the response: text, any JSON object, or JSON that fits a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: SchemaName | None = None
@@ -76,20 +76,20 @@ class TextFormat(Strict):
 
 
 class TextOptions(Strict):
-    """What an answer is to look like."""
+    """Options of the response's text."""
 
     format: TextFormat | None = None
     verbosity: Any = None
 
 
 class ConversationName(Strict):
-    """A conversation, where it is not named by its id alone."""
+    """A conversation, as an object with its id."""
 
     id: Name
 
 
 class ResponseBody(GenerationBody):
-    """`POST /v1/responses`."""
+    """Request body of `POST /v1/responses`."""
 
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSERVED
 
@@ -125,7 +125,7 @@ class ResponseBody(GenerationBody):
 
     @property
     def is_stored(self) -> bool:
-        """Whether the response is stored; it is, if the client does not say."""
+        """Whether to store the response, which is the default."""
         return self.store is not False
 
     @property
@@ -143,7 +143,7 @@ class ResponseBody(GenerationBody):
 
     @property
     def offer(self) -> ToolOffer:
-        """The tools that the body offers."""
+        """The tools of the request."""
         tools = [tool.tool() for tool in self.tools or ()]
         parallel, choice = self.parallel_tool_calls is not False, self.tool_choice
         if isinstance(choice, FlatName):
