@@ -88,7 +88,8 @@ class Server:
         """Wait until nobody is answered any more."""
         for _ in range(1000):
             load = self.engine.load()
-            if not load.busy and not load.waiting and not self.engine_client.open_requests("127.0.0.1"):
+            under_way = self.engine_client.open_requests("127.0.0.1")
+            if not load.busy and not load.waiting and not under_way:
                 return
             time.sleep(0.01)
         raise AssertionError(f"turns do not come to an end: {self.engine.load()}")

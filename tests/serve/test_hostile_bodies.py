@@ -188,7 +188,7 @@ def test_a_request_has_one_length(server):
 
 def test_a_template_that_fails_is_a_400_or_ends_the_start(monkeypatch):
     ends_at_start = CHATML + "{{ 1/0 }}"
-    with pytest.raises(WeirError, match="chat template of .* fails with ZeroDivisionError"):
+    with pytest.raises(WeirError, match=r"chat template of .* fails with ZeroDivisionError"):
         make_client(template=ends_at_start)
     monkeypatch.setattr(chat_template, "MAX_STEPS", 20_000)
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

@@ -95,8 +95,9 @@ def test_a_long_text_has_the_same_tokens_in_pieces(monkeypatch):
     for special in (False, True):
         whole = tokenizer(text, add_special_tokens=special)["input_ids"]
         assert PromptEncoder(tokenizer).encode(text, special=special) == whole
-        assert PromptEncoder(tokenizer).encode("x", special=special) == (
-            tokenizer("x", add_special_tokens=special)["input_ids"]
+        assert (
+            PromptEncoder(tokenizer).encode("x", special=special)
+            == (tokenizer("x", add_special_tokens=special)["input_ids"])
         )
 
 

@@ -12,11 +12,11 @@ from weir.stream.text import BOOK, STANDARD_INPUT, Books, encode, read_books, re
 
 __all__ = [
     "BOOK",
-    "BrokenTemplate",
     "MOST_LOGITS",
     "PIECE",
     "STANDARD_INPUT",
     "Books",
+    "BrokenTemplate",
     "ChatTemplate",
     "Conversation",
     "Detokenizer",

@@ -223,7 +223,7 @@ class _TooManySteps(Exception):
 
 @contextmanager
 def _bounded() -> Iterator[None]:
-    """Stop a template that is rendered in this thread after too many lines and calls, or too long."""
+    """Stop a template that is rendered in this thread after too many steps, or too long."""
     steps, until = 0, time.thread_time() + MAX_SECONDS
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:

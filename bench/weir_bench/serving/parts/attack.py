@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from weir.errors import WeirError
@@ -125,8 +126,8 @@ class Attackers:
 
     def run(self) -> None:
         """Attack until the end."""
-        work = [(self._send, n) for n in range(ATTACKERS)] + [(self._dawdle, n) for n in range(SLOW)]
-        threads = [threading.Thread(target=call, args=(n,), daemon=True) for call, n in work]
+        work = [partial(self._send, number) for number in range(ATTACKERS)] + [self._dawdle] * SLOW
+        threads = [threading.Thread(target=call, daemon=True) for call in work]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -164,7 +165,7 @@ class Attackers:
             finally:
                 connection.close()
 
-    def _dawdle(self, number: int) -> None:
+    def _dawdle(self) -> None:
         """Send a body a byte at a time."""
         while time.monotonic() < self._until:
             try:
@@ -202,4 +203,4 @@ def main(port: str, model: str, seconds: str) -> None:
         "worst": {what: max(times) for what, times in sorted(attackers.times.items())},
         "refused": refused[len(refused) // 2] if refused else 0.0,
     }
-    print(json.dumps(told))
+    sys.stdout.write(json.dumps(told))

@@ -61,17 +61,8 @@ class RequestMiddleware:
             await send(message)
 
         try:
-            if self._local and host_of(scope) not in LOCAL_HOSTS:
-                error = APIError(
-                    421, "this server has no keys and answers to localhost only", code="wrong_host"
-                )
-                await error.response()(scope, receive, send_with_id)
-            elif {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
-                error = APIError(
-                    400,
-                    "a request has a Content-Length or a Transfer-Encoding, and not both",
-                    headers={"Connection": "close"},
-                )
+            error = self._refuse(scope)
+            if error is not None:
                 await error.response()(scope, receive, send_with_id)
             else:
                 await self._app(scope, receive, send_with_id)
@@ -94,6 +85,20 @@ class RequestMiddleware:
                 status=status,
                 ms=round((time.perf_counter() - began) * 1000, 1),
             )
+
+    def _refuse(self, scope: Scope) -> APIError | None:
+        """The error of a request that no route is to see."""
+        if self._local and host_of(scope) not in LOCAL_HOSTS:
+            return APIError(
+                421, "this server has no keys and answers to localhost only", code="wrong_host"
+            )
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
+            return APIError(
+                400,
+                "a request has a Content-Length or a Transfer-Encoding, and not both",
+                headers={"Connection": "close"},
+            )
+        return None
 
 
 async def watch_stalls() -> None:

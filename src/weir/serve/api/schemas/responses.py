@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
-from weir.serve.api.schemas.base import Name as SchemaName
 from weir.serve.api.schemas.base import ListOf, Strict, Whole, unsupported
+from weir.serve.api.schemas.base import Name as SchemaName
 from weir.serve.api.schemas.chat import GenerationBody
 from weir.serve.api.schemas.formats import (
     Description,
