@@ -19,7 +19,7 @@ class Limits:
     Attributes:
         body: bytes of the body of a request.
         bodies: bytes of the bodies of all requests under way, with `NODE` for each object.
-        reading: bodies of one address that are read at once; a further one ends the oldest.
+        reading: bodies of one address that are read at once; a further one ends one that is slow.
         parcel: bytes of a session's file that is imported or exported.
         prompt: tokens that one request may feed.
         answer: tokens of an answer.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -31,6 +31,9 @@ MAX_DIGITS = 20
 """Digits of a Content-Length: `int` raises on a text with thousands of them."""
 MAX_NODES = 200_000
 """Objects, lists and fields of a JSON body: they take much more memory and time than text."""
+SLOW_SECONDS = 0.5
+SLOW_RATE = 10_000
+"""A body is slow if it has come for longer, and with fewer bytes a second."""
 LARGE = 65_536
 """Bytes of a body that is parsed and validated in a thread, so that no other client waits."""
 
@@ -73,7 +76,7 @@ class BodyLimiter:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._bytes = 0
-        self._reading: defaultdict[str, deque[BodyDeadline]] = defaultdict(deque)
+        self._reading: defaultdict[str, list[IncomingBody]] = defaultdict(list)
         self.worker = ThreadPoolExecutor(1, "weir-bodies")
 
     def add(self, request: Request, size: int) -> None:
@@ -90,34 +93,50 @@ class BodyLimiter:
     def _remove(self, size: int) -> None:
         self._bytes -= size
 
+    def end_slow(self, address: str) -> None:
+        """End a slow body of an address that has many, or they could hold all its places."""
+        bodies = self._reading.get(address, [])
+        slow = next((body for body in bodies if body.is_slow), None)
+        if len(bodies) >= self._limits.reading and slow is not None:
+            bodies.remove(slow)
+            slow.end()
+
     @contextmanager
-    def reading(self, request: Request, seconds: float) -> Iterator[BodyDeadline]:
-        """Count a body that is being read; one too many of an address ends the oldest of them."""
-        address, deadline = address_of(request), BodyDeadline(seconds)
-        of_address = self._reading[address]
-        if len(of_address) >= self._limits.reading:
-            of_address.popleft().end()
-        of_address.append(deadline)
+    def reading(self, address: str, seconds: float) -> Iterator[IncomingBody]:
+        """Count a body of an address while it is read, for so many seconds at most."""
+        body, bodies = IncomingBody(seconds), self._reading[address]
+        bodies.append(body)
         try:
-            yield deadline
+            yield body
         finally:
-            if deadline in of_address:
-                of_address.remove(deadline)
-            if not of_address:
+            if body in bodies:
+                bodies.remove(body)
+            if not bodies:
                 self._reading.pop(address, None)
 
 
-class BodyDeadline:
-    """The time by which a body must have come.
+class IncomingBody:
+    """A body that is being read.
 
     Args:
-        seconds: from now.
+        seconds: in which all of it must come.
+
+    Attributes:
+        size: bytes so far.
     """
 
     def __init__(self, seconds: float) -> None:
+        self.size = 0
         self._loop = asyncio.get_running_loop()
-        self._until = self._loop.time() + seconds
+        self._began = self._loop.time()
+        self._until = self._began + seconds
         self._timeout = asyncio.timeout_at(None)
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether it comes so slowly that others may take its place."""
+        seconds = self._loop.time() - self._began
+        return seconds > SLOW_SECONDS and self.size < SLOW_RATE * seconds
 
     def timeout(self) -> asyncio.Timeout:
         """A context for waiting for the next part."""
@@ -125,7 +144,7 @@ class BodyDeadline:
         return self._timeout
 
     def end(self) -> None:
-        """Let no more time for it."""
+        """Wait for it no longer."""
         self._until = self._loop.time()
         with suppress(RuntimeError):  # nothing is waited for just now
             self._timeout.reschedule(self._until)
@@ -144,6 +163,8 @@ def begin_request(request: Request, owner: str) -> EngineClient:
     """
     client: EngineClient = request.app.state.client
     holder = owner or address_of(request)
+    limiter: BodyLimiter = request.app.state.bodies
+    limiter.end_slow(address_of(request))
     try:
         client.begin_request(holder)
     except Busy as error:
@@ -178,16 +199,16 @@ async def read_chunks(
     if not length.isdecimal() or len(length) > MAX_DIGITS or int(length) > limit:
         raise too_large
     limiter: BodyLimiter = request.app.state.bodies
-    read, parts = 0, request.stream()
+    parts = request.stream()
     try:
-        with limiter.reading(request, seconds) as deadline:
+        with limiter.reading(address_of(request), seconds) as body:
             while True:
-                async with deadline.timeout():
+                async with body.timeout():
                     chunk = await anext(parts, None)
                 if chunk is None:
                     return
-                read += len(chunk)
-                if read > limit:
+                body.size += len(chunk)
+                if body.size > limit:
                     raise too_large
                 yield chunk
     except TimeoutError:

@@ -42,7 +42,7 @@ async def respond(request: Request, owner: str = Depends(authorize)) -> Response
     turn = ResponseTurn(
         client,
         owner,
-        body.items,
+        await asyncio.to_thread(getattr, body, "items"),  # there may be many
         body.instructions,
         body.previous_response_id,
         body.named,
