@@ -21,7 +21,7 @@ from weir.stream import PromptTooLong
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a request feeds to the model, and where.
+    """The tokens that a request feeds to the model, and the turn that they continue.
 
     Attributes:
         owner: hash of the client's key; empty where the server needs none.

@@ -15,7 +15,7 @@ from weir.serve.api.errors import APIError
 from weir.serve.api.generation import Events, make_request, send, start, usage_of
 from weir.serve.api.logprobs import LogprobFormatter
 from weir.serve.api.models import check_model
-from weir.serve.api.openapi import takes
+from weir.serve.api.openapi import describe_body
 from weir.serve.api.output_format import ToolUse, add_constraint, check_tools
 from weir.serve.api.requests import SESSION_HEADER, authorize, named_session, read_body
 from weir.serve.api.schemas.chat import ChatBody
@@ -29,7 +29,7 @@ from weir.serve.tools import AnswerPart, CallParser, CallStart, TextDelta, join_
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", openapi_extra=takes(ChatBody, streams=True))
+@router.post("/v1/chat/completions", openapi_extra=describe_body(ChatBody, streams=True))
 async def chat(request: Request, owner: str = Depends(authorize)) -> Response:
     """Complete a chat. Only the messages that are new since a saved turn are processed."""
     client: EngineClient = request.app.state.client
@@ -44,10 +44,14 @@ async def chat(request: Request, owner: str = Depends(authorize)) -> Response:
         limit = ("max_completion_tokens", body.max_completion_tokens)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     match = partial(_match, client, body, owner, session, tools)
-    wanted = make_request(client, body, match, limit, logprobs, client.limits.answer_default)
+    generation_request = make_request(
+        client, body, match, limit, logprobs, client.limits.answer_default
+    )
     param = "response_format.json_schema.schema"
-    wanted = await add_constraint(request, body.response_format, tools, wanted, param)
-    generation = await start(request, wanted, "messages")
+    generation_request = await add_constraint(
+        request, body.response_format, tools, generation_request, param
+    )
+    generation = await start(request, generation_request, "messages")
     renderer = ChatRenderer(body, client, generation)
     headers = {SESSION_HEADER: generation.prompt.session or ""}
     return await send(request, renderer, generation, headers, stream=bool(body.stream))
@@ -217,7 +221,7 @@ def _message(message: Message) -> dict[str, Any]:
 
 
 def _deltas(part: AnswerPart, make_id: Callable[[int], str]) -> list[dict[str, Any]]:
-    """What a part adds to an answer."""
+    """The deltas of a part of an answer."""
     if isinstance(part, TextDelta) and part.call is None:
         return [{"content": part.text}]
     if isinstance(part, TextDelta):

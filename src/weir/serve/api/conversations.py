@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Request
 
 from weir.errors import quote
 from weir.serve.api.errors import APIError, not_found
-from weir.serve.api.openapi import takes
+from weir.serve.api.openapi import describe_body
 from weir.serve.api.requests import authorize, read_body
 from weir.serve.api.responses import lock
 from weir.serve.api.schemas.items import (
@@ -30,7 +30,7 @@ router = APIRouter()
 PATH = "/v1/conversations/{name}"
 
 
-@router.post("/v1/conversations", openapi_extra=takes(ConversationBody))
+@router.post("/v1/conversations", openapi_extra=describe_body(ConversationBody))
 async def create(request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
     """Create a conversation."""
     body = await read_body(request, ConversationBody, owner)
@@ -50,7 +50,7 @@ async def retrieve(name: str, request: Request, owner: str = Depends(authorize))
     return conversation_object(await _found(request, owner, name))
 
 
-@router.post(PATH, openapi_extra=takes(MetadataBody))
+@router.post(PATH, openapi_extra=describe_body(MetadataBody))
 async def describe(name: str, request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
     """Replace the metadata of a conversation."""
     body = await read_body(request, MetadataBody, owner)
@@ -88,7 +88,7 @@ async def items(
     return page.to_json(found)
 
 
-@router.post(PATH + "/items", openapi_extra=takes(ItemsBody))
+@router.post(PATH + "/items", openapi_extra=describe_body(ItemsBody))
 async def add(name: str, request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
     """Add items to a conversation, for the next response to process."""
     body = await read_body(request, ItemsBody, owner)

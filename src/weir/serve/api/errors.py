@@ -32,7 +32,7 @@ TYPES = {
     "model_type": "an object",
     "model_attributes_type": "an object",
 }
-"""What a value should be, by pydantic's name of a wrong type."""
+"""Expected types, by pydantic's name of the error."""
 SENTENCES = {
     "less_than": "it is to be less than {lt}",
     "less_than_equal": "it is to be {le} or less",
@@ -202,7 +202,7 @@ def _message(error: Mapping[str, Any]) -> str:
 
 
 _SURROGATES = ("unexpected end of hex escape", "surrogate in hex escape")
-"""What the parser says about lone surrogates."""
+"""Parts of the parser's messages about lone surrogates."""
 
 
 def param_of(loc: tuple[int | str, ...]) -> str | None:

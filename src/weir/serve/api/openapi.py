@@ -21,7 +21,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 _REFERENCE = "#/components/schemas/{model}"
 
 
-def takes(kind: type[BaseModel], *, streams: bool = False) -> dict[str, Any]:
+def describe_body(kind: type[BaseModel], *, streams: bool = False) -> dict[str, Any]:
     """Describe the body of a route.
 
     Args:

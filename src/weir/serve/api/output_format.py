@@ -125,9 +125,9 @@ def _schema_of(response_format: ResponseFormat | None) -> tuple[dict[str, object
     if response_format is None or response_format.type == "text":
         return None, False
     named = response_format.json_schema
-    if named is None or named.of is None:
+    if named is None or named.schema_ is None:
         return {"type": "object"}, True
-    return named.of, bool(named.strict)
+    return named.schema_, bool(named.strict)
 
 
 def _compile_tools(

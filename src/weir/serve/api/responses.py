@@ -13,7 +13,7 @@ from weir.serve.api.errors import APIError, not_found
 from weir.serve.api.generation import make_request, send, start
 from weir.serve.api.middleware import at_end
 from weir.serve.api.models import check_model
-from weir.serve.api.openapi import takes
+from weir.serve.api.openapi import describe_body
 from weir.serve.api.output_format import add_constraint, check_tools
 from weir.serve.api.requests import SESSION_HEADER, authorize, named_session, read_body
 from weir.serve.api.response_object import ResponseRenderer
@@ -29,7 +29,7 @@ from weir.serve.sessions import ConversationLocked, StoredResponse
 router = APIRouter()
 
 
-@router.post("/v1/responses", openapi_extra=takes(ResponseBody, streams=True))
+@router.post("/v1/responses", openapi_extra=describe_body(ResponseBody, streams=True))
 async def respond(request: Request, owner: str = Depends(authorize)) -> Response:
     """Create a response: alone, after a previous one, or in a conversation."""
     client: EngineClient = request.app.state.client
@@ -52,11 +52,15 @@ async def respond(request: Request, owner: str = Depends(authorize)) -> Response
     )
     limit = ("max_output_tokens", body.max_output_tokens)
     default = client.limits.answer_default
-    wanted = make_request(client, body, partial(_match, turn), limit, body.logprobs, default)
+    generation_request = make_request(
+        client, body, partial(_match, turn), limit, body.logprobs, default
+    )
     tools = check_tools(client, body.offer)
     param = "text.format.schema"
-    wanted = await add_constraint(request, body.response_format, tools, wanted, param)
-    generation = await start(request, wanted, "input")
+    generation_request = await add_constraint(
+        request, body.response_format, tools, generation_request, param
+    )
+    generation = await start(request, generation_request, "input")
     renderer = ResponseRenderer(body, turn, generation)
     saved_in = generation.prompt.session
     headers = {} if saved_in is None else {SESSION_HEADER: saved_in}

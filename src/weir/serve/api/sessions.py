@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from weir.errors import WeirError
 from weir.serve.api.errors import APIError, conflict, not_found, rate_limited
-from weir.serve.api.openapi import takes
+from weir.serve.api.openapi import describe_body
 from weir.serve.api.requests import (
     SESSION_NAME,
     authorize,
@@ -35,7 +35,7 @@ FILE = "application/octet-stream"
 CHUNK = 2**18
 """Bytes of a file that are read at once."""
 FILE_PATIENCE = 20
-"""How many times as long as a JSON body a file may take."""
+"""Time that a file may take, as a multiple of a JSON body's."""
 
 BINARY = {FILE: {"schema": {"type": "string", "format": "binary"}}}
 
@@ -126,7 +126,7 @@ async def turns(
     return page.to_json(page.cut([turn_object(record, record.node in path) for record in records]))
 
 
-@router.post("/v1/sessions/{name}/fork", openapi_extra=takes(ForkBody))
+@router.post("/v1/sessions/{name}/fork", openapi_extra=describe_body(ForkBody))
 async def fork(name: str, request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
     """Fork a session at one of its turns."""
     body = await read_body(request, ForkBody, owner)
@@ -137,7 +137,7 @@ async def fork(name: str, request: Request, owner: str = Depends(authorize)) -> 
     )
 
 
-@router.post("/v1/sessions/{name}/rewind", openapi_extra=takes(RewindBody))
+@router.post("/v1/sessions/{name}/rewind", openapi_extra=describe_body(RewindBody))
 async def rewind(name: str, request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
     """Rewind a session to one of its turns."""
     body = await read_body(request, RewindBody, owner)

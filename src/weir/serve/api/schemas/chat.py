@@ -1,7 +1,7 @@
 """Bodies of chat and text completions.
 
-As with OpenAI, unknown fields are refused. Those in `IGNORED` are accepted without effect, and
-those in `UNSERVED` only with values that ask for nothing.
+As with OpenAI, unknown fields are refused. Fields of type `Any` are accepted without effect, but
+those in `unserved` only with values that ask for nothing.
 """
 
 from __future__ import annotations
@@ -39,32 +39,6 @@ from weir.serve.api.schemas.formats import (
 from weir.serve.engine import SamplingParams
 from weir.serve.messages import Call, Message
 from weir.stream import Sampling
-
-IGNORED = (
-    "metadata",
-    "prediction",
-    "prompt_cache_key",
-    "prompt_cache_options",
-    "prompt_cache_retention",
-    "reasoning_effort",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "user",
-    "verbosity",
-)
-UNSERVED: dict[str, tuple[Any, ...]] = {
-    "audio": (None,),
-    "best_of": (None, 1),
-    "echo": (None, False),
-    "function_call": (None, "none", "auto"),
-    "functions": (None, []),
-    "modalities": (None, ["text"]),
-    "suffix": (None, ""),
-    "web_search_options": (None,),
-}
-INSTEAD = {"functions": "use tools", "function_call": "use tool_choice"}
-"""What to use instead of fields that have another name today."""
 
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 Token = Annotated[Whole, Field(ge=0, lt=2**31)]
@@ -188,8 +162,20 @@ class GenerationBody(KnownFields):
 class CompletionBody(GenerationBody):
     """Fields that chat and text completions have in common."""
 
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSERVED
-    instead: ClassVar[Mapping[str, str]] = INSTEAD
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "audio": (None,),
+        "best_of": (None, 1),
+        "echo": (None, False),
+        "function_call": (None, "none", "auto"),
+        "functions": (None, []),
+        "modalities": (None, ["text"]),
+        "suffix": (None, ""),
+        "web_search_options": (None,),
+    }
+    instead: ClassVar[Mapping[str, str]] = {
+        "functions": "use tools",
+        "function_call": "use tool_choice",
+    }
 
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[Whole, Field(ge=1)] | None = None

@@ -28,7 +28,7 @@ class JsonSchema(Strict):
 
     name: Name
     description: Description | None = None
-    of: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
 
 

@@ -23,21 +23,6 @@ from weir.serve.api.schemas.formats import (
 from weir.serve.api.schemas.items import AnyItem, Metadata
 from weir.serve.sessions import Item, input_item
 
-IGNORED = (
-    "context_management",
-    "max_tool_calls",
-    "prompt_cache_options",
-    "prompt_cache_retention",
-    "reasoning",
-    "service_tier",
-    "stream_options",
-    "user",
-)
-UNSERVED: dict[str, tuple[Any, ...]] = {
-    "background": (None, False),
-    "moderation": (None,),
-    "prompt": (None,),
-}
 LOGPROBS = "message.output_text.logprobs"
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=128)]
@@ -51,12 +36,12 @@ class TextFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     name: SchemaName | None = None
     description: Description | None = None
-    of: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
 
     @model_validator(mode="after")
     def _check_schema(self) -> Self:
-        fields = {"name": self.name, "schema": self.of}
+        fields = {"name": self.name, "schema": self.schema_}
         missing = " and ".join(name for name, value in fields.items() if value is None)
         if self.type == "json_schema" and missing:
             raise unsupported(f"type: json_schema needs a name and a schema; here is no {missing}")
@@ -71,7 +56,7 @@ class TextFormat(Strict):
             return ResponseFormat(type=self.type)
         return ResponseFormat(
             type=self.type,
-            json_schema=JsonSchema(name=self.name, schema=self.of, strict=self.strict),
+            json_schema=JsonSchema(name=self.name, schema=self.schema_, strict=self.strict),
         )
 
 
@@ -91,7 +76,11 @@ class ConversationName(Strict):
 class ResponseBody(GenerationBody):
     """Request body of `POST /v1/responses`."""
 
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSERVED
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "background": (None, False),
+        "moderation": (None,),
+        "prompt": (None,),
+    }
 
     input: str | ListOf[AnyItem] | None = None
     instructions: str | None = None
