@@ -182,7 +182,7 @@ def serve(
         say(
             f"{model_name} under {wanted.brief}: weights {size(memory.weights)}, {rows} rows of "
             f"{size(memory.row)}; {ends if memory.kept else ''}{size(memory.total)} in all, and "
-            "never more"
+            f"at most {size(limits.memory)} more for requests under way"
         )
         known = f"{len(taken)} keys" if taken else "no keys: for this machine only"
         if cluster is not None and data is not None:
