@@ -32,6 +32,8 @@ from weir.serve.sessions.records import Checkpoint
 
 FORMAT = 3
 KEY = "weir_node"
+OVERHEAD = 2**18
+"""Bytes that a turn takes beside its row, roughly."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,11 @@ class RowFormat:
         cache = StreamingCache(model, policy, chunk=chunk)
         vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
         return cls(fingerprint(model), cache.kind, cache.plans, vocabulary)
+
+    @property
+    def turn_bytes(self) -> int:
+        """Bytes that a saved turn may take: a full row, names, messages, pages of a database."""
+        return sum(plan.slab.nbytes() for plan in self.plans) + OVERHEAD
 
     def to_json(self) -> dict[str, Any]:
         """The model and kind, as a store or a file states them."""
