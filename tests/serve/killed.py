@@ -20,12 +20,16 @@ torch.set_num_threads(1)  # a copy of a process has none of its threads
 
 from servers import POLICY, make_model, make_tokenizer, serving  # noqa: E402
 
+import weir  # noqa: E402
 from weir.serve import Engine, EngineClient, Limits, ResponseStore  # noqa: E402
 from weir.serve.cluster import LeaseTable, SharedStore, open_storage  # noqa: E402
 from weir.serve.sessions import RowFormat, SQLiteStore  # noqa: E402
 
 TOKENIZER = make_tokenizer()
 MODEL = make_model(TOKENIZER)
+weir.Stream(MODEL, POLICY, chunk=4).feed(
+    list(range(32))
+)  # what the first call loads is loaded once
 
 
 def serve(folder: Path, number: int, *, shared: bool) -> None:
