@@ -16,7 +16,7 @@ from weir.cache.forward import Forward
 from weir.cache.generating import generate
 from weir.cache.layer_stack import Folded
 from weir.cache.layers import LayerPlan, pipes_of, plan_layers
-from weir.cache.row_state import RowState, check_state, unlike_policies
+from weir.cache.row_state import RowState, check_state, cut_rows, unlike_policies
 from weir.cache.size import Size, read_bytes, size_of
 from weir.cache.snapshot import Contents, Held, Holding, holding_in
 from weir.cache.validation import (
@@ -58,6 +58,7 @@ __all__ = [
     "check_sizes",
     "check_state",
     "choose_policy",
+    "cut_rows",
     "describe_window_excess",
     "find_model_policy",
     "fit_to_model",

@@ -82,7 +82,9 @@ def serve(
     keep: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Ends of turns kept in memory; by default as many as fit, or 256."
+            min=1,
+            help="Ends of turns kept in memory; by default as many as fit, or 256. With --disk: "
+            "turns that go on in memory while the disk is full, and newest ones it may not drop.",
         ),
     ] = None,
     data: Annotated[
@@ -152,8 +154,11 @@ def serve(
         raise WeirError("--cluster needs --data: a folder or an address that all replicas share")
     if cluster is not None and compiled:
         raise WeirError("--compile is for one server; leave it out with --cluster")
-    if keep is not None and data is not None and cluster is None:
-        raise WeirError("--keep is for memory, and with --data nothing is kept there; use --disk")
+    if keep is not None and data is not None and cluster is None and disk is None:
+        raise WeirError(
+            "--keep is for memory, and with --data turns are there only while the disk is full: "
+            "that needs --disk, which lets old turns go"
+        )
     most = None if disk is None else read_bytes(disk)
 
     given = policy is not None or slots is not None
@@ -169,7 +174,7 @@ def serve(
         if beside is not None and beside.origin is not None:
             say(f"the policy is that of {beside.origin.file}, which lies with the model")
         say_set_aside(model_name, policy, slots, loading.get("revision"))
-        kept = keep if data is None or cluster is not None else 0
+        kept = keep if data is None or cluster is not None else keep or 0
         memory = estimate_memory(
             model_name, wanted, chunk=chunk, rows=rows, kept=kept, loading=loading
         )
@@ -219,7 +224,9 @@ def serve(
         if data is None:
             store = MemoryStore(memory.kept)
         else:
-            store = ending.enter_context(SQLiteStore(data, model, wanted, chunk=chunk, limit=most))
+            store = ending.enter_context(
+                SQLiteStore(data, model, wanted, chunk=chunk, limit=most, keep=memory.kept)
+            )
             room_there = "" if most is None else f", at most {size(most)}"
             say(f"ends of turns in {data}, {size(memory.row)} each{room_there}")
         book = ResponseStore(None if data is None else Path(data) / "book.db", limits.texts)
