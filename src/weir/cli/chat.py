@@ -173,13 +173,13 @@ def chat(
         facts = {"policy": str(held), "chunk": chunk, "seed": stream.seed, "system": system}
         kept = begin({"model": name, "loading": loading, **facts})
     conversation = Conversation(stream, tokenizer, system, kept)
+    keeper = Keeper(conversation, stream.seen if go_on else -1)
     if begun:
         if go_on and kept is not None:
             _read_again(conversation)
         say(f"{stream.seen:,} tokens seen before")
     how = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     how["repetition_penalty"] = repetition_penalty
-    keeper = Keeper(conversation)
     with interruptible(noted=math.inf) as interrupt:
         try:
             _talk(conversation, keeper, interrupt, max_new_tokens=max_tokens, **how)

@@ -85,11 +85,12 @@ class Keeper:
 
     Args:
         conversation: the conversation.
+        saved: tokens of the stream as it is saved already; -1 if it is not.
     """
 
-    def __init__(self, conversation: Conversation) -> None:
+    def __init__(self, conversation: Conversation, saved: int = -1) -> None:
         self.conversation = conversation
-        self._saved_at = conversation.stream.seen if self._path else -1
+        self._saved_at = saved
         self._pause, self._last = 0.0, time.monotonic()
 
     @property

@@ -175,7 +175,6 @@ class Story:
     def facts(self, read: int) -> dict[str, Any]:
         """What was told and asked, after `read` tokens of the book, as JSON."""
         return {
-            "chat": False,
             "told_at": read,
             "said": sum(len(one.said) for one in self.names),
             "away": len(self.between),
@@ -232,7 +231,6 @@ class ChatStory:
     def facts(self, read: int) -> dict[str, Any]:
         """What was told and asked, with `read` tokens of text between, as JSON."""
         return {
-            "chat": True,
             "told_at": 0,
             "said": self.said,
             "away": read,
@@ -261,6 +259,7 @@ def read_book(
     ids: Tensor,
     story: Story | ChatStory | None = None,
     *,
+    name: str = "nano",
     policies: tuple[str, ...] = POLICIES,
     block: int = 500,
     on_step: Callable[[list[PerplexityMeter]], bool | None] = lambda meters: None,
@@ -271,7 +270,8 @@ def read_book(
     Args:
         model: the model.
         ids: from `load_book`.
-        story: names to feed after the book; None asks nothing.
+        story: what is told and asked; None asks nothing.
+        name: the model's name.
         policies: the policies.
         block: tokens in a block of `ppl_by_block`.
         on_step: called after every `STEP` tokens; reading ends early when it returns True, and
@@ -279,14 +279,15 @@ def read_book(
         on_ask: called with the number of policies asked so far, from 0; returning True stops early.
 
     Returns:
-        {"model_window", "book", "tokens", "block", "story", "policies": [figures of each]}. The
-        figures are those of `weir stream`, "slots" (None for no limit), and what `Story.tell`
-        returns. "story" has "chat" (whether it is one), "told_at" (a position in the stream),
-        "said" and "away" (tokens of the statements, and of the text read after them), "names" (what
-        was asked, and the answer) and in a chat "before" (right answers without the text between,
-        under the first policy). If not every policy was asked,
+        {"model", "chat", "told_first" (tokens of a chat before the book), "model_window", "book",
+        "tokens", "block", "story", "policies": [figures of each]}. The figures are those of `weir
+        stream`, "slots" (None for no limit), and what `Story.tell` returns. "story" has "told_at"
+        (a position in the stream), "said" and "away" (tokens of the statements, and of the text
+        read after them), "names" (what was asked, and the answer) and in a chat "before" (right
+        answers without the text between, under the first policy). If not every policy was asked,
         "story" is None and the figures have no answers.
     """
+    chat = story if isinstance(story, ChatStory) else None
     meters = [PerplexityMeter(Stream(model, policy), block) for policy in policies]
     if story is not None:
         for meter in meters:
@@ -304,6 +305,9 @@ def read_book(
     if story is not None and _ask_all(story, meters, found, on_ask):
         told = story.facts(len(ids))
     return {
+        "model": name,
+        "chat": chat is not None,
+        "told_first": 0 if chat is None else chat.said,
         "model_window": model.config.max_position_embeddings,
         "book": f"Leo Tolstoy, {TITLE}",
         "tokens": meters[0].reading.tokens,
@@ -332,6 +336,28 @@ def _ask_all(
 
 # --- the page
 
+ABOUT = Template("""<p>The packaged model <code>nano</code> was trained on $window tokens at a time.
+Here it reads the first $tokens tokens of <em>$book</em> once, $times times its window, and predicts
+each token from what the policy still holds.</p>""")
+CHAT_ABOUT = Template("""<p><code>$model</code> was trained on $window tokens at a time. In a chat it
+has the rule &ldquo;$rule&rdquo; and is told facts; then $tokens tokens of <em>$book</em> are pasted,
+and it predicts each from what the policy still holds. <code>dense</code> is what transformers does
+by itself.</p>""")
+"""The first paragraph of the page, for a book and for a chat."""
+CHAT_STORY = Template("""<h2>Who still knows?</h2>
+<p>Before the long text every policy was told $count facts and a rule; $away tokens later it was
+asked for each. Without the text between, $before of $count answers are right: a model that cannot
+answer then says nothing about a policy. A right answer has a tick.</p>
+$answers
+
+<h2>What each policy still holds</h2>
+<p>The whole chat, from its first token at the left to its ${seen}th at the right, just before the
+questions. The stronger the color, the more tokens of a place have a slot, over all layers and
+heads. The mark shows where the facts were told.</p>
+<div class="strips">
+<div class="told"><span style="left:$place%">facts</span></div>
+$strips
+</div>""")
 STORY = Template("""<h2>Who still knows?</h2>
 <p>Behind the book every policy was told $count names with numbers ($some, &hellip;), read $away
 tokens more, and was asked for each number. A right answer has a tick.</p>
@@ -376,10 +402,14 @@ def write_report(result: dict[str, Any], path: Path) -> None:
     policies = result["policies"]
     limited = [policy for policy in policies if policy["slots"] is not None] or policies
     body = Template((resources.files("weir.evals") / "demo.html").read_text("utf-8")).substitute(
-        book=html.escape(result["book"]),
-        tokens=f"{result['tokens']:,}",
-        times=f"{result['tokens'] / result['model_window']:.1f}",
-        window=f"{result['model_window']:,}",
+        about=(CHAT_ABOUT if result["chat"] else ABOUT).substitute(
+            model=html.escape(result["model"]),
+            rule=html.escape(RULE),
+            book=html.escape(result["book"]),
+            tokens=f"{result['tokens']:,}",
+            times=f"{result['tokens'] / result['model_window']:.1f}",
+            window=f"{result['model_window']:,}",
+        ),
         block=f"{result['block']:,}",
         figures=_figures(result),
         story=_story(result) if result["story"] else "",
@@ -394,6 +424,27 @@ def write_report(result: dict[str, Any], path: Path) -> None:
     heading = "A book read past the window, and what is left of it"
     title = "weir: a book read past the window, and what is left of it"
     path.write_text(html_page(title, body, footer, heading=heading, style=STYLE), "utf-8")
+
+
+def write_excerpt(result: dict[str, Any], folder: Path) -> list[Path]:
+    """Write the table of figures as Markdown and the picture of perplexities, for other pages."""
+    table, picture = folder / "table.md", folder / "perplexity.svg"
+    story = result["story"]
+    heads = ["policy", "perplexity", "its last block", "cache"] + ["still knows"] * bool(story)
+    rows = [
+        [
+            f"`{policy['policy']}`",
+            f"{policy['ppl']:,.1f}",
+            f"{policy['ppl_by_block'][-1]:,.1f}",
+            f"{policy['kv_bytes'] / 1e6:,.1f} MB",
+            *([f"{policy['knows']} of {len(story['names'])}"] if story else []),
+        ]
+        for policy in result["policies"]
+    ]
+    table.write_text(TextTable(heads, rows, markup=True).markdown() + "\n", "utf-8")
+    plot = _plot(result, result["policies"], "ppl_by_block", "perplexity", log=True)
+    picture.write_text(plot + "\n", "utf-8")
+    return [table, picture]
 
 
 def _look(choices: tuple[Any, ...], result: dict[str, Any], policy: dict[str, Any]) -> Any:
@@ -435,12 +486,13 @@ def _story(result: dict[str, Any]) -> str:
     some = ", ".join(f"{html.escape(name)} has {number}" for name, number in story["names"][:2])
     names = [f"{html.escape(name)}<br>{html.escape(number)}" for name, number in story["names"]]
     answers = [
-        [_name(result, policy), *_answers(policy["answers"], story)]
+        [_name(result, policy), *_answers(policy, story, 24 if result["chat"] else MOST_SHOWN)]
         for policy in result["policies"]
     ]
-    return STORY.substitute(
+    return (CHAT_STORY if result["chat"] else STORY).substitute(
         count=len(story["names"]),
         some=some,
+        before=story.get("before"),
         away=f"{story['away']:,}",
         seen=f"{seen:,}",
         place=f"{100 * story['told_at'] / seen:.2f}",
@@ -449,13 +501,14 @@ def _story(result: dict[str, Any]) -> str:
     )
 
 
-def _answers(answers: Sequence[str], story: dict[str, Any]) -> list[str]:
-    """Table cells with the answers of a policy; right answers have a tick."""
+def _answers(policy: dict[str, Any], story: dict[str, Any], most: int) -> list[str]:
+    """Table cells with a policy's answers, cut to `most` characters; right ones have a tick."""
+    cells = zip(policy["answers"], policy["right"], story["names"], strict=True)
     return [
-        f"<b>{html.escape(said)}&nbsp;✓</b>"
-        if said == number
-        else html.escape(said if len(said) <= MOST_SHOWN else said[:MOST_SHOWN] + "…")
-        for said, (_, number) in zip(answers, story["names"], strict=True)
+        f"<b>{html.escape(answer)}&nbsp;✓</b>"
+        if right
+        else html.escape(said if len(said) <= most else said[:most] + "…")
+        for said, right, (_, answer) in cells
     ]
 
 
@@ -516,7 +569,7 @@ def _plot(
             axes.yaxis.set_major_locator(MaxNLocator(5))
         axes.xaxis.set_major_locator(MaxNLocator(5))
         style_axes(axes, vertical=False)
-        window = result["model_window"]
+        window = result["model_window"] - result["told_first"]
         if window < result["tokens"]:
             axes.axvline(window, color=GRAY, lw=1, ls=":")
             top = axes.get_xaxis_transform()
