@@ -16,7 +16,9 @@ import typer
 from weir.cli.app import command
 from weir.cli.common import (
     CHUNK,
+    DEFAULT,
     DEFAULT_NAME,
+    Budget,
     Compile,
     ModelName,
     PolicyChunk,
@@ -31,6 +33,7 @@ from weir.cli.common import (
     waiting,
     was_given,
     with_compiled_steps,
+    with_given_budget,
     with_products,
 )
 from weir.cli.kept_chats import Keeper, begin, find_newest, session_of
@@ -84,6 +87,7 @@ def chat(
             f"weir.toml beside the model, or else {DEFAULT_NAME}]",
         ),
     ] = None,
+    budget: Budget = None,
     slots: SlotsName = None,
     chunk: PolicyChunk = None,
     seed: Seed = 0,
@@ -129,6 +133,8 @@ def chat(
         )
     system = system or None  # an empty message needs no slots
     # Refuse a wrong policy before anything is loaded.
+    if budget is not None:
+        policy = with_given_budget(policy or DEFAULT, budget)
     wanted = with_slots(parse_policy(DEFAULT_NAME if policy is None else policy), slots)
     begun = "--session" if session is not None else "--continue" if go_on else ""
     if session is not None and go_on:
@@ -252,7 +258,7 @@ def _tell_kept(context: typer.Context, stream: Stream, wanted: Policy) -> None:
     asked = context.params
     assert stream.cache is not None  # only streams with one are saved
     kept = {"chunk": asked["chunk"] == stream.cache.chunk, "seed": asked["seed"] == stream.seed}
-    kept |= dict.fromkeys(("policy", "slots"), wanted == stream.policy)
+    kept |= dict.fromkeys(("policy", "budget", "slots"), wanted == stream.policy)
     unused = [name for name, same in kept.items() if not same and was_given(context, name)]
     if unused:
         options = " and ".join(f"--{name}" for name in sorted(unused))

@@ -339,10 +339,10 @@ def _ask_all(
 ABOUT = Template("""<p>The packaged model <code>nano</code> was trained on $window tokens at a time.
 Here it reads the first $tokens tokens of <em>$book</em> once, $times times its window, and predicts
 each token from what the policy still holds.</p>""")
-CHAT_ABOUT = Template("""<p><code>$model</code> was trained on $window tokens at a time. In a chat it
-has the rule &ldquo;$rule&rdquo; and is told facts; then $tokens tokens of <em>$book</em> are pasted,
-and it predicts each from what the policy still holds. <code>dense</code> is what transformers does
-by itself.</p>""")
+CHAT_ABOUT = Template("""<p><code>$model</code> was trained on $window tokens at a time. In a chat
+it has the rule &ldquo;$rule&rdquo; and is told facts; then $tokens tokens of <em>$book</em> are
+pasted, and it predicts each from what the policy still holds. <code>dense</code> is what
+transformers does by itself.</p>""")
 """The first paragraph of the page, for a book and for a chat."""
 CHAT_STORY = Template("""<h2>Who still knows?</h2>
 <p>Before the long text every policy was told $count facts and a rule; $away tokens later it was
