@@ -12,14 +12,17 @@ import typer
 from weir.cli.app import command
 from weir.cli.common import (
     DEFAULT,
+    Budget,
     PolicyChunk,
     SlotsName,
+    one_model,
     say,
     say_set_aside,
     say_unused,
     say_window,
     size,
     waiting,
+    with_given_budget,
     with_products,
 )
 from weir.cli.loading import Loading, load_model, loads_model
@@ -40,13 +43,13 @@ class Routing(StrEnum):
 @loads_model()
 def serve(
     context: typer.Context,
-    model_name: Annotated[
-        str,
+    argument: Annotated[
+        str | None,
         typer.Argument(
-            metavar="MODEL",
-            help="nano, a folder, or a Hugging Face Hub id.",
+            metavar="MODEL", help="nano, a folder, a .gguf file, or a Hub id; also as --model."
         ),
-    ],
+    ] = None,
+    model_name: Annotated[str | None, typer.Option("--model", help="The same.")] = None,
     policy: Annotated[
         str | None,
         typer.Option(
@@ -54,6 +57,7 @@ def serve(
             f"model, or else {DEFAULT}]",
         ),
     ] = None,
+    budget: Budget = None,
     slots: SlotsName = None,
     chunk: PolicyChunk = None,
     rows: Annotated[int, typer.Option(min=1, help="Turns answered at the same time.")] = 8,
@@ -144,6 +148,9 @@ def serve(
     from weir.serve.api import Keys, bind, log_json, make_app, run_app
     from weir.serve.sessions import SQLiteStore
 
+    model_name = one_model(argument, model_name)
+    if budget is not None:
+        policy = with_given_budget(policy or DEFAULT, budget)
     if cluster is None:
         say_unused(context, ("replicas", "routing"), "they are for --cluster")
     if disk is not None and data is None:
