@@ -16,16 +16,17 @@ from statistics import median
 from typing import Any
 
 from weir.errors import WeirError
-from weir_bench.peers.contenders import COMPILED, POLICY, Contender, model_file
+from weir_bench.peers.engines import COMPILED, POLICY, EngineSetup, model_file
 from weir_bench.serving.server import weir_serves
 from weir_bench.serving.talk import Reply, Talk
 
-SYSTEM = "Your name is Rosa. You are a friendly gardener."
-NAME, NAMED = "What is your name?", "rosa"
+SYSTEM = "You are a helpful assistant named Max."
+NAME, NAMED = "Who are you?", "max"
+"""What the system turn is asked for, and the word that the answer has where it is obeyed."""
 QUESTIONS = (
     "Which flowers are red?",
-    "What is the capital of France?",
-    "How do I boil an egg?",
+    "What is the largest ocean?",
+    "What can I cook with eggs?",
     "Name three animals that live in the sea.",
     "Why is the sky blue?",
     "When should I water tomatoes?",
@@ -72,10 +73,10 @@ class Shifting(Talk):
 
 
 def endless_chats(
-    contenders: Sequence[Contender], threads: int, window: int
+    engines: Sequence[EngineSetup], threads: int, window: int
 ) -> Iterator[tuple[str, Chat]]:
     """Each chat by its name, for the servers of those that are compared."""
-    for each in contenders:
+    for each in engines:
         if each.name == "weir float32":
             yield "weir serve", functools.partial(_weir, window, ())
             if each.compiles:
@@ -94,7 +95,7 @@ def _weir(window: int, more: Sequence[str], turns: int) -> dict[str, Any]:
 
 
 def _llamacpp(
-    each: Contender, threads: int, window: int, shift: bool, turns: int
+    each: EngineSetup, threads: int, window: int, shift: bool, turns: int
 ) -> dict[str, Any]:
     with each.start(threads, window, shift=shift, context=window) as peer:
         talk = Shifting(int(peer.ask("url").rpartition(":")[2]), "model", more={})

@@ -84,16 +84,16 @@ def _measure(
 
     from weir.models import load
     from weir.stream import read_stream
-    from weir_bench.peers.contenders import chosen, model_file
-    from weir_bench.peers.measure import QUICK, Plan, measured
+    from weir_bench.peers.engines import chosen, model_file
+    from weir_bench.peers.measure import QUICK, PeerPlan, measured
 
-    contenders = chosen(peers)
+    engines = chosen(peers)
     if quick:
-        kept = (each for each in contenders if each.main or peers)
-        contenders = [replace(each, compiles=False) for each in kept]
+        kept = (each for each in engines if each.main or peers)
+        engines = [replace(each, compiles=False) for each in kept]
     disable_progress_bar()
-    plan = Plan(
-        contenders,
+    plan = PeerPlan(
+        engines,
         threads[-1:] if quick else threads,
         say=lambda what: say(f"measuring {what}") if messages().is_terminal else None,
         **(QUICK if quick else {}),

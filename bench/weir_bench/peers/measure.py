@@ -1,6 +1,6 @@
 """The parts of `weir bench peers`: steps and prompts, many rows, starts and endless chats.
 
-Those of as many bits take turns, a few steps each, so that what else the machine does meets all.
+Engines of as many bits take turns, a few steps each, so that what else the machine does meets all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from weir.errors import WeirError
 from weir_bench.peers.chat import endless_chats
-from weir_bench.peers.contenders import COMPILED, Contender, model_file
+from weir_bench.peers.engines import COMPILED, EngineSetup, model_file
 from weir_bench.peers.process import PeerProcess
 from weir_bench.peers.results import Results
 
@@ -28,24 +28,24 @@ REST = 0.03
 
 
 @dataclass(frozen=True)
-class Plan:
+class PeerPlan:
     """How peers are measured.
 
     Attributes:
-        contenders: who.
+        engines: who.
         threads: counts that each computes with, rising.
         ids: tokens of a text that all read.
         say: told what is under way.
         window: slots of weir's policy, and tokens of the chat's context.
         behind: tokens in front of a step, rising.
-        prompt, long: tokens of prompts; the long one is for the main contenders.
+        prompt, long: tokens of prompts; the long one is for the main engines.
         rounds: turns of each.
         rows: conversations at once.
         held: tokens of each of those.
         turns: of a chat, past its window.
     """
 
-    contenders: Sequence[Contender]
+    engines: Sequence[EngineSetup]
     threads: Sequence[int]
     ids: list[int] = field(default_factory=list)
     say: Callable[[str], None] = lambda what: None
@@ -72,13 +72,13 @@ QUICK: dict[str, Any] = {
 """Sizes for a run of a few minutes."""
 
 
-def steps(plan: Plan, results: Results) -> None:
+def steps(plan: PeerPlan, results: Results) -> None:
     """Prompts, steps behind some tokens, and memory, by threads and bits."""
     for threads in plan.threads:
-        for bits in sorted({each.bits for each in plan.contenders}):
+        for bits in sorted({each.bits for each in plan.engines}):
             wanted = [
                 each
-                for each in plan.contenders
+                for each in plan.engines
                 if each.bits == bits and not _is_done(results, each, threads)
             ]
             with _running(plan, results, wanted, threads) as running:
@@ -87,33 +87,33 @@ def steps(plan: Plan, results: Results) -> None:
                     _steps(plan, results, running, threads, kind)
 
 
-def _is_done(results: Results, each: Contender, threads: int) -> bool:
-    """Whether a contender's steps were measured to their end."""
+def _is_done(results: Results, each: EngineSetup, threads: int) -> bool:
+    """Whether an engine's steps were measured to their end."""
     last = each.name + (COMPILED if each.compiles else "")
     return results.find("memory", who=last, threads=threads) is not None
 
 
-Running = dict[Contender, PeerProcess]
+Running = dict[EngineSetup, PeerProcess]
 
 
 class _running:
-    """Processes of some contenders, ended at the end; who cannot start is missing."""
+    """Processes of some engines, ended at the end; who cannot start is missing."""
 
     def __init__(
         self,
-        plan: Plan,
+        plan: PeerPlan,
         results: Results,
-        contenders: Sequence[Contender],
+        engines: Sequence[EngineSetup],
         threads: int,
         **more: Any,
     ) -> None:
-        self._given = plan, results, contenders, threads, more
+        self._given = plan, results, engines, threads, more
         self._ending = ExitStack()
 
     def __enter__(self) -> Running:
-        plan, results, contenders, threads, more = self._given
+        plan, results, engines, threads, more = self._given
         found: Running = {}
-        for each in contenders:
+        for each in engines:
             plan.say(f"{each.name}, {threads} threads")
             try:
                 peer = each.start(threads, plan.window, plan.ids, **more)
@@ -131,9 +131,9 @@ class _running:
 
 def _in_turns(
     results: Results, running: Running, rounds: int, do: str, **given: Any
-) -> dict[Contender, list[Any]]:
+) -> dict[EngineSetup, list[Any]]:
     """What each answers, asked again and again; who fails is missing from then on."""
-    found: dict[Contender, list[Any]] = {each: [] for each in running}
+    found: dict[EngineSetup, list[Any]] = {each: [] for each in running}
     for _ in range(rounds):
         for each, peer in list(running.items()):
             time.sleep(REST)
@@ -147,14 +147,14 @@ def _in_turns(
     return {each: made for each, made in found.items() if made}
 
 
-def _prompts(plan: Plan, results: Results, running: Running, threads: int) -> None:
+def _prompts(plan: PeerPlan, results: Results, running: Running, threads: int) -> None:
     rounds = 2  # the first may compile kernels
     for each, taken in _in_turns(results, running, rounds, "read", tokens=plan.prompt).items():
         named = {"who": each.name, "threads": threads, "tokens": plan.prompt}
         results.add("prompt", named, {"seconds": min(taken), "all": taken})
 
 
-def _steps(plan: Plan, results: Results, running: Running, threads: int, kind: str) -> None:
+def _steps(plan: PeerPlan, results: Results, running: Running, threads: int, kind: str) -> None:
     """Steps and memory of all as they are; or of those compiled that can be, the others beside."""
     named = {each: each.name + (kind if each.compiles else "") for each in running}
     if kind and not any(each.compiles for each in running):
@@ -186,10 +186,10 @@ def _steps(plan: Plan, results: Results, running: Running, threads: int, kind: s
             results.add("memory", {"who": named[each], "threads": threads}, sizes)
 
 
-def long_prompts(plan: Plan, results: Results) -> None:
-    """A prompt as long as the model's window, by the main contenders with all threads."""
+def long_prompts(plan: PeerPlan, results: Results) -> None:
+    """A prompt as long as the model's window, by the main engines with all threads."""
     threads = plan.threads[-1]
-    for each in plan.contenders:
+    for each in plan.engines:
         named = {"who": each.name, "threads": threads, "tokens": plan.long}
         if not each.main or results.find("prompt", **named):
             continue
@@ -198,10 +198,10 @@ def long_prompts(plan: Plan, results: Results) -> None:
                 results.add("prompt", named, {"seconds": taken[0], "all": taken})
 
 
-def rows(plan: Plan, results: Results) -> None:
-    """Tokens a second of several conversations at once, by the main contenders."""
+def rows(plan: PeerPlan, results: Results) -> None:
+    """Tokens a second of several conversations at once, by the main engines."""
     threads = plan.threads[-1]
-    for each in plan.contenders:
+    for each in plan.engines:
         wanted = [
             rows
             for rows in plan.rows
@@ -219,10 +219,10 @@ def rows(plan: Plan, results: Results) -> None:
                     results.add("rows", named, {"tokens_per_second": pace})
 
 
-def starts(plan: Plan, results: Results) -> None:
+def starts(plan: PeerPlan, results: Results) -> None:
     """Seconds from the command to the first token: nothing kept, then what the first start kept."""
     threads = plan.threads[-1]
-    for each in plan.contenders:
+    for each in plan.engines:
         for kind in ("", COMPILED) if each.compiles else ("",):
             name = each.name + kind
             if not each.main or results.find("start", who=name, kept=True):
@@ -240,7 +240,7 @@ def starts(plan: Plan, results: Results) -> None:
                     results.miss(f"{name}: start", error)
 
 
-def _start(plan: Plan, each: Contender, threads: int, kept: Path, *, compiled: bool) -> float:
+def _start(plan: PeerPlan, each: EngineSetup, threads: int, kept: Path, *, compiled: bool) -> float:
     environment = {"XDG_CACHE_HOME": str(kept), "TORCHINDUCTOR_CACHE_DIR": str(kept / "inductor")}
     more: dict[str, Any] = {"environment": environment, "kept": str(kept), "context": plan.window}
     if compiled:
@@ -261,9 +261,9 @@ def _forget(path: Path) -> None:
             os.close(file)
 
 
-def chats(plan: Plan, results: Results) -> None:
+def chats(plan: PeerPlan, results: Results) -> None:
     """An endless chat through each server, with all threads."""
-    for name, chat in endless_chats(plan.contenders, plan.threads[-1], plan.window):
+    for name, chat in endless_chats(plan.engines, plan.threads[-1], plan.window):
         if results.find("chat", who=name):
             continue
         plan.say(f"{name}, a chat of {plan.turns} turns past its window")
@@ -273,7 +273,7 @@ def chats(plan: Plan, results: Results) -> None:
             results.miss(f"{name}: chat", error)
 
 
-PARTS: dict[str, Callable[[Plan, Results], None]] = {
+PARTS: dict[str, Callable[[PeerPlan, Results], None]] = {
     "steps": steps,
     "chat": chats,
     "prompts": long_prompts,
@@ -283,7 +283,7 @@ PARTS: dict[str, Callable[[Plan, Results], None]] = {
 """In the order in which they are measured; "steps" has short prompts and memory too."""
 
 
-def measured(plan: Plan, results: Results, names: Sequence[str]) -> Iterator[str]:
+def measured(plan: PeerPlan, results: Results, names: Sequence[str]) -> Iterator[str]:
     """Measure parts, one after the other, and yield their names.
 
     Raises:

@@ -58,12 +58,12 @@ class PeerProcess:
         wanted: Mapping[str, Any],
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        threads = str(wanted["threads"])
+        python, threads = python_of(home), str(wanted["threads"])
         variables = {**os.environ, "OMP_NUM_THREADS": threads, **(environment or {})}
         # Closed in `close`, like the process.
         self._said = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [python_of(home), str(SIDES / script)],
+            [python, str(SIDES / script)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,

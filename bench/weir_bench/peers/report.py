@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from weir.errors import WeirError
 from weir.evals.report import TextTable
-from weir_bench.peers.contenders import COMPILED, CONTENDERS
+from weir_bench.peers.engines import COMPILED, ENGINES
 from weir_bench.peers.results import Results
 from weir_bench.report import number
 
@@ -44,7 +44,8 @@ def write_page(results: Results, page: Path) -> None:
         _, end, after = rest.partition(END)
         if not begin or not end:
             raise WeirError(f"{page} has no lines {BEGIN} and {END} to write between")
-        page.write_text(f"{before}{begin}\n\n{markdown(results)}\n{end}{after}", "utf-8")
+        tables = markdown(results).replace(" | ", "|")  # the documentation's words are counted
+        page.write_text(f"{before}{begin}\n\n{tables}\n{end}{after}", "utf-8")
     except OSError as error:
         raise WeirError(f"cannot write to {page}: {error.strerror}") from None
 
@@ -93,7 +94,7 @@ def _ratios(results: Results, threads: list[int]) -> list[list[str]]:
     """Ratios that somebody asked for: steps at the least context, prompts, threads, chats."""
     rows: list[list[str]] = []
 
-    def add(what: str, values: list[float | None], targets: list[float | None]) -> None:
+    def add(what: str, values: Sequence[float | None], targets: Sequence[float | None]) -> None:
         if not any(values):
             return
         cells = []
@@ -101,14 +102,16 @@ def _ratios(results: Results, threads: list[int]) -> list[list[str]]:
             missed = value is not None and target is not None and value > target
             text = "–" if value is None else number(value)
             cells.append(f"**{text}**" if missed else text)
-        asked = ", ".join(f"≤ {target:g}" for target in dict.fromkeys(targets) if target)
+        asked = ", ".join(f"≤ {number(target)}" for target in dict.fromkeys(targets) if target)
         rows.append([what, *cells, asked])
 
     behind = (_values(results, "step", "behind") or [0])[0]
 
     def step(who: str, count: int) -> float | None:
-        found = results.find("step", who=who, threads=count, behind=behind)
-        return found["seconds"] if found else None
+        return _seconds(results.find("step", who=who, threads=count, behind=behind))
+
+    def prompt(who: str, count: int, tokens: int) -> float | None:
+        return _seconds(results.find("prompt", who=who, threads=count, tokens=tokens))
 
     for who, peer, one, many in NEAREST:
         targets = [one if count == 1 else many for count in threads]
@@ -116,33 +119,26 @@ def _ratios(results: Results, threads: list[int]) -> list[list[str]]:
         add(f"step of {who} ÷ {peer}", values, targets)
     for tokens in _values(results, "prompt", "tokens"):
         for who, peer in READ:
-            values = []
-            for count in threads:
-                both = [
-                    results.find("prompt", who=name, threads=count, tokens=tokens)
-                    for name in (who, peer)
-                ]
-                values.append(_ratio(*(each and each["seconds"] for each in both)))
-            add(f"time of a prompt of {tokens:,}, {who} ÷ {peer}", values, [0.4] * len(threads))
-    if len(threads) > 1:
-        for who in (
-            f"weir {kind}{how}" for kind in ("float32", "int8", "int4") for how in ("", COMPILED)
-        ):
+            values = [
+                _ratio(prompt(who, count, tokens), prompt(peer, count, tokens)) for count in threads
+            ]
+            add(f"prompt of {tokens:,}, time of {who} ÷ {peer}", values, [0.4] * len(threads))
+    none = [None] * (len(threads) - 1)
+    for kind in ("float32", "int8", "int4") if none else ():
+        for who in (f"weir {kind}", f"weir {kind}{COMPILED}"):
             value = _ratio(step(who, threads[-1]), step(who, threads[0]))
-            add(
-                f"{who}: {_threads(threads[-1])} ÷ one",
-                [None] * (len(threads) - 1) + [value],
-                [None] * (len(threads) - 1) + [1 / 1.7],
-            )
+            add(f"step of {who}, {_threads(threads[-1])} ÷ one", [*none, value], [*none, 1 / 1.7])
     chats = {each["who"]: each for each in results.figures if each["part"] == "chat"}
-    ours = [who for who in chats if who.startswith("weir")]
-    peers = [who for who in chats if who.endswith("context shift")]
-    for who in ours:
-        for peer in peers:
+    for who in (who for who in chats if who.startswith("weir")):
+        for peer in (who for who in chats if who.endswith("context shift")):
             value = _ratio(chats[who]["first_seconds"], chats[peer]["first_seconds"])
-            cells = [value if count == chats[who]["threads"] else None for count in threads]
-            add(f"endless chat, first token of a turn, {who} ÷ {peer}", cells, [0.7] * len(threads))
+            what = f"endless chat, first token of a turn, {who} ÷ {peer}"
+            add(what, [*none, value], [*none, 0.7])
     return rows
+
+
+def _seconds(found: dict[str, Any] | None) -> float | None:
+    return found["seconds"] if found else None
 
 
 def _memory(results: Results, threads: list[int]) -> TextTable:
@@ -186,7 +182,7 @@ def _made_on(results: Results) -> str:
 
 
 def _names() -> Iterator[str]:
-    for each in CONTENDERS:
+    for each in ENGINES:
         yield each.name
         if each.compiles:
             yield f"{each.name}{COMPILED}"

@@ -14,7 +14,7 @@ import weir
 from weir.models import stored_bytes
 
 
-class Transformers:
+class TransformersSide:
     """A model with `DynamicCache`.
 
     Args:
@@ -25,6 +25,7 @@ class Transformers:
         torch.set_num_threads(wanted["threads"])
         torch.set_grad_enabled(False)
         given = {"weights": wanted["weights"]} if wanted.get("weights") else {}
+        self.model: Any
         self.model, self.tokenizer = weir.load(wanted["file"], dtype=wanted["dtype"], **given)
         self.ids = torch.tensor([wanted.get("ids", [])], dtype=torch.int64)
         self.held = 0
@@ -82,11 +83,11 @@ class Transformers:
         return cache
 
 
-class Weir(Transformers):
+class WeirSide(TransformersSide):
     """A model with a stream of weir.
 
     Args:
-        wanted: as of `Transformers`, and "policy".
+        wanted: as of `TransformersSide`, and "policy".
     """
 
     def __init__(self, wanted: dict[str, Any]) -> None:
@@ -144,4 +145,4 @@ class Weir(Transformers):
 
 
 if __name__ == "__main__":
-    serve(lambda wanted: (Weir if wanted.get("policy") else Transformers)(wanted))
+    serve(lambda wanted: (WeirSide if wanted.get("policy") else TransformersSide)(wanted))

@@ -1,4 +1,4 @@
-"""Who is compared: each engine in each precision that it has, and how it is started."""
+"""The engines that are compared, each in each precision that it has, and how one is started."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMPILED = ", compiled"
 
 
 @dataclass(frozen=True, eq=False)
-class Contender:
+class EngineSetup:
     """An engine with a model in some precision.
 
     Attributes:
@@ -79,27 +79,27 @@ def model_file(kind: str) -> Path:
     return path
 
 
-def _torch(name: str, bits: int, **given: Any) -> Contender:
+def _torch(name: str, bits: int, **given: Any) -> EngineSetup:
     ours = name.startswith("weir")
     if ours:
         given["policy"] = POLICY
     main = name in ("weir float32", "weir int8", "transformers float32")
-    return Contender(name, "", "torch_side.py", bits, "Q4_1", given, main, ours)
+    return EngineSetup(name, "", "torch_side.py", bits, "Q4_1", given, main, ours)
 
 
-def _llamacpp(kind: str, bits: int, *, flash: bool) -> Contender:
+def _llamacpp(kind: str, bits: int, *, flash: bool) -> EngineSetup:
     name = f"llama.cpp {kind}" + ("" if flash else ", no flash attention")
     main = flash and kind != "F32"
-    return Contender(name, "llamacpp", "llamacpp_side.py", bits, kind, {"flash": flash}, main)
+    return EngineSetup(name, "llamacpp", "llamacpp_side.py", bits, kind, {"flash": flash}, main)
 
 
-def _openvino(kind: str, bits: int, *, evict: bool) -> Contender:
+def _openvino(kind: str, bits: int, *, evict: bool) -> EngineSetup:
     name = f"OpenVINO {kind}" + (", eviction" if evict else "")
     given = {"evict": evict}
-    return Contender(name, "openvino", "openvino_side.py", bits, kind, given, not evict)
+    return EngineSetup(name, "openvino", "openvino_side.py", bits, kind, given, not evict)
 
 
-CONTENDERS = (
+ENGINES = (
     _torch("weir float32", 32, dtype="float32"),
     _torch("transformers float32", 32, dtype="float32"),
     *(_llamacpp("F32", 32, flash=flash) for flash in (True, False)),
@@ -114,16 +114,16 @@ CONTENDERS = (
 )
 
 
-def chosen(names: Sequence[str]) -> list[Contender]:
-    """The contenders whose names begin so; all without names.
+def chosen(names: Sequence[str]) -> list[EngineSetup]:
+    """The engines whose names begin so; all without names.
 
     Raises:
         WeirError: there is none of such a name.
     """
     for name in names:
-        if not any(each.name.lower().startswith(name.lower()) for each in CONTENDERS):
-            known = [each.name for each in CONTENDERS]
+        if not any(each.name.lower().startswith(name.lower()) for each in ENGINES):
+            known = [each.name for each in ENGINES]
             like = suggest(name, known) or f"; there are {', '.join(known)}"
             raise WeirError(f"there is no peer {name!r}{like}")
     wanted = tuple(name.lower() for name in names) or ("",)
-    return [each for each in CONTENDERS if each.name.lower().startswith(wanted)]
+    return [each for each in ENGINES if each.name.lower().startswith(wanted)]
