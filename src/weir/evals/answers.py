@@ -136,12 +136,17 @@ def feed_aside(stream: Stream, ids: Tensor) -> Tensor:
 
 
 def generate_rows(stream: Stream, prompt: Tensor, length: int) -> Tensor:
-    """Continue all rows of a stream greedily [rows, length] after a prompt [rows, n]."""
-    logits, said = stream.feed(prompt), []
+    """Continue all rows of a stream greedily after a prompt [rows, n].
+
+    Returns:
+        The tokens [rows, length], of which the last is not fed.
+    """
+    said = prompt
+    found = []
     for _ in range(length):
-        said.append(logits.argmax(-1)[:, None].cpu())
-        logits = stream.feed(said[-1])
-    return torch.cat(said, dim=1)
+        said = stream.feed(said).argmax(-1)[:, None].cpu()
+        found.append(said)
+    return torch.cat(found, dim=1)
 
 
 def costs(answers: Sequence[GeneratedAnswer]) -> dict[str, Any]:

@@ -279,7 +279,7 @@ class Facts(Task):
                 facts = [row.facts[number] for row in rows]
                 answers = [[wording.ids(one) for one in fact.answers] for fact in facts]
                 newest = [several[-1] for several in answers]
-                likeliest = _likeliest(stream, [wording.question(f) for f in facts], newest)
+                likeliest = likeliest_answers(stream, [wording.question(f) for f in facts], newest)
                 for said, (*old, new) in zip(likeliest, answers, strict=True):
                     right[distance] += bool((said == new).all())
                     asked[distance] += 1
@@ -382,7 +382,9 @@ def _sentence(facts: list[NaturalFact], time: int) -> str:
     return f"{', '.join(first)}, and {last}." if first else f"{last}."
 
 
-def _likeliest(stream: Any, prompts: list[np.ndarray], answers: list[np.ndarray]) -> list[Any]:
+def likeliest_answers(
+    stream: Any, prompts: list[np.ndarray], answers: list[np.ndarray]
+) -> list[Any]:
     """The likeliest token in each place of the answers, given the right ones before it.
 
     All of an answer's are right exactly if greedy decoding gives the answer.
