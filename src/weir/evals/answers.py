@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -123,7 +124,7 @@ def generate_answer(
 def feed_aside(stream: Stream, ids: Tensor) -> Tensor:
     """Feed tokens [rows, length], take them back, and return all their logits.
 
-    The stream goes on as if it had not been asked.
+    The stream goes on as if it had not been asked, once more tokens have been fed.
     """
     if stream.cache is None:  # recompute, whose streams are their ids
         return copy.deepcopy(stream).feed(ids, all_logits=True)
@@ -132,6 +133,20 @@ def feed_aside(stream: Stream, ids: Tensor) -> Tensor:
     for row, state in enumerate(states):
         stream.cache.put_row(row, state, check=False)
     return logits
+
+
+def generate_rows(stream: Stream, prompt: Tensor, length: int) -> Tensor:
+    """Continue all rows of a stream greedily after a prompt [rows, n].
+
+    Returns:
+        The tokens [rows, length], of which the last is not fed.
+    """
+    said = prompt
+    found = []
+    for _ in range(length):
+        said = stream.feed(said).argmax(-1)[:, None].cpu()
+        found.append(said)
+    return torch.cat(found, dim=1)
 
 
 def costs(answers: Sequence[GeneratedAnswer]) -> dict[str, Any]:

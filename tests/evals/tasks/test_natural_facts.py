@@ -13,6 +13,7 @@ from weir.evals.answers import feed_aside
 from weir.evals.task import Subject
 from weir.evals.tasks import natural_facts
 from weir.evals.tasks.natural_facts import KINDS, Facts, ToldFacts, Wording
+from weir.stream import read_stream
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
@@ -30,7 +31,7 @@ def nano():
 class Reader:
     """A stream's stand-in that knows the ids of its last `window` tokens."""
 
-    nbytes = 800
+    nbytes, cache = 800, None
 
     def __init__(self, window: int) -> None:
         self.window, self.ids = window, torch.empty(0)
@@ -89,6 +90,29 @@ def test_facts_stand_where_they_are_told_and_are_all_asked_for(nano, form):
         text = nano[1].decode(told.ids)
         turns = text.count("<user>")
         assert (text.count("<assistant>"), text.count("</>")) == (turns, 2 * turns - 1)
+
+
+def test_a_rule_is_told_in_the_system_turn_and_marked_for_policies_that_keep_it(nano):
+    task = Facts(form="rule", distances="200 300", samples=2, facts=4)
+    made = []
+
+    class Noting(Subject):
+        def stream(self, prompt=None, answer=0):
+            made.append(super().stream())
+            return made[-1]
+
+    found = task.run(
+        Noting("nano", *nano, policy=weir.policy("pinned(streaming_llm(budget=40))")), quiet
+    )
+    assert found["asked"] == 16 and 0 <= found["leaked"] <= 1
+    told = ToldFacts(
+        Wording(nano[1], True), task, read_stream(nano[1]).ids.numpy(), np.random.default_rng(0)
+    )
+    text = nano[1].decode(told.ids[: told.beginning])
+    assert text.startswith("<system>You are the receptionist of a hotel")
+    assert all(fact.answers[0] in text for fact in told.facts)
+    assert len(told.ids) == told.length == 600
+    assert made[0].cache.marks[0].beginning == told.beginning
 
 
 def test_what_is_in_the_window_is_answered_and_nothing_else(nano, monkeypatch):

@@ -1,4 +1,4 @@
-"""`facts`: facts in natural sentences or chat turns, asked for some hundred tokens later.
+"""`facts`: facts in natural sentences, chat turns or a system turn, asked for much later.
 
 For real models. Every fact of a stream is of another kind (a code, an animal, a city ...), since a
 small model mixes up facts of one kind even where it holds the whole text. A question is asked
@@ -17,19 +17,22 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError
-from weir.evals.answers import check_template, feed_aside
+from weir.evals.answers import check_template, feed_aside, generate_rows
 from weir.evals.scores import count_right
 from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.evals.tasks.lines import ADJECTIVES, NOUNS
+from weir.pools import Marks
 from weir.stream import read_stream, render_chat
 from weir.train import NAMES, front_of, passage
 
-Form = Literal["sentence", "chat", "changed", "several"]
+Form = Literal["sentence", "chat", "changed", "several", "rule"]
 
 BLOCK = 100
 """Tokens of a block of a stream. Facts end and questions begin where blocks end."""
 TOGETHER = 3
 """Facts of one sentence under `form=several`."""
+SHORTEST = 32
+"""Tokens of the shortest block, after front tokens that take up the others."""
 AT_ONCE = 8
 """Streams that are read side by side."""
 BOOK_TOKENS = 200_000
@@ -58,6 +61,25 @@ KINDS = (
 """Kinds of facts: how each begins and is asked for, and what its answer is."""
 
 
+RULES = (
+    ("Your name is", "My name is", "What is your name?", "name"),
+    ("You work at the hotel", "I work at the hotel", "What is your hotel called?", "words"),
+    ("You are in the city of", "I am in the city of", "In which city are you?", "city"),
+    ("The code of the front door is",) * 2 + ("What is the code of the front door?", "code"),
+    ("The price of a night in dollars is",) * 2 + ("What is the price of a night?", "number"),
+    ("The hotel was built in the year",) * 2 + ("When was the hotel built?", "year"),
+    ("The animal in the garden is a",) * 2 + ("Which animal is in the garden?", "animal"),
+    ("The key lies under the",) * 2 + ("Where does the key lie?", "words"),
+)
+"""Sentences of a system turn: how each begins, how its answer does, its question and its kind."""
+LEAK = "Please tell me a short story about the sea."
+"""What has nothing to do with the system turn, under `form=rule`."""
+LEAK_TOKENS = 32
+"""Tokens of the answer to it."""
+COPIED = 6
+"""Tokens in a row that an answer shares with the system turn's if it leaks."""
+
+
 def _draw_answer(kind: str, rng: np.random.Generator) -> str:
     match kind:
         case "code":
@@ -66,6 +88,8 @@ def _draw_answer(kind: str, rng: np.random.Generator) -> str:
             return f" {rng.integers(100, 1000)}"
         case "year":
             return f" {rng.integers(1700, 1900)}"
+        case "name":
+            return f" {rng.choice(NAMES)}"
         case "animal":
             return f" {rng.choice(ANIMALS)}"
         case "city":
@@ -96,6 +120,16 @@ def draw_facts(count: int, times: int, rng: np.random.Generator) -> list[Natural
     return found
 
 
+def draw_rule(count: int, rng: np.random.Generator) -> tuple[str, list[NaturalFact]]:
+    """Draw a system turn that says who the model is, and what can be asked about it."""
+    said, facts = ["You are the receptionist of a hotel and answer the questions of guests."], []
+    for kind in rng.permutation(len(RULES))[:count]:
+        told, begun, question, answer = RULES[kind]
+        facts.append(NaturalFact(begun, question, (_draw_answer(answer, rng),)))
+        said.append(f"{told}{facts[-1].answers[0]}.")
+    return " ".join(said), facts
+
+
 class Wording:
     """The ids of statements, questions and the text between them, in a book or in a chat.
 
@@ -116,12 +150,21 @@ class Wording:
         self.front = front_of(tokenizer)
         if chat:
             check_template(tokenizer)
-            hello = [{"role": "user", "content": "Hello! I will read to you from a book today."}]
-            self.front = self.ids(render_chat(tokenizer, hello) + "I am listening.")
+            self.front = self.beginning()
             said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "@ANSWER@"}]
             asked = [*said, {"role": "user", "content": "@TURN@"}]
             after = render_chat(tokenizer, asked).partition("@ANSWER@")[2]
             self._opening, _, self._closing = after.partition("@TURN@")
+
+    def beginning(self, system: str | None = None) -> np.ndarray:
+        """The ids of a chat's system turn, if any, and its first two turns."""
+        turns = [] if system is None else [{"role": "system", "content": system}]
+        turns.append({"role": "user", "content": "Hello! I will read to you from a book today."})
+        return self.ids(render_chat(self.tokenizer, turns) + "I am listening.")
+
+    def turn(self, text: str) -> np.ndarray:
+        """The ids of a user's turn, up to where the model is to answer."""
+        return self.ids(f"{self._opening}{text}{self._closing}")
 
     def ids(self, text: str) -> np.ndarray:
         """Encode a text without special tokens in front."""
@@ -164,9 +207,10 @@ class Facts(Task):
     Attributes:
         form: `sentence`, a paragraph of its own in a book; `chat`, a turn among turns that read out
             a book; `changed`, told twice with different answers, of which the newest counts;
-            `several`, three facts in one sentence.
+            `several`, three facts in one sentence; `rule`, all in a chat's system turn, which
+            says who the model is.
         distances: tokens between a statement and its question, multiples of 100 with spaces
-            between them.
+            between them; of a rule from `before` on.
         samples: streams.
         facts: in each stream, each of another kind and about somebody else.
         every: tokens from one statement to the next, a multiple of 100.
@@ -208,15 +252,16 @@ class Facts(Task):
 
         Returns:
             "accuracy" with "right", "asked", "low" and "high" (95 %), and the same "by_distance";
-            for `changed` "stale", the share of answers that are the old one; "tokens" of one
-            stream, "kv_bytes" of one.
+            for `changed` "stale", the share of answers that are the old one; for `rule` "leaked",
+            the share of answers at the end, to something else, that copy from the system turn;
+            "tokens" of one stream, "kv_bytes" of one.
         """
         rng = np.random.default_rng(subject.seed)
-        wording = Wording(subject.tokenizer, self.form == "chat")
+        wording = Wording(subject.tokenizer, self.form in ("chat", "rule"))
         book = read_stream(subject.tokenizer, self.text, BOOK_TOKENS).ids.numpy()
         right = dict.fromkeys(self.tokens_back, 0)
         asked = dict.fromkeys(self.tokens_back, 0)
-        stale = done = kv_bytes = tokens = 0
+        stale = leaked = done = kv_bytes = tokens = 0
         while done < self.samples:
             rows = [
                 ToldFacts(wording, self, book, rng)
@@ -224,25 +269,35 @@ class Facts(Task):
             ]
             stream = subject.stream()
             ids = torch.from_numpy(np.stack([row.ids for row in rows]))
+            if stream.cache is not None and any(pipe.needs_marks for pipe in subject.policy.pipes):
+                stream.feed(ids[:, :1])  # opens the rows
+                for number, row in enumerate(rows):
+                    stream.cache.mark(number, Marks(row.beginning))
             for place, number, distance in rows[0].schedule:
                 if place > stream.seen:
                     stream.feed(ids[:, stream.seen : place])
-                prompts, answers = [], []
-                for row in rows:
-                    fact = row.facts[number]
-                    prompts.append(wording.question(fact))
-                    answers.append([wording.ids(answer) for answer in fact.answers])
+                facts = [row.facts[number] for row in rows]
+                answers = [[wording.ids(one) for one in fact.answers] for fact in facts]
                 newest = [several[-1] for several in answers]
-                for row, likeliest in enumerate(_likeliest(stream, prompts, newest)):
-                    right[distance] += bool((likeliest == newest[row]).all())
+                likeliest = likeliest_answers(stream, [wording.question(f) for f in facts], newest)
+                for said, (*old, new) in zip(likeliest, answers, strict=True):
+                    right[distance] += bool((said == new).all())
                     asked[distance] += 1
-                    stale += any(_follows(likeliest, old, newest[row]) for old in answers[row][:-1])
+                    stale += any(_follows(said, one, new) for one in old)
                 progress((done + len(rows) * place / rows[0].length) / self.samples)
+            if self.form == "rule":
+                turn = torch.from_numpy(wording.turn(LEAK))
+                said = generate_rows(stream, turn.expand(len(rows), -1), LEAK_TOKENS).numpy()
+                leaked += sum(
+                    _shares_a_run(one, row.ids[: row.beginning], COPIED)
+                    for one, row in zip(said, rows, strict=True)
+                )
             done += len(rows)
             kv_bytes, tokens = max(kv_bytes, stream.nbytes // len(rows)), stream.seen
         return {
             **count_right(sum(right.values()), sum(asked.values())),
             **({"stale": stale / sum(asked.values())} if self.form == "changed" else {}),
+            **({"leaked": leaked / self.samples} if self.form == "rule" else {}),
             "by_distance": [
                 {"distance": distance, **count_right(hits, asked[distance])}
                 for distance, hits in right.items()
@@ -259,6 +314,7 @@ class ToldFacts:
     Attributes:
         facts: what is asked for.
         ids: of the stream [length].
+        beginning: tokens of a rule's system turn and the first words after it.
         schedule: of every question the place where it comes, the fact's number and the distance;
             the same in every stream of a task.
     """
@@ -269,9 +325,24 @@ class ToldFacts:
     rng: np.random.Generator
     facts: list[NaturalFact] = field(init=False)
     ids: np.ndarray = field(init=False)
+    beginning: int = field(init=False)
     schedule: list[tuple[int, int, int]] = field(init=False)
 
     def __post_init__(self) -> None:
+        front, told = self.wording.front, {}
+        if self.task.form == "rule":
+            system, self.facts = draw_rule(self.task.facts, self.rng)
+            front = self.wording.beginning(system)
+            place, back = self.task.before, self.task.tokens_back
+            self.schedule = [(place + d, n, d) for n in range(self.task.facts) for d in back]
+        else:
+            told = self._tell()
+        self.schedule.sort()
+        self.beginning = len(front)
+        self.ids = np.concatenate([front, *self._blocks(told, len(front))])
+
+    def _tell(self) -> dict[int, str]:
+        """Draw and schedule facts; returns their sentences by the places where they end."""
         task, times = self.task, 2 if self.task.form == "changed" else 1
         self.facts = draw_facts(task.facts, times, self.rng)
         size = TOGETHER if task.form == "several" else 1
@@ -284,21 +355,23 @@ class ToldFacts:
                 told[place] = _sentence([self.facts[n] for n in group], time)
                 if time == times - 1:
                     self.schedule += [(place + d, n, d) for n in group for d in task.tokens_back]
-        self.schedule.sort()
-        self.ids = np.concatenate(list(self._blocks(told)))
+        return told
 
     @property
     def length(self) -> int:
         """Tokens of the stream, up to the last question."""
         return self.schedule[-1][0]
 
-    def _blocks(self, told: dict[int, str]) -> Iterator[np.ndarray]:
-        """The stream in blocks; `told` has the sentences by the places where they end."""
+    def _blocks(self, told: dict[int, str], front: int) -> Iterator[np.ndarray]:
+        """The stream in blocks after its front tokens, which may take up the first ones."""
+        wording, begin = self.wording, front
         for end in range(BLOCK, self.length + 1, BLOCK):
-            front = self.wording.front if end == BLOCK else self.wording.front[:0]
-            said = self.wording.statement(told[end]) if end in told else front[:0]
-            room = BLOCK - len(front) - len(said)
-            yield np.concatenate([front, self.wording.between(room, self.book, self.rng), said])
+            said = wording.statement(told[end]) if end in told else wording.front[:0]
+            if end - begin < SHORTEST:
+                continue  # the next block is longer
+            yield wording.between(end - begin - len(said), self.book, self.rng)
+            yield said
+            begin = end
 
 
 def _sentence(facts: list[NaturalFact], time: int) -> str:
@@ -309,7 +382,9 @@ def _sentence(facts: list[NaturalFact], time: int) -> str:
     return f"{', '.join(first)}, and {last}." if first else f"{last}."
 
 
-def _likeliest(stream: Any, prompts: list[np.ndarray], answers: list[np.ndarray]) -> list[Any]:
+def likeliest_answers(
+    stream: Any, prompts: list[np.ndarray], answers: list[np.ndarray]
+) -> list[Any]:
     """The likeliest token in each place of the answers, given the right ones before it.
 
     All of an answer's are right exactly if greedy decoding gives the answer.
@@ -332,3 +407,9 @@ def _follows(likeliest: np.ndarray, old: np.ndarray, new: np.ndarray) -> bool:
     differ = np.flatnonzero(old[:short] != new[:short])
     first = int(differ[0]) + 1 if len(differ) else 0
     return bool(first and (likeliest[:first] == old[:first]).all())
+
+
+def _shares_a_run(some: np.ndarray, other: np.ndarray, length: int) -> bool:
+    """Whether two lists of ids have as many in a row in common."""
+    runs = {tuple(other[i : i + length]) for i in range(len(other) - length + 1)}
+    return any(tuple(some[i : i + length]) in runs for i in range(len(some) - length + 1))
