@@ -58,6 +58,11 @@ def three_axes(plans: Sequence[LayerPlan]) -> bool:
     return any(plan.spec.three_axes for plan in plans)
 
 
+def reads_twice(plans: Sequence[LayerPlan]) -> bool:
+    """Return whether a pool of any layer has each chunk read a second time."""
+    return any(plan.spec.pipe.needs_second_reading for plan in plans)
+
+
 def reach_of(pipes: list[Pipe], chunk: int, *, rolling: bool) -> int | None:
     """Return the highest position that attention will see; None if there is no limit."""
     if not rolling or any(pipe.slots is None for pipe in pipes):
@@ -99,6 +104,12 @@ def plan_layers(
         draws = CounterRNG(seed, index, first=layer.first_head)
         output = OutputProjection(facts.attentions[index], layer.heads)
         spec = LayerSpec(own, positions, chunk, draws, index, len(pipes), output)
+        if own.needs_second_reading and own.slots_of(own.run) < chunk:
+            raise WeirError(
+                f"reconstruct judges the last {chunk} tokens once they are folded, so the pools in "
+                f"front of it hold as many: write recent({chunk}) | reconstruct(...), or fold "
+                "smaller chunks"
+            )
         if own.format is not None:
             wrong = own.format.wrong(layer.heads.key_dim, layer.heads.value_dim)
             if wrong is not None:

@@ -17,7 +17,13 @@ from typing import Any, ClassVar, Self, cast
 from torch import Tensor
 
 from weir.errors import WeirError, format_value
-from weir.policies.checks import check_fold, check_formats, check_place, check_state
+from weir.policies.checks import (
+    check_fold,
+    check_formats,
+    check_mass,
+    check_place,
+    check_state,
+)
 from weir.policies.registry import NAMED, PolicyCall
 from weir.pools import Fold, Pool
 from weir.slab import FORMATS, Format, Slots
@@ -134,6 +140,7 @@ class Pipe(Policy):
             check_place(pool, self.pools[:place])
         object.__setattr__(self, "formats", self.formats or ("",) * len(self.pools))
         check_formats(self.pools, self.formats, self.run)
+        check_mass(self.pools)
         if not self.text:
             object.__setattr__(self, "text", self.stands_for)
 
@@ -198,6 +205,11 @@ class Pipe(Policy):
     def needs_mass(self) -> bool:
         """Whether a pool reads accumulated attention."""
         return any(pool.needs_mass for pool in self.pools)
+
+    @cached_property
+    def needs_second_reading(self) -> bool:
+        """Whether a pool has each chunk read twice (`Pool.needs_second_reading`)."""
+        return any(pool.needs_second_reading for pool in self.pools)
 
     @cached_property
     def needs_queries(self) -> int:

@@ -15,6 +15,7 @@ from weir.pools.outliers import Outliers
 from weir.pools.parameters import Make, argument_hints, check_arguments, convert_argument, fits
 from weir.pools.ranked import Ranked, Tallied, pool_neighbors, select_highest
 from weir.pools.recent import Recent
+from weir.pools.reconstruct import Reconstruct
 from weir.pools.registry import CONSTANTS, POOLS, WAITING, WORD, check_free, check_name, pool
 from weir.pools.reservoir import Reservoir
 from weir.pools.residue import Residue
@@ -78,6 +79,7 @@ __all__ = [
     "QFilters",
     "Ranked",
     "Recent",
+    "Reconstruct",
     "Reservoir",
     "Residue",
     "Scissorhands",

@@ -128,6 +128,13 @@ class Pool(ABC):
         return False
 
     @property
+    def needs_second_reading(self) -> bool:
+        """Whether each chunk is read twice, for it: `Slots.mass` is then the largest share of its
+        attention that a query of the second reading has given the token, in place of the sum.
+        """
+        return False
+
+    @property
     def needs_queries(self) -> int:
         """How many of the last queries it reads when it folds (`Fold.queries`)."""
         return 0
@@ -287,6 +294,11 @@ class PoolWrapper(Pool):
     def needs_mass(self) -> bool:
         """As the pool inside."""
         return self.pool.needs_mass
+
+    @property
+    def needs_second_reading(self) -> bool:
+        """As the pool inside."""
+        return self.pool.needs_second_reading
 
     @property
     def needs_queries(self) -> int:
