@@ -65,6 +65,7 @@ PIPES = {
         "residue(9, half_life=none, spread=false, gate=false)",
     ],
     "match": ["recent(4) | match(heavy(6), window=4)", "match(kcenter(9), half_life=none)"],
+    "reconstruct": ["recent(4) | reconstruct(6)"],
     "snap": ["snap(12, window=4, kernel=3)", "snap(12, window=4, average=true)"],
     "knorm": ["recent(4) | knorm(6)"],
     "keydiff": ["sink(2) | recent(4) | keydiff(6)"],
