@@ -697,7 +697,6 @@ class StreamingCache(Cache):
             failed, stack.failed = stack.failed, {}
             raise failed[min(failed)]
 
-
     def _read_again(self) -> None:
         """Have the model read the chunks that have just folded a second time."""
         again, self.stack.again = self.stack.again, {}

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from weir.cache.layer import LayerSpec
 from weir.errors import WeirError
-from weir.models import ModelSpec, OutputProjection
+from weir.models import ModelSpec, OutputProjection, load_gates
 from weir.policies import Pipe, Policy
 from weir.pools import CounterRNG, Recent
 from weir.slab import Heads, Slab, SlabSpec
@@ -96,6 +96,8 @@ def plan_layers(
             f"policy's {most - chunk} slots and a chunk of {chunk}; take a smaller budget"
             + (f", {room} slots at most" if room > 0 else " and a smaller chunk")
         )
+    gated = any(pipe.needs_gates for pipe in pipes)
+    gates = load_gates(facts.decoder, facts.config) if gated else {}
     plans = []
     for index, (layer, pipe) in enumerate(zip(facts.layers, pipes, strict=True)):
         window = None if everywhere else layer.positions.window
@@ -103,7 +105,14 @@ def plan_layers(
         positions = replace(layer.positions, window=window, rolling=rolling)
         draws = CounterRNG(seed, index, first=layer.first_head)
         output = OutputProjection(facts.attentions[index], layer.heads)
-        spec = LayerSpec(own, positions, chunk, draws, index, len(pipes), output)
+        gate = gates.get(index) if own.needs_gates else None
+        if own.needs_gates and gate is None:
+            raise WeirError(
+                "the pool gated needs gates that were trained for this model, as it is loaded here, "
+                "and there are none: weir calibrate --gates --model MODEL --text FILE trains them "
+                "in minutes"
+            )
+        spec = LayerSpec(own, positions, chunk, draws, index, len(pipes), output, gate)
         if own.needs_second_reading and own.slots_of(own.run) < chunk:
             raise WeirError(
                 f"reconstruct judges the last {chunk} tokens once they are folded, so the pools in "

@@ -13,6 +13,7 @@ from weir.models.attention_sinks import (
 )
 from weir.models.embedding import embed
 from weir.models.fingerprints import fingerprint, weights_of
+from weir.models.gates import Gate, features, load_gates, save_gates
 from weir.models.hooks import Attachment, attach, compile_steps, detach
 from weir.models.images import PICTURES, Images, images_of
 from weir.models.linear_kernels import choose_products

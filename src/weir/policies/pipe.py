@@ -222,6 +222,11 @@ class Pipe(Policy):
         return any(pool.needs_shares for pool in self.pools)
 
     @cached_property
+    def needs_gates(self) -> bool:
+        """Whether a pool reads the layer's gate."""
+        return any(pool.needs_gates for pool in self.pools)
+
+    @cached_property
     def needs_marks(self) -> bool:
         """Whether a pool reads the marks of rows (`weir.pools.Marks`)."""
         return any(pool.needs_marks for pool in self.pools)

@@ -5,12 +5,13 @@ from weir.pools.base import MOST_WEIGHT, Fold, Marks, Pool, split
 from weir.pools.beginning import Beginning
 from weir.pools.counter_rng import CounterRNG
 from weir.pools.defend import Defend
+from weir.pools.gated import Gated
 from weir.pools.header import Header
 from weir.pools.heavy import Heavy
 from weir.pools.hive import Hive, best_window
 from weir.pools.kcenter import KCenter, farthest_first
 from weir.pools.match import Match
-from weir.pools.observed_attention import ObservedAttention, Output
+from weir.pools.observed_attention import Gating, ObservedAttention, Output
 from weir.pools.outliers import Outliers
 from weir.pools.parameters import Make, argument_hints, check_arguments, convert_argument, fits
 from weir.pools.ranked import Ranked, Tallied, pool_neighbors, select_highest
@@ -60,6 +61,8 @@ __all__ = [
     "Defend",
     "Expected",
     "Fold",
+    "Gated",
+    "Gating",
     "Header",
     "Heavy",
     "Hive",

@@ -148,6 +148,11 @@ class Pool(ABC):
         return self.needs_queries > 0
 
     @property
+    def needs_gates(self) -> bool:
+        """Whether it reads the layer's gate (`ObservedAttention.gate`)."""
+        return False
+
+    @property
     def needs_marks(self) -> bool:
         """Whether it reads the marks of rows (`Fold.beginning`, `turn`, `header`)."""
         return False
@@ -309,6 +314,11 @@ class PoolWrapper(Pool):
     def needs_shares(self) -> bool:
         """As the pool inside."""
         return self.pool.needs_shares
+
+    @property
+    def needs_gates(self) -> bool:
+        """As the pool inside."""
+        return self.pool.needs_gates
 
     @property
     def needs_marks(self) -> bool:

@@ -187,6 +187,7 @@ class Folding:
             spec.output,
             len(new),
             observed,
+            spec.gate,
         )
 
     def _fold(

@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 
 from weir.policies import Pipe
-from weir.pools import CounterRNG, Output
+from weir.pools import CounterRNG, Gating, Output
 from weir.slab import Heads, LayerPositions, SlabSpec, Slots
 
 
@@ -103,6 +103,7 @@ class LayerSpec:
         draws: the layer's random numbers; each row sets its own seed.
         index, layers: the number of the layer, and how many there are.
         output: the projection of the layer's output; None if not known.
+        gate: the layer's gate; None if no pool reads it.
     """
 
     pipe: Pipe
@@ -112,6 +113,7 @@ class LayerSpec:
     index: int = 0
     layers: int = 1
     output: Output | None = field(default=None, compare=False)
+    gate: Gating | None = field(default=None, compare=False)
 
     @property
     def front_moves(self) -> bool:
