@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from model_runs import reads_exactly, restored_goes_on
@@ -11,9 +9,8 @@ from reference.repeat import scores_of
 from roundings import run_off, within
 
 import weir
-from weir.cli import main
 from weir.errors import WeirError
-from weir.evals.capture import capture_each
+from weir.evals.capture import capture_each, unrotated_keys
 from weir.evals.gates import RIDGE, _Sums, repeat_scores
 from weir.models import Gate, describe, save_gates
 from weir.pools import Gated
@@ -74,7 +71,7 @@ def test_the_tokens_that_the_gate_names_stay(gated, ids):
     stream.feed(tokens)
     taken = capture_each(model, tokens[0], lambda inputs: inputs)
     # Keys of the first layer do not depend on what was evicted.
-    score = gates[0](taken[0].keys, taken[0].values)[0, :, :24]
+    score = gates[0](unrotated_keys(taken[0]), taken[0].values)[0, :, :24]
     held = stream.slots(0)
     for head in range(score.shape[0]):
         place = held.position[0, head].tolist()
@@ -113,14 +110,3 @@ def test_what_cannot_be_gated_is_refused(fresh_llama, tmp_path, monkeypatch):
         weir.policy("recent(4) | heavy(4) | gated(8)")
     with pytest.raises(WeirError, match="odd and at least 1"):
         Gated(4, kernel=2)
-
-
-def test_gates_are_trained_by_a_command(capsys, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    text = tmp_path / "text.txt"
-    text.write_text("The pump house stood beside the weir, and Anna has 482. " * 160)
-    main(["calibrate", "--gates", "--text", str(text), "--tokens", "1024", "--json"])
-    told = json.loads(capsys.readouterr().out)
-    assert len(told["layers"]) == 4
-    model, _ = weir.load("nano")
-    weir.Stream(model, "recent(70) | gated(32)").feed([5, 6, 7])

@@ -108,9 +108,8 @@ def plan_layers(
         gate = gates.get(index) if own.needs_gates else None
         if own.needs_gates and gate is None:
             raise WeirError(
-                "the pool gated needs gates that were trained for this model, as it is loaded here, "
-                "and there are none: weir calibrate --gates --model MODEL --text FILE trains them "
-                "in minutes"
+                "the pool gated needs gates that were trained for this model as it is loaded here, "
+                "and there are none: weir calibrate --gates --model MODEL --text FILE trains them"
             )
         spec = LayerSpec(own, positions, chunk, draws, index, len(pipes), output, gate)
         if own.needs_second_reading and own.slots_of(own.run) < chunk:

@@ -18,7 +18,6 @@ from weir.pools.ranked import TALLY, Tallied, check_kernel, pool_neighbors
 from weir.pools.registry import pool
 from weir.slab import Slots
 
-
 MOST = 20.0
 """The largest logarithm of a score; one above 0 is no share, but still an order."""
 
