@@ -131,7 +131,7 @@ class LayerStack:
             taken, used = layer.state.take_row(row)
             tensors |= {f"{index}.{name}": t for name, t in taken.items()}
             lengths.append(used)
-        facts = {
+        facts: dict[str, Any] = {
             "columns": only.columns,
             "seen": only.seen[0],
             "waiting": only.waiting[0],
