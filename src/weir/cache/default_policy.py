@@ -90,7 +90,7 @@ def fit_to_model(policy: Policy, model: PreTrainedModel) -> Policy:
     """
     if isinstance(policy, PolicyWrapper):
         inner = fit_to_model(policy.policy, model)
-        return policy if inner is policy.policy else replace(policy, policy=inner, text="")  # type: ignore[call-arg]
+        return policy if inner is policy.policy else policy.around(inner)
     if not is_weir(policy):
         return policy
     layers = describe(model).layers

@@ -24,7 +24,7 @@ from weir.errors import WeirError
 from weir.models.cache_folder import cache_folder
 from weir.models.fingerprints import fingerprint
 from weir.models.forward_lock import forward_lock_of
-from weir.models.model_spec import attention_modules, describe, window_of
+from weir.models.model_spec import attention_modules, describe, input_device, window_of
 
 REPEATED = 128
 """Random tokens that are read twice."""
@@ -95,8 +95,7 @@ def lookup_scores(model: PreTrainedModel) -> list[float]:
             config._attn_implementation = {"": ATTENTION}
             for module in modules:
                 vars(module)[_SCORES] = scores
-            table = model.get_input_embeddings().weight
-            facts.decoder(input_ids=ids.repeat(1, 2).to(table.device), use_cache=False)
+            facts.decoder(input_ids=ids.repeat(1, 2).to(input_device(model)), use_cache=False)
         except WeirError:
             return []
         finally:

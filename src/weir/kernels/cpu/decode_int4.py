@@ -17,11 +17,11 @@ from weir.kernels.cpu.compilation import (
     bytes_at,
     compile_kernel,
     floats_at,
-    run_in_threads,
     shorts_at,
 )
 from weir.kernels.cpu.slot_products import VECTORS, dot_products, pad_query, weighted_sums
 from weir.kernels.cpu.softmax import ATTENTION_MATH, softmax
+from weir.kernels.cpu.threads import run_in_threads
 from weir.kernels.cpu.vectors import as_float, lanes
 from weir.kernels.dispatch import QuantizedVectors
 
@@ -190,5 +190,5 @@ def decode_int4(
         )
 
     worth = batch * heads * quantized * (dim + width) // _WORTH
-    run_in_threads(part, batch * heads, worth, (held, exact, stored, mask, out, more))
+    run_in_threads(part, batch * heads, worth)
     return out, more
