@@ -112,7 +112,10 @@ def chat(
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
     session: Annotated[Path | None, typer.Option(help="A saved conversation to continue.")] = None,
     go_on: Annotated[
-        bool, typer.Option("--continue", help="Go on with the last conversation, or --model's.")
+        bool,
+        typer.Option(
+            "--continue", help="Go on with the last conversation, or the last with --model."
+        ),
     ] = False,
     keep: Annotated[
         bool, typer.Option("--keep/--no-keep", help="Keep what is said, for --continue.")
