@@ -15,7 +15,6 @@ from packaging.requirements import Requirement
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, TextStreamer
 
 import weir
-from weir.cache import DEFAULT
 
 ROOT = Path(__file__).parents[2]
 HUB = ROOT / "hub"
@@ -92,7 +91,7 @@ def test_a_policy_that_is_left_out_is_the_default(
     got = llama.generate(
         ids(1, 9), **custom, max_new_tokens=2, return_dict_in_generate=True, do_sample=False
     )
-    assert str(got.past_key_values.policy) == DEFAULT
+    assert got.past_key_values.policy == weir.StreamingCache(llama).policy
     assert got.past_key_values.made_with["chunk"] == 64
 
 

@@ -27,7 +27,8 @@ def told(make) -> list[warnings.WarningMessage]:
 
 @pytest.mark.parametrize("make", [weir.Stream, weir.StreamingCache])
 def test_more_than_the_window_is_told_where_weir_was_called(small, make):
-    (usual,) = told(lambda: make(small))
+    assert not told(lambda: make(small))
+    (usual,) = told(lambda: make(small, "weir(256)"))
     assert str(usual.message) == (
         "weir: weir(budget=256) and a chunk of 64 hold up to 320 tokens, and this model was made "
         "for 256: what it says beyond is worth little"

@@ -72,7 +72,7 @@ def test_a_table_says_what_was_found(capsys, model, text, tmp_path):
         (("--out", "nowhere/budgets.toml"), "there is no folder nowhere"),
         (("--budget", 24, "--memory", "1MB"), "give a budget or a memory, not both"),
         (("--budget", 4), "a budget of 4 leaves no room"),
-        (("--memory", "100B"), "100 bytes are too few for weir: weir(budget=7) takes"),
+        (("--memory", "100B"), "100 bytes are too few for weir: weir(budget=5) takes"),
         (("--policy", "h2o(8)", "--budget", 24), "h2o(8) takes no budget here"),
         (("--policy", "no.toml"), "cannot read the policy file no.toml: No such file"),
     ],

@@ -42,17 +42,19 @@ def chat(capsys, monkeypatch, measured):
 
 def test_a_conversation_says_where_its_policy_comes_from(chat, measured):
     told = chat().err.splitlines()
-    assert told[0] == f"{measured} under {measured}/weir.toml, which lies with it. /help for help."
+    by = f"by {measured}/weir.toml, which lies with it"
+    kept = "the first 1 and the newest 19 tokens, 8 bits"
+    assert told[0] == f"{measured} keeps {kept}, {by}. /help for help."
     assert any(line.startswith("[sink(1) | recent(8) | recent(11):int8]: ") for line in told)
     pinned = chat("--system", "Be brief.").err
-    assert f"under {measured}/weir.toml, which lies with it, and " in pinned
+    assert f"8 bits, {by}." in pinned
     assert "pinned([sink(1) | recent(8) | recent(11):int8], " in pinned
 
 
 @pytest.mark.parametrize("given", [("--policy", "h2o(20)"), ("--slots", "exact")])
 def test_what_is_given_goes_before_it(chat, given, measured):
     told = chat(*given).err
-    assert f"under {measured}/weir.toml" not in told
+    assert f"by {measured}/weir.toml" not in told
     assert "recent(8)" not in told
     # Slots alone do not say whose they are, so that what they set aside is named.
     aside = (
@@ -69,8 +71,9 @@ def test_without_any_it_is_the_default_as_large_as_the_window(
     chat, tmp_path, monkeypatch, given, said
 ):
     monkeypatch.setattr("weir.cache.default_policy.FILE", "nothing.toml")
-    sized = "chosen by the model's window and the free memory: 504 slots"
-    assert f" under {said}, {sized}. /help for help." in chat(*given).err  # 512 without a chunk
+    told = chat(*given).err
+    assert "; 504 slots, as its window and the free memory allow. /help" in told  # 512 but a chunk
+    assert f"\n{said}: " in told
 
 
 def test_commands_name_the_default_that_caches_take():
@@ -84,7 +87,7 @@ def test_a_saved_conversation_keeps_its_policy(chat, measured, tmp_path):
     stream.feed([1, 2, 3])
     stream.save(tmp_path / "session")
     told = chat("--session", tmp_path / "session").err
-    assert told.startswith(f"{measured} under h2o(20). /help")
+    assert told.startswith(f"{measured} keeps the newest 10 and 10 tokens by heavy. /help")
     assert "weir.toml" not in told
 
 

@@ -93,7 +93,7 @@ def test_for_people_it_is_a_table_and_a_sentence(capsys, model, text):
     assert (ended.code, ended.err.count("\n")) == (0, 2)
     for words in ("1 to 400", "401 to 800", "801 to 900", "perplexity", " of cache", "tokens/s"):
         assert words in ended.out
-    assert f"{model} under weir(budget=256): perplexity " in ended.out
+    assert f"{model} under weir(budget=448): perplexity " in ended.out
 
 
 def test_on_a_narrow_terminal_lines_run_on_and_figures_stay_whole(capsys, model, text):

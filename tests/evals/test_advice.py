@@ -88,7 +88,7 @@ def test_a_named_policy_that_does_not_fit_is_left_out_and_the_others_are_tried(n
 
 def test_a_named_policy_that_cannot_be_made_so_small_says_what_it_takes(nano):
     with pytest.raises(
-        WeirError, match=r"5,000 bytes are too few for weir: weir\(budget=7\) takes"
+        WeirError, match=r"5,000 bytes are too few for weir: weir\(budget=5\) takes"
     ):
         advise(*nano, str(BOOK), 5_000, policies="weir", tokens=600)
 

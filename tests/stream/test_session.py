@@ -363,7 +363,7 @@ def test_a_name_that_stands_for_others_by_now_goes_on_under_those_it_stood_for(
         wider = NAMED["weir"]
 
         def make(budget: int = 256) -> Policy:
-            return wider.make(budget, quiet=5.0)
+            return wider.make(budget, sinks=5)
 
         patch.setitem(NAMED, "weir", replace(wider, make=make))
         restored = weir.Stream.restore(llama, path)

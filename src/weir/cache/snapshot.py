@@ -45,7 +45,7 @@ class Contents:
         """Sizes, and slots by pool over all rows and KV heads; printed tensors would be long."""
         rows, heads, slots = self.position.shape
         counts = (f"{name} {int((self.pool == n).sum())}" for n, name in enumerate(self.pools))
-        return f"<Contents of {rows} x {heads} x {slots} slots: {', '.join(counts)}>"
+        return f"<weir.cache.Contents of {rows} x {heads} x {slots} slots: {', '.join(counts)}>"
 
 
 def contents_of(layer: Layer, waiting: list[int]) -> Contents:

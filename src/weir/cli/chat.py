@@ -59,7 +59,7 @@ HELP = """/forgotten     show which turns are gone from the cache
 
 PLAIN_NAMES = {"sink": "the first", "beginning": "the first", "recent": "the newest", "header": ""}
 """Words for what pools keep; those without are named."""
-FORMAT_WORDS = {"int8": "8 bits", "k8v4": "8 and 4 bits", "fp8": "8-bit floats"}
+FORMAT_WORDS = {"int8": "8 bits", "int4": "4 bits", "k8v4": "8 and 4 bits", "fp8": "8-bit floats"}
 HEADER = 16
 """Slots for the tokens that a chat template puts in front of an answer."""
 QUOTES = '"""'
@@ -112,7 +112,10 @@ def chat(
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
     session: Annotated[Path | None, typer.Option(help="A saved conversation to continue.")] = None,
     go_on: Annotated[
-        bool, typer.Option("--continue", help="Go on with the last conversation, or --model's.")
+        bool,
+        typer.Option(
+            "--continue", help="Go on with the last conversation, or the last with --model."
+        ),
     ] = False,
     keep: Annotated[
         bool, typer.Option("--keep/--no-keep", help="Keep what is said, for --continue.")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 ModelName = Annotated[
     str,
-    typer.Option("--model", help="nano, a folder, or a Hugging Face Hub id."),
+    typer.Option("--model", help="nano, smollm2, a folder, a .gguf file, or a Hub id."),
 ]
 TextPath = Annotated[
     Path, typer.Option("--text", help="The text: UTF-8, plain or .xz; - for standard input.")
@@ -35,7 +35,9 @@ PolicyText = Annotated[
 ]
 Budget = Annotated[
     int | None,
-    typer.Option("--budget", min=1, help="Slots of a named policy that is written without."),
+    typer.Option(
+        "--budget", min=1, help="Slots that the policy keeps, as in --policy h2o --budget 512."
+    ),
 ]
 Chunk = Annotated[
     int, typer.Option(min=1, help="New tokens read before the policy decides again what to keep.")

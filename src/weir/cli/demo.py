@@ -67,7 +67,7 @@ def demo(
     story: demonstration.Story | demonstration.ChatStory
     if model_name == "nano":
         tokens = tokens or 10_000
-        policies = demonstration.POLICIES
+        policies: tuple[str, ...] = demonstration.POLICIES
         ids, story = demonstration.load_book_and_story(tokenizer, tokens)
         about = (
             f"nano was trained on {window:,} tokens at a time. It now reads {len(ids):,} tokens of "

@@ -48,7 +48,7 @@ POLICIES: dict[str, dict[str, str]] = {
         "lacache": "a ladder: other old tokens in each layer",
     },
     "weir's own": {
-        "weir": "reading on, and looking up what came some thousand tokens ago; the default",
+        "weir": "reading on, and finding what came a while ago; the default",
         "centers": "single names and numbers, told to a small model long ago",
     },
     "Around another policy": {

@@ -1,8 +1,9 @@
 """The demonstration: a model reads far past its window under several policies side by side.
 
 The packaged model reads a book, then names with numbers in the form of its exercises, "Anna has
-482.", reads on, and is asked for the numbers. A model with a chat template holds a chat: it has a
-rule and is told facts, then a long text is pasted, and it is asked for the facts. The result is one
+482.", reads on, and is asked for the numbers. A model with a chat template holds a chat: it is
+told facts in the system turn and in the first message, then a long text is pasted, and it is asked
+for the facts. The result is one
 HTML page that needs no network.
 """
 
@@ -53,8 +54,8 @@ CHAT_POLICIES = (
     "pinned(weir(budget=1024))",
 )
 """Those of the chat: `dense` is what transformers does, and `pinned` what `weir chat` does."""
-RULE = "Your name is Nora. You answer in one short sentence."
 FACTS = (
+    ("Your name is Nora.", "What is your name?", "Nora"),
     ("The door code of Anna is 60494.", "What is the door code of Anna?", "60494"),
     ("The telephone number of Peter is 73158.", "What is the telephone number of Peter?", "73158"),
     ("Maria lives in the city of Lisbon.", "In which city does Maria live?", "Lisbon"),
@@ -62,9 +63,12 @@ FACTS = (
     ("The train leaves at 7:15.", "When does the train leave?", "7:15"),
     ("The favorite color of Clara is green.", "What is the favorite color of Clara?", "green"),
     ("The key lies under the carpet.", "Where does the key lie?", "carpet"),
-    ("", "What is your name?", "Nora"),
 )
 """What the chat tells first, what it asks at the end, and a word of the right answer."""
+IN_SYSTEM = 1
+"""So many of them are told in the system turn, the others in the first message."""
+RULE = " ".join([*(fact for fact, _, _ in FACTS[:IN_SYSTEM]), "You answer in one short sentence."])
+"""The system turn."""
 ANSWER = 24
 """Most tokens of an answer in the chat."""
 CALM = {"temperature": 0.0, "repetition_penalty": 1.1}
@@ -200,7 +204,7 @@ class ChatStory:
     def begin(self, stream: Stream) -> None:
         """Tell the facts, and let the model answer."""
         talk = Conversation(stream, self.tokenizer, RULE)
-        told = " ".join(fact for fact, _, _ in FACTS if fact)
+        told = " ".join(fact for fact, _, _ in FACTS[IN_SYSTEM:])
         for _ in talk.say(f"Please remember this. {told}", max_new_tokens=ANSWER, **CALM):
             pass
         if self.before < 0:
@@ -235,6 +239,7 @@ class ChatStory:
             "said": self.said,
             "away": read,
             "before": self.before,
+            "in_system": IN_SYSTEM,
             "names": [[question, word] for _, question, word in FACTS],
         }
 
@@ -340,14 +345,15 @@ ABOUT = Template("""<p>The packaged model <code>nano</code> was trained on $wind
 Here it reads the first $tokens tokens of <em>$book</em> once, $times times its window, and predicts
 each token from what the policy still holds.</p>""")
 CHAT_ABOUT = Template("""<p><code>$model</code> was trained on $window tokens at a time. In a chat
-it has the rule &ldquo;$rule&rdquo; and is told facts; then $tokens tokens of <em>$book</em> are
-pasted, and it predicts each from what the policy still holds. <code>dense</code> is what
-transformers does by itself.</p>""")
+it has the system turn &ldquo;$rule&rdquo; and is told more facts; then $tokens tokens of
+<em>$book</em> are pasted, and it predicts each from what the policy still holds. <code>dense</code>
+is what transformers does by itself.</p>""")
 """The first paragraph of the page, for a book and for a chat."""
 CHAT_STORY = Template("""<h2>Who still knows?</h2>
-<p>Before the long text every policy was told $count facts and a rule; $away tokens later it was
-asked for each. Without the text between, $before of $count answers are right: a model that cannot
-answer then says nothing about a policy. A right answer has a tick.</p>
+<p>Before the long text every policy was told $count facts, the first $system of them in the system
+turn, which only <code>pinned</code> holds on to; $away tokens later it was asked for each. Without
+the text between, $before of $count answers are right: a model that cannot answer then says nothing
+about a policy. A right answer has a tick.</p>
 $answers
 
 <h2>What each policy still holds</h2>
@@ -430,14 +436,20 @@ def write_excerpt(result: dict[str, Any], folder: Path) -> list[Path]:
     """Write the table of figures as Markdown and the picture of perplexities, for other pages."""
     table, picture = folder / "table.md", folder / "perplexity.svg"
     story = result["story"]
-    heads = ["policy", "perplexity", "its last block", "cache"] + ["still knows"] * bool(story)
+    heads = ["policy", "perplexity", "cache"]
+    edges = (
+        [0, *([story["in_system"]] if result["chat"] else []), len(story["names"])] if story else []
+    )
+    if story:
+        heads += (
+            ["of the system turn", "of the first message"] if result["chat"] else ["still knows"]
+        )
     rows = [
         [
             f"`{policy['policy']}`",
             f"{policy['ppl']:,.1f}",
-            f"{policy['ppl_by_block'][-1]:,.1f}",
             f"{policy['kv_bytes'] / 1e6:,.1f} MB",
-            *([f"{policy['knows']} of {len(story['names'])}"] if story else []),
+            *(f"{sum(policy['right'][a:b])} of {b - a}" for a, b in itertools.pairwise(edges)),
         ]
         for policy in result["policies"]
     ]
@@ -493,6 +505,7 @@ def _story(result: dict[str, Any]) -> str:
         count=len(story["names"]),
         some=some,
         before=story.get("before"),
+        system=story.get("in_system"),
         away=f"{story['away']:,}",
         seen=f"{seen:,}",
         place=f"{100 * story['told_at'] / seen:.2f}",
