@@ -266,9 +266,7 @@ class LayerStep:
         largest: output; the largest absolute key or value of each row [batch], float32.
     """
 
-    def __init__(
-        self, slots: DecodeSlots, ends: Tensor, waiting: Tensor, largest: Tensor
-    ) -> None:
+    def __init__(self, slots: DecodeSlots, ends: Tensor, waiting: Tensor, largest: Tensor) -> None:
         self.slots = slots
         self.ends = ends
         self.waiting = waiting
