@@ -144,6 +144,9 @@ class Forward:
                 self._undo()
                 raise self._record_failures(failed) from None
         self._commit()
+        stack.again = {
+            row: ids for row, ids in self._begun.again.items() if row not in stack.failed | failed
+        }
         stack.rows = self._begun.after.keeping(stack.rows, failed) if failed else self._begun.after
         stack.failed |= self._begun.refused
         if failed:
@@ -233,6 +236,33 @@ class Forward:
         return NotFiniteError(
             layer, row=row if batch > 1 else None, place=column, token=token, others=others
         )
+
+
+class SecondReading(Forward):
+    """A call that repeats a chunk of some rows, and of which only their tokens' scores stay.
+
+    Attributes:
+        rows: the rows that repeat something.
+    """
+
+    rows: tuple[int, ...] = ()
+
+    def attend(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
+    ) -> Tensor:
+        """Compute one layer's attention for the repeated tokens, which are not stored."""
+        plan = self.plan.on(queries.device)
+        with torch.no_grad():
+            return self.stack[layer].reread(queries, keys, values, params, plan, self.rows)
+
+    def step(self) -> None:
+        """Return None: a second reading is no step."""
+
+    def finish(self) -> None:
+        """Keep nothing: the slots are as they were."""
+
+    def abandon(self, error: BaseException) -> None:
+        """Undo nothing: nothing was stored."""
 
 
 class _NoGradient(torch.autograd.Function):

@@ -23,6 +23,8 @@ from weir.errors import WeirError, describe_missing
 
 LEAST_LANES = 16
 """Queries, and numbers of a value, that a kernel for segments of a prompt takes at least."""
+LEAST_WIDE = 32
+"""Numbers of a head from which on vectors of a processor fit into it."""
 QuantizedVectors = tuple[torch.Tensor, torch.Tensor, int]
 """Quantized vectors: numbers as they are stored, their peaks, and how many steps make a peak."""
 VARIABLE = "WEIR_KERNELS"
@@ -35,6 +37,7 @@ _KERNELS = {
     ("numba", "draw_uniform"): ("weir.kernels.cpu.counter_rng", "draw_uniform"),
     ("numba", "decode_exact"): ("weir.kernels.cpu.decode", "decode_exact"),
     ("numba", "decode_quantized"): ("weir.kernels.cpu.decode_quantized", "decode_quantized"),
+    ("numba", "decode_int4"): ("weir.kernels.cpu.decode_int4", "decode_int4"),
     ("numba", "distances"): ("weir.kernels.cpu.distances", "distances"),
     ("numba", "resample"): ("weir.kernels.cpu.resample", "resample"),
     ("numba", "causal"): ("weir.kernels.cpu.causal", "causal"),
@@ -87,6 +90,19 @@ def decode_quantized(device: torch.device) -> Callable[..., Any] | None:
     `weir.kernels.cpu.decode_quantized`); None where they are dequantized before they are read.
     """
     return _kernel(_library(device), "decode_quantized")
+
+
+def decode_int4(queries: torch.Tensor, width: int) -> Callable[..., Any] | None:
+    """The kernel for one query a head over slots of which the first have 4 bits, rotated (see
+    `weir.kernels.cpu.decode_int4`); None where they are dequantized before they are read.
+
+    Args:
+        queries: [..., key_dim].
+        width: numbers of a value.
+    """
+    if queries.device.type != "cpu" or min(queries.shape[-1], width) < LEAST_WIDE:
+        return None
+    return _kernel(_library(queries.device), "decode_int4")
 
 
 def farthest_first(device: torch.device) -> Callable[..., Any] | None:
