@@ -179,7 +179,7 @@ def test_all_that_it_asks_for_fits_together(extra: str | None) -> None:
     found = brought(extra)
     assert found.keys() >= {"numpy", "safetensors", "tokenizers", "torch", "transformers"}
     if extra is None:
-        assert not found.keys() & {"matplotlib", "numba", "ray", "fastapi", "scikit-learn"}
+        assert not found.keys() & {"matplotlib", "ray", "fastapi", "scikit-learn"}
 
 
 @pytest.mark.slow

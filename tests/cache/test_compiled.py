@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import threading
 from collections.abc import Iterator
 from itertools import cycle
 from typing import Any
@@ -324,6 +325,38 @@ def test_where_nothing_can_be_compiled_steps_go_the_usual_way_after_one_sentence
     assert "compiling the decode step" in waits
     assert str(error) in falls
     assert falls.endswith("they go the usual way")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_tokens_come_uncompiled_until_the_program_is_ready(
+    shallow, ids, taken, capfd, monkeypatch, fails: bool
+) -> None:
+    monkeypatch.setattr(Compiling, "wait", False)
+    ready = threading.Event()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        ready.wait(60)
+        if fails:
+            raise RuntimeError("no C++ compiler")
+        return graph.forward
+
+    text = ids(1, PROMPT + 6)
+    usual = read(shallow, "window(16)", text)
+    compile_steps(shallow, backend=backend)
+    cache = StreamingCache(shallow, "window(16)", chunk=CHUNK)
+    parts = [text[:, :PROMPT], *text[:, PROMPT:].split(1, dim=1)]
+    with torch.no_grad():
+        found = [shallow(input_ids=part, past_key_values=cache).logits for part in parts[:4]]
+        ready.set()
+        for thread in threading.enumerate():
+            if thread.name == "weir compiles":
+                thread.join()
+        found += [shallow(input_ids=part, past_key_values=cache).logits for part in parts[4:]]
+    compile_steps(shallow, on=False)
+    assert taken == [1, 0, 0, *[0 if fails else 1] * 3]
+    check_same(usual, (torch.cat(found, dim=1), cache), shallow)
+    ends = "no C++ compiler; they go the usual way" if fails else "is compiled, after 0 s"
+    assert capfd.readouterr().err.strip().endswith(ends)
 
 
 def test_each_size_says_once_what_is_waited_for(fresh_llama, ids, taken, capfd) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -56,6 +57,23 @@ def test_a_library_that_cannot_be_imported_is_not_used(
 
     monkeypatch.setattr(dispatch, "import_module", broken)
     assert set(kernels.paths(CPU).values()) == {"reference"}
+
+
+def test_a_faster_path_that_is_missing_is_said_once(
+    llama, ids, monkeypatch: pytest.MonkeyPatch, installed: list[str]
+) -> None:
+    kernels.note_missing_kernels.cache_clear()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        weir.Stream(llama, "window(8)")
+        assert not said
+        installed.clear()
+        dispatch._kernel.cache_clear()
+        kernels.note_missing_kernels.cache_clear()
+        for _ in range(2):
+            weir.Stream(llama, "window(8)").feed(ids(1, 3))
+        assert "numba, which is not installed: pip install 'weir-kv[fast]'" in str(said[0].message)
+        assert len(said) == 1
 
 
 def test_the_environment_may_ask_for_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import weir
 from weir import Stream, StreamingCache, WeirError
+from weir.models.compiling import Compiling
 
 POLICY = "sink(2) | recent(10)"
 FAMILIES = ("llama", "gemma3", "falcon", "falcon-alibi", "mpt", "bloom")
@@ -234,7 +235,8 @@ def test_a_cache_made_during_a_call_reads_the_model_and_not_the_call() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_steps_in_threads() -> None:
+def test_compiled_steps_in_threads(monkeypatch) -> None:
+    monkeypatch.setattr(Compiling, "wait", True)
     model, ids = make("llama"), tokens(1, 50)
     usual = stepped(model, ids)
     torch.compiler.reset()

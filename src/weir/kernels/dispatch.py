@@ -10,6 +10,7 @@ to be tested).
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module
@@ -197,6 +198,20 @@ def paths(device: torch.device) -> dict[str, str]:
     library = _library(device)
     names = dict.fromkeys(kernel for _, kernel in _KERNELS)
     return {name: library if _kernel(library, name) else "reference" for name in names}
+
+
+@lru_cache
+def note_missing_kernels(kind: str) -> None:
+    """Warn, once for a kind of device, where kernels are missing that would be faster.
+
+    Args:
+        kind: a device's type.
+    """
+    library = _BY_DEVICE.get(kind)
+    if VARIABLE in os.environ or library is None or _kernel(library, "walk") is not None:
+        return
+    missing = describe_missing("weir runs slower than it could; for speed it", library)
+    warnings.warn(missing, stacklevel=2)
 
 
 def _for_segment(

@@ -19,13 +19,13 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._dynamo import exc
-from torch._dynamo.eval_frame import set_eval_frame
 from torch._guards import TracingContext, tracing
 
 from weir.errors import WeirError
@@ -81,7 +81,7 @@ class Compiling:
         own = (options.get("options") or {}).get("guard_filter_fn")
         self._asked = partial(_asked, own or getattr(torch.compiler, _UNASKED, None))
         try:  # what is given is taken apart
-            torch.compile(lambda: None, fullgraph=True, dynamic=False, **copy.deepcopy(dict(options)))
+            torch.compile(lambda: None, **copy.deepcopy(dict(options)))
             self._backend = _backend(options)
         except (TypeError, RuntimeError, exc.TorchDynamoException) as error:
             reason = str(error).strip().splitlines()[0]
@@ -107,17 +107,19 @@ class Compiling:
             given: its positional arguments, and a dictionary of the others.
         """
         if sizes not in self._layers:
-            plain = FunctionType(_run_layer.__code__.replace(), globals(), "layer")
-            options = {"guard_filter_fn": self._asked}
+            code = _run_layer.__code__.replace()
+            plain: Callable[..., Any] = FunctionType(code, globals(), "layer")
+            options: dict[str, Any] = {"guard_filter_fn": self._asked}
             traced = torch.compile(
                 plain, fullgraph=True, dynamic=False, backend=self._trace, options=options
             )
             self._layers[sizes] = plain, traced
         plain, traced = self._layers[sizes]
-        bound = (own.__self__,) if hasattr(own, "__func__") else ()
-        call = (getattr(own, "__func__", own), bound, *given)
+        call: tuple[Any, ...] = (own, (), *given)
+        if isinstance(own, MethodType):
+            call = (own.__func__, (own.__self__,), *given)
         # What `traced` does in Python before each call takes as long as a small layer.
-        prior = set_eval_frame(False)  # type: ignore[arg-type]  # programs only, no compiler
+        prior = set_eval_frame(False)  # programs only, no compiler
         try:
             output = plain(*call)
         finally:

@@ -12,8 +12,8 @@ with a weir cache:
 
 All calls of a model take turns, also those without a weir cache, so that no thread sees what
 another one has switched. The hooks are removed with the model's last cache, and copies of the model
-do not have them. A cache is `cache.StreamingCache`, a call under way `cache.forward.Forward`, which this
-module, below them, does not import.
+do not have them. A cache is a `cache.StreamingCache` and a call under way a
+`cache.forward.Forward`, which this module does not import, being below them.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from weir.errors import WeirError
+from weir.kernels import note_missing_kernels
 from weir.models.attention_sinks import SUNK_ATTENTION
 from weir.models.compiling import Compiled, Compiling, layers_of
 from weir.models.embedding import mismatch
@@ -70,9 +71,7 @@ class Attachment:
         self._alone = False
         self._signature = inspect.signature(facts.decoder.forward)
         self._forward = MethodPatch(facts.decoder, "forward", self._call)
-        self._rotaries = [
-            MethodPatch(rotary, "forward", self._rotate) for rotary in facts.rotaries
-        ]
+        self._rotaries = [MethodPatch(rotary, "forward", self._rotate) for rotary in facts.rotaries]
         self._compiled: Compiled | None = None
         self.compile(_COMPILED.get(facts.decoder))
         self._towers = []
@@ -95,13 +94,12 @@ class Attachment:
         return self.running.attend(layer, queries, keys, values, params)
 
     def compile(self, compiling: Compiling | None) -> None:
-        """Compile decode steps from now on; None stops compiling them."""
-        with self._lock:
-            if self._compiled is not None:
-                self._compiled.remove()
-            layers = layers_of(self.facts.decoder, self.facts.attentions)
-            own = self._forward.own
-            self._compiled = None if compiling is None else Compiled(own, layers, compiling)
+        """Compile decode steps from now on; None stops compiling them. No call may be under way."""
+        if self._compiled is not None:
+            self._compiled.remove()
+        layers = layers_of(self.facts.decoder, self.facts.attentions)
+        own = self._forward.own
+        self._compiled = None if compiling is None else Compiled(own, layers, compiling)
 
     def give_up(self, cache: Any) -> None:
         """Remove one cache, after the call under way."""
@@ -258,6 +256,7 @@ def attach(model: PreTrainedModel, cache: Any) -> Attachment:
     A model and its base model share one decoder and therefore one attachment.
     """
     facts = describe(model)
+    note_missing_kernels(model.device.type)
     with _MAKING:
         held = _ATTACHED.get(facts.decoder)
         while held is None or cache not in held.caches:
@@ -315,7 +314,8 @@ def compile_steps(
             _COMPILED[decoder] = compiling
         held = _ATTACHED.get(decoder)
     if held is not None:
-        held.compile(compiling)
+        with forward_lock_of(facts.config):
+            held.compile(compiling)
 
 
 def detach(cache: Any) -> None:

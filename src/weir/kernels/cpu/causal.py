@@ -248,7 +248,7 @@ def _attend(
 
     Those from block `begun` up to `done`, of `lanes` queries each, of all heads of all rows.
     """
-    batch, heads, group, length, width = out.shape
+    _, heads, group, length, width = out.shape
     apart, counted = 1 if above_at else 0, received.shape[2] > 0
     queries, keys = floats_at(queries_at, WHOLE)[0], floats_at(keys_at, WHOLE)[0]
     values = floats_at(values_at, WHOLE)[0]

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numba
-import numpy as np
 import torch
 from numba import types
 from numba.core.caching import FunctionCache
@@ -40,9 +39,9 @@ def compile_kernel(
     return kernel
 
 
-def compile_callback(function: Callable[[int], None]) -> CFunc:
+def compile_callback(function: Callable[[int], None]) -> Any:
     """The function of an address in machine code, as C calls it; kept for the next process."""
-    callback = CFunc(function, ((types.uintp,), types.void), {}, {"nopython": True})
+    callback: Any = CFunc(function, ((types.uintp,), types.void), {}, {"nopython": True})
     with suppress(RuntimeError, AttributeError):
         callback._cache = _CodeCache(function)
     callback.compile()

@@ -25,6 +25,7 @@ from numba.extending import intrinsic
 from weir.kernels.cpu.compilation import compile_callback
 from weir.kernels.cpu.vectors import LONG
 
+_forked = False
 PARTS = 2
 """Parts of its work for each thread: one that is late leaves some of them to the others."""
 
@@ -46,7 +47,7 @@ class TeamKernel:
         numbers = (ctypes.c_int64 * (2 + len(arguments)))(0, parts, *arguments)
         address = ctypes.addressof(numbers)
         run = _callback(self._function)
-        start = None if threads == 1 else _team()
+        start = None if threads == 1 or _forked else _team()
         if start is None:
             run.ctypes(address)
         else:
@@ -125,9 +126,9 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 def _forget_threads() -> None:
     """A fork has none of its parent's threads, and OpenMP's would be waited for."""
-    global _team
+    global _forked
+    _forked = True
     _pool.cache_clear()
-    _team = lambda: None  # noqa: E731
 
 
 if hasattr(os, "register_at_fork"):

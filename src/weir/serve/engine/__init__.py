@@ -1,7 +1,6 @@
 """The engine: sequences of many sessions through one model, in rows allocated once."""
 
-from weir.serve.engine.compilation import compile_engine, sizes_of
-from weir.serve.engine.engine import Cancelled, Engine, EngineLoad
+from weir.serve.engine.engine import Cancelled, Engine, EngineLoad, compile_engine, sizes_of
 from weir.serve.engine.inspection import RowInspection
 from weir.serve.engine.output import (
     FailureEvent,

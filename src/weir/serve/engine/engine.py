@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 
 from weir.cache import StreamingCache
 from weir.errors import WeirError
+from weir.models import compile_steps
 from weir.policies import Policy
 from weir.pools import Marks
 from weir.serve.engine.inspection import InspectionQueue, RowInspection, inspect_row
@@ -30,6 +32,9 @@ from weir.serve.sessions import Checkpoint, SessionStore
 
 PREFILL_CHUNK = 256
 """Tokens of prompts that are read between two decode calls."""
+GROWTH = 4
+"""How many times as many rows the next larger program has: computing a row for nothing costs little
+beside compiling another one."""
 
 
 class Cancelled(WeirError):
@@ -382,3 +387,32 @@ class Engine:
             request = self._inspections.pop()
         if request is not None:
             inspect_row(self.cache, *request)
+
+
+def sizes_of(engine: Engine) -> tuple[int, ...]:
+    """The numbers of rows that compiled decode calls have: 1, 4, 16, ... and all.
+
+    Only 1 in a deterministic engine.
+    """
+    rows = engine.load().rows
+    sizes = [1]
+    while not engine.deterministic and sizes[-1] < rows:
+        sizes.append(min(GROWTH * sizes[-1], rows))
+    return tuple(sizes)
+
+
+def compile_engine(engine: Engine, **options: Any) -> None:
+    """Compile the decode steps of an engine, each number of rows when a call first has it.
+
+    Answers differ by rounding only. Until a program is ready, and where none can be made, steps run
+    uncompiled.
+
+    Args:
+        engine: not in a step.
+        options: of `weir.compile_steps`.
+
+    Raises:
+        WeirError: the model cannot be compiled, whatever the compiler.
+    """
+    compile_steps(engine.model, **options)
+    engine.runner.sizes = sizes_of(engine)
