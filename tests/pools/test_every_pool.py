@@ -203,6 +203,15 @@ def test_strange_keys_and_values_are_borne(text):
         assert largest(out) <= largest(values) * (1 + off(LENGTH))
 
 
+@pytest.mark.parametrize("text", [texts[0] for texts in PIPES.values()])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_every_dtype_of_a_model_is_borne(text, dtype):
+    parts = [random(1, 2, LENGTH, n).to(dtype) for n in (7, 7, 5)]
+    out, layer = fed(text, *parts)
+    assert out.dtype == dtype
+    assert layer.state.slab.keys.dtype == dtype
+
+
 CHANCE = [
     pytest.param(
         text,

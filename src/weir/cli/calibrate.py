@@ -11,16 +11,20 @@ from weir.cli.app import command
 from weir.cli.common import (
     DEFAULT_NAME,
     AsJson,
+    Budget,
     Chunk,
     ModelName,
     PolicyText,
+    RemainingTime,
     Seed,
     TextPath,
+    in_lines,
     output,
     print_json,
     print_table,
     progress,
     size,
+    with_given_budget,
 )
 from weir.cli.loading import Loading, load_model, loads_model
 from weir.errors import WeirError
@@ -38,9 +42,7 @@ def calibrate(
     ] = None,
     model_name: ModelName = "nano",
     policy: PolicyText = DEFAULT_NAME,
-    budget: Annotated[
-        int | None, typer.Option(min=1, help="Average slots per layer, for a named policy.")
-    ] = None,
+    budget: Budget = None,
     memory: Annotated[
         str | None,
         typer.Option(help="Instead of a budget, memory for the cache of one stream: 2GB."),
@@ -69,7 +71,6 @@ def calibrate(
     from weir.cache import read_bytes
     from weir.evals import calibration
     from weir.evals.fitting import fit_to_memory
-    from weir.evals.notation import with_budget
     from weir.policies import parse_policy
 
     if gates:
@@ -80,7 +81,7 @@ def calibrate(
     calibration.check_path(out)
     if budget is not None and memory is not None:
         raise WeirError("give a budget or a memory, not both")
-    wanted = policy if budget is None else with_budget(policy, budget)
+    wanted = with_given_budget(policy, budget)
     room = None if memory is None else read_bytes(memory)
     parse_policy(wanted)  # refused before a model is loaded
     model, tokenizer = load_model(model_name, loading)
@@ -88,6 +89,13 @@ def calibrate(
         wanted, _ = fit_to_memory(model, policy, room, chunk)
     with progress() as bar:
         row = bar.add_task("measuring", total=1, note="")
+        remaining = RemainingTime("the rest of the measurements")
+
+        def show(share: float) -> None:
+            bar.update(row, completed=share)
+            if in_lines() and share > 0:
+                remaining.at(share)
+
         found = calibration.calibrate(
             model,
             tokenizer,
@@ -97,7 +105,7 @@ def calibrate(
             chunk=chunk,
             seed=seed,
             splits=splits,
-            on_step=lambda share: bar.update(row, completed=share),
+            on_step=show,
         )
     found.write(out)
     if as_json:

@@ -29,6 +29,7 @@ from weir.models.loading import (
     sidecar_path,
     skeleton,
 )
+from weir.models.lookup_layers import find_lookup_layers, lookup_scores
 from weir.models.memory import free_memory, stored_bytes
 from weir.models.model_spec import (
     DROPPING,
@@ -71,6 +72,7 @@ __all__ = [
     "detach",
     "embed",
     "features",
+    "find_lookup_layers",
     "fingerprint",
     "free_memory",
     "from_where",
@@ -82,6 +84,7 @@ __all__ = [
     "load_encoder",
     "load_gates",
     "load_processor",
+    "lookup_scores",
     "offsets",
     "out_of_range",
     "output_weight",

@@ -311,6 +311,11 @@ class PolicyWrapper(Policy):
     def options(self) -> str:
         """Its own arguments, as they are written: `n=64, header=16`."""
 
+    def around(self, policy: Policy) -> Self:
+        """The same wrapper around another policy."""
+        same: Self = replace(self, policy=policy, text="")  # type: ignore[type-var]
+        return same
+
     def _write(self) -> None:
         """Set the text, if there is none."""
         if not self.text:

@@ -8,14 +8,14 @@ in a slot.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
 
 from weir.policies import Pipe
 from weir.pools import CounterRNG, Gating, Output
-from weir.slab import Heads, LayerPositions, SlabSpec, Slots
+from weir.slab import CODED, SLOT_BUFFERS, Heads, LayerPositions, SlabSpec, Slots
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,21 @@ class Layout:
     def run(self) -> int:
         """Tokens of the run, quantized and exact."""
         return self.quantized - self.quantized_front + self.used - self.front
+
+    @property
+    def packed(self) -> Layout:
+        """The layout of the slots in use alone (`LayerSpec.held`), without the empty ones between
+        quantized and exact slots.
+        """
+        gap = self.first - self.quantized
+        starts = {pool: at - gap if at >= self.first else at for pool, at in self.starts.items()}
+        return replace(
+            self,
+            starts=starts,
+            first=self.quantized,
+            front=self.front - gap,
+            used=self.used - gap,
+        )
 
 
 def lay_out(pipe: Pipe, lengths: Sequence[int]) -> Layout:
@@ -144,6 +159,30 @@ class LayerSpec:
         first place, which the first query that is read then overwrites.
         """
         return max(0, waiting + self.keeps_queries - self.chunk)
+
+    def held(self, lengths: Sequence[int]) -> dict[str, tuple[slice, ...]]:
+        """The slots in use of a row and its whole tail, by the names of buffers (`Slab.tensors`).
+
+        Buffers that are not named here are no longer for more slots. What is outside these slots
+        is of no use to anybody.
+
+        Args:
+            lengths: slots in use, by pool.
+        """
+        lies = lay_out(self.pipe, lengths)
+        end = lies.used + self.chunk
+        coded, exact = slice(0, lies.quantized), slice(0, end - lies.first)
+        slots = (coded, slice(lies.first, end)) if lies.first else (slice(0, end),)
+        found: dict[str, tuple[slice, ...]] = dict.fromkeys(SLOT_BUFFERS, slots)
+        found |= {"keys": (exact,), "values": (exact,)}
+        found["masters"] = (slice(0, lies.front - lies.first),)
+        for name, part in (
+            ("keys", coded),
+            ("values", coded),
+            ("masters", slice(0, lies.quantized_front)),
+        ):
+            found |= dict.fromkeys((f"{CODED}{name}", f"{CODED}{name}_peaks"), (part,))
+        return found
 
     def slab(self, heads: Heads) -> SlabSpec:
         """Describe the buffers of the layer, for attention of these sizes.
