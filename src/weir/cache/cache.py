@@ -22,7 +22,7 @@ from weir.cache.default_policy import choose_policy
 from weir.cache.forward import Forward, SecondReading
 from weir.cache.layer import place_on_axes, plan_forward
 from weir.cache.layer_stack import Folded, LayerStack
-from weir.cache.layers import pipes_of, plan_layers, reach_of, reads_twice
+from weir.cache.layers import pipes_of, plan_layers, reach_of, reads_twice, with_gates
 from weir.cache.row_state import RowState, check_kind, check_state
 from weir.cache.rows import BegunForward, Rows
 from weir.cache.snapshot import Contents, Holding, contents_of, layer_report, snapshot_row
@@ -146,7 +146,7 @@ class StreamingCache(Cache):
         self._device = input_device(served)
         facts = describe(served, reach=reach_of(pipes, chunk, rolling=rolling))
         self._rotaries = facts.rotations
-        self.plans = plan_layers(facts, pipes, chunk, seed=seed, rolling=rolling)
+        self.plans = with_gates(plan_layers(facts, pipes, chunk, seed=seed, rolling=rolling), facts)
         self._twice = reads_twice(self.plans)
         self._repeating = False
         if self._twice and prefill == "full":

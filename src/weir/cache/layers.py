@@ -96,8 +96,6 @@ def plan_layers(
             f"policy's {most - chunk} slots and a chunk of {chunk}; take a smaller budget"
             + (f", {room} slots at most" if room > 0 else " and a smaller chunk")
         )
-    gated = any(pipe.needs_gates for pipe in pipes)
-    gates = load_gates(facts.decoder, facts.config) if gated else {}
     plans = []
     for index, (layer, pipe) in enumerate(zip(facts.layers, pipes, strict=True)):
         window = None if everywhere else layer.positions.window
@@ -105,13 +103,7 @@ def plan_layers(
         positions = replace(layer.positions, window=window, rolling=rolling)
         draws = CounterRNG(seed, index, first=layer.first_head)
         output = OutputProjection(facts.attentions[index], layer.heads)
-        gate = gates.get(index) if own.needs_gates else None
-        if own.needs_gates and gate is None:
-            raise WeirError(
-                "the pool gated needs gates that were trained for this model as it is loaded here, "
-                "and there are none: weir calibrate --gates --model MODEL --text FILE trains them"
-            )
-        spec = LayerSpec(own, positions, chunk, draws, index, len(pipes), output, gate)
+        spec = LayerSpec(own, positions, chunk, draws, index, len(pipes), output)
         if own.needs_second_reading and own.slots_of(own.run) < chunk:
             raise WeirError(
                 f"reconstruct judges the last {chunk} tokens once they are folded, so the pools in "
@@ -124,3 +116,23 @@ def plan_layers(
                 raise WeirError(f"layer {index} of this model has no such slots: {wrong}")
         plans.append(LayerPlan(spec, layer.heads))
     return plans
+
+
+def with_gates(plans: list[LayerPlan], facts: ModelSpec) -> list[LayerPlan]:
+    """Return the plans with the gates that their pools read, found by the model's weights.
+
+    Raises:
+        WeirError: there is no gate for a layer that reads one.
+    """
+    asked = [plan.spec.index for plan in plans if plan.spec.pipe.needs_gates]
+    if not asked:
+        return plans
+    gates = load_gates(facts.decoder, facts.config)
+    if not gates.keys() >= set(asked):
+        raise WeirError(
+            "the pool gated needs gates that were trained for this model as it is loaded here, and "
+            "there are none: weir calibrate --gates --model MODEL --text FILE trains them"
+        )
+    return [
+        replace(plan, spec=replace(plan.spec, gate=gates.get(plan.spec.index))) for plan in plans
+    ]
