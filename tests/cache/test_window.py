@@ -30,7 +30,7 @@ def test_more_than_the_window_is_told_where_weir_was_called(small, make):
     assert not told(lambda: make(small))
     (usual,) = told(lambda: make(small, "weir(256)"))
     assert str(usual.message) == (
-        "weir: weir(budget=256) and a chunk of 64 hold up to 320 tokens, and this model was made "
+        "weir: weir(256) and a chunk of 64 hold up to 320 tokens, and this model was made "
         "for 256: what it says beyond is worth little"
     )
     assert usual.filename == __file__

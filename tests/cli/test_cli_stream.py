@@ -90,7 +90,7 @@ def test_it_reads_under_every_policy_with_either_positions(capsys, model, text, 
 
 def test_for_people_it_is_a_table_and_a_sentence(capsys, model, text):
     ended = run(capsys, "stream", "--text", text, "--model", model, "--tokens", 900, "--block", 400)
-    assert (ended.code, ended.err.count("\n")) == (0, 2)
+    assert (ended.code, ended.err.count("\n")) == (0, 2), ended.err
     for words in ("1 to 400", "401 to 800", "801 to 900", "perplexity", " of cache", "tokens/s"):
         assert words in ended.out
     assert f"{model} under weir(budget=448): perplexity " in ended.out

@@ -61,7 +61,7 @@ def size(
 
     Only the model's configuration is read; no weights are loaded.
     """
-    from weir.cache import read_bytes, size_of
+    from weir.cache import fit_to_model, read_bytes, size_of
     from weir.errors import WeirError
     from weir.models import sink_of, skeleton
     from weir.policies import Pipe, parse_policy, resolve_chunk, with_pin, with_slots
@@ -81,7 +81,7 @@ def size(
         wanted = Pipe(tuple(pools), f"{wanted} at {tokens:,} tokens", wanted.formats)
     else:
         say_unused(context, ("tokens",), f"{wanted.brief} is of one size however long a stream is")
-    wanted = with_pin(wanted, pin)
+    wanted = fit_to_model(with_pin(wanted, pin), model)
     chunk = resolve_chunk(wanted, chunk)
     found, sink = size_of(model, wanted, chunk=chunk), sink_of(model.config)
     streams = None if room is None else found.streams_in(room)

@@ -29,7 +29,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from weir.errors import WeirError
-from weir.models.attention_sinks import attend_by_sink, begin_with_sink, sink_of
+from weir.models.attention_sinks import ATTENTION, attend_by_sink, begin_with_sink, sink_of
 from weir.models.gguf import (
     SMOLLM2,
     SMOLLM2_HUB,
@@ -47,7 +47,7 @@ DEEPEST = 2000
 """Most layers that a configuration may declare; even without weights, making one takes time."""
 
 _WITHOUT_KERNELS = {
-    "_attn_implementation_internal": ("eager", "sdpa", "flex_attention"),
+    "_attn_implementation_internal": ("eager", "sdpa", "flex_attention", ATTENTION),
     "_experts_implementation_internal": ("eager", "batched_mm", "grouped_mm"),
 }
 """What a configuration may ask for that transformers computes with PyTorch alone, by attribute."""
