@@ -103,6 +103,7 @@ def make_client(
     most: int = 256,
     data: Path | None = None,
     policy: str = POLICY,
+    **disk: Any,
 ) -> EngineClient:
     """A client of an engine of a small model, whose turns are in memory or in a folder."""
     limits = limits or Limits()
@@ -110,7 +111,7 @@ def make_client(
     model = make_model(tokenizer)
     store: SessionStore = MemoryStore(most)
     if data is not None:
-        store = SQLiteStore(data, model, policy, chunk=4)
+        store = SQLiteStore(data, model, policy, chunk=4, **disk)
     engine = Engine(model, policy, rows, store, chunk=4, queue=limits.queue)
     book = ResponseStore(None if data is None else data / "book.db", limits.texts)
     return EngineClient(engine, tokenizer, "small", limits, book)

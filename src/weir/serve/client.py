@@ -271,6 +271,26 @@ class EngineClient:
 
     # --- answers
 
+    def match(self, request: GenerationRequest) -> Prompt:
+        """Find the prompt of a request, and see that its turns can be kept; called in a thread.
+
+        Raises:
+            StorageFull: there is no room for them.
+            WeirError: as `GenerationRequest.match`.
+        """
+        prompt = request.match()
+        if prompt.session is None:
+            return prompt
+        with self._lock:
+            saving = (g.running for g in self._generations if g.prompt.session is not None)
+            turns = len(request.sampling) + sum(map(len, saving))
+        try:
+            self.store.check_room(turns)
+        except BaseException:
+            self.release(prompt)
+            raise
+        return prompt
+
     def generate(
         self, request: GenerationRequest, prompt: Prompt, loop: asyncio.AbstractEventLoop
     ) -> Generation:

@@ -9,6 +9,7 @@ from weir.stream.inputs import Tokens, is_count, read_ids, read_stops
 from weir.stream.sampling import RepetitionPenalty, Sampling, check_penalty
 from weir.stream.stream import MOST_LOGITS, PIECE, Stream
 from weir.stream.text import BOOK, STANDARD_INPUT, Books, encode, read_books, read_stream, read_text
+from weir.stream.transcript import Transcript, Turn, held_shares, repeats
 
 __all__ = [
     "BOOK",
@@ -26,12 +27,15 @@ __all__ = [
     "Sampling",
     "Stream",
     "Tokens",
+    "Transcript",
+    "Turn",
     "check_penalty",
     "count_beginning",
     "count_stop_prefix",
     "cut_at_stop",
     "describe_tokens",
     "encode",
+    "held_shares",
     "is_count",
     "read_books",
     "read_ids",
@@ -39,5 +43,6 @@ __all__ = [
     "read_stream",
     "read_text",
     "render_chat",
+    "repeats",
     "replace_atomically",
 ]

@@ -132,6 +132,17 @@ def server_error(message: str = "the server failed to answer; its log says why")
     return APIError(500, message, code="server_error", kind="server_error")
 
 
+def storage_full(message: str) -> APIError:
+    """Nothing can be kept: asking again does not help, so clients are told not to."""
+    return APIError(
+        507,
+        message,
+        code="storage_full",
+        kind="server_error",
+        headers={"x-should-retry": "false"},
+    )
+
+
 def server_closing() -> APIError:
     """The server is shutting down."""
     return APIError(

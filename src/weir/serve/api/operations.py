@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -10,6 +11,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from weir.serve.api.openapi import describe_app
 from weir.serve.client import EngineClient
+from weir.serve.sessions import DISK_FULL
 
 router = APIRouter()
 public = APIRouter()
@@ -21,6 +23,8 @@ async def health(request: Request) -> Response:
     client: EngineClient = request.app.state.client
     if client.failure is not None:
         return JSONResponse({"status": "failed"}, 503)
+    if await asyncio.to_thread(client.store.is_full):
+        return JSONResponse({"status": "storage_full", "message": DISK_FULL})
     return JSONResponse({"status": "ok"})
 
 

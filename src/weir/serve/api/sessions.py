@@ -13,7 +13,7 @@ from pydantic import Field, StringConstraints
 from starlette.responses import Response
 
 from weir.errors import WeirError
-from weir.serve.api.errors import APIError, conflict, not_found, rate_limited
+from weir.serve.api.errors import APIError, conflict, not_found, rate_limited, storage_full
 from weir.serve.api.openapi import describe_body
 from weir.serve.api.requests import (
     SESSION_NAME,
@@ -28,7 +28,7 @@ from weir.serve.api.schemas.items import PageQuery
 from weir.serve.api.sse import EventStream
 from weir.serve.client import EngineClient
 from weir.serve.engine import Busy
-from weir.serve.sessions import NameTaken, SessionSummary, TurnRecord
+from weir.serve.sessions import DISK_FULL, NameTaken, SessionSummary, StorageFull, TurnRecord
 from weir.serve.sessions.manager import HeldByConversation, UnknownSession
 
 FILE = "application/octet-stream"
@@ -193,6 +193,8 @@ async def run_in_thread(work: Callable[[], Result]) -> Result:
         raise conflict(str(error), "already_exists", param="id") from None
     except HeldByConversation as error:
         raise conflict(str(error), "is_conversation") from None
+    except StorageFull:
+        raise storage_full(DISK_FULL) from None
     except WeirError as error:
         raise APIError(400, str(error)) from None
 
