@@ -302,16 +302,13 @@ def test_a_cluster_does_not_compile(tmp_path):
 def test_what_cannot_be_compiled_is_said_in_a_sentence_and_served_as_usual(capsys, monkeypatch):
     engine = make_client(rows=3).engine
 
-    def none(engine, on_size):
-        on_size(1)
+    def none(engine):
         raise WeirError("the steps of this model cannot be compiled here: no compiler")
 
     monkeypatch.setattr("weir.serve.compile_engine", none)
     compile_or_say(engine)
     told = capsys.readouterr().err.splitlines()
     assert told == [
-        "compiling decode steps of 1 and 3 rows; nothing is served until that is done",
-        "compiling steps of 1 row",
         "the steps of this model cannot be compiled here: no compiler; steps go the usual way",
     ]
 
