@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
+import subprocess
 import threading
 
 import httpx
@@ -11,8 +13,9 @@ import openai
 import pytest
 from servers import ignored_fields, make_client, make_tokenizer, serving
 
+import weir
 from weir.errors import WeirError
-from weir.serve import Limits
+from weir.serve import Engine, EngineClient, Limits, MemoryStore
 from weir.serve.api import Keys
 from weir.serve.api.schemas.responses import ResponseBody
 
@@ -644,3 +647,19 @@ def test_bad_items_are_refused(server, client, path, body, param):
     path = "/v1/conversations" + path.format(client.conversations.create().id)
     answer = server.post(path, body, Authorization=f"Bearer {ALICE}")
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("llm-comply") is None, reason="llm-comply is installed by itself")
+def test_llm_comply_is_answered_as_it_wants_but_for_images():
+    model, tokenizer = weir.load("nano")  # a model whose answers end
+    engine = Engine(model, "weir(budget=256)", 2, MemoryStore(32), queue=8)
+    with serving(EngineClient(engine, tokenizer, "nano", Limits())) as server:
+        command = ["llm-comply", "-u", f"{server.url}/v1", "-k", "none", "-m", "nano", "--json"]
+        ended = subprocess.run(
+            [*command, "--timeout", "300"], capture_output=True, text=True, check=False
+        )
+    results = json.loads(ended.stdout)["results"]
+    assert [test["id"] for test in results if test["status"] == "failed"] == ["image-input"], (
+        results
+    )

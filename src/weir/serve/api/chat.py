@@ -44,14 +44,10 @@ async def chat(request: Request, owner: str = Depends(authorize)) -> Response:
         limit = ("max_completion_tokens", body.max_completion_tokens)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     match = partial(_match, client, body, owner, session, tools)
-    generation_request = make_request(
-        client, body, match, limit, logprobs, client.limits.answer_default
-    )
+    job = make_request(client, body, match, limit, logprobs, client.limits.answer_default)
     param = "response_format.json_schema.schema"
-    generation_request = await add_constraint(
-        request, body.response_format, tools, generation_request, param
-    )
-    generation = await start(request, generation_request, "messages")
+    job = await add_constraint(request, body.response_format, tools, job, param)
+    generation = await start(request, job, "messages")
     renderer = ChatRenderer(body, client, generation)
     headers = {SESSION_HEADER: generation.prompt.session or ""}
     return await send(request, renderer, generation, headers, stream=bool(body.stream))

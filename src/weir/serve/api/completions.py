@@ -36,8 +36,8 @@ async def complete(request: Request, owner: str = Depends(authorize)) -> Respons
     check_model(client, body.model)
     match = partial(client.matcher.complete, owner, body.only_prompt)
     limit = ("max_tokens", body.max_tokens)
-    generation_request = make_request(client, body, match, limit, body.logprobs, DEFAULT_LIMIT)
-    generation = await start(request, generation_request, "prompt")
+    job = make_request(client, body, match, limit, body.logprobs, DEFAULT_LIMIT)
+    generation = await start(request, job, "prompt")
     renderer = CompletionRenderer(body, client, generation)
     return await send(request, renderer, generation, {}, stream=bool(body.stream))
 

@@ -52,15 +52,11 @@ async def respond(request: Request, owner: str = Depends(authorize)) -> Response
     )
     limit = ("max_output_tokens", body.max_output_tokens)
     default = client.limits.answer_default
-    generation_request = make_request(
-        client, body, partial(_match, turn), limit, body.logprobs, default
-    )
+    job = make_request(client, body, partial(_match, turn), limit, body.logprobs, default)
     tools = check_tools(client, body.offer)
     param = "text.format.schema"
-    generation_request = await add_constraint(
-        request, body.response_format, tools, generation_request, param
-    )
-    generation = await start(request, generation_request, "input")
+    job = await add_constraint(request, body.response_format, tools, job, param)
+    generation = await start(request, job, "input")
     renderer = ResponseRenderer(body, turn, generation)
     saved_in = generation.prompt.session
     headers = {} if saved_in is None else {SESSION_HEADER: saved_in}
