@@ -23,6 +23,7 @@ from torch import Tensor
 import weir
 from weir.errors import NotFiniteError, WeirError
 from weir.stream import session
+from weir.stream.atomic_file import replace_atomically
 
 Facts = dict[str, Any]
 Tensors = dict[str, Tensor]
@@ -438,3 +439,14 @@ def test_whatever_a_file_says_a_stream_goes_on_or_a_sentence_says_why_not(
         stream.slots(layer)
     stream.save(path)
     assert weir.Stream.restore(llama, path).seen == stream.seen
+
+
+def test_a_file_being_written_is_not_cleared_by_the_next_write(tmp_path):
+    path = tmp_path / "session.weir"
+    with replace_atomically(path) as slow:
+        slow.write_text("slow")
+        with replace_atomically(path) as quick:
+            quick.write_text("quick")
+        assert slow.read_text() == "slow"
+    assert path.read_text() == "slow"
+    assert [each.name for each in tmp_path.iterdir()] == ["session.weir"]

@@ -5,7 +5,13 @@ from weir.cache.checks import check_origin, describe_window_excess
 
 # isort: split
 from weir.cache.cache import Positions, Prefill, StreamingCache
-from weir.cache.default_policy import DEFAULT, FILE, choose_policy, find_model_policy
+from weir.cache.default_policy import (
+    DEFAULT,
+    FILE,
+    choose_policy,
+    find_model_policy,
+    fit_to_model,
+)
 from weir.cache.forward import Forward
 from weir.cache.generating import generate
 from weir.cache.layer_stack import Folded
@@ -50,6 +56,7 @@ __all__ = [
     "cut_rows",
     "describe_window_excess",
     "find_model_policy",
+    "fit_to_model",
     "generate",
     "holding_in",
     "integer",

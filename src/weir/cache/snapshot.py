@@ -41,6 +41,12 @@ class Contents:
     pools: tuple[str, ...]
     mass: Tensor | None = None
 
+    def __repr__(self) -> str:
+        """Sizes, and slots by pool over all rows and KV heads; printed tensors would be long."""
+        rows, heads, slots = self.position.shape
+        counts = (f"{name} {int((self.pool == n).sum())}" for n, name in enumerate(self.pools))
+        return f"<Contents of {rows} x {heads} x {slots} slots: {', '.join(counts)}>"
+
 
 def contents_of(layer: Layer, waiting: list[int]) -> Contents:
     """Copy the slots of `layer`, with `waiting` tokens in each row's tail.

@@ -215,7 +215,7 @@ class EngineClient:
         self.stop_ids = frozenset(StopTokens.of(engine.model.generation_config).stops)
         self.failure: Exception | None = None
         sink = sink_of(transformers_model(engine.model).config)
-        self.renderer = PromptRenderer(tokenizer, self.stop_ids, sink)
+        self.renderer = PromptRenderer(tokenizer, self.stop_ids, sink, limits.prompt)
         # Turns saved with one model and policy are of no use to another.
         kind = [name, str(engine.cache.policy), engine.cache.chunk, engine.cache.positions]
         root = hashlib.sha256(json.dumps(kind).encode()).hexdigest()
@@ -445,7 +445,7 @@ class EngineClient:
         """
         with self._lock:
             if self._requests[owner] >= self.limits.requests:
-                raise Busy("too many requests of this key are under way")
+                raise Busy("too many requests of this key or address are under way")
             if self._requests.total() >= self.limits.open:
                 raise Busy("too many requests are under way")
             self._requests[owner] += 1

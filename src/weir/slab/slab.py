@@ -340,12 +340,15 @@ class Slab:
                     self.state[name] = torch.cat([t, behind], dim=2)
 
     def grow(self, slots: int, masters: int = 0) -> None:
-        """Replace buffers that are smaller by larger ones; for pipes without a limit only."""
+        """Replace buffers that are smaller by larger ones; quantized slots stay as many."""
+        own = {name: t for name, t in vars(self).items() if isinstance(t, Tensor)}
+        exact = slots - self.first
         with torch.inference_mode(False):
-            for name, t in self._buffers().items():
+            for name, t in own.items():
                 if name == "queries":
                     continue
-                size = masters if name == "masters" else slots
+                size = exact if name in ("keys", "values") else slots
+                size = masters if name == "masters" else size
                 if size <= t.shape[2]:
                     continue
                 larger = t.new_full((*t.shape[:2], size, *t.shape[3:]), _FILL.get(name, 0))

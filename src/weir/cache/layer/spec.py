@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 
 from weir.policies import Pipe
-from weir.pools import CounterRNG, Output
+from weir.pools import CounterRNG, Gating, Output
 from weir.slab import CODED, SLOT_BUFFERS, Heads, LayerPositions, SlabSpec, Slots
 
 
@@ -118,6 +118,7 @@ class LayerSpec:
         draws: the layer's random numbers; each row sets its own seed.
         index, layers: the number of the layer, and how many there are.
         output: the projection of the layer's output; None if not known.
+        gate: the layer's gate; None if no pool reads it.
     """
 
     pipe: Pipe
@@ -127,6 +128,7 @@ class LayerSpec:
     index: int = 0
     layers: int = 1
     output: Output | None = field(default=None, compare=False)
+    gate: Gating | None = field(default=None, compare=False)
 
     @property
     def front_moves(self) -> bool:
@@ -197,7 +199,7 @@ class LayerSpec:
             heads,
             slots,
             masters=(pipe.slots_of(exact) or masters) if rotates else 0,
-            mass=pipe.needs_mass,
+            mass=pipe.needs_mass or pipe.needs_second_reading,
             two_weights=pipe.two_weights,
             frames=positions.alibi is not None,
             spans=self.moves_on_axes,
@@ -216,7 +218,7 @@ class LayerSpec:
             values = torch.empty(*shape, heads.value_dim, dtype=heads.dtype)
             weights = torch.empty(shape)
             position = torch.empty(shape, dtype=torch.int64)
-        mass = weights if self.pipe.needs_mass else None
+        mass = weights if self.pipe.needs_mass or self.pipe.needs_second_reading else None
         nothing = Slots(keys, values, weights, weights, position, mass)
         return {
             f"{index}.{name}": (tuple(t.shape[2:]), t.dtype)

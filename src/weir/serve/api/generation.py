@@ -33,12 +33,13 @@ from weir.serve.client import (
     ServerClosing,
 )
 from weir.serve.engine import Busy, Cancelled, FinishEvent, TokenEvent
-from weir.serve.prefix_match import Prompt, PromptTooLong
+from weir.serve.prefix_match import Prompt
 from weir.serve.sessions import DISK_FULL, AnsweredElsewhere, LeaseLost, StorageFull
 from weir.serve.structured import BadSchema
+from weir.stream import PromptTooLong
 
 ATTEMPTS = 3
-"""How often a request is started, if the turn that it continues is dropped while it waits."""
+"""Times that a request is started, if the turn that it continues is dropped while it waits."""
 
 Events = AsyncIterator[list[TokenEvent | FinishEvent]]
 
@@ -175,7 +176,7 @@ async def _find_prompt(client: EngineClient, request: GenerationRequest, param: 
     except StorageFull as error:
         raise storage_full(str(error)) from None
     except WeirError as error:
-        raise APIError(400, str(error), param=param, code="invalid_value") from None
+        raise APIError(400, str(error), param=param) from None
 
 
 async def send(
@@ -252,7 +253,7 @@ def _close(generation: Generation, metrics: Metrics) -> None:
 
 
 def usage_of(generation: Generation) -> dict[str, Any]:
-    """What a request took: in OpenAI's fields, and in `weir` the state of its streams.
+    """Token usage of a request: OpenAI's fields, and in `weir` the state of its streams.
 
     Of several answers `bytes` and `folds` are sums, the others the largest.
     """
@@ -275,7 +276,7 @@ def usage_of(generation: Generation) -> dict[str, Any]:
 
 
 def to_api_error(error: Exception) -> APIError:
-    """What a client is told of a failure: nothing about the server's folders and memory."""
+    """Convert a failure to an error for the client, without the server's folders and memory."""
     if isinstance(error, Cancelled):
         return rate_limited("the answer was not read in time, and was given up")
     if isinstance(error, ServerClosing):

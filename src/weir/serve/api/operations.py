@@ -19,7 +19,7 @@ public = APIRouter()
 
 @public.get("/health")
 async def health(request: Request) -> Response:
-    """Whether answers are given; the only route that needs no key."""
+    """Check whether the server can answer. Needs no key."""
     client: EngineClient = request.app.state.client
     if client.failure is not None:
         return JSONResponse({"status": "failed"}, 503)
@@ -30,11 +30,11 @@ async def health(request: Request) -> Response:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """Counts and times, for Prometheus."""
+    """Metrics in Prometheus' text format."""
     return Response(request.app.state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/openapi.json", include_in_schema=False)
 async def openapi(request: Request) -> dict[str, Any]:
-    """What this server can be asked, for programs."""
+    """The OpenAPI description of this server."""
     return describe_app(request.app)
