@@ -203,7 +203,7 @@ def test_a_row_that_stands_where_a_turn_starts_is_not_filled_anew():
     served = engine(rows=2)
     work(served, turn("a", words(0, 20)))
     puts = []
-    put_row, served.cache.put_row = served.cache.put_row, lambda *given: puts.append(given)
+    put_row, served.cache.put_row = served.cache.put_row, lambda *given, **more: puts.append(given)
     work(served, turn("b", words(1, 3), start="a"))
     assert not puts
     served.cache.put_row = put_row
@@ -432,6 +432,16 @@ def test_a_node_that_is_not_kept_leaves_its_row_free():
     each = turn("a", words(0, 9), record=None)
     work(served, each)
     assert each.listener.reason == "length"
+    assert served.load().resting == 0
+    lost = turn("b", [1], start="a")
+    work(served, lost)
+    assert isinstance(lost.listener.error, WeirError)
+
+
+def test_a_forgotten_checkpoint_leaves_its_row_free():
+    served = engine(rows=2)
+    work(served, turn("a", words(0, 9)))
+    served.forget("a")
     assert served.load().resting == 0
     lost = turn("b", [1], start="a")
     work(served, lost)

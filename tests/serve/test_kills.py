@@ -88,9 +88,8 @@ class Servers:
         return self._process.stdout.readline().split()
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        assert self._process.wait(30) == 0
+        self._process.kill()
+        self._process.communicate()
 
 
 def mounted(folder: Path) -> None:
@@ -123,7 +122,7 @@ def test_turns_that_have_ended_outlive_kills(tmp_path, kind, disk):
                 assert known in (None, before - 1), (kill, chat, known)
                 refused += known is None
             if disk == "full":
-                fill(tmp_path, draw.randint(2**19, 2**20))
+                fill(tmp_path, draw.choice([2**16, 2**19, 2**20]))
             after = draw.randint(1, 8), draw.uniform(0.0, 0.05)
             before = sum(chat.turns for chat in chats)
             new = talk(url, pid, servers, chats, kind, *after)
@@ -131,9 +130,8 @@ def test_turns_that_have_ended_outlive_kills(tmp_path, kind, disk):
             refused += new
         assert refused > 0 or disk == "empty"
         assert ended > KILLS
-        servers.close()
     finally:
-        servers._process.kill()
+        servers.close()
         if disk == "full":
             subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 

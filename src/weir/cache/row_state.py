@@ -10,14 +10,7 @@ from torch import Tensor
 
 from weir.cache.layer import Layer
 from weir.cache.layers import LayerPlan
-from weir.cache.validation import (
-    ValidationError,
-    check_numbers,
-    check_row,
-    check_sizes,
-    located,
-    row_facts,
-)
+from weir.cache.validation import ValidationError, check_row, row_facts
 from weir.errors import WeirError, quote, shorten
 from weir.policies import saved_policy
 from weir.slab import cut_slots
@@ -129,13 +122,7 @@ def check_state(
         facts = state.facts
         row_facts(plans, vocabulary, chunk)(facts, "")
         # The row may come from a cache that folds whole prompts.
-        check_row(facts, chunk=chunk, origin=origin, whole_prompt=True)
-        by_layer = _by_layer(state.tensors, len(plans))
-        for layer, (plan, tensors) in enumerate(zip(plans, by_layer, strict=True)):
-            with located(f"layer {layer}"):
-                sizes = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-                check_sizes(plan, sizes, facts["lengths"][layer])
-                check_numbers(plan, tensors, facts, origin)
+        check_row(plans, facts, state.tensors, chunk=chunk, origin=origin, whole_prompt=True)
     except ValidationError as wrong:
         raise WeirError(f"this row's state is that of no row: {wrong}") from None
 
@@ -156,23 +143,6 @@ def cut_rows(
         return {name: cut_slots(t, parts.get(name)) for name, t in tensors.items()}
     except (LookupError, TypeError, ValueError):
         return dict(tensors)
-
-
-def _by_layer(tensors: Mapping[str, Tensor], layers: int) -> list[dict[str, Tensor]]:
-    """Group tensors by layer, under their own names.
-
-    Raises:
-        ValidationError: a name belongs to no layer, or a value is no tensor.
-    """
-    found: list[dict[str, Tensor]] = [{} for _ in range(layers)]
-    for name, t in tensors.items():
-        layer, _, own = str(name).partition(".")
-        if not layer.isdecimal() or int(layer) >= layers or name != f"{int(layer)}.{own}":
-            raise ValidationError(f"{quote(name)} is of no layer")
-        if not isinstance(t, Tensor):
-            raise ValidationError(f"{name} is no tensor")
-        found[int(layer)][own] = t
-    return found
 
 
 def own_tensors(layer: Layer, state: RowState) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -162,7 +162,57 @@ def _list_by_entry(kinds: Sequence[Kind]) -> Kind:
     return check
 
 
-def check_row(facts: Mapping[str, Any], *, chunk: int, origin: int, whole_prompt: bool) -> None:
+def check_row(
+    plans: Sequence[LayerPlan],
+    facts: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    *,
+    chunk: int,
+    origin: int,
+    whole_prompt: bool,
+    row: int | None = None,
+) -> None:
+    """Refuse a row that no stream through such a cache can have.
+
+    Args:
+        plans: every layer of the cache, with its actual heads.
+        facts: `RowState.facts`; `row_facts` has checked each alone.
+        tensors: `RowState.tensors`; none is read before its name, shape and dtype are right.
+        chunk, origin: of the cache.
+        whole_prompt: the first tokens may have been folded at once, in any number.
+        row: number of the row, for errors; None for the only one.
+
+    Raises:
+        ValidationError: names the fact or the tensor.
+    """
+    with nullcontext() if row is None else located(f"rows[{row}]"):
+        _check_facts(facts, chunk=chunk, origin=origin, whole_prompt=whole_prompt)
+    by_layer = _by_layer(tensors, len(plans))
+    for layer, (plan, own) in enumerate(zip(plans, by_layer, strict=True)):
+        with located(f"layer {layer}" if row is None else f"row {row}, layer {layer}"):
+            sizes = {name: (tuple(t.shape), t.dtype) for name, t in own.items()}
+            _check_sizes(plan, sizes, facts["lengths"][layer])
+            _check_numbers(plan, own, facts, origin)
+
+
+def _by_layer(tensors: Mapping[str, Tensor], layers: int) -> list[dict[str, Tensor]]:
+    """Group tensors by layer, under their own names.
+
+    Raises:
+        ValidationError: a name belongs to no layer, or a value is no tensor.
+    """
+    found: list[dict[str, Tensor]] = [{} for _ in range(layers)]
+    for name, t in tensors.items():
+        layer, _, own = str(name).partition(".")
+        if not layer.isdecimal() or int(layer) >= layers or name != f"{int(layer)}.{own}":
+            raise ValidationError(f"{quote(name)} is of no layer")
+        if not isinstance(t, Tensor):
+            raise ValidationError(f"{name} is no tensor")
+        found[int(layer)][own] = t
+    return found
+
+
+def _check_facts(facts: Mapping[str, Any], *, chunk: int, origin: int, whole_prompt: bool) -> None:
     """Refuse facts of a row that contradict each other; `row_facts` has checked each alone.
 
     Args:
@@ -195,7 +245,7 @@ def check_row(facts: Mapping[str, Any], *, chunk: int, origin: int, whole_prompt
             raise ValidationError(f"lengths[{layer}] is not zero though nothing has been folded")
 
 
-def check_sizes(plan: LayerPlan, found: Mapping[str, Size], lengths: Sequence[int]) -> None:
+def _check_sizes(plan: LayerPlan, found: Mapping[str, Size], lengths: Sequence[int]) -> None:
     """Refuse tensors of one row of a layer that are not its slots in use (`LayerSpec.held`).
 
     Args:
@@ -227,7 +277,7 @@ def check_sizes(plan: LayerPlan, found: Mapping[str, Size], lengths: Sequence[in
             raise ValidationError(f"{name} is {list(size)} and must be {list(shape)}")
 
 
-def check_numbers(
+def _check_numbers(
     plan: LayerPlan, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], origin: int
 ) -> None:
     """Refuse tensors of one row of a layer with numbers that no stream produces.
@@ -335,7 +385,7 @@ def _check_spans(spans: Tensor, origin: int, facts: Mapping[str, Any]) -> None:
 
     Args:
         spans: the spans of the tokens that are held [tokens, 2].
-        origin, facts: as for `check_numbers`.
+        origin, facts: as for `_check_numbers`.
     """
     clock = origin + facts["seen"] + facts["drift"]
     begins, reach = spans[:, 0], spans[:, 1]

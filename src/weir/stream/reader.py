@@ -135,7 +135,7 @@ class CacheReader(Reader):
         """Take over the state of another reader, with rows of its own."""
         assert isinstance(other, CacheReader)
         super().take_over(other)
-        self.cache.put_rows(other.cache.take_rows())
+        self.cache.put_rows(other.cache.take_rows(), check=False)
 
     def read(
         self, piece: Inputs, all_logits: bool, start: int, refused: dict[int, NotFiniteError]

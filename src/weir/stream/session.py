@@ -2,8 +2,8 @@
 
 An interrupted save leaves the old file whole (`replace_atomically`). A checksum over the whole file
 reveals a single changed bit. A right checksum proves nothing about the contents, so facts are
-checked against a table (`schema`) and rows against the cache they are for (`rowcheck`), and no
-tensor is copied out of the file before its name, shape and dtype are known to be right.
+validated and rows checked against the cache they are for (`weir.cache.check_row`), and no tensor is
+copied out of the file before its name, shape and dtype are known to be right.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,16 +27,13 @@ from transformers import PreTrainedModel
 from weir.cache import (
     FARTHEST,
     Kind,
-    LayerPlan,
     RowState,
     StreamingCache,
     ValidationError,
-    check_numbers,
     check_row,
-    check_sizes,
+    cut_rows,
     integer,
     list_of,
-    located,
     optional,
     record,
     row_facts,
@@ -45,7 +42,6 @@ from weir.cache import (
 from weir.errors import PolicyError, WeirError, quote
 from weir.models import fingerprint
 from weir.policies import Policy, check_regular, parse_policy, saved_policy
-from weir.slab import cut_slots
 from weir.stream.atomic_file import replace_atomically
 
 _log = logging.getLogger(__name__)
@@ -260,7 +256,8 @@ class SessionFile:
     def read(self, cache: StreamingCache, policy: Policy, vocabulary: int) -> Session:
         """The session, for a cache that was made as it says and is empty.
 
-        Its rows are of this cache's model, which has been checked.
+        Its rows are of this cache's model, which has been checked; their tensors are still in the
+        file, to be copied from there.
 
         Raises:
             WeirError: a fact or a tensor is not what such a cache can have.
@@ -285,7 +282,21 @@ class SessionFile:
             _facts(each_row, vocabulary, count)(facts, "")
             own, each = self._tensors(count, len(plans))
             _check_stream(own, count, vocabulary)
-            rows = [self._row(index, cache.kind, plans, each) for index in range(count)]
+            rows = []
+            for index, found in enumerate(facts["rows"]):
+                tensors = each[index]
+                if facts["format"] < FORMAT:
+                    tensors = cut_rows(plans, found, tensors)
+                check_row(
+                    plans,
+                    found,
+                    tensors,
+                    chunk=made["chunk"],
+                    origin=made["origin"],
+                    whole_prompt=made["prefill"] == "full",
+                    row=index,
+                )
+                rows.append(RowState(cache.kind, found, tensors))
         logits = own.get("logits")
         return Session(
             facts["model"],
@@ -298,51 +309,24 @@ class SessionFile:
             rows,
         )
 
-    def _tensors(self, rows: int, layers: int) -> tuple[_Tensors, dict[tuple[int, int], _Tensors]]:
-        """The tensors of the stream; and those of each layer of each row, by their own names."""
+    def _tensors(self, rows: int, layers: int) -> tuple[_Tensors, list[_Tensors]]:
+        """The tensors of the stream; and those of each row, still in the file."""
         own: _Tensors = {}
-        each: dict[tuple[int, int], _Tensors] = {
-            (row, layer): {} for row in range(rows) for layer in range(layers)
-        }
+        each: list[_Tensors] = [{} for _ in range(rows)]
         for name, t in self._mapped.items():
             row, _, rest = name.partition(".")
-            layer, _, rest = rest.partition(".")
-            place = (int(row), int(layer)) if row.isdecimal() and layer.isdecimal() else None
-            if place is None:
+            layer = rest.partition(".")[0]
+            if not (row.isdecimal() and layer.isdecimal()):
                 own[name] = t
-            elif place in each and name == f"{place[0]}.{place[1]}.{rest}":
-                each[place][rest] = t
+            elif (
+                int(row) < rows
+                and int(layer) < layers
+                and name.startswith(f"{int(row)}.{int(layer)}.")
+            ):
+                each[int(row)][rest] = t
             else:
                 raise ValidationError(f"{quote(name)} is of no row or layer of the session")
         return own, each
-
-    def _row(
-        self,
-        index: int,
-        kind: dict[str, Any],
-        plans: Sequence[LayerPlan],
-        each: dict[tuple[int, int], _Tensors],
-    ) -> RowState:
-        """A row of this kind, checked, and then copied out of the file."""
-        whole = self.facts["format"] < FORMAT
-        facts, made = self.facts["rows"][index], self.facts["made_with"]
-        chunk, origin, prompt = made["chunk"], made["origin"], made["prefill"] == "full"
-        tensors: _Tensors = {}
-        with located(f"rows[{index}]"):
-            check_row(facts, chunk=chunk, origin=origin, whole_prompt=prompt)
-        for layer, plan in enumerate(plans):
-            with located(f"row {index}, layer {layer}"):
-                mapped = each[index, layer]
-                if whole:
-                    held = plan.spec.held(facts["lengths"][layer])
-                    mapped = {name: cut_slots(t, held.get(name)) for name, t in mapped.items()}
-                    each[index, layer] = mapped
-                sizes = {name: (tuple(t.shape), t.dtype) for name, t in mapped.items()}
-                check_sizes(plan, sizes, facts["lengths"][layer])
-                check_numbers(plan, mapped, facts, origin)
-        for layer in range(len(plans)):
-            tensors |= {f"{layer}.{name}": t.clone() for name, t in each[index, layer].items()}
-        return RowState(kind, facts, tensors)
 
     @contextmanager
     def refusing(self) -> Iterator[None]:

@@ -369,7 +369,7 @@ class Stream:
 
     def _go_on(self, saved: session.Session) -> None:
         """Be where a stream was that was made as this one."""
-        self._cached().put_rows(saved.rows)
+        self._cached().put_rows(saved.rows, check=False)  # `SessionFile.read` has
         self._reader.last = saved.last
         self._reader.logits = None if saved.logits is None else saved.logits.to(self._device)
         self._generator.set_state(saved.generator)

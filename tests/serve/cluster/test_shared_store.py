@@ -170,6 +170,11 @@ def test_a_full_shared_folder_is_known_before_an_answer_and_loses_none(tmp_path,
     late.release()
     monkeypatch.undo()
     assert isinstance(error, StorageFull)
+    monkeypatch.setattr(storage.os, "fsync", full)
+    again = Replicas(open_storage(str(tmp_path)))  # a start needs no room
+    with pytest.raises(StorageFull):
+        again.b.acquire_lease("me", "s")
+    monkeypatch.undo()
     assert [each.node for each in replicas.b.list_turns("me", "s")] == ["n0"]
     replicas.a.check_room(1)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from weir.errors import WeirError
-from weir.serve.sessions import free_bytes
+from weir.serve.sessions import DISK_FULL, StorageFull, free_bytes, is_full
 
 
 def open_storage(place: str) -> Storage:
@@ -140,16 +140,22 @@ class LocalStorage(Storage):
         return free_bytes(Path(self._root)) >= size
 
     def _write_part(self, path: str, data: bytes) -> Path:
-        """Write and sync a file beside the one that is meant."""
+        """Write and sync a file beside the one that is meant.
+
+        Raises:
+            StorageFull: the disk is full.
+        """
         part = (Path(self._root) / path).parent / f"{secrets.token_hex(8)}.part"
-        part.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
+            part.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with open(part, "xb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-        except BaseException:
+        except BaseException as error:
             part.unlink(missing_ok=True)
+            if isinstance(error, OSError) and is_full(error):
+                raise StorageFull(DISK_FULL) from None
             raise
         return part
 

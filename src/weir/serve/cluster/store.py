@@ -49,7 +49,6 @@ from weir.serve.sessions import (
     decode_checkpoint,
     encode_checkpoint,
     find_path,
-    is_full,
 )
 
 KEPT = 8
@@ -129,7 +128,8 @@ class SharedStore:
         self._summaries: dict[str, dict[str, SessionSummary]] = {}  # by owner and file
         self._answering: Counter[str] = Counter()
         self._counting = threading.Lock()
-        storage.create("form.json", json.dumps(row_format.to_json()).encode())
+        if storage.read("form.json") is None:
+            storage.create("form.json", json.dumps(row_format.to_json()).encode())
         try:
             row_format.check(json.loads(storage.read("form.json") or b"null"))
         except (WeirError, ValueError) as error:
@@ -411,8 +411,6 @@ class SharedStore:
             self._storage.write(f"{folder}/{record.node}.safetensors", snapshot)
             self._storage.write(f"{folder}/{record.node}.json", _record_to_json(record))
         except OSError as error:
-            if is_full(error):
-                raise StorageFull(DISK_FULL) from None
             reason = error.strerror or error
             raise WeirError(f"the turn cannot be kept in the shared folder: {reason}") from None
 
