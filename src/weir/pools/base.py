@@ -128,6 +128,13 @@ class Pool(ABC):
         return False
 
     @property
+    def needs_second_reading(self) -> bool:
+        """Whether each chunk is read twice, for it: `Slots.mass` is then the largest share of its
+        attention that a query of the second reading has given the token, in place of the sum.
+        """
+        return False
+
+    @property
     def needs_queries(self) -> int:
         """How many of the last queries it reads when it folds (`Fold.queries`)."""
         return 0
@@ -139,6 +146,11 @@ class Pool(ABC):
         Sums over queries (`ObservedAttention.received`) take less memory.
         """
         return self.needs_queries > 0
+
+    @property
+    def needs_gates(self) -> bool:
+        """Whether it reads the layer's gate (`ObservedAttention.gate`)."""
+        return False
 
     @property
     def needs_marks(self) -> bool:
@@ -289,8 +301,10 @@ class PoolWrapper(Pool):
     pool: Pool
 
     needs_mass = _of_inner("needs_mass")
+    needs_second_reading = _of_inner("needs_second_reading")
     needs_queries = _of_inner("needs_queries")
     needs_shares = _of_inner("needs_shares")
+    needs_gates = _of_inner("needs_gates")
     needs_marks = _of_inner("needs_marks")
     log_n = _of_inner("log_n")
     heads_agree = _of_inner("heads_agree")

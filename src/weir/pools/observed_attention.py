@@ -48,6 +48,16 @@ class Output(Protocol):
         """Return W_o of each query head [kv_heads, group, hidden, value_dim]; None likewise."""
 
 
+class Gating(Protocol):
+    """A trained guess at how much tokens will be needed, as `weir.models` finds it."""
+
+    def __call__(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Return the logarithm of a score [batch, kv_heads, n], float32.
+
+        Keys are without rotation; all heads have the same tokens.
+        """
+
+
 @dataclass(frozen=True)
 class ObservedAttention:
     """A layer's slots as the last queries attended to them.
@@ -65,6 +75,7 @@ class ObservedAttention:
         arrived: how many of the last of these slots are the newest tokens, in order.
         watched: what the forward has kept of the attention of these queries, and perhaps earlier
             ones; without it, the attention is computed again.
+        gate: the layer's gate; None if none was trained.
     """
 
     slots: Callable[[], Slots]
@@ -76,6 +87,7 @@ class ObservedAttention:
     projection: Output | None = None
     arrived: int = 0
     watched: AttentionResult | None = None
+    gate: Gating | None = None
 
     @cached_property
     def whole(self) -> Slots:
