@@ -285,6 +285,11 @@ class Pool(ABC):
         """
 
 
+def _of_inner(name: str) -> Any:
+    """Make a property of a `PoolWrapper` that is the one of the pool inside."""
+    return property(lambda self: getattr(self.pool, name))
+
+
 @dataclass(frozen=True)
 class PoolWrapper(Pool):
     """A pool that folds by another one's judgment, with its needs, state and report.
@@ -295,50 +300,15 @@ class PoolWrapper(Pool):
 
     pool: Pool
 
-    @property
-    def needs_mass(self) -> bool:
-        """As the pool inside."""
-        return self.pool.needs_mass
-
-    @property
-    def needs_second_reading(self) -> bool:
-        """As the pool inside."""
-        return self.pool.needs_second_reading
-
-    @property
-    def needs_queries(self) -> int:
-        """As the pool inside."""
-        return self.pool.needs_queries
-
-    @property
-    def needs_shares(self) -> bool:
-        """As the pool inside."""
-        return self.pool.needs_shares
-
-    @property
-    def needs_gates(self) -> bool:
-        """As the pool inside."""
-        return self.pool.needs_gates
-
-    @property
-    def needs_marks(self) -> bool:
-        """As the pool inside."""
-        return self.pool.needs_marks
-
-    @property
-    def log_n(self) -> bool:
-        """As the pool inside."""
-        return self.pool.log_n
-
-    @property
-    def heads_agree(self) -> bool:
-        """As the pool inside."""
-        return self.pool.heads_agree
-
-    @property
-    def is_stochastic(self) -> bool:
-        """As the pool inside."""
-        return self.pool.is_stochastic
+    needs_mass = _of_inner("needs_mass")
+    needs_second_reading = _of_inner("needs_second_reading")
+    needs_queries = _of_inner("needs_queries")
+    needs_shares = _of_inner("needs_shares")
+    needs_gates = _of_inner("needs_gates")
+    needs_marks = _of_inner("needs_marks")
+    log_n = _of_inner("log_n")
+    heads_agree = _of_inner("heads_agree")
+    is_stochastic = _of_inner("is_stochastic")
 
     def check(self, before: tuple[Pool, ...]) -> None:
         """Refuse what the pool inside refuses."""

@@ -193,13 +193,13 @@ def attention_weights(logits: Tensor, b: Tensor, params: AttentionParams) -> tup
     """Compute each slot's share of each query's attention, and the queries' denominators.
 
     Args:
-        logits: what `compute_logits` gives over all slots [batch, kv_heads, group, length, slots].
+        logits: of `compute_logits` over all slots [batch, kv_heads, group, length, slots].
         b: log-weights [batch, kv_heads, slots].
         params: the layer's sink logits, which count in the denominators.
 
     Returns:
-        Of the shape of `logits`, 0 where a query sees nothing; and the logarithm of each denominator
-        [batch, kv_heads, group, length], -inf there. Both float32.
+        Shares of the shape of `logits`, 0 where a query sees nothing; and the logarithm of each
+        denominator [batch, kv_heads, group, length], -inf there. Both float32.
     """
     below = logits + _per_slot(b)
     top = below.amax(dim=-1, keepdim=True)
@@ -228,7 +228,7 @@ def attention_shares(logits: Tensor, b: Tensor, lse: Tensor) -> Tensor:
     """Compute the share of each query's attention that some slots receive.
 
     Args:
-        logits: what `compute_logits` gives over these slots [batch, kv_heads, group, length, slots].
+        logits: of `compute_logits` over these slots [batch, kv_heads, group, length, slots].
         b: their log-weights [batch, kv_heads, slots].
         lse: the denominators over all slots, as `attention_weights` gives them.
 

@@ -141,7 +141,7 @@ def select_attention(
     weighted = slots.split is not None and not slots.plain
     if by == "loops" and (uncapped or not weighted):
         return _in_loops
-    if by == "kernels":
+    if by == "kernels" and queries.dtype != torch.float64:  # which no kernel computes in
         found = None
         if uncapped and params.sinks is None:
             found = (
