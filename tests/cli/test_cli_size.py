@@ -79,7 +79,7 @@ def test_for_people_it_is_a_few_lines(capsys, model):
         "model", "policy", "weights", "a stream", "a step", "streams", "pace"
     ]  # fmt: skip
     assert lines[0] == f"model     {model}, 1 layers, float32"
-    assert lines[1].endswith("weir(budget=256), 256 slots a layer and 64 new tokens")
+    assert lines[1].endswith("weir(budget=448), 448 slots a layer and 64 new tokens")
     assert " fit into 1.0 MB beside the weights" in lines[5]
     assert lines[6].endswith(" together, at 1.0 GB/s")
     plain = run(capsys, "size", model).out.splitlines()
@@ -225,7 +225,8 @@ def test_quantized_slots_count(capsys, model):
     ended = run(capsys, "size", model, "--policy", policy, "--slots", "int7")
     assert (
         ended.code == 1
-        and "slots can be int8 or k8v4 or fp8, not 'int7'; without any they are exact" in ended.err
+        and "slots can be int8 or int4 or k8v4 or fp8, not 'int7'; without any they are exact"
+        in ended.err
     )
     ended = run(capsys, "size", model, "--policy", policy, "--slots", "k8v4")
     assert ended.code == 1 and "in groups of 32 numbers" in ended.err

@@ -165,8 +165,8 @@ def _import_bench() -> None:
         )
     if str(BENCH) not in sys.path:
         sys.path.append(str(BENCH))
-    import_module("weir_bench.command")
-    import_module("weir_bench.serving.command")
+    for commands in ("command", "serving.command", "peers.command"):
+        import_module(f"weir_bench.{commands}")
 
 
 class _Weir(CommandGroup):

@@ -68,7 +68,7 @@ Compile = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
-DEFAULT = "weir(budget=256)"
+DEFAULT = "weir"
 """The default policy; repeated here, since importing its definition would import PyTorch."""
 CHUNK = 64
 """The default chunk, repeated for the same reason."""

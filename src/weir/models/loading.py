@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
@@ -43,6 +45,12 @@ from weir.models.quantized_weights import check_bits, check_not_quantized, quant
 ASSETS = Path(str(resources.files("weir"))) / "assets"
 DEEPEST = 2000
 """Most layers that a configuration may declare; even without weights, making one takes time."""
+
+_WITHOUT_KERNELS = {
+    "_attn_implementation_internal": ("eager", "sdpa", "flex_attention"),
+    "_experts_implementation_internal": ("eager", "batched_mm", "grouped_mm"),
+}
+"""What a configuration may ask for that transformers computes with PyTorch alone, by attribute."""
 
 
 def load(
@@ -137,9 +145,18 @@ class _Source:
             WeirError: it cannot; the message starts with `beginning`.
         """
         with _report_as(beginning):
-            return kind.from_pretrained(
+            found = kind.from_pretrained(
                 place, revision=self.revision, trust_remote_code=self.trust_remote_code, **more
             )
+        if isinstance(found, PreTrainedConfig) and not self.trust_remote_code:
+            for named in dict.fromkeys(drop_kernels(found)):
+                warnings.warn(
+                    f"weir: the configuration of {self.name} asks for the kernel {named}, which is "
+                    "code from elsewhere and runs only with trust_remote_code=True, or "
+                    "--trust-remote-code; the model computes without it",
+                    stacklevel=2,
+                )
+        return found
 
     def config(self) -> Any:
         """Read the model's configuration.
@@ -277,6 +294,24 @@ def load_processor(
             "processor_config.json or a preprocessor_config.json beside its weights"
         )
     return found
+
+
+def drop_kernels(config: PreTrainedConfig) -> Iterator[str]:
+    """Drop what a configuration's parts name as attention or experts, but for PyTorch's own.
+
+    transformers loads kernels from the Hub by these names, with no word of remote code.
+
+    Yields:
+        Each name that was dropped.
+    """
+    for key, known in _WITHOUT_KERNELS.items():
+        named = getattr(config, key, None)
+        if named is not None and named not in known:
+            setattr(config, key, None)
+            yield str(named)
+    for part in vars(config).values():
+        if isinstance(part, PreTrainedConfig):
+            yield from drop_kernels(part)
 
 
 def _class_for(config: Any, kind: Any) -> Any:

@@ -1,9 +1,10 @@
 """Endless streams: tokens in, logits out, on disk, as a conversation."""
 
 from weir.stream.atomic_file import replace_atomically
-from weir.stream.chat_template import ChatTemplate, render_chat
+from weir.stream.chat_template import BrokenTemplate, ChatTemplate, render_chat
 from weir.stream.conversation import Conversation, count_beginning
 from weir.stream.detokenizer import Detokenizer, count_stop_prefix, cut_at_stop, describe_tokens
+from weir.stream.encoding import PromptEncoder, PromptTooLong
 from weir.stream.inputs import Tokens, is_count, read_ids, read_stops
 from weir.stream.sampling import RepetitionPenalty, Sampling, check_penalty
 from weir.stream.stream import MOST_LOGITS, PIECE, Stream
@@ -16,9 +17,12 @@ __all__ = [
     "PIECE",
     "STANDARD_INPUT",
     "Books",
+    "BrokenTemplate",
     "ChatTemplate",
     "Conversation",
     "Detokenizer",
+    "PromptEncoder",
+    "PromptTooLong",
     "RepetitionPenalty",
     "Sampling",
     "Stream",
