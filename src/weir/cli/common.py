@@ -287,16 +287,17 @@ def say_unused(context: typer.Context, names: Iterable[str], why: str) -> None:
         say(f"{listed} {'change' if first else 'changes'} nothing here: {why}")
 
 
-def numbers(option: str, text: str) -> list[int]:
+def numbers(option: str, text: str, least: int = 0) -> list[int]:
     """Parse comma-separated whole numbers.
 
     Raises:
-        typer.BadParameter: the text is anything else; the message names the option.
+        typer.BadParameter: the text is anything else, or has a number below `least`; the message
+            names the option.
     """
     words = [word.strip() for word in text.split(",") if word.strip()]
-    if not all(word.isdecimal() for word in words):
+    if not all(word.isdecimal() and int(word) >= least for word in words):
         raise typer.BadParameter(
-            f"{option} takes whole numbers with commas between them, not {text!r}"
+            f"{option} takes whole numbers from {least} on with commas between them, not {text!r}"
         )
     return [int(word) for word in words]
 

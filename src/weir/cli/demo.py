@@ -64,7 +64,7 @@ def demo(
     model, tokenizer = load_model(model_name, loading)
     window = model.config.max_position_embeddings
     ids: Tensor
-    story: demonstration.Story | demonstration.ChatStory
+    story: demonstration.BookStory | demonstration.ChatStory
     if model_name == "nano":
         tokens = tokens or 10_000
         policies: tuple[str, ...] = demonstration.POLICIES

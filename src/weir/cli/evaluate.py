@@ -17,6 +17,7 @@ from weir.cli.common import (
     RemainingTime,
     SlotsName,
     in_lines,
+    numbers,
     output,
     print_json,
     print_table,
@@ -126,7 +127,7 @@ def evaluate(
         policies,
         budgets=_budgets(budgets, protocol, memory),
         memory=[] if memory is None else [read_bytes(word) for word in memory.split(",")],
-        seeds=_numbers("--seeds", seeds, 0),
+        seeds=numbers("--seeds", seeds),
         paper=protocol,
         chunk=chunk,
         positions=positions.value,
@@ -248,19 +249,10 @@ def _budgets(text: str | None, paper: str | None, memory: str | None) -> list[in
     from weir.evals.grid import protocol
 
     if text is not None:
-        return _numbers("--budgets", text, 1)
+        return numbers("--budgets", text, 1)
     if memory is not None:
         return []
     return [] if paper is not None and protocol(paper).rate is not None else list(USUAL)
-
-
-def _numbers(option: str, text: str, least: int) -> list[int]:
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not all(word.isdecimal() and int(word) >= least for word in words):
-        raise typer.BadParameter(
-            f"{option} takes whole numbers from {least} on with commas between them, not {text!r}"
-        )
-    return [int(word) for word in words]
 
 
 def _print(records: list[CellRecord]) -> None:

@@ -91,7 +91,7 @@ def inspect(
     words = "\n\n".join(read_books(BOOK if text is None else text))
     model, tokenizer = load_model(model_name, loading, encoders=True)
     check_places(model, *which)
-    asked = Inspection(
+    inspection = Inspection(
         model,
         tokenizer,
         model_name,
@@ -116,7 +116,7 @@ def inspect(
         def show(name: str, done: int, of: int) -> None:
             bar.update(task, description=name, completed=done, total=of)
 
-        for found in look(asked, names, show):
+        for found in look(inspection, names, show):
             if isinstance(found, tuple):
                 page.leave_out(found[0], str(found[1]))
             else:

@@ -174,8 +174,8 @@ def serve(
     wanted = with_pin(with_slots(named, slots), pin)
     chunk = resolve_chunk(wanted, chunk)
     limits = Limits(prompt=max_prompt, answer=max_answer, queue=queue, drain=drain)
-    taken = Keys() if keys is None else Keys.read(keys)
-    bound = bind(host, port, taken)  # before loading, which would be in vain if this fails
+    accepted = Keys() if keys is None else Keys.read(keys)
+    bound = bind(host, port, accepted)  # before loading, which would be in vain if this fails
     with contextlib.ExitStack() as ending:
         ending.callback(bound.close)
         if beside is not None and beside.origin is not None:
@@ -196,7 +196,7 @@ def serve(
             f"{size(memory.row)}; {ends if memory.kept else ''}{size(memory.total)} in all, and "
             f"at most {size(limits.memory)} more for requests under way"
         )
-        known = f"{len(taken)} keys" if taken else "no keys: for this machine only"
+        known = f"{len(accepted)} keys" if accepted else "no keys: for this machine only"
         if cluster is not None and data is not None:
             from weir.serve.cluster import running
             from weir.serve.cluster.replica import Settings
@@ -211,7 +211,7 @@ def serve(
                 data if "://" in data else str(Path(data).absolute()),
                 name or model_name,
                 memory.kept,
-                taken.hashes,
+                accepted.hashes,
                 limits,
                 deterministic=deterministic,
                 loading=loading,
@@ -251,7 +251,7 @@ def serve(
             compile_or_say(engine)
         client = EngineClient(engine, tokenizer, name or model_name, limits, book)
         log_json()
-        app = make_app(client, taken)
+        app = make_app(client, accepted)
         address, number = bound.getsockname()[:2]
         say(f"{_url(address, number)} ({known})")
         run_app(app, bound, limits, lambda: client.drain(limits.drain))

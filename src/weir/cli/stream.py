@@ -125,7 +125,7 @@ def stream(
             {"model": model_name, **reading.as_json(), **settings, "interrupted": bool(interrupt)}
         )
         return interrupt.code
-    _print(model_name, wanted.brief, reading, ended)
+    _print(model_name, reader.policy.brief, reading, ended)
     return interrupt.code
 
 

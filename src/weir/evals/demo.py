@@ -146,7 +146,7 @@ def held_by_part(stream: Stream, parts: int) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Story:
+class BookStory:
     """The names that follow the book, and the text before their questions.
 
     Attributes:
@@ -220,7 +220,7 @@ class ChatStory:
         return torch.tensor(talk.turn(f"Here is the beginning of a novel.\n\n{book}"))
 
     def tell(self, stream: Stream) -> dict[str, Any]:
-        """Ask the questions; returns what `Story.tell` does."""
+        """Ask the questions; returns what `BookStory.tell` does."""
         answers, right = self._ask(stream)
         held = held_by_part(stream, PARTS)
         return {"held": held, "answers": answers, "right": right, "knows": sum(right)}
@@ -249,20 +249,22 @@ def load_book(tokenizer: PreTrainedTokenizerBase, tokens: int) -> Tensor:
     return encode(tokenizer, read_text(BOOK), tokens)
 
 
-def load_book_and_story(tokenizer: PreTrainedTokenizerBase, tokens: int) -> tuple[Tensor, Story]:
+def load_book_and_story(
+    tokenizer: PreTrainedTokenizerBase, tokens: int
+) -> tuple[Tensor, BookStory]:
     """Load the first tokens of the packaged excerpt, and a story that continues them.
 
     The two share the excerpt where it is too short for both.
     """
     ids = load_book(tokenizer, tokens + AWAY)
     first = max(min(tokens, len(ids) - AWAY), len(ids) // 2)
-    return ids[:first], Story(tokenizer, draw_names(tokenizer, NAMES), ids[first:])
+    return ids[:first], BookStory(tokenizer, draw_names(tokenizer, NAMES), ids[first:])
 
 
 def read_book(
     model: PreTrainedModel,
     ids: Tensor,
-    story: Story | ChatStory | None = None,
+    story: BookStory | ChatStory | None = None,
     *,
     name: str = "nano",
     policies: tuple[str, ...] = POLICIES,
@@ -286,7 +288,7 @@ def read_book(
     Returns:
         {"model", "chat", "told_first" (tokens of a chat before the book), "model_window", "book",
         "tokens", "block", "story", "policies": [figures of each]}. The figures are those of `weir
-        stream`, "slots" (None for no limit), and what `Story.tell` returns. "story" has "told_at"
+        stream`, "slots" (None for no limit), and what `BookStory.tell` returns. "story" has "told_at"
         (a position in the stream), "said" and "away" (tokens of the statements, and of the text
         read after them), "names" (what was asked, and the answer) and in a chat "before" (right
         answers without the text between, under the first policy). If not every policy was asked,
@@ -323,7 +325,7 @@ def read_book(
 
 
 def _ask_all(
-    story: Story | ChatStory,
+    story: BookStory | ChatStory,
     meters: Sequence[PerplexityMeter],
     found: list[dict[str, Any]],
     on_ask: Callable[[int], bool | None],

@@ -77,7 +77,7 @@ NAMES = (
 def result(llama) -> dict[str, Any]:
     """What the demo finds with a small random model in a window of 512 tokens."""
     text = torch.randint(0, 61, (1300,), generator=torch.Generator().manual_seed(0))
-    story = demo.Story(Letters(), NAMES, text[:88])  # type: ignore[arg-type]
+    story = demo.BookStory(Letters(), NAMES, text[:88])  # type: ignore[arg-type]
     return demo.read_book(llama, text, story, policies=SMALL, block=250)
 
 
