@@ -81,7 +81,7 @@ def endless_chats(
             yield "weir serve", functools.partial(_weir, window, ())
             if each.compiles:
                 yield f"weir serve{COMPILED}", functools.partial(_weir, window, ("--compile",))
-        if each.main and each.home == "llamacpp":
+        if each.name == "llama.cpp Q4_1":
             for shift in (True, False):
                 name = f"{each.name}, {'context shift' if shift else 'as it is'}"
                 yield name, functools.partial(_llamacpp, each, threads, window, shift)

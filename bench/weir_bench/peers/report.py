@@ -107,15 +107,20 @@ def _ratios(results: Results, threads: list[int]) -> list[list[str]]:
 
     behind = (_values(results, "step", "behind") or [0])[0]
 
-    def step(who: str, count: int) -> float | None:
-        return _seconds(results.find("step", who=who, threads=count, behind=behind))
+    def step(who: str, count: int, compiled: bool) -> float | None:
+        named = {"who": who, "threads": count, "behind": behind}
+        found = results.find("step", **named, compiled=compiled)
+        return _seconds(found or results.find("step", **named))
 
     def prompt(who: str, count: int, tokens: int) -> float | None:
         return _seconds(results.find("prompt", who=who, threads=count, tokens=tokens))
 
     for who, peer, one, many in NEAREST:
         targets = [one if count == 1 else many for count in threads]
-        values = [_ratio(step(who, count), step(peer, count)) for count in threads]
+        compiled = who.endswith(COMPILED)  # each stands beside what took turns with it
+        values = [
+            _ratio(*(step(name, count, compiled) for name in (who, peer))) for count in threads
+        ]
         add(f"step of {who} ÷ {peer}", values, targets)
     for tokens in _values(results, "prompt", "tokens"):
         for who, peer in READ:
@@ -125,8 +130,9 @@ def _ratios(results: Results, threads: list[int]) -> list[list[str]]:
             add(f"prompt of {tokens:,}, time of {who} ÷ {peer}", values, [0.4] * len(threads))
     none = [None] * (len(threads) - 1)
     for kind in ("float32", "int8", "int4") if none else ():
-        for who in (f"weir {kind}", f"weir {kind}{COMPILED}"):
-            value = _ratio(step(who, threads[-1]), step(who, threads[0]))
+        for how in ("", COMPILED):
+            who = f"weir {kind}{how}"
+            value = _ratio(*(step(who, threads[at], bool(how)) for at in (-1, 0)))
             add(f"step of {who}, {_threads(threads[-1])} ÷ one", [*none, value], [*none, 1 / 1.7])
     chats = {each["who"]: each for each in results.figures if each["part"] == "chat"}
     for who in (who for who in chats if who.startswith("weir")):
