@@ -8,7 +8,7 @@ import json
 import pytest
 
 from weir.errors import WeirError
-from weir_bench.peers import process
+from weir_bench.peers import chat, process
 from weir_bench.peers.chat import Shifting, endless_chats, is_sane
 from weir_bench.peers.engines import COMPILED, ENGINES, EngineSetup, chosen
 from weir_bench.peers.measure import QUICK, PeerPlan, measured
@@ -152,6 +152,26 @@ def test_a_client_that_is_refused_leaves_out_its_oldest_turns(monkeypatch):
     assert [each["content"] for each in talk.messages] == ["0", "5"]
     assert talk.left_out == 2
     assert reply.asked < 1e9  # the time of what was refused counts
+
+
+def test_a_chat_goes_past_its_window_and_is_judged(monkeypatch):
+    said = []
+
+    async def turn(self, words, tokens):
+        said.append(words)
+        text = "I am Max." if len(said) < 20 else "Who knows what I am?"
+        return Reply(0.0, (0.5, 1.5), 11, 7, 20 * len(said), text)
+
+    monkeypatch.setattr(Talk, "turn", turn)
+    found = asyncio.run(chat._talked(Talk(1, "model"), lambda: 5, 200, 12))
+    assert found["turns"] == len(said) == 22
+    assert [at for at, words in enumerate(said) if words == chat.NAME] == [0, 5, 10, 15, 20, 21]
+    assert found["obeyed_before"] == 1
+    assert found["obeyed"] == 0.5
+    assert not found["obeyed_last"]
+    assert found["tokens_per_second"] == 10
+    assert found["first_seconds"] == 0.5
+    assert found["sane"] == 1
 
 
 def test_answers_that_go_round_in_circles_are_not_sane():

@@ -161,7 +161,7 @@ def _memory(results: Results, threads: list[int]) -> TextTable:
 
 def _chats(results: Results) -> TextTable:
     heads = ["endless chat", "first token, last turn", "median", "tokens read a turn", "tokens/s"]
-    heads += ["MB", "sane", "its name, first turn", "last turn"]
+    heads += ["MB", "sane", "knows its name before", "past", "last turn"]
     rows = []
     for each in results.figures:
         if each["part"] == "chat":
@@ -169,7 +169,8 @@ def _chats(results: Results) -> TextTable:
             cells = [f"{each['last_first_seconds']:.2f} s", f"{each['first_seconds']:.2f} s"]
             cells += [number(each["read"]), number(each["tokens_per_second"])]
             cells += [number(each["memory"] / 1e6), f"{each['sane']:.0%}"]
-            cells += [("no", "yes")[each[key]] for key in ("obeyed_first", "obeyed")]
+            cells += [f"{each[key]:.0%}" for key in ("obeyed_before", "obeyed")]
+            cells.append("yes" if each["obeyed_last"] else "no")
             rows.append([name, *cells])
     return TextTable(heads, rows, markup=True)
 

@@ -106,7 +106,7 @@ class WeirSide(TransformersSide):
         return {**facts, "version": versions}
 
     def compile(self) -> None:
-        """Compile steps from here on, the first before anything else; it is an error if it fails."""
+        """Compile steps from here on; the first waits, and fails where it cannot be compiled."""
         weir.compile_steps(self.model, strict=True)
 
     def first(self) -> None:
