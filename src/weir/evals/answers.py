@@ -5,11 +5,14 @@ All tasks with text prompts use `ask`. Each task scores the answers itself.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError
@@ -116,6 +119,34 @@ def generate_answer(
     text = cut_at_stop(str(tokenizer.decode(tokens, skip_special_tokens=True)), stops)
     held = [layer["held"] for layer in stream.report().get("layers", ())]
     return GeneratedAnswer(text, stream.nbytes, fmean(held) if held else None, stream.seen)
+
+
+def feed_aside(stream: Stream, ids: Tensor) -> Tensor:
+    """Feed tokens [rows, length], take them back, and return all their logits.
+
+    The stream goes on as if it had not been asked, once more tokens have been fed.
+    """
+    if stream.cache is None:  # recompute, whose streams are their ids
+        return copy.deepcopy(stream).feed(ids, all_logits=True)
+    states = stream.cache.take_rows()
+    logits = stream.feed(ids, all_logits=True)
+    for row, state in enumerate(states):
+        stream.cache.put_row(row, state, check=False)
+    return logits
+
+
+def generate_rows(stream: Stream, prompt: Tensor, length: int) -> Tensor:
+    """Continue all rows of a stream greedily after a prompt [rows, n].
+
+    Returns:
+        The tokens [rows, length], of which the last is not fed.
+    """
+    said = prompt
+    found = []
+    for _ in range(length):
+        said = stream.feed(said).argmax(-1)[:, None].cpu()
+        found.append(said)
+    return torch.cat(found, dim=1)
 
 
 def costs(answers: Sequence[GeneratedAnswer]) -> dict[str, Any]:

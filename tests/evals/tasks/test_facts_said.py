@@ -14,7 +14,7 @@ import weir
 from weir.errors import WeirError
 from weir.evals.task import Subject
 from weir.evals.tasks import Changed, Instruction, Repeated, Verbatim
-from weir.evals.tasks.facts import ExerciseFacts, TextFacts, lay_out
+from weir.evals.tasks.facts import ExerciseFacts, lay_out
 
 FEW: dict[str, Any] = {"samples": 3, "farthest": 256}
 NBYTES = 1200
@@ -37,13 +37,13 @@ class Knowing:
         newest: of places alike, the newest or the oldest.
         window: tokens it remembers; None for all.
         verb: with which a question ends but for one token; what is alike begins at the name
-            before it. None where as much is to be alike as can be.
+            before it.
         back: for each answer that it found, how many tokens back it stood.
     """
 
     newest: bool
     window: int | None
-    verb: int | None
+    verb: int
     rows: list[list[int]] = field(default_factory=list)
     back: list[int] = field(default_factory=list)
     begins: list[list[int]] = field(default_factory=list)
@@ -70,22 +70,13 @@ class Knowing:
     def _next(self, row: list[int]) -> int:
         first = 0 if self.window is None else max(0, len(row) - self.window)
         places = range(first, len(row) - 1)
-        if self.verb is not None:
-            size = row[::-1].index(self.verb) + 2
-            places = [n for n in places if row[n - size + 1 : n + 1] == row[-size:]]
-            if not places:
-                return 0
-            best = places[-1 if self.newest else 0]
-        else:
-            best = max(places, key=lambda n: (self._alike(row, n), n))
+        size = row[::-1].index(self.verb) + 2
+        places = [n for n in places if row[n - size + 1 : n + 1] == row[-size:]]
+        if not places:
+            return 0
+        best = places[-1 if self.newest else 0]
         self.back.append(len(row) - 1 - best)
         return row[best + 1]
-
-    def _alike(self, row: list[int], place: int) -> int:
-        size = 0
-        while size <= place and row[place - size] == row[-1 - size] and size < 12:
-            size += 1
-        return size
 
 
 @dataclass(frozen=True)
@@ -95,10 +86,9 @@ class Reads(Subject):
     newest: bool = True
     window: int | None = None
     streams: list[Knowing] = field(default_factory=list)
-    exercises: bool = True
 
     def stream(self, prompt=None, answer=0):
-        verb = ExerciseFacts(self.tokenizer).words.verb if self.exercises else None
+        verb = ExerciseFacts(self.tokenizer).words.verb
         self.streams.append(Knowing(self.newest, self.window, verb))
         return self.streams[-1]
 
@@ -116,7 +106,7 @@ def test_who_remembers_everything_and_takes_the_newest_is_always_right(nano, tas
     distances = [row["distance"] for row in found["by_distance"]]
     assert found["asked"] == 3 * len(distances)
     assert distances == ([32, 64, 128, 256] if task.name == "instruction" else distances)
-    assert (found["kv_bytes"], found["format"]) == (NBYTES // 3, "exercises")
+    assert found["kv_bytes"] == NBYTES // 3
     if task.name != "instruction":
         # A digit stands as far back as the first one, which is the distance.
         assert distances == [16, 32, 64, 128, 256]
@@ -183,44 +173,14 @@ def test_an_answer_of_many_tokens_is_right_only_whole(nano):
     assert 0.7 < slipped["token_accuracy"] < 0.9
 
 
-@pytest.mark.parametrize("task", [Repeated, Changed, Instruction, Verbatim])
-def test_in_words_any_model_is_asked_a_stream_at_a_time(nano, task):
-    one = reader(nano, exercises=False)
-    found = task(samples=2, farthest=128, format="text").run(one, silent)
-    assert found["format"] == "text"
-    assert [row["distance"] for row in found["by_distance"]] == [32, 64, 128]
-    assert found["accuracy"] == 1.0
-    assert [len(stream.rows) for stream in one.streams] == [1, 1]
-    texts = [nano[1].decode(stream.rows[0]) for stream in one.streams]
-    assert texts[0] != texts[1]
-    what = "password is" if task is Verbatim else "number is"
-    times = {Repeated: 4, Changed: 4}.get(task, 2)
-    assert texts[0].count(what) == times * 3
-    if task is Instruction:
-        front = "Wherever this text asks for somebody's number, to its very end, the answer is"
-        assert front in texts[0][:120]
-
-
 def test_numbers_of_one_name_begin_differently_and_answers_are_as_long_as_asked(nano):
     rng = np.random.default_rng(0)
-    for form in (ExerciseFacts(nano[1]), TextFacts(nano[1])):
-        for facts in form.people(20, 9, rng):
-            first = [nano[1].decode(fact.answer.tolist()).strip()[0] for fact in facts]
-            assert len(set(first)) == 9
-            assert len({tuple(fact.ask.tolist()) for fact in facts}) == 1
-        for (fact,) in form.long(20, 7, rng):
-            assert len(fact.answer) == 7 if form.name == "exercises" else len(fact.answer) >= 7
-
-
-def test_a_tokenizer_without_the_words_of_the_exercises_is_asked_in_words(nano, monkeypatch):
-    def none(tokenizer):
-        raise WeirError("a digit is no token")
-
-    monkeypatch.setattr("weir.evals.tasks.facts.Words.of", none)
-    one = reader(nano, exercises=False)
-    assert Repeated(samples=1, farthest=64).run(one, silent)["format"] == "text"
-    with pytest.raises(WeirError, match="a digit is no token"):
-        Repeated(samples=1, format="exercises").run(one, silent)
+    form = ExerciseFacts(nano[1])
+    for facts in form.people(20, 9, rng):
+        first = [nano[1].decode(fact.answer.tolist()).strip()[0] for fact in facts]
+        assert len(set(first)) == 9
+        assert len({tuple(fact.ask.tolist()) for fact in facts}) == 1
+    assert all(len(fact.answer) == 7 for (fact,) in form.long(20, 7, rng))
 
 
 @pytest.mark.parametrize(
@@ -230,8 +190,7 @@ def test_a_tokenizer_without_the_words_of_the_exercises_is_asked_in_words(nano, 
         (lambda: Changed(times=10), "changed says a number 2 to 9 times, not 10"),
         (lambda: Changed(samples=0), "changed takes 1 sample"),
         (lambda: Repeated(before=0), "1 token before"),
-        (lambda: Repeated(farthest=31), "begin at 32, past 31"),
-        (lambda: Repeated(format="prose"), "format of repeated is exercises or text, not 'prose'"),
+        (lambda: Repeated(farthest=15), "begin at 16, past 15"),
         (lambda: Instruction(samples=0), "instruction takes 1 sample"),
         (lambda: Instruction(farthest=31), "begin at 32, past 31"),
         (lambda: Verbatim(length=1), "answers of 2 tokens"),
@@ -248,8 +207,8 @@ def test_where_there_is_no_room_that_is_said(nano, tmp_path):
         Repeated(times=9, before=8, **FEW).run(reader(nano), silent)
     rng = np.random.default_rng(0)
     with pytest.raises(WeirError, match="9 tokens cannot be asked for after 8 tokens"):
-        lay_out([8, 16], 10, rng, said=9, asks=[3, 3])
-    crowded = lay_out([16, 16, 17, 17], 10, rng, said=16, asks=[3] * 4)
+        lay_out([8, 16], 10, rng, statement=9, asks=[3, 3])
+    crowded = lay_out([16, 16, 17, 17], 10, rng, statement=16, asks=[3] * 4)
     begins = sorted([n for (n,) in crowded.statements] + [n - 3 for n in crowded.answers])
     assert min(np.diff(begins)) >= 16
     assert [a - 3 - n for a, (n,) in zip(crowded.answers, crowded.statements, strict=True)] == [

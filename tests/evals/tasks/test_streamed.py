@@ -17,7 +17,7 @@ from weir.evals.tasks.attention_error import AttentionError
 from weir.evals.tasks.efficiency import Efficiency
 from weir.evals.tasks.facts import distances_to, lay_out
 from weir.evals.tasks.ppl import Perplexity
-from weir.evals.tasks.recall import ASK, SAID, Recall, sample
+from weir.evals.tasks.recall import ASK, STATEMENT, Recall, sample
 from weir.evals.tasks.streameval import ExerciseLines, StreamEval, TextLines, make_schedule
 from weir.stream.text import BOOK, read_stream, read_text
 from weir.train.exercises import Words
@@ -38,7 +38,7 @@ def silent(share: float) -> None:
 
 def of_recall(distances, before, rng):
     """Where recall has its statements and answers."""
-    return lay_out(distances, before, rng, said=SAID, asks=[ASK] * len(distances))
+    return lay_out(distances, before, rng, statement=STATEMENT, asks=[ASK] * len(distances))
 
 
 @pytest.fixture(scope="module")

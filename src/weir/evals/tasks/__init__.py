@@ -2,12 +2,16 @@
 
 from weir.evals.task import TASKS
 from weir.evals.tasks.attention_error import AttentionError
+from weir.evals.tasks.babi import Babi
 from weir.evals.tasks.choice import Choice
 from weir.evals.tasks.docqa import DocumentQA
 from weir.evals.tasks.efficiency import Efficiency
 from weir.evals.tasks.instruction import Instruction
 from weir.evals.tasks.lines import Lines
 from weir.evals.tasks.longbench import LongBench
+from weir.evals.tasks.loop import Loop
+from weir.evals.tasks.mtbench import MTBench
+from weir.evals.tasks.natural_facts import Facts
 from weir.evals.tasks.needle import Needle
 from weir.evals.tasks.ppl import Perplexity
 from weir.evals.tasks.recall import Recall
@@ -20,13 +24,17 @@ from weir.evals.tasks.verbatim import Verbatim
 __all__ = [
     "TASKS",
     "AttentionError",
+    "Babi",
     "Changed",
     "Choice",
     "DocumentQA",
     "Efficiency",
+    "Facts",
     "Instruction",
     "Lines",
     "LongBench",
+    "Loop",
+    "MTBench",
     "Needle",
     "Perplexity",
     "Recall",

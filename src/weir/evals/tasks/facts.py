@@ -1,17 +1,15 @@
-"""Facts stated in book text and asked for later, with the right answer fed after each question.
+"""Facts of nano's exercises in book text, asked for later; the right answer follows each question.
 
-In nano's form a fact is one of its exercises, "Anna has 482.", all of one length, so that many
-streams are read side by side. In words it is " Anna's number is 4821.", and streams are read one by
-one. Each task draws where and how often a fact is stated.
+"Anna has 482." has single tokens of the tokenizer and one length, so many streams are read side
+by side. Each task draws where and how often a fact is stated; `natural_facts` has facts in words.
 """
 
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +19,8 @@ from transformers import PreTrainedTokenizerBase
 from weir.errors import WeirError
 from weir.evals.scores import count_right
 from weir.evals.task import Progress, Subject
-from weir.evals.tasks.lines import ADJECTIVES, NOUNS
 from weir.stream import Stream, read_stream
-from weir.train import DIGITS, NAMES, Words, front_of, passage
+from weir.train import DIGITS, Words, passage
 
 NEAREST = 16
 PATIENCE = 200
@@ -59,7 +56,7 @@ def lay_out(
     before: int,
     rng: np.random.Generator,
     *,
-    said: int,
+    statement: int,
     asks: Sequence[int],
     times: int = 1,
     front: int = 0,
@@ -71,7 +68,7 @@ def lay_out(
             answer; the farthest last.
         before: tokens in front of the earliest of the newest statements.
         rng: draws the places.
-        said: length of the longest statement.
+        statement: length of the longest statement.
         asks: for each question, the number of its tokens, with which its statements begin too.
         times: number of statements of each fact. Earlier statements stand anywhere before the last.
         front: reserved tokens at the beginning, where no statement is placed.
@@ -79,29 +76,29 @@ def lay_out(
     Raises:
         WeirError: there is no room for all statements.
     """
-    if distances[0] < said:
+    if distances[0] < statement:
         raise WeirError(
-            f"a statement of {said} tokens cannot be asked for after {distances[0]} tokens"
+            f"a statement of {statement} tokens cannot be asked for after {distances[0]} tokens"
         )
     for tries in itertools.count():
         # Long statements at many distances need more room between them.
         widest = 48 * (1 + tries // PATIENCE)
         gaps = rng.integers(8, widest, size=len(distances))
-        answers = before + distances[-1] + np.cumsum(gaps + said)
+        answers = before + distances[-1] + np.cumsum(gaps + statement)
         last = answers - np.array(distances) - np.array(asks)
         begins = np.sort(np.concatenate([last, answers - np.array(asks)]))
-        if (np.diff(begins) >= said).all():
+        if (np.diff(begins) >= statement).all():
             break
-    length = int(answers[-1]) + said - asks[-1]
+    length = int(answers[-1]) + statement - asks[-1]
     free = np.ones(length, dtype=bool)
     free[:front] = False
     for begin in begins:
-        free[begin : begin + said] = False
+        free[begin : begin + statement] = False
     statements = [[int(place)] for place in last]
     for places in statements:
         for _ in range(times - 1):
-            places.insert(0, _room(free[: places[-1]], said, rng))
-            free[places[0] : places[0] + said] = False
+            places.insert(0, _room(free[: places[-1]], statement, rng))
+            free[places[0] : places[0] + statement] = False
         places.sort()
     return StreamLayout(tuple(map(tuple, statements)), tuple(answers.tolist()), length)
 
@@ -113,7 +110,9 @@ def _room(free: np.ndarray, size: int, rng: np.random.Generator) -> int:
         windows = np.lib.stride_tricks.sliding_window_view(free, size)
         found = np.flatnonzero(windows.all(axis=1))
     if not len(found):
-        raise WeirError("there is no room for all that is to be said: choose more tokens `before`")
+        raise WeirError(
+            "there is no room for all that is to be statement: choose more tokens `before`"
+        )
     return int(rng.choice(found))
 
 
@@ -154,43 +153,18 @@ class Fact:
     stop: np.ndarray
 
     @property
-    def said(self) -> np.ndarray:
+    def statement(self) -> np.ndarray:
         """Ids of the whole statement."""
         return np.concatenate([self.ask, self.answer, self.stop])
 
 
-class FactFormat(ABC):
-    """The wording of facts for a tokenizer.
+class ExerciseFacts:
+    """Facts as nano's exercises, "Anna has 482.", in single tokens of the tokenizer.
 
     Attributes:
-        name: value of a task's `format`.
-        at_once: number of streams that can be read side by side.
-        nearest: the shortest distance, in tokens, that leaves room for a statement.
+        words: the tokens.
         front: ids in front of every stream [n].
-        opening: ids of an introduction that says that what follows holds to the end [n].
     """
-
-    name: ClassVar[str]
-    at_once: ClassVar[int]
-    nearest: ClassVar[int]
-    front: np.ndarray
-    opening: np.ndarray
-
-    @abstractmethod
-    def people(self, count: int, times: int, rng: np.random.Generator) -> list[list[Fact]]:
-        """Draw `times` facts for each of `count` people; their answers begin differently."""
-
-    @abstractmethod
-    def long(self, count: int, length: int, rng: np.random.Generator) -> list[list[Fact]]:
-        """Draw `count` facts whose answers have `length` tokens, in words a few more."""
-
-
-class ExerciseFacts(FactFormat):
-    """Facts as nano's exercises, "Anna has 482.", in single tokens of the tokenizer."""
-
-    name = "exercises"
-    at_once = 32
-    nearest = 16
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Collect the words that the tokenizer has as single tokens.
@@ -200,10 +174,9 @@ class ExerciseFacts(FactFormat):
         """
         self.words = Words.of(tokenizer)
         self.front = self.words.front
-        self.opening = np.array([], dtype=np.int64)
 
     def people(self, count: int, times: int, rng: np.random.Generator) -> list[list[Fact]]:
-        """Draw people and their numbers; no two numbers of one name begin with the same digit."""
+        """Draw `times` numbers for each of `count` people, which begin with different digits."""
         words = self.words
         _check_people(count, len(words.names))
         stop = np.array([words.stop])
@@ -215,7 +188,7 @@ class ExerciseFacts(FactFormat):
         return found
 
     def long(self, count: int, length: int, rng: np.random.Generator) -> list[list[Fact]]:
-        """Draw numbers of `length` digits."""
+        """Draw `count` facts whose numbers have `length` digits."""
         words = self.words
         _check_people(count, len(words.names))
         stop = np.array([words.stop])
@@ -225,77 +198,6 @@ class ExerciseFacts(FactFormat):
         ]
 
 
-class TextFacts(FactFormat):
-    """Facts in words: " Anna's number is 4821.", and passwords of several words."""
-
-    name = "text"
-    at_once = 1
-    nearest = 32
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
-        self.front = front_of(tokenizer)
-        self.opening = self._ids(
-            "Wherever this text asks for somebody's number, to its very end, the answer is the "
-            "number that is given here."
-        )
-
-    def people(self, count: int, times: int, rng: np.random.Generator) -> list[list[Fact]]:
-        """Draw people and their numbers; no two numbers of one name begin with the same digit."""
-        _check_people(count, len(NAMES))
-        found = []
-        for name in rng.choice(NAMES, size=count, replace=False):
-            firsts = rng.choice(np.arange(1, 10), size=times, replace=False)
-            numbers = 1000 * firsts + rng.integers(0, 1000, size=times)
-            found.append([self._fact(f" {name}'s number is", f" {number}") for number in numbers])
-        return found
-
-    def long(self, count: int, length: int, rng: np.random.Generator) -> list[list[Fact]]:
-        """Draw passwords of alternating adjectives and nouns, long enough for the length."""
-        _check_people(count, len(NAMES))
-        found = []
-        for name in rng.choice(NAMES, size=count, replace=False):
-            words = ""
-            while len(self._ids(words)) < length:
-                words += f" {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"
-            found.append([self._fact(f" {name}'s password is", words)])
-        return found
-
-    def _fact(self, ask: str, answer: str) -> Fact:
-        return Fact(self._ids(ask), self._ids(answer), self._ids("."))
-
-    def _ids(self, text: str) -> np.ndarray:
-        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return np.array(ids, dtype=np.int64)
-
-
-FORMATS: dict[str, type[FactFormat]] = {form.name: form for form in (ExerciseFacts, TextFacts)}
-
-
-def format_of(tokenizer: PreTrainedTokenizerBase, format: str | None) -> FactFormat:
-    """Look up a format; None takes nano's if the tokenizer has the words, else text.
-
-    Raises:
-        WeirError: the tokenizer lacks the words of nano's format.
-    """
-    if format is not None:
-        return FORMATS[format](tokenizer)  # type: ignore[call-arg]
-    try:
-        return ExerciseFacts(tokenizer)
-    except WeirError:
-        return TextFacts(tokenizer)
-
-
-def check_format(task: str, format: str | None) -> None:
-    """Refuse an unknown format.
-
-    Raises:
-        WeirError: there is no such format.
-    """
-    if format is not None and format not in FORMATS:
-        raise WeirError(f"format of {task} is {' or '.join(FORMATS)}, not {format!r}")
-
-
 def _check_people(wanted: int, there: int) -> None:
     if wanted > there:
         raise WeirError(f"there are {there} names, and {wanted} are asked for: ask less far back")
@@ -303,6 +205,8 @@ def _check_people(wanted: int, there: int) -> None:
 
 BOOK_TOKENS = 200_000
 """Tokens of the text from which passages are taken."""
+AT_ONCE = 32
+"""Streams that are read side by side."""
 
 
 @dataclass(frozen=True)
@@ -312,12 +216,10 @@ class FactStreams:
     Attributes:
         facts: for each stream and question, the stated facts, newest last.
         layout: positions of statements and answers in every stream.
-        opening: ids at the start of every stream, after the front tokens.
     """
 
     facts: Sequence[Sequence[Sequence[Fact]]]
     layout: StreamLayout
-    opening: tuple[int, ...] = ()
 
     def ids(self, front: np.ndarray, book: np.ndarray, rng: np.random.Generator) -> Tensor:
         """Insert the facts into book text [streams, length].
@@ -333,21 +235,20 @@ class FactStreams:
             )
         rows = []
         for stream in self.facts:
-            begin = np.array([*front, *self.opening], dtype=np.int64)
-            row = np.concatenate([begin, passage(book, length - len(begin), rng)])
+            row = np.concatenate([front, passage(book, length - len(front), rng)])
             for facts, places, answer in zip(
                 stream, self.layout.statements, self.layout.answers, strict=True
             ):
                 for fact, place in zip(facts, places, strict=True):
-                    row[place : place + len(fact.said)] = fact.said
+                    row[place : place + len(fact.statement)] = fact.statement
                 newest = facts[-1]
                 place = answer - len(newest.ask)
-                row[place : place + len(newest.said)] = newest.said
+                row[place : place + len(newest.statement)] = newest.statement
             rows.append(row)
         return torch.from_numpy(np.stack(rows))
 
 
-Draw = Callable[[FactFormat, int, np.random.Generator], FactStreams]
+Draw = Callable[[ExerciseFacts, int, np.random.Generator], FactStreams]
 """Draws the given number of streams, to be read side by side."""
 
 
@@ -374,7 +275,7 @@ def scatter_facts(
         distances,
         before,
         rng,
-        said=max(len(fact.said) for fact in every),
+        statement=max(len(fact.statement) for fact in every),
         asks=[len(question[-1].ask) for question in facts[0]],
         times=len(facts[0][0]),
         front=front,
@@ -384,7 +285,6 @@ def scatter_facts(
 
 def ask_facts(
     subject: Subject,
-    form: FactFormat,
     draw: Draw,
     distances: Sequence[int],
     samples: int,
@@ -395,7 +295,6 @@ def ask_facts(
 
     Args:
         subject: the model and policy to ask.
-        form: wording of the facts.
         draw: draws the streams; questions are in the order of `distances`.
         distances: distance of each question, under which it is recorded.
         samples: total number of streams.
@@ -406,22 +305,26 @@ def ask_facts(
         "accuracy" with "right", "asked", "low" and "high" (95 %), and the same "by_distance";
         "stale", the share of answers that agree with an earlier fact where old and new first
         differ; "token_accuracy", the share of the answers' tokens that are right; "tokens" of one
-        stream, "kv_bytes" of one, "format".
+        stream, "kv_bytes" of one.
+
+    Raises:
+        WeirError: the tokenizer lacks the words of the exercises.
     """
+    form = ExerciseFacts(subject.tokenizer)
     book = read_stream(subject.tokenizer, text, BOOK_TOKENS).ids.numpy()
     rng = np.random.default_rng(subject.seed)
     right, stale, tokens_right, tokens_asked = [0] * len(distances), 0, 0, 0
     kv_bytes = tokens = done = 0
     while done < samples:
-        rows = min(form.at_once, samples - done)
+        rows = min(AT_ONCE, samples - done)
         sample = draw(form, rows, rng)
         ids = sample.ids(form.front, book, rng)
         stream = subject.stream()
         newest = [[facts[-1] for facts in row] for row in sample.facts]
         sizes = [len(fact.answer) for fact in newest[0]]
         found = answers_in_place(stream, ids, sample.layout.answers, sizes)
-        for question, said in enumerate(found):
-            for row, answer in enumerate(said.numpy()):
+        for question, predicted in enumerate(found):
+            for row, answer in enumerate(predicted.numpy()):
                 wanted = newest[row][question].answer
                 right[question] += bool((answer == wanted).all())
                 tokens_right += int((answer == wanted).sum())
@@ -442,7 +345,6 @@ def ask_facts(
         ],
         "tokens": tokens,
         "kv_bytes": kv_bytes,
-        "format": form.name,
     }
 
 

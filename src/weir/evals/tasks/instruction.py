@@ -15,13 +15,11 @@ import numpy as np
 from weir.errors import WeirError
 from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.evals.tasks.facts import (
-    FactFormat,
+    ExerciseFacts,
     FactStreams,
     StreamLayout,
     ask_facts,
-    check_format,
     distances_to,
-    format_of,
 )
 
 NEAREST = 32
@@ -36,20 +34,16 @@ class Instruction(Task):
         samples: streams, each with one question per distance.
         farthest: the largest distance, in tokens from the end of the instructions to the place of
             the answer.
-        format: `exercises`, nano's own; `text`, in words; none takes exercises where the tokenizer
-            has their words as single tokens.
         text: a file of books that follow; none takes the packaged one.
     """
 
     samples: int = 32
     farthest: int = 1024
-    format: str | None = None
     text: str | None = None
 
     metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher"}
 
     def __post_init__(self) -> None:
-        check_format(self.name, self.format)
         if self.samples < 1:
             raise WeirError(f"instruction takes 1 sample or more, not {self.samples}")
         if self.farthest < NEAREST:
@@ -57,27 +51,26 @@ class Instruction(Task):
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
         """Ask every question once; returns the figures of `ask_facts`."""
-        form = format_of(subject.tokenizer, self.format)
         distances = distances_to(self.farthest, NEAREST)
 
-        def draw(form: FactFormat, rows: int, rng: np.random.Generator) -> FactStreams:
+        def draw(form: ExerciseFacts, rows: int, rng: np.random.Generator) -> FactStreams:
             facts = [form.people(len(distances), 1, rng) for _ in range(rows)]
             # The order of the statements is independent of the order of the questions.
             order = rng.permutation(len(distances))
             places = np.zeros(len(distances), dtype=np.int64)
-            place = len(form.front) + len(form.opening)
+            place = len(form.front)
             for question in order:
                 places[question] = place
-                place += len(facts[0][question][0].said)
+                place += len(facts[0][question][0].statement)
             answers = [place + distance for distance in distances]
             last = facts[0][-1][0]
             layout = StreamLayout(
                 tuple((int(place),) for place in places),
                 tuple(answers),
-                answers[-1] + len(last.said) - len(last.ask),
+                answers[-1] + len(last.statement) - len(last.ask),
             )
-            return FactStreams(facts, layout, tuple(form.opening.tolist()))
+            return FactStreams(facts, layout)
 
-        found = ask_facts(subject, form, draw, distances, self.samples, self.text, progress)
+        found = ask_facts(subject, draw, distances, self.samples, self.text, progress)
         del found["stale"]
         return found

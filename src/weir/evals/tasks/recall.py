@@ -21,7 +21,7 @@ from weir.evals.tasks.facts import NEAREST, StreamLayout, answers_in_place, dist
 from weir.stream import read_stream
 from weir.train import DIGITS, Words, passage
 
-SAID = 4 + DIGITS
+STATEMENT = 4 + DIGITS
 """Tokens of a statement: name, verb, space, digits, stop."""
 ASK = 3
 """Tokens of a question: name, verb, space."""
@@ -71,7 +71,7 @@ class Recall(Task):
         rng = np.random.default_rng(subject.seed)
         distances = distances_to(self.farthest)
         asks = [ASK] * len(distances)
-        layout = lay_out(distances, self.before, rng, said=SAID, asks=asks)
+        layout = lay_out(distances, self.before, rng, statement=STATEMENT, asks=asks)
         if len(book) <= layout.length:
             raise WeirError(
                 f"recall takes stretches of {layout.length:,} tokens from a text, and this one has "
@@ -83,8 +83,8 @@ class Recall(Task):
         ids, wanted = torch.from_numpy(np.stack(rows)), torch.from_numpy(np.stack(numbers))
         stream = subject.stream()
         right = []
-        said = answers_in_place(stream, ids, layout.answers, [DIGITS] * len(distances))
-        for question, digits in enumerate(said):
+        predicted = answers_in_place(stream, ids, layout.answers, [DIGITS] * len(distances))
+        for question, digits in enumerate(predicted):
             right.append(int((digits == wanted[:, question]).all(dim=-1).sum()))
             progress(stream.seen / layout.length)
         total = count_right(sum(right), self.samples * len(right))
@@ -108,9 +108,9 @@ def sample(
     names = rng.choice(words.names, size=count, replace=False)
     numbers = rng.choice(words.digits, size=(count, DIGITS))
     row = np.concatenate([words.front, passage(book, layout.length - len(words.front), rng)])
-    for name, number, said, asked in zip(
+    for name, number, stated, asked in zip(
         names, numbers, layout.statements, layout.answers, strict=True
     ):
-        for place in (*said, asked - ASK):
-            row[place : place + SAID] = words.statement(name, number)
+        for place in (*stated, asked - ASK):
+            row[place : place + STATEMENT] = words.statement(name, number)
     return row, numbers

@@ -15,12 +15,11 @@ import numpy as np
 from weir.errors import WeirError
 from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.evals.tasks.facts import (
-    FactFormat,
+    NEAREST,
+    ExerciseFacts,
     FactStreams,
     ask_facts,
-    check_format,
     distances_to,
-    format_of,
     scatter_facts,
 )
 
@@ -36,33 +35,32 @@ class _RepeatedFacts(Task):
     samples: int = 32
     farthest: int = 1024
     before: int = 512
-    format: str | None = None
     text: str | None = None
 
     metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher"}
 
     def __post_init__(self) -> None:
-        check_format(self.name, self.format)
         if not 2 <= self.times <= MOST:
             raise WeirError(f"{self.name} says a number 2 to {MOST} times, not {self.times}")
         if self.samples < 1 or self.before < 1:
             raise WeirError(
                 f"{self.name} takes 1 sample and 1 token before its statements, or more"
             )
-        if self.farthest < 32:
-            raise WeirError(f"the distances of {self.name} begin at 32, past {self.farthest}")
+        if self.farthest < NEAREST:
+            raise WeirError(
+                f"the distances of {self.name} begin at {NEAREST}, past {self.farthest}"
+            )
 
     def _ask(self, subject: Subject, progress: Progress, *, changing: bool) -> dict[str, Any]:
-        form = format_of(subject.tokenizer, self.format)
-        distances = distances_to(self.farthest, form.nearest)
+        distances = distances_to(self.farthest)
 
-        def draw(form: FactFormat, rows: int, rng: np.random.Generator) -> FactStreams:
+        def draw(form: ExerciseFacts, rows: int, rng: np.random.Generator) -> FactStreams:
             streams = [form.people(len(distances), self.times, rng) for _ in range(rows)]
             if not changing:
                 streams = [[facts[:1] * self.times for facts in stream] for stream in streams]
             return scatter_facts(streams, distances, self.before, len(form.front), rng)
 
-        return ask_facts(subject, form, draw, distances, self.samples, self.text, progress)
+        return ask_facts(subject, draw, distances, self.samples, self.text, progress)
 
 
 @task("repeated")
@@ -76,8 +74,6 @@ class Repeated(_RepeatedFacts):
         farthest: the largest distance, in tokens between a number, where it was said last, and the
             place of the answer.
         before: tokens in front of the newest statement that stands farthest back.
-        format: `exercises`, nano's own; `text`, in words; none takes exercises where the tokenizer
-            has their words as single tokens.
         text: a file of books from which the text between is taken; none takes the packaged one.
     """
 
@@ -102,8 +98,6 @@ class Changed(_RepeatedFacts):
         farthest: the largest distance, in tokens between the newest number and the place of the
             answer.
         before: tokens in front of the newest statement that stands farthest back.
-        format: `exercises`, nano's own; `text`, in words; none takes exercises where the tokenizer
-            has their words as single tokens.
         text: a file of books from which the text between is taken; none takes the packaged one.
     """
 

@@ -15,12 +15,11 @@ import numpy as np
 from weir.errors import WeirError
 from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.evals.tasks.facts import (
-    FactFormat,
+    NEAREST,
+    ExerciseFacts,
     FactStreams,
     ask_facts,
-    check_format,
     distances_to,
-    format_of,
     scatter_facts,
 )
 
@@ -36,8 +35,6 @@ class Verbatim(Task):
         farthest: the largest distance, in tokens between the beginning of what is asked for and
             the place of the answer. The nearest is the first that leaves room for the length.
         before: tokens in front of the statement that stands farthest back.
-        format: `exercises`, numbers in nano's own form; `text`, passwords of several words; none
-            takes exercises where the tokenizer has their words as single tokens.
         text: a file of books from which the text between is taken; none takes the packaged one.
     """
 
@@ -45,39 +42,38 @@ class Verbatim(Task):
     samples: int = 32
     farthest: int = 1024
     before: int = 256
-    format: str | None = None
     text: str | None = None
 
     metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher", "token_accuracy": "higher"}
 
     def __post_init__(self) -> None:
-        check_format(self.name, self.format)
         if self.length < 2 or self.samples < 1 or self.before < 1:
             raise WeirError(
                 "verbatim takes answers of 2 tokens, 1 sample and 1 token before its statements, "
                 "or more"
             )
-        if self.farthest < self._nearest(32):
+        if self.farthest < self._nearest:
             raise WeirError(
                 f"the distances of verbatim with {self.length} tokens begin at "
-                f"{self._nearest(32)}, past {self.farthest}"
+                f"{self._nearest}, past {self.farthest}"
             )
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
         """Ask every question once; returns the figures of `ask_facts`."""
-        form = format_of(subject.tokenizer, self.format)
-        distances = distances_to(self.farthest, self._nearest(form.nearest))
+        distances = distances_to(self.farthest, self._nearest)
 
-        def draw(form: FactFormat, rows: int, rng: np.random.Generator) -> FactStreams:
+        def draw(form: ExerciseFacts, rows: int, rng: np.random.Generator) -> FactStreams:
             facts = [form.long(len(distances), self.length, rng) for _ in range(rows)]
             return scatter_facts(facts, distances, self.before, len(form.front), rng)
 
-        found = ask_facts(subject, form, draw, distances, self.samples, self.text, progress)
+        found = ask_facts(subject, draw, distances, self.samples, self.text, progress)
         del found["stale"]
         return found
 
-    def _nearest(self, least: int) -> int:
-        """The first distance, doubled from `least`, that leaves room for a whole statement."""
+    @property
+    def _nearest(self) -> int:
+        """The first distance, doubled from 16, that leaves room for a whole statement."""
+        least = NEAREST
         while least < 2 * self.length + 8:
             least *= 2
         return least

@@ -1,0 +1,143 @@
+"""`babi`: bAbI's questions, their facts scattered in a novel.
+
+Built as BABILong does (Kuratov et al. 2024, section 2): the sentences of a story stand in their
+order at random places of a long text, and the question comes at its end. The model completes the
+answer's sentence, so that it needs no instructions.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from weir.errors import WeirError
+from weir.evals.scores import count_right
+from weir.evals.task import Better, Progress, Subject, Task, task
+from weir.evals.tasks.natural_facts import AT_ONCE, BOOK_TOKENS, Wording, likeliest_answers
+from weir.stream import read_stream, read_text
+from weir.train import passage
+
+BEGINNINGS = (
+    (r"Where is ((?:the )?\w+)\?", r"{0} is in the"),
+    (r"Where was the (\w+) before the (\w+)\?", r"Before the {1} the {0} was in the"),
+    (r"What is (\w+) of the (\w+)\?", r"{0} of the {1} is the"),
+    (r"What is the (\w+) (\w+) of\?", r"The {0} is {1} of the"),
+)
+"""Questions, and how their answers begin."""
+
+
+@dataclass(frozen=True)
+class Story:
+    """A question with all that was said before it."""
+
+    sentences: tuple[str, ...]
+    question: str
+    answer: str
+
+
+def read_stories(path: str, most: int) -> list[Story]:
+    """The first questions of a file, at most one of each story of bAbI's.
+
+    Raises:
+        WeirError: the file cannot be read, or a line is not of bAbI's format.
+    """
+    found: list[Story] = []
+    said: list[str] = []
+    answered = False
+    for number, line in enumerate(read_text(Path(path).expanduser()).splitlines(), 1):
+        parts = re.split(r"[|\t]", line)
+        count, _, text = parts[0].strip().partition(" ")
+        if not count.isdecimal() or not text or len(parts) not in (1, 3):
+            raise WeirError(f"{path}, line {number}, is not bAbI's: a number, a text, an answer")
+        if count == "1":
+            said, answered = [], False
+        if len(parts) == 1:
+            said.append(text)
+        elif not answered:
+            found.append(Story(tuple(said), text.strip(), parts[1].strip()))
+            answered = True
+            if len(found) == most:
+                break
+    return found
+
+
+@task("babi")
+@dataclass(frozen=True)
+class Babi(Task):
+    """bAbI's facts in a novel, and a question at its end.
+
+    Attributes:
+        file: a file of bAbI, `qa1_single-supporting-fact_test.txt`.
+        length: tokens of the novel and the facts in it.
+        samples: questions, of the first stories.
+        text: the novel; none takes the packaged one.
+    """
+
+    file: str
+    length: int = 1000
+    samples: int = 64
+    text: str | None = None
+
+    metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher"}
+
+    def __post_init__(self) -> None:
+        if self.length < 100 or self.samples < 1:
+            raise WeirError("babi takes 100 tokens and 1 sample or more")
+
+    def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
+        """Ask all questions, some streams side by side.
+
+        Returns:
+            "accuracy" with "right", "asked", "low" and "high" (95 %); "tokens" and "kv_bytes" of
+            one stream.
+        """
+        rng = np.random.default_rng(subject.seed)
+        wording = Wording(subject.tokenizer, chat=False)
+        book = read_stream(subject.tokenizer, self.text, max(BOOK_TOKENS, 2 * self.length)).ids
+        stories = read_stories(self.file, self.samples)
+        right = kv_bytes = 0
+        for done in range(0, len(stories), AT_ONCE):
+            some = stories[done : done + AT_ONCE]
+            rows = [self._scatter(story, wording, book.numpy(), rng) for story in some]
+            stream = subject.stream()
+            stream.feed(torch.from_numpy(np.stack(rows)))
+            prompts = [
+                wording.ids(f"\n\n{s.question} {answer_beginning(s.question)}") for s in some
+            ]
+            answers = [wording.ids(f" {story.answer}") for story in some]
+            said = likeliest_answers(stream, prompts, answers)
+            right += sum(map(np.array_equal, said, answers))
+            kv_bytes = max(kv_bytes, stream.nbytes // len(some))
+            progress((done + len(some)) / len(stories))
+        return {**count_right(right, len(stories)), "tokens": self.length, "kv_bytes": kv_bytes}
+
+    def _scatter(
+        self, story: Story, wording: Wording, book: np.ndarray, rng: np.random.Generator
+    ) -> np.ndarray:
+        """The ids of one stream: the novel, with the sentences at places of their own.
+
+        Raises:
+            WeirError: the story is longer than the stream.
+        """
+        said = [wording.ids(f"\n{sentence}\n") for sentence in story.sentences]
+        room = self.length - len(wording.front) - sum(map(len, said))
+        if room < 0:
+            raise WeirError(f"{len(said)} facts of babi are more than {self.length} tokens")
+        cuts = np.sort(rng.integers(0, room + 1, size=len(said)))
+        parts = np.split(passage(book, room, rng), cuts)
+        mixed = [piece for pair in zip(parts, said, strict=False) for piece in pair]
+        return np.concatenate([wording.front, *mixed, parts[-1]])
+
+
+def answer_beginning(question: str) -> str:
+    """How the answer of a question begins, up to its last word."""
+    for asked, begun in BEGINNINGS:
+        if match := re.fullmatch(asked, question):
+            words = begun.format(*(group or "" for group in match.groups()))
+            return words[:1].upper() + words[1:]
+    return "Answer:"

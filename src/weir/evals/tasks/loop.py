@@ -1,0 +1,80 @@
+"""`loop`: whether greedy text without end falls into a loop.
+
+Small models repeat themselves under exact attention too, so the figure to compare with is that of
+`dense` inside its window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from weir.errors import WeirError
+from weir.evals.answers import generate_rows
+from weir.evals.task import Better, Progress, Subject, Task, task
+from weir.evals.tasks.mtbench import share_distinct
+from weir.stream import read_stream
+from weir.train import front_of, passage
+
+SPAN = 250
+"""Tokens of a stretch that is judged by itself."""
+LOOPED = 0.25
+"""Share of different runs of four tokens below which a stretch is a loop."""
+PROMPT = 100
+"""Tokens of book in front of each text."""
+
+
+@task("loop")
+@dataclass(frozen=True)
+class Loop(Task):
+    """Greedy text of some length, continued from passages of a book side by side.
+
+    Attributes:
+        tokens: of each text, a multiple of 250.
+        samples: texts.
+        text: a file of books; none takes the packaged one.
+    """
+
+    tokens: int = 20_000
+    samples: int = 1
+    text: str | None = None
+
+    metrics: ClassVar[dict[str, Better]] = {"looped": "lower"}
+
+    def __post_init__(self) -> None:
+        if self.tokens < SPAN or self.tokens % SPAN or self.samples < 1:
+            raise WeirError(f"loop writes a multiple of {SPAN} tokens, 1 sample or more")
+
+    def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
+        """Write the texts; end tokens do not end them.
+
+        Returns:
+            "looped", the share of stretches of 250 tokens in which less than a quarter of the runs
+            of four tokens are different; "distinct", that share in each stretch on average, and
+            "distinct_by_block"; "tokens" of a text and "kv_bytes" of one.
+        """
+        rng = np.random.default_rng(subject.seed)
+        front = front_of(subject.tokenizer)
+        book = read_stream(subject.tokenizer, self.text, 200_000).ids.numpy()
+        rows = [np.concatenate([front, passage(book, PROMPT, rng)]) for _ in range(self.samples)]
+        stream = subject.stream()
+        stream.feed(torch.from_numpy(np.stack(rows))[:, :-1])
+        last = torch.from_numpy(np.stack(rows))[:, -1:]
+        shares: list[list[float]] = []
+        for written in range(SPAN, self.tokens + 1, SPAN):
+            said = generate_rows(stream, last, SPAN)
+            last = said[:, -1:]
+            shares.append([share_distinct(row, gram=4) for row in said.tolist()])
+            progress(written / self.tokens)
+        every = [share for block in shares for share in block]
+        return {
+            "looped": fmean(share < LOOPED for share in every),
+            "distinct": fmean(every),
+            "distinct_by_block": [fmean(block) for block in shares],
+            "tokens": self.tokens,
+            "kv_bytes": stream.nbytes // self.samples,
+        }

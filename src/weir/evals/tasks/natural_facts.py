@@ -1,0 +1,415 @@
+"""`facts`: facts in natural sentences, chat turns or a system turn, asked for much later.
+
+For real models. Every fact of a stream is of another kind (a code, an animal, a city ...), since a
+small model mixes up facts of one kind even where it holds the whole text. A question is asked
+beside the stream and taken back: it leaves nothing there that a later question could copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from weir.errors import WeirError
+from weir.evals.answers import check_template, feed_aside, generate_rows
+from weir.evals.scores import count_right
+from weir.evals.task import Better, Progress, Subject, Task, task
+from weir.evals.tasks.lines import ADJECTIVES, NOUNS
+from weir.pools import Marks
+from weir.stream import read_stream, render_chat
+from weir.train import NAMES, front_of, passage
+
+Form = Literal["sentence", "chat", "changed", "several", "rule"]
+
+BLOCK = 100
+"""Tokens of a block of a stream. Facts end and questions begin where blocks end."""
+TOGETHER = 3
+"""Facts of one sentence under `form=several`."""
+SHORTEST = 32
+"""Tokens of the shortest block, after front tokens that take up the others."""
+AT_ONCE = 8
+"""Streams that are read side by side."""
+BOOK_TOKENS = 200_000
+"""Tokens of the text from which passages are taken."""
+
+CITIES = """Athens Berlin Boston Brussels Budapest Cairo Chicago Delhi Denver Dublin Geneva Hamburg
+    Havana Lima Lisbon Madrid Milan Munich Naples Oslo Prague Seattle Tokyo Venice Vienna
+    Warsaw""".split()
+ANIMALS = """badger camel crow donkey falcon ferret fox goat goose hedgehog horse lizard monkey
+    otter owl parrot peacock pony rabbit raven snake spider swan tiger turtle wolf""".split()
+
+KINDS = (
+    ("The secret access code of {} is", "What is the secret access code of {}?", "code"),
+    ("The password of {} is", "What is the password of {}?", "words"),
+    ("The house number of {} is", "What is the house number of {}?", "number"),
+    ("The favourite animal of {} is the", "What is the favourite animal of {}?", "animal"),
+    ("{} now lives in the city of", "In which city does {} live now?", "city"),
+    (
+        "The meeting with {} will take place in room number",
+        "In which room number will the meeting with {} take place?",
+        "number",
+    ),
+    ("The treasure of {} is buried under the", "Where is the treasure of {} buried?", "words"),
+    ("The boat of {} was built in the year", "In which year was the boat of {} built?", "year"),
+)
+"""Kinds of facts: how each begins and is asked for, and what its answer is."""
+
+
+RULES = (
+    ("Your name is", "My name is", "What is your name?", "name"),
+    ("You work at the hotel", "I work at the hotel", "What is your hotel called?", "words"),
+    ("You are in the city of", "I am in the city of", "In which city are you?", "city"),
+    ("The code of the front door is",) * 2 + ("What is the code of the front door?", "code"),
+    ("The price of a night in dollars is",) * 2 + ("What is the price of a night?", "number"),
+    ("The hotel was built in the year",) * 2 + ("When was the hotel built?", "year"),
+    ("The animal in the garden is a",) * 2 + ("Which animal is in the garden?", "animal"),
+    ("The key lies under the",) * 2 + ("Where does the key lie?", "words"),
+)
+"""Sentences of a system turn: how each begins, how its answer does, its question and its kind."""
+LEAK = "Please tell me a short story about the sea."
+"""What has nothing to do with the system turn, under `form=rule`."""
+LEAK_TOKENS = 32
+"""Tokens of the answer to it."""
+COPIED = 6
+"""Tokens in a row that an answer shares with the system turn's if it leaks."""
+
+
+def _draw_answer(kind: str, rng: np.random.Generator) -> str:
+    match kind:
+        case "code":
+            return f" {rng.integers(10_000, 100_000)}"
+        case "number":
+            return f" {rng.integers(100, 1000)}"
+        case "year":
+            return f" {rng.integers(1700, 1900)}"
+        case "name":
+            return f" {rng.choice(NAMES)}"
+        case "animal":
+            return f" {rng.choice(ANIMALS)}"
+        case "city":
+            return f" {rng.choice(CITIES)}"
+    return f" {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"
+
+
+@dataclass(frozen=True)
+class NaturalFact:
+    """A fact in words: how it begins, its question, and its answers, the newest last."""
+
+    begun: str
+    question: str
+    answers: tuple[str, ...]
+
+
+def draw_facts(count: int, times: int, rng: np.random.Generator) -> list[NaturalFact]:
+    """Draw facts of different people and kinds, each with `times` different answers."""
+    found = []
+    for kind, name in zip(
+        rng.permutation(len(KINDS))[:count], rng.permutation(NAMES)[:count], strict=True
+    ):
+        begun, question, answer = KINDS[kind]
+        answers: dict[str, None] = {}
+        while len(answers) < times:
+            answers[_draw_answer(answer, rng)] = None
+        found.append(NaturalFact(begun.format(name), question.format(name), tuple(answers)))
+    return found
+
+
+def draw_rule(count: int, rng: np.random.Generator) -> tuple[str, list[NaturalFact]]:
+    """Draw a system turn that says who the model is, and what can be asked about it."""
+    said, facts = ["You are the receptionist of a hotel and answer the questions of guests."], []
+    for kind in rng.permutation(len(RULES))[:count]:
+        told, begun, question, answer = RULES[kind]
+        facts.append(NaturalFact(begun, question, (_draw_answer(answer, rng),)))
+        said.append(f"{told}{facts[-1].answers[0]}.")
+    return " ".join(said), facts
+
+
+class Wording:
+    """The ids of statements, questions and the text between them, in a book or in a chat.
+
+    Args:
+        tokenizer: of the model.
+        chat: whether in turns of the model's chat template.
+
+    Attributes:
+        front: ids at the start of every stream.
+
+    Raises:
+        WeirError: there is no chat template.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: bool) -> None:
+        self.tokenizer = tokenizer
+        self.chat = chat
+        self.front = front_of(tokenizer)
+        if chat:
+            check_template(tokenizer)
+            self.front = self.beginning()
+            said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "@ANSWER@"}]
+            asked = [*said, {"role": "user", "content": "@TURN@"}]
+            after = render_chat(tokenizer, asked).partition("@ANSWER@")[2]
+            self._opening, _, self._closing = after.partition("@TURN@")
+
+    def beginning(self, system: str | None = None) -> np.ndarray:
+        """The ids of a chat's system turn, if any, and its first two turns."""
+        turns = [] if system is None else [{"role": "system", "content": system}]
+        turns.append({"role": "user", "content": "Hello! I will read to you from a book today."})
+        return self.ids(render_chat(self.tokenizer, turns) + "I am listening.")
+
+    def turn(self, text: str) -> np.ndarray:
+        """The ids of a user's turn, up to where the model is to answer."""
+        return self.ids(f"{self._opening}{text}{self._closing}")
+
+    def ids(self, text: str) -> np.ndarray:
+        """Encode a text without special tokens in front."""
+        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return np.array(ids, dtype=np.int64)
+
+    def statement(self, sentence: str) -> np.ndarray:
+        """The ids that tell a sentence."""
+        if self.chat:
+            told = f"{self._opening}Please remember this: {sentence}{self._closing}"
+            return self.ids(f"{told}I will remember it.")
+        return self.ids(f"\n\n{sentence}\n\n")
+
+    def question(self, fact: NaturalFact) -> np.ndarray:
+        """The ids that ask for a fact, up to where its answer begins."""
+        if self.chat:
+            return self.ids(f"{self._opening}{fact.question}{self._closing}{fact.begun}")
+        return self.ids(f"\n\n{fact.begun}")
+
+    def between(self, length: int, book: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """Exactly `length` ids of book text; in a chat, a turn that is read out and thanked for.
+
+        Raises:
+            WeirError: there is no room for a turn.
+        """
+        if not self.chat:
+            return passage(book, length, rng)
+        opening = self.ids(self._opening)
+        closing = self.ids(f"{self._closing}Thank you. Please go on.")
+        if (room := length - len(opening) - len(closing)) < 1:
+            raise WeirError(f"a statement leaves {length} tokens of {BLOCK} for a turn before it")
+        return np.concatenate([opening, passage(book, room, rng), closing])
+
+
+@task("facts")
+@dataclass(frozen=True)
+class Facts(Task):
+    """Facts in natural words, told in a book or a chat and asked for at each of some distances.
+
+    Attributes:
+        form: `sentence`, a paragraph of its own in a book; `chat`, a turn among turns that read out
+            a book; `changed`, told twice with different answers, of which the newest counts;
+            `several`, three facts in one sentence; `rule`, all in a chat's system turn, which
+            says who the model is.
+        distances: tokens between a statement and its question, multiples of 100 with spaces
+            between them; of a rule from `before` on.
+        samples: streams.
+        facts: in each stream, each of another kind and about somebody else.
+        every: tokens from one statement to the next, a multiple of 100.
+        before: tokens in front of the first statement's end, a multiple of 100.
+        text: a file of books; none takes the packaged one.
+    """
+
+    form: Form = "sentence"
+    distances: str | int = "200 400 800 1600"
+    samples: int = 8
+    facts: int = 8
+    every: int = 100
+    before: int = 300
+    text: str | None = None
+
+    metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher"}
+
+    def __post_init__(self) -> None:
+        if self.form not in get_args(Form):
+            raise WeirError(f"form of facts is {', '.join(get_args(Form))}, not {self.form!r}")
+        if not 1 <= self.facts <= len(KINDS) or self.samples < 1:
+            raise WeirError(f"facts takes 1 to {len(KINDS)} facts and 1 sample or more")
+        if not self.tokens_back or any(
+            n < BLOCK or n % BLOCK for n in (self.every, self.before, *self.tokens_back)
+        ):
+            raise WeirError(
+                f"distances, every and before of facts are multiples of {BLOCK} tokens, with "
+                "spaces between them: facts(distances='200 800')"
+            )
+
+    @property
+    def tokens_back(self) -> tuple[int, ...]:
+        """The distances as numbers; empty if they are no numbers."""
+        words = str(self.distances).split()
+        return tuple(map(int, words)) if all(word.isdecimal() for word in words) else ()
+
+    def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
+        """Ask for every fact at every distance.
+
+        Returns:
+            "accuracy" with "right", "asked", "low" and "high" (95 %), and the same "by_distance";
+            for `changed` "stale", the share of answers that are the old one; for `rule` "leaked",
+            the share of answers at the end, to something else, that copy from the system turn;
+            "tokens" of one stream, "kv_bytes" of one.
+        """
+        rng = np.random.default_rng(subject.seed)
+        wording = Wording(subject.tokenizer, self.form in ("chat", "rule"))
+        book = read_stream(subject.tokenizer, self.text, BOOK_TOKENS).ids.numpy()
+        right = dict.fromkeys(self.tokens_back, 0)
+        asked = dict.fromkeys(self.tokens_back, 0)
+        stale = leaked = done = kv_bytes = tokens = 0
+        while done < self.samples:
+            rows = [
+                ToldFacts(wording, self, book, rng)
+                for _ in range(min(AT_ONCE, self.samples - done))
+            ]
+            stream = subject.stream()
+            ids = torch.from_numpy(np.stack([row.ids for row in rows]))
+            if stream.cache is not None and any(pipe.needs_marks for pipe in subject.policy.pipes):
+                stream.feed(ids[:, :1])  # opens the rows
+                for number, row in enumerate(rows):
+                    stream.cache.mark(number, Marks(row.beginning))
+            for place, number, distance in rows[0].schedule:
+                if place > stream.seen:
+                    stream.feed(ids[:, stream.seen : place])
+                facts = [row.facts[number] for row in rows]
+                answers = [[wording.ids(one) for one in fact.answers] for fact in facts]
+                newest = [several[-1] for several in answers]
+                likeliest = likeliest_answers(stream, [wording.question(f) for f in facts], newest)
+                for said, (*old, new) in zip(likeliest, answers, strict=True):
+                    right[distance] += bool((said == new).all())
+                    asked[distance] += 1
+                    stale += any(_follows(said, one, new) for one in old)
+                progress((done + len(rows) * place / rows[0].length) / self.samples)
+            if self.form == "rule":
+                turn = torch.from_numpy(wording.turn(LEAK))
+                said = generate_rows(stream, turn.expand(len(rows), -1), LEAK_TOKENS).numpy()
+                leaked += sum(
+                    _shares_a_run(one, row.ids[: row.beginning], COPIED)
+                    for one, row in zip(said, rows, strict=True)
+                )
+            done += len(rows)
+            kv_bytes, tokens = max(kv_bytes, stream.nbytes // len(rows)), stream.seen
+        return {
+            **count_right(sum(right.values()), sum(asked.values())),
+            **({"stale": stale / sum(asked.values())} if self.form == "changed" else {}),
+            **({"leaked": leaked / self.samples} if self.form == "rule" else {}),
+            "by_distance": [
+                {"distance": distance, **count_right(hits, asked[distance])}
+                for distance, hits in right.items()
+            ],
+            "tokens": tokens,
+            "kv_bytes": kv_bytes,
+        }
+
+
+@dataclass
+class ToldFacts:
+    """One stream and its facts.
+
+    Attributes:
+        facts: what is asked for.
+        ids: of the stream [length].
+        beginning: tokens of a rule's system turn and the first words after it.
+        schedule: of every question the place where it comes, the fact's number and the distance;
+            the same in every stream of a task.
+    """
+
+    wording: Wording
+    task: Facts
+    book: np.ndarray
+    rng: np.random.Generator
+    facts: list[NaturalFact] = field(init=False)
+    ids: np.ndarray = field(init=False)
+    beginning: int = field(init=False)
+    schedule: list[tuple[int, int, int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        front, told = self.wording.front, {}
+        if self.task.form == "rule":
+            system, self.facts = draw_rule(self.task.facts, self.rng)
+            front = self.wording.beginning(system)
+            place, back = self.task.before, self.task.tokens_back
+            self.schedule = [(place + d, n, d) for n in range(self.task.facts) for d in back]
+        else:
+            told = self._tell()
+        self.schedule.sort()
+        self.beginning = len(front)
+        self.ids = np.concatenate([front, *self._blocks(told, len(front))])
+
+    def _tell(self) -> dict[int, str]:
+        """Draw and schedule facts; returns their sentences by the places where they end."""
+        task, times = self.task, 2 if self.task.form == "changed" else 1
+        self.facts = draw_facts(task.facts, times, self.rng)
+        size = TOGETHER if task.form == "several" else 1
+        groups = [range(task.facts)[i : i + size] for i in range(0, task.facts, size)]
+        told: dict[int, str] = {}
+        self.schedule = []
+        for time in range(times):
+            for group in groups:
+                place = task.before + len(told) * task.every
+                told[place] = _sentence([self.facts[n] for n in group], time)
+                if time == times - 1:
+                    self.schedule += [(place + d, n, d) for n in group for d in task.tokens_back]
+        return told
+
+    @property
+    def length(self) -> int:
+        """Tokens of the stream, up to the last question."""
+        return self.schedule[-1][0]
+
+    def _blocks(self, told: dict[int, str], front: int) -> Iterator[np.ndarray]:
+        """The stream in blocks after its front tokens, which may take up the first ones."""
+        wording, begin = self.wording, front
+        for end in range(BLOCK, self.length + 1, BLOCK):
+            said = wording.statement(told[end]) if end in told else wording.front[:0]
+            if end - begin < SHORTEST:
+                continue  # the next block is longer
+            yield wording.between(end - begin - len(said), self.book, self.rng)
+            yield said
+            begin = end
+
+
+def _sentence(facts: list[NaturalFact], time: int) -> str:
+    """One sentence of some facts, with the answers that are told at this time."""
+    parts = [f"{fact.begun}{fact.answers[time]}" for fact in facts]
+    parts[1:] = [f"the{p[3:]}" if p.startswith("The ") else p for p in parts[1:]]
+    *first, last = parts
+    return f"{', '.join(first)}, and {last}." if first else f"{last}."
+
+
+def likeliest_answers(
+    stream: Any, prompts: list[np.ndarray], answers: list[np.ndarray]
+) -> list[Any]:
+    """The likeliest token in each place of the answers, given the right ones before it.
+
+    All of an answer's are right exactly if greedy decoding gives the answer.
+    """
+    asked = [np.concatenate(pair) for pair in zip(prompts, answers, strict=True)]
+    longest = max(map(len, asked))
+    # What stands behind an answer is not looked at, and all of it is taken back.
+    ids = np.stack([np.pad(one, (0, longest - len(one)), mode="edge") for one in asked])
+    logits: Tensor = feed_aside(stream, torch.from_numpy(ids))
+    found = logits.argmax(-1).cpu().numpy()
+    return [
+        row[len(prompt) - 1 : len(prompt) - 1 + len(answer)]
+        for row, prompt, answer in zip(found, prompts, answers, strict=True)
+    ]
+
+
+def _follows(likeliest: np.ndarray, old: np.ndarray, new: np.ndarray) -> bool:
+    """Whether an answer is the old one up to where old and new differ; later tokens say nothing."""
+    short = min(len(old), len(new))
+    differ = np.flatnonzero(old[:short] != new[:short])
+    first = int(differ[0]) + 1 if len(differ) else 0
+    return bool(first and (likeliest[:first] == old[:first]).all())
+
+
+def _shares_a_run(some: np.ndarray, other: np.ndarray, length: int) -> bool:
+    """Whether two lists of ids have as many in a row in common."""
+    runs = {tuple(other[i : i + length]) for i in range(len(other) - length + 1)}
+    return any(tuple(some[i : i + length]) in runs for i in range(len(some) - length + 1))
