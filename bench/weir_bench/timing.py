@@ -14,8 +14,6 @@ from statistics import median
 
 import torch
 
-from weir_bench.tracing import trace, tracing
-
 
 class Contender:
     """Something that is timed a step at a time."""
@@ -92,8 +90,7 @@ def in_turns(
     Args:
         contenders: by name.
         rounds: steps of each that are timed.
-        warm: steps of each before, which are not; the last of them is traced where somebody asked
-            for a trace.
+        warm: steps of each before, which are not.
     """
     times: dict[str, list[float]] = {name: [] for name in contenders}
     order = list(contenders.items())
@@ -101,10 +98,6 @@ def in_turns(
         for turn in range(warm + rounds):
             first = turn % len(order)
             for name, contender in itertools.chain(order[first:], order[:first]):
-                if turn == warm - 1 and tracing():
-                    trace(name, contender.step)
-                    contender.rewind()
-                    continue
                 took = seconds(contender.step)
                 contender.rewind()
                 if turn >= warm:

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from weir.errors import WeirError
-from weir_bench.peers import process
+from weir_bench.peers import chat, process
 from weir_bench.peers.chat import Shifting, endless_chats, is_sane
 from weir_bench.peers.engines import COMPILED, ENGINES, EngineSetup, chosen
 from weir_bench.peers.measure import QUICK, PeerPlan, measured
@@ -122,7 +122,7 @@ def test_tables_are_written_between_the_marks_of_a_page(tmp_path):
     found = Results(None, {**facts, "machine": {"processor": "P", "cores": 2}})
     for threads in (1, 2):
         for who, seconds in ((f"weir int8{COMPILED}", 0.03 / threads), ("llama.cpp Q8_0", 0.04)):
-            named = {"who": who, "threads": threads, "behind": 1024}
+            named = {"who": who, "threads": threads, "behind": 1024, "compiled": True}
             found.add("step", named, {"seconds": seconds})
     found.miss("OpenVINO", "it is not installed")
     text = markdown(found)
@@ -154,6 +154,26 @@ def test_a_client_that_is_refused_leaves_out_its_oldest_turns(monkeypatch):
     assert reply.asked < 1e9  # the time of what was refused counts
 
 
+def test_a_chat_goes_past_its_window_and_is_judged(monkeypatch):
+    said = []
+
+    async def turn(self, words, tokens):
+        said.append(words)
+        text = "I am Max." if len(said) < 20 else "Who knows what I am?"
+        return Reply(0.0, (0.5, 1.5), 11, 7, 20 * len(said), text)
+
+    monkeypatch.setattr(Talk, "turn", turn)
+    found = asyncio.run(chat._talked(Talk(1, "model"), lambda: 5, 200, 12))
+    assert found["turns"] == len(said) == 22
+    assert [at for at, words in enumerate(said) if words == chat.NAME] == [0, 5, 10, 15, 20, 21]
+    assert found["obeyed_before"] == 1
+    assert found["obeyed"] == 0.5
+    assert not found["obeyed_last"]
+    assert found["tokens_per_second"] == 10
+    assert found["first_seconds"] == 0.5
+    assert found["sane"] == 1
+
+
 def test_answers_that_go_round_in_circles_are_not_sane():
     assert is_sane("The ocean is large, and many animals live in it.")
     assert is_sane("Yes.")
@@ -168,7 +188,6 @@ def test_every_engine_and_server_is_among_the_engines():
     assert [each.name for each in chosen(["weir", "Llama.cpp F"])][-1] == "weir int4"
     assert {name.split(",")[0] for name, _ in endless_chats(ENGINES, 1, 64)} == {
         "weir serve",
-        "llama.cpp Q8_0",
         "llama.cpp Q4_1",
     }
     with pytest.raises(WeirError, match="no peer 'lama'"):

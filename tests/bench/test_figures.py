@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -12,14 +10,12 @@ import torch
 
 from weir.errors import WeirError
 from weir.policies import NAMED
-from weir.pools.balance import Gram, Halving, Sets
 from weir_bench.figure import FIGURES, QUICK, Row, Setting, Skipped, chosen, figure
 from weir_bench.figures import flat, prompts
-from weir_bench.figures import kernels as halves
 from weir_bench.figures import kvpress as presses
 from weir_bench.figures.decode import PLAIN
 from weir_bench.figures.policies import comparable
-from weir_bench.report import markdown, plot
+from weir_bench.report import markdown
 from weir_bench.run import measure
 from weir_bench.timing import settled
 
@@ -27,7 +23,7 @@ SETTING = Setting(QUICK, policies=("snapkv", "weir"))
 """Policies of two kinds: one needs attention by token, and the other reads with log-weights."""
 
 
-SLOW = ("policies", "recompute", "answer", "rows", "deterministic")
+SLOW = ("slots", "policies", "recompute", "rows", "deterministic")
 
 
 def row(ratio: float, target: float | None, least: bool = False) -> Row:
@@ -46,7 +42,7 @@ def test_without_names_all_are_meant_that_need_not_be_asked_for():
     assert "flat" in FIGURES
     assert {name for name in FIGURES if FIGURES[name].asked} >= {"flat"}
     assert set(chosen([])) == {name for name in FIGURES if not FIGURES[name].asked}
-    assert chosen([])[:2] == ["decode", "dense"]
+    assert chosen([])[:2] == ["decode", "recompute"]
     assert chosen(["flat", "decode"]) == ["flat", "decode"]
     with pytest.raises(WeirError, match="no figure 'speed'; there are decode, "):
         chosen(["speed"])
@@ -98,49 +94,12 @@ def test_rows_are_kept_as_they_come_and_what_is_left_out_is_told(made):
 
 
 @pytest.mark.slow
-def test_the_table_shows_what_missed_and_the_plot_every_target(made):
+def test_the_table_shows_what_missed(made):
     bench = measure(SETTING, [], [torch.float32, torch.bfloat16])
     lines = markdown(bench).splitlines()
     assert len([line for line in lines if line.startswith("| this ÷ that")]) == 5
     assert [line for line in lines if "**2**" in line and "≤ 1" in line]
     assert [line for line in lines if line.startswith("- Not measured: none float32: there is no")]
-    assert plot(bench).count("this ÷ that") == 5
-
-
-def test_the_plain_loop_makes_the_signs_of_the_walk():
-    """The peer of the walk's figure does the same thing."""
-    generator = torch.Generator().manual_seed(0)
-    shape = (2, 2, halves.BLOCK)
-    keys, values = (torch.randn(*shape, halves.DIM, generator=generator) for _ in range(2))
-    u, weight = torch.rand(shape, generator=generator), torch.zeros(shape)
-    signs = halves.walk_plainly(keys, values, u)
-    rule = Halving(halves="paper")
-    index, _, _ = rule.halve(Sets(keys, values, weight, weight, u), halves.SCALE)
-    for head, mine in enumerate(signs):
-        smaller = [
-            block.eq(1.0 if block.gt(0).sum() <= block.lt(0).sum() else -1.0) for block in mine
-        ]
-        wanted = torch.cat(smaller).nonzero()[:, 0]
-        assert torch.equal(index[head][index[head] >= 0], wanted)
-
-
-def test_both_halvings_leave_a_quarter():
-    generator = torch.Generator().manual_seed(0)
-    keys, values = (torch.randn(2, 1024, halves.DIM, generator=generator) for _ in range(2))
-    u = torch.rand(2, 1024, generator=generator)
-    plain = halves.plainly(halves.plainly((keys, values), u), u)
-    ours = halves.twice(Halving(halves="authors"), keys, values, u)
-    for kept in (*plain, *ours):
-        assert kept.shape == (2, 256, halves.DIM)
-
-
-def test_what_bounds_halvings_are_the_products_of_both(monkeypatch):
-    multiplied = []
-    monkeypatch.setattr(Gram, "products", lambda gram: multiplied.append(gram.keys.shape[:2]))
-    keys = torch.randn(2, 1024, halves.DIM, generator=torch.Generator().manual_seed(0))
-    halves.multiplied(Halving(halves="authors"), keys, keys)
-    assert {tokens for _, tokens in multiplied} == {halves.BLOCK}
-    assert sum(blocks for blocks, _ in multiplied) == 2 * (4 + 2)
 
 
 def test_every_policy_of_a_budget_is_compared_but_the_oracle_and_what_it_stands_beside():
@@ -156,7 +115,6 @@ def test_every_policy_of_a_budget_is_compared_but_the_oracle_and_what_it_stands_
     "name",
     [
         "decode",
-        "halvings",
         *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
     ],
 )
@@ -192,17 +150,10 @@ def test_the_peak_of_a_prompt_fed_whole_is_higher():
     assert each.ours * 1e6 < 40e6
 
 
-def test_without_its_environment_kvpress_is_left_out():
-    with pytest.raises(Skipped, match="--kvpress"):
+def test_without_its_environment_kvpress_is_left_out(monkeypatch, tmp_path):
+    monkeypatch.setattr("weir_bench.peers.process.HOME", tmp_path)
+    with pytest.raises(Skipped, match="kvpress is not installed; `make peers`"):
         list(FIGURES["kvpress"].measure(SETTING))
-
-
-@pytest.mark.slow
-def test_an_environment_without_kvpress_is_told_so():
-    setting = replace(SETTING, kvpress=sys.executable)
-    told = "kvpress failed in its environment: ModuleNotFoundError: No module named 'kvpress'"
-    with pytest.raises(WeirError, match=told), presses._peer(setting, "Knorm"):
-        pass
 
 
 def test_compression_is_shared_out_among_the_tokens_between():

@@ -15,7 +15,7 @@ import pytest
 from serve.servers import make_client, serving
 
 from weir.errors import WeirError
-from weir_bench.serving.load import Heard, Manner, closed, opened, percentiles, together
+from weir_bench.serving.load import Heard, Manner, closed, percentiles, together
 from weir_bench.serving.models import words
 from weir_bench.serving.part import chosen
 from weir_bench.serving.parts.compaction import ASK, Compacting
@@ -84,19 +84,6 @@ def test_what_a_server_refuses_is_an_error_of_the_run_and_not_its_end(port):
     assert not heard.replies
     assert heard.pace == 0
     assert "/v1/chat/completions answers 404" in heard.errors[0]
-
-
-def test_turns_of_an_open_loop_come_by_chance_and_wait_from_when_they_came(port):
-    talks = [Talk(port, "small")]
-    run = opened(Stand(port), talks, MANNER, what="", seconds=0.5, rate=20.0)
-    heard = asyncio.run(run)
-    assert not heard.errors
-    # By the seed; they queue for the one conversation, so their waits are told from the outside.
-    assert 4 <= len(heard.replies) <= 20
-    assert len(talks[0].messages) == 2 * len(heard.replies)
-    asked = sorted(each.asked for each in heard.replies)
-    assert asked == [each.asked for each in heard.replies]
-    assert heard.spans[0][0] <= asked[0] < asked[-1] < heard.spans[0][1]
 
 
 def test_a_server_that_is_not_there_is_an_error_in_one_sentence():

@@ -59,7 +59,7 @@ def test_json_is_one_object_and_nothing_else(capsys):
     assert facts["quick"] is True
     assert facts["machine"]["threads"] == 1
     for share in (rows[2], rows[6]):
-        assert share["share"] == share["ratio"] == pytest.approx(share["peer"] / share["ours"])
+        assert share["ratio"] == pytest.approx(share["peer"] / share["ours"])
 
 
 def test_policies_that_are_named_are_the_ones_that_are_timed(capsys):
@@ -68,14 +68,15 @@ def test_policies_that_are_named_are_the_ones_that_are_timed(capsys):
     assert [row["what"].split("`")[1] for row in rows] == ["streaming_llm", "weir"]
 
 
-def test_what_was_asked_for_and_cannot_be_measured_is_told(capsys):
+def test_what_was_asked_for_and_cannot_be_measured_is_told(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("weir_bench.peers.process.HOME", tmp_path)
     ended = run(capsys, "bench", "--quick", "--only", "kvpress", "--dtype", "float32")
     assert ended.code == 0
-    assert "not measured: kvpress float32: kvpress needs an environment" in ended.err
+    assert "not measured: kvpress float32: kvpress is not installed; `make peers`" in ended.err
 
 
 @pytest.mark.slow
-def test_table_and_plot_are_written_beside_the_figures(capsys, tmp_path):
+def test_the_table_is_written_beside_the_figures(capsys, tmp_path):
     out = tmp_path / "here" / "it goes"
     ended = run(capsys, *QUICK, "--out", out)
     assert ended.code == 0, ended.err
@@ -83,15 +84,13 @@ def test_table_and_plot_are_written_beside_the_figures(capsys, tmp_path):
     table = (out / "bench.md").read_text("utf-8")
     for row in facts["rows"]:
         assert row["what"] in table
-    assert (out / "bench.svg").read_text("utf-8").startswith("<svg")
 
 
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (("--only", "speed"), "there is no figure 'speed'; there are decode, dense"),
+        (("--only", "speed"), "there is no figure 'speed'; there are decode, recompute"),
         (("--flat", "--only", "decode"), "--flat is a figure of its own"),
-        (("--only", "kvpress", "--kvpress", "/nowhere/python"), "is no program that can be run"),
         (
             ("--policies", "weir,wier"),
             "figures compare, not 'wier', did you mean 'weir'?",

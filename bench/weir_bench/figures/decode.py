@@ -17,7 +17,6 @@ from weir.errors import WeirError, describe_missing
 from weir.models import BITS, quantize_weights, stored_bytes
 from weir.slab import FORMATS
 from weir.stream import Stream
-from weir_bench.bounds import of_step
 from weir_bench.caches import (
     CompiledStatic,
     Dynamic,
@@ -38,9 +37,7 @@ NEWEST = 64
 """Exact slots at the end of a cache whose other slots are quantized."""
 
 
-@figure(
-    "decode", "a decode step beside transformers' caches and the bandwidth of memory", bound="bytes"
-)
+@figure("decode", "a decode step beside transformers' caches and the bandwidth of memory")
 def decode(setting: Setting) -> Iterator[Row]:
     """`streaming_llm`, also compiled, against DynamicCache and StaticCache; the roofline."""
     sizes, model = setting.sizes, model_of(setting)
@@ -72,7 +69,7 @@ def roofline(what: str, own: float, least: float, target: float, note: str = "")
     """The share of a step that moving its bytes would take."""
     what = f"share of the roofline, decode at batch 1, {what}"
     share = least / own
-    return Row(what, own * 1e3, least * 1e3, "ms", share, target, True, share=share, note=note)
+    return Row(what, own * 1e3, least * 1e3, "ms", share, target, True, note=note)
 
 
 def _fold(cache: Weir) -> float:
@@ -88,19 +85,7 @@ def _targets(kind: str, peers: Collection[str], share: float) -> dict[str, float
     return {**targets, **{name: 1.00 for name in peers if name == COMPILED_STATIC}}
 
 
-@figure("dense", "a decode step beside dense attention over a long stream", bound="bytes")
-def dense(setting: Setting) -> Iterator[Row]:
-    """`streaming_llm` against DynamicCache that holds all of a stream."""
-    sizes, model = setting.sizes, model_of(setting)
-    ours = full(setting, model, PLAIN, sizes.slots)
-    for tokens in sizes.dense:
-        peer = Dynamic(model, tokens)
-        times = middle(in_turns({PLAIN: ours, "dense": peer}, 2 * sizes.slow, warm=1))
-        what = f"DynamicCache of {tokens:,} tokens ÷ `{PLAIN}` at {sizes.slots:,} slots"
-        yield compare(f"decode step, {what}", times[PLAIN], times["dense"], inverse=True)
-
-
-@figure("recompute", "a token beside re-computation of the window", bound="bytes")
+@figure("recompute", "a token beside re-computation of the window")
 def recompute(setting: Setting) -> Iterator[Row]:
     """`streaming_llm` against `recompute`, per token, folds included.
 
@@ -121,7 +106,7 @@ def recompute(setting: Setting) -> Iterator[Row]:
         rounds = {name: Doing(partial(_steps, each, sizes.chunk)) for name, each in ours.items()}
         feeding = Doing(partial(peer.feed, ids[:1]))
         times = middle(in_turns({**rounds, "peer": feeding}, sizes.slow, warm=1))
-        for name, cache in ours.items():
+        for name in ours:
             own = times[name] / sizes.chunk
             yield compare(
                 f"`recompute` ÷ `{PLAIN}`{name}, per token at {slots:,} slots",
@@ -130,7 +115,6 @@ def recompute(setting: Setting) -> Iterator[Row]:
                 target if asked else None,
                 inverse=True,
                 least=True,
-                bound=of_step(setting, own, cache),
             )
 
 
@@ -139,7 +123,7 @@ def _steps(cache: Weir, count: int) -> None:
         cache.step()
 
 
-@figure("slots", "a decode step with quantized slots beside one with exact ones", bound="bytes")
+@figure("slots", "a decode step with quantized slots beside one with exact ones")
 def slots(setting: Setting) -> Iterator[Row]:
     """`streaming_llm`, all but its newest tokens quantized, against itself; and what is read."""
     sizes, model = setting.sizes, model_of(setting)
@@ -161,9 +145,7 @@ def slots(setting: Setting) -> Iterator[Row]:
         yield compare(f"decode step, {what}", own[name], own["exact"], 1.0, note=note)
 
 
-@figure(
-    "weights", "a decode step with weights of 8 and 4 bits beside one with all bits", bound="bytes"
-)
+@figure("weights", "a decode step with weights of 8 and 4 bits beside one with all bits")
 def weights(setting: Setting) -> Iterator[Row]:
     """`streaming_llm` with int8 and int4 weights against the same model as it was."""
     if find_spec("torchao") is None:

@@ -47,7 +47,6 @@ class Mark:
     "a million tokens: time per token and memory by decade",
     by_dtype=False,
     asked=True,
-    bound="calls",
 )
 def flat(setting: Setting) -> Iterator[Row]:
     """Time per token far out against that at 10,000 tokens, in turns."""

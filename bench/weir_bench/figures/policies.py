@@ -11,13 +11,11 @@ from statistics import mean, median
 import torch
 
 from weir.policies import NAMED
-from weir_bench.bounds import of_step
-from weir_bench.caches import Weir, full
+from weir_bench.caches import Weir
 from weir_bench.figure import Row, Setting, Skipped, compare, figure
 from weir_bench.figures.decode import PLAIN
 from weir_bench.model import model_of, walk_path
 from weir_bench.timing import in_turns
-from weir_bench.tracing import trace
 
 EASED = ("balancekv", "kcenter", "subgen")
 """Policies whose folds were the dearest, and have a target of their own."""
@@ -51,7 +49,6 @@ def policies(setting: Setting) -> Iterator[Row]:
     names = wanted(setting, comparable())
     if not names:
         raise Skipped(f"{PLAIN} is what policies stand beside; name another")
-    cache = full(setting, model_of(setting), PLAIN, setting.sizes.slots)
     for name in names:
         ours, plain, mass = _beside_plain(setting, name)
         yield compare(
@@ -60,11 +57,10 @@ def policies(setting: Setting) -> Iterator[Row]:
             plain.token,
             1.10 if mass else 1.05,
             note="reads attention" if mass else "",
-            bound=of_step(setting, ours.token, cache),
         )
 
 
-@figure("folds", "what folds cost by policy, per token, beside a decode step", bound="calls")
+@figure("folds", "what folds cost by policy, per token, beside a decode step")
 def folds(setting: Setting) -> Iterator[Row]:
     """The time of folds over the tokens between two of them, over that of a step."""
     for name in wanted(setting, [PLAIN, *comparable()]):
@@ -109,10 +105,6 @@ def _beside_plain(setting: Setting, name: str) -> tuple[Pace, Pace, bool]:
     both = [Weir(model, f"{of}(budget={sizes.slots})", sizes.chunk) for of in (name, PLAIN)]
     for each in both:
         each.fill(sizes.slots + sizes.chunk)
-        each.start_afresh()
-    for of, each in zip((name, PLAIN), both, strict=True):
-        each.fill(sizes.chunk - 1)
-        trace(f"a step of {of} that folds", each.step)
         each.start_afresh()
     tokens = torch.ones(1, sizes.chunk - TIMED - 1, dtype=torch.int64)
     taken: list[list[float]] = [[], []]

@@ -1,4 +1,4 @@
-"""Figures of prompts: each policy beside exact attention, a long answer, and peak memory.
+"""Figures of prompts: each policy beside exact attention, and peak memory.
 
 A prompt is multiplied with every weight, which no policy can spare it; what is left is attention,
 which grows with the prompt unless a policy holds it back, and folds.
@@ -16,25 +16,18 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from torch import Tensor
 from transformers import DynamicCache
 
-from weir.stream import PIECE, Stream
-from weir_bench.bounds import of_prompt, of_step
+from weir.stream import Stream
 from weir_bench.caches import Decoding, Weir, feed_prompt, hold_prompt
 from weir_bench.figure import Row, Setting, Sizes, Skipped, compare, figure
 from weir_bench.figures.policies import budgeted, wanted
-from weir_bench.model import model_of, walk_path
-from weir_bench.timing import Doing, in_turns, middle
-from weir_bench.tracing import trace
+from weir_bench.model import model_of
+from weir_bench.timing import Doing, in_turns
 
 TARGETS = {8192: 0.75, 32768: 0.3}
 ROUNDS = 3
 """How often each prompt is read; of one policy a prompt has taken a fifth longer than the next."""
-CHUNKS = 8
-"""Usual chunks in one of the long answer, whose large slab goes with few folds."""
-STEPS = 32
-"""Decode steps of the long answer that are timed, spread over the tokens that are generated."""
 STATUS = Path("/proc/self/status")
 CLEAR = Path("/proc/self/clear_refs")
 CHILD = f"""
@@ -69,9 +62,6 @@ def prompts(setting: Setting) -> Iterator[Row]:
         for name, taken in took.items():
             found[name].append(median(taken))
         yield from _beside_exact(setting, tokens, {name: each[-1] for name, each in found.items()})
-    yield from _in_pieces(setting, ids[:, : min(sizes.prompts)])
-    for name, cache in policies.items():
-        trace(f"the next {sizes.chunk} tokens, {name}", partial(cache.feed, ids[:, : sizes.chunk]))
     far = {name: _beyond(sizes.prompts, taken, sizes.far) for name, taken in found.items()}
     far["exact"] = _beyond_squared(sizes.prompts, found["exact"], sizes.far)
     measured = " and ".join(f"{tokens:,}" for tokens in sizes.prompts)
@@ -82,7 +72,6 @@ def _beside_exact(
     setting: Setting, tokens: int, took: Mapping[str, float], note: str = ""
 ) -> Iterator[Row]:
     """A row for each policy; `took` has its seconds, and those of exact attention."""
-    model = model_of(setting)
     for name, own in took.items():
         if name == "exact":
             continue
@@ -94,24 +83,7 @@ def _beside_exact(
             TARGETS.get(tokens),
             unit="s",
             note=note,
-            bound=of_prompt(setting, own, model, tokens),
         )
-
-
-def _in_pieces(setting: Setting, ids: Tensor) -> Iterator[Row]:
-    """Forwards of another length than a stream's, for a policy whose folds are cheap."""
-    sizes = setting.sizes
-    cache = Weir(model_of(setting), f"streaming_llm(budget={sizes.slots})", sizes.chunk)
-    ways = {
-        str(piece): Doing(partial(feed_prompt, cache, ids, piece))
-        for piece in (PIECE // 4, PIECE // 2, PIECE, 2 * PIECE)
-    }
-    took = middle(in_turns(ways, sizes.slow, warm=0))
-    usual = took.pop(str(PIECE))
-    for piece, own in took.items():
-        what = f"prompt of {ids.shape[1]:,} tokens in pieces of {piece} ÷ in pieces of {PIECE}"
-        bound = of_prompt(setting, own, model_of(setting), ids.shape[1])
-        yield compare(what, own, usual, unit="s", bound=bound)
 
 
 def _beyond(tokens: tuple[int, ...], took: list[float], far: int) -> float:
@@ -127,60 +99,7 @@ def _beyond_squared(tokens: tuple[int, ...], took: list[float], far: int) -> flo
     return far * (second + growth * (far - tokens[-1]))
 
 
-@figure("answer", "balancekv at rate 1/4 beside exact attention: a long prompt and its answer")
-def answer(setting: Setting) -> Iterator[Row]:
-    """Prefill in pieces and decode of `balancekv`, against exact ones.
-
-    Kochetkova et al. 2025 report 1.21 times the exact prefill and 1.01 times the exact decoding for
-    16,384 tokens and 1,024 generated (BalanceKV, Table 5).
-    """
-    sizes, model = setting.sizes, model_of(setting)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(sizes.vocabulary, (1, sizes.prompt), generator=generator)
-    budget = sizes.prompt // 4
-    policy = f"balancekv(budget={budget})"
-    chunk = CHUNKS * sizes.chunk
-    ours = Weir(model, policy, chunk)
-    exact = Decoding(model, DynamicCache(config=model.config))
-    setting.say(f"prefill of {sizes.prompt:,} tokens")
-    both = {
-        "ours": Doing(partial(feed_prompt, ours, ids)),
-        "exact": Doing(partial(hold_prompt, exact, ids)),
-    }
-    times = middle(in_turns(both, min(ROUNDS, sizes.slow), warm=0))
-    fed, exactly = times["ours"], times["exact"]
-    what = f"`{policy}`, {sizes.prompt:,} tokens, {sizes.generated:,} generated"
-    note = f"chunk {chunk}; walk: {walk_path()}"
-    bound = of_prompt(setting, fed, model, sizes.prompt)
-    what_fed = f"{what}: prefill ÷ exact prefill"
-    yield compare(what_fed, fed, exactly, 1.05, unit="s", note=note, bound=bound)
-    own, peer = _generate(ours, exact, sizes.generated)
-    what_decoded = f"{what}: decode ÷ exact decode, folds included"
-    bound = of_step(setting, own, ours)
-    yield compare(what_decoded, own, peer, 0.6, note=note, bound=bound)
-
-
-def _generate(ours: Weir, exact: Decoding, tokens: int) -> tuple[float, float]:
-    """Seconds per token of either while `tokens` are generated."""
-    between: dict[str, list[float]] = {"ours": [], "exact": []}
-    ours.folds.clear()
-    done = 0
-    skipped = max(1, tokens // STEPS)
-    both = {"ours": ours, "exact": exact}
-    while done < tokens:
-        for name, taken in in_turns(both, 1, warm=0).items():
-            between[name] += taken
-        more = torch.ones(1, min(skipped, tokens - done) - 1, dtype=torch.int64)
-        with torch.no_grad():
-            for each in both.values():
-                if more.numel():
-                    each.feed(more)
-        done += 1 + more.shape[1]
-    folds = sum(ours.folds) / tokens
-    return median(between["ours"]) + folds, median(between["exact"])
-
-
-@figure("prefill", "peak memory of reading a long prompt, chunked beside full", bound="bytes")
+@figure("prefill", "peak memory of reading a long prompt, chunked beside full")
 def prefill(setting: Setting) -> Iterator[Row]:
     """Extra memory of `prefill="chunked"` against `prefill="full"`."""
     if not STATUS.exists():
@@ -220,7 +139,7 @@ def child() -> None:
     what = json.load(sys.stdin)
     torch.set_num_threads(what["threads"])
     # Tuples again, though none is needed here.
-    sizes = Sizes(**{**what["sizes"], "dense": (), "prompts": ()})
+    sizes = Sizes(**{**what["sizes"], "prompts": ()})
     model = model_of(Setting(sizes, getattr(torch, what["dtype"])))
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(sizes.vocabulary, (1, sizes.fed), generator=generator)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -17,7 +16,6 @@ from weir.errors import WeirError
 from weir.models import choose_products, compile_steps, load
 from weir.serve import Engine, MemoryStore, SampledToken, Sampler, SamplingParams, Sequence
 from weir.stream import Sampling
-from weir_bench.bounds import of_step
 from weir_bench.caches import Dynamic, Weir
 from weir_bench.figure import Row, Setting, Skipped, compare, figure
 from weir_bench.figures.decode import roofline
@@ -93,7 +91,6 @@ class QuietRows(Weir):
 @figure(
     "rows",
     "a decode step of sixteen streams, in step and ragged, beside one stream's",
-    bound="bytes",
 )
 def rows(setting: Setting) -> Iterator[Row]:
     """`streaming_llm` on the model of the figures and on `nano`, as it is and compiled."""
@@ -170,7 +167,7 @@ def _without_folds(
 
 @figure("batches", "decode steps of 2 to 64 rows, in step and ragged, beside one row's")
 def batches(setting: Setting) -> Iterator[Row]:
-    """Time a token, beside that of a row alone; what bounds it, and how near it comes."""
+    """Time a token, beside that of a row alone."""
     model, slots = model_of(setting), min(SLOTS, setting.sizes.slots)
     chunk = setting.sizes.chunk
     for rows in BATCHES:
@@ -184,12 +181,10 @@ def batches(setting: Setting) -> Iterator[Row]:
         for name in ("in step", "ragged"):
             what = f"tokens per second of {rows} rows {name} ÷ of one row, {slots:,} slots"
             note = f"{rows / times[name]:,.0f} tokens a second"
-            row = _pace(what, times[name], times["alone"], rows, note=note)
-            bound, share = of_step(setting, times[name], ways[name], rows)
-            yield replace(row, bound=bound, share=share)
+            yield _pace(what, times[name], times["alone"], rows, note=note)
 
 
-@figure("products", "decode steps with chosen matrix products beside PyTorch's", bound="bytes")
+@figure("products", "decode steps with chosen matrix products beside PyTorch's")
 def products(setting: Setting) -> Iterator[Row]:
     """What `weir.choose_products` brings: `streaming_llm` for 1, 4 and 16 rows; for one also
     `DynamicCache` and the roofline. Before that, what large pages of memory bring by themselves.
@@ -246,7 +241,6 @@ def _read(model: PreTrainedModel) -> None:
     "deterministic",
     "a step of an engine that decodes each row by itself, beside one that decodes all together",
     asked=True,
-    bound="bytes",
 )
 def deterministic(setting: Setting) -> Iterator[Row]:
     """What `weir serve --deterministic` costs, on the model of the figures and on `nano`."""

@@ -12,7 +12,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from weir.errors import WeirError
@@ -21,7 +21,7 @@ from weir_bench.serving.server import weir_serves
 from weir_bench.serving.talk import Reply, Talk
 
 SYSTEM = "You are a helpful assistant named Max."
-NAME, NAMED = "Who are you?", "max"
+NAME, NAMED = "What is your name?", "max"
 """What the system turn is asked for, and the word that the answer has where it is obeyed."""
 QUESTIONS = (
     "Which flowers are red?",
@@ -37,6 +37,8 @@ QUESTIONS = (
 )
 ANSWER = 48
 """Tokens of an answer at most."""
+OFTEN = 5
+"""Every so many turns the name is asked for."""
 JUDGED = 5
 """The last so many answers are judged."""
 PLAIN_TURNS = 10
@@ -81,7 +83,7 @@ def endless_chats(
             yield "weir serve", functools.partial(_weir, window, ())
             if each.compiles:
                 yield f"weir serve{COMPILED}", functools.partial(_weir, window, ("--compile",))
-        if each.main and each.home == "llamacpp":
+        if each.name == "llama.cpp Q4_1":
             for shift in (True, False):
                 name = f"{each.name}, {'context shift' if shift else 'as it is'}"
                 yield name, functools.partial(_llamacpp, each, threads, window, shift)
@@ -104,17 +106,20 @@ def _llamacpp(
 
 
 async def _talked(talk: Talk, memory: Callable[[], int], window: int, turns: int) -> dict[str, Any]:
-    """A chat of so many turns past the window; the first question comes again at the end."""
+    """A chat of so many turns past the window; the first question comes again and at the end."""
     talk.messages = [{"role": "system", "content": SYSTEM}]
-    first = await talk.turn(NAME, ANSWER)
-    replies = [first]
+    replies: list[Reply] = []
     past = 0
+    named: dict[bool, list[bool]] = {False: [], True: []}
     try:
         while past < turns:
-            ends = past == turns - 1
-            asked = NAME if ends else QUESTIONS[len(replies) % len(QUESTIONS)]
+            name = past == turns - 1 or len(replies) % OFTEN == 0
+            asked = NAME if name else QUESTIONS[len(replies) % len(QUESTIONS)]
             replies.append(await talk.turn(asked, ANSWER))
-            past += replies[-1].prompt > window or getattr(talk, "left_out", 0) > 0
+            beyond = replies[-1].prompt > window or getattr(talk, "left_out", 0) > 0
+            past += beyond
+            if name:
+                named[beyond].append(NAMED in replies[-1].text.lower())
     finally:
         talk.close()
     late = replies[-turns:]
@@ -127,8 +132,9 @@ async def _talked(talk: Talk, memory: Callable[[], int], window: int, turns: int
         "tokens_per_second": median(_pace(reply) for reply in late),
         "memory": memory(),
         "sane": sum(is_sane(reply.text) for reply in replies[-JUDGED:]) / JUDGED,
-        "obeyed_first": NAMED in first.text.lower(),
-        "obeyed": NAMED in replies[-1].text.lower(),
+        "obeyed_before": mean(named[False]),
+        "obeyed": mean(named[True]),
+        "obeyed_last": named[True][-1],
         "answer": replies[-1].text,
         "before": replies[-2].text,
         "firsts": [round(reply.first, 4) for reply in replies],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,7 +52,10 @@ class EngineSetup:
         Raises:
             WeirError: it is not installed, or cannot.
         """
-        environment = more.pop("environment", None)
+        environment = dict(more.pop("environment", {}))
+        if "weights" in self.given:
+            paths = (str(HOME / "torchao"), os.environ.get("PYTHONPATH", ""))
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         wanted = {
             "file": str(model_file(self.kind)),
             "threads": threads,

@@ -74,12 +74,15 @@ QUICK: dict[str, Any] = {
 
 def steps(plan: PeerPlan, results: Results) -> None:
     """Prompts, steps behind some tokens, and memory, by threads and bits."""
-    for threads in plan.threads:
+    for threads in reversed(plan.threads):  # long contexts are read soonest with all of them
+        most = threads == plan.threads[-1]
         for bits in sorted({each.bits for each in plan.engines}):
             wanted = [
                 each
                 for each in plan.engines
-                if each.bits == bits and not _is_done(results, each, threads)
+                if each.bits == bits
+                and (most or each.main or each.compiles)
+                and not _is_done(results, each, threads)
             ]
             with _running(plan, results, wanted, threads) as running:
                 _prompts(plan, results, running, threads)
@@ -148,7 +151,7 @@ def _in_turns(
 
 
 def _prompts(plan: PeerPlan, results: Results, running: Running, threads: int) -> None:
-    rounds = 2  # the first may compile kernels
+    rounds = 2 if threads == plan.threads[-1] else 1
     for each, taken in _in_turns(results, running, rounds, "read", tokens=plan.prompt).items():
         named = {"who": each.name, "threads": threads, "tokens": plan.prompt}
         results.add("prompt", named, {"seconds": min(taken), "all": taken})
@@ -168,7 +171,7 @@ def _steps(plan: PeerPlan, results: Results, running: Running, threads: int, kin
             except WeirError as error:
                 results.miss(named[each], error)
                 running.pop(each)
-    for behind in plan.behind:
+    for behind in plan.behind[:: -1 if kind else 1]:  # what is held is not read again
         asked = {"behind": behind, "count": CLOCK}
         for each, taken in _in_turns(results, running, plan.rounds, "steps", **asked).items():
             times = [seconds for turn in taken for seconds in turn]
@@ -176,7 +179,7 @@ def _steps(plan: PeerPlan, results: Results, running: Running, threads: int, kin
                 "who": named[each],
                 "threads": threads,
                 "behind": behind,
-                "beside": kind or None,
+                "compiled": bool(kind),
             }
             measured = {"seconds": median(times), "least": min(times), "of": len(times)}
             results.add("step", facts, measured)
@@ -223,6 +226,8 @@ def starts(plan: PeerPlan, results: Results) -> None:
     """Seconds from the command to the first token: nothing kept, then what the first start kept."""
     threads = plan.threads[-1]
     for each in plan.engines:
+        if each.bits == 8:
+            continue  # as those of 4 and 32
         for kind in ("", COMPILED) if each.compiles else ("",):
             name = each.name + kind
             if not each.main or results.find("start", who=name, kept=True):

@@ -107,15 +107,20 @@ def _ratios(results: Results, threads: list[int]) -> list[list[str]]:
 
     behind = (_values(results, "step", "behind") or [0])[0]
 
-    def step(who: str, count: int) -> float | None:
-        return _seconds(results.find("step", who=who, threads=count, behind=behind))
+    def step(who: str, count: int, compiled: bool) -> float | None:
+        named = {"who": who, "threads": count, "behind": behind}
+        found = results.find("step", **named, compiled=compiled)
+        return _seconds(found or results.find("step", **named))
 
     def prompt(who: str, count: int, tokens: int) -> float | None:
         return _seconds(results.find("prompt", who=who, threads=count, tokens=tokens))
 
     for who, peer, one, many in NEAREST:
         targets = [one if count == 1 else many for count in threads]
-        values = [_ratio(step(who, count), step(peer, count)) for count in threads]
+        compiled = who.endswith(COMPILED)  # each stands beside what took turns with it
+        values = [
+            _ratio(*(step(name, count, compiled) for name in (who, peer))) for count in threads
+        ]
         add(f"step of {who} ÷ {peer}", values, targets)
     for tokens in _values(results, "prompt", "tokens"):
         for who, peer in READ:
@@ -125,8 +130,9 @@ def _ratios(results: Results, threads: list[int]) -> list[list[str]]:
             add(f"prompt of {tokens:,}, time of {who} ÷ {peer}", values, [0.4] * len(threads))
     none = [None] * (len(threads) - 1)
     for kind in ("float32", "int8", "int4") if none else ():
-        for who in (f"weir {kind}", f"weir {kind}{COMPILED}"):
-            value = _ratio(step(who, threads[-1]), step(who, threads[0]))
+        for how in ("", COMPILED):
+            who = f"weir {kind}{how}"
+            value = _ratio(*(step(who, threads[at], bool(how)) for at in (-1, 0)))
             add(f"step of {who}, {_threads(threads[-1])} ÷ one", [*none, value], [*none, 1 / 1.7])
     chats = {each["who"]: each for each in results.figures if each["part"] == "chat"}
     for who in (who for who in chats if who.startswith("weir")):
@@ -155,7 +161,7 @@ def _memory(results: Results, threads: list[int]) -> TextTable:
 
 def _chats(results: Results) -> TextTable:
     heads = ["endless chat", "first token, last turn", "median", "tokens read a turn", "tokens/s"]
-    heads += ["MB", "sane", "its name, first turn", "last turn"]
+    heads += ["MB", "sane", "knows its name before", "past", "last turn"]
     rows = []
     for each in results.figures:
         if each["part"] == "chat":
@@ -163,7 +169,8 @@ def _chats(results: Results) -> TextTable:
             cells = [f"{each['last_first_seconds']:.2f} s", f"{each['first_seconds']:.2f} s"]
             cells += [number(each["read"]), number(each["tokens_per_second"])]
             cells += [number(each["memory"] / 1e6), f"{each['sane']:.0%}"]
-            cells += [("no", "yes")[each[key]] for key in ("obeyed_first", "obeyed")]
+            cells += [f"{each[key]:.0%}" for key in ("obeyed_before", "obeyed")]
+            cells.append("yes" if each["obeyed_last"] else "no")
             rows.append([name, *cells])
     return TextTable(heads, rows, markup=True)
 

@@ -1,8 +1,6 @@
-"""Many conversations at once: as fast as each is answered, or arriving by chance.
+"""Many conversations at once, as fast as each is answered.
 
-Closed loop: N clients, each of which says the next thing when it has its answer. Open loop: turns
-arrive as a Poisson process whatever the server does, and each is the next one of a conversation
-that nobody is waiting in; so a server that is too slow shows in the times, and not in fewer turns.
+N clients, each of which says the next thing when it has its answer.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ class Heard:
 
     Attributes:
         what: the run, in words.
-        clients: at once; 0 where they come by chance.
+        clients: at once.
         spans: (since, until) of what is measured, by `time.perf_counter`; one for each round.
         replies: answers of which a part came then.
         errors: what went wrong, each time.
@@ -209,52 +207,7 @@ async def closed(
     return heard
 
 
-async def opened(
-    server: Server,
-    talks: Sequence[Talk],
-    manner: Manner,
-    *,
-    what: str,
-    seconds: float,
-    rate: float,
-    every: float = 1.0,
-) -> Heard:
-    """Turns arrive by chance, `rate` a second; each goes on with a conversation that rests.
-
-    A turn that arrives while all of `talks` are being answered waits for one, and its time to the
-    first token begins when it arrived.
-    """
-    since = time.perf_counter()
-    until = since + seconds
-    heard = Heard(what, 0, [(since, until)])
-    chance = random.Random(manner.seed)
-    resting: asyncio.Queue[Talk] = asyncio.Queue()
-    for talk in talks:
-        resting.put_nowait(talk)
-
-    async def one(arrived: float) -> None:
-        talk = await resting.get()
-        await _turn(heard, talk, manner, chance, arrived)
-        resting.put_nowait(talk)
-
-    async def arrivals() -> None:
-        at, turns = since, []
-        while (at := at + chance.expovariate(rate)) < until and server.running:
-            await asyncio.sleep(max(0.0, at - time.perf_counter()))
-            turns.append(asyncio.ensure_future(one(at)))
-        await asyncio.gather(*turns)
-
-    try:
-        await _watched(server, heard, every, lambda heard: None, [arrivals()])
-    finally:
-        for talk in talks:
-            talk.close()
-    return heard
-
-
-async def _turn(
-    heard: Heard, talk: Talk, manner: Manner, chance: random.Random, arrived: float | None = None
-) -> None:
+async def _turn(heard: Heard, talk: Talk, manner: Manner, chance: random.Random) -> None:
     """One turn; whatever becomes of it is noted."""
     try:
         reply = await talk.turn(something(chance, manner.words), manner.tokens)
@@ -262,8 +215,6 @@ async def _turn(
         heard.errors.append(str(error))
         await asyncio.sleep(0.05)  # a server that refuses everything is not asked without a pause
         return
-    if arrived is not None:
-        reply = replace(reply, asked=arrived)
     if reply.arrived[-1] >= heard.spans[0][0]:
         heard.replies.append(reply)
 

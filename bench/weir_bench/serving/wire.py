@@ -45,18 +45,6 @@ class Wire:
                     if line.startswith(b"data:") and data != b"[DONE]":
                         yield now, json.loads(data)
 
-    async def get(self, path: str) -> str:
-        """The text at a path.
-
-        Raises:
-            WeirError: the answer is an error.
-        """
-        reader, status, headers = await self._asked("GET", path, b"")
-        text = await _whole(reader, headers)
-        if status != 200:
-            raise WeirError(f"{path} answers {status}: {quote(text)}")
-        return text
-
     def close(self) -> None:
         """Hang up."""
         if self._open is not None:

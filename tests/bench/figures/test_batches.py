@@ -31,4 +31,3 @@ def test_tokens_per_second_are_of_all_rows(monkeypatch):
     rows = list(batches(SETTING))
     assert ["ragged" in row.what for row in rows] == [False, True]
     assert all(row.ratio == pytest.approx(row.peer / row.ours) for row in rows)
-    assert {row.bound for row in rows} <= {"bytes", "operations"}

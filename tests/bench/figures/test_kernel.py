@@ -36,7 +36,7 @@ def test_both_bandwidths_are_of_the_same_bytes(monkeypatch: pytest.MonkeyPatch) 
     moved = 2 * heads * GROUP * DIM + 2 * 2 * heads * slots * DIM + 2 * 4 * heads * slots
     assert row.ours == moved / 4e9
     assert row.peer == moved / 1e9
-    assert row.ratio == row.share == 0.25
+    assert row.ratio == 0.25
     assert row.met is False
     assert "triton" in row.note
 

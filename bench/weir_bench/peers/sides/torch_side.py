@@ -106,8 +106,8 @@ class WeirSide(TransformersSide):
         return {**facts, "version": versions}
 
     def compile(self) -> None:
-        """Compile steps from here on."""
-        weir.compile_steps(self.model)
+        """Compile steps from here on; the first waits, and fails where it cannot be compiled."""
+        weir.compile_steps(self.model, strict=True)
 
     def first(self) -> None:
         """Make the first token of an answer, and the second: a compiled step is one."""
