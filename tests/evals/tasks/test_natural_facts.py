@@ -84,7 +84,7 @@ def test_facts_stand_where_they_are_told_and_are_all_asked_for(nano, form):
         fact = told.facts[number]
         block = nano[1].decode(told.ids[place - distance - 100 : place - distance])
         assert f"{fact.begun[4:]}{fact.answers[-1]}" in block
-        assert block.endswith("I will remember it." if form == "chat" else ".\n\n")
+        assert block.endswith(f"{fact.answers[-1]}." if form == "chat" else ".\n\n")
     assert len({fact.begun.split()[1] for fact in told.facts}) == 5
     if form == "chat":
         text = nano[1].decode(told.ids)

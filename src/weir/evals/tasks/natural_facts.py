@@ -175,7 +175,7 @@ class Wording:
         """The ids that tell a sentence."""
         if self.chat:
             told = f"{self._opening}Please remember this: {sentence}{self._closing}"
-            return self.ids(f"{told}I will remember it.")
+            return self.ids(f"{told}I will remember this: {sentence}")
         return self.ids(f"\n\n{sentence}\n\n")
 
     def question(self, fact: NaturalFact) -> np.ndarray:
