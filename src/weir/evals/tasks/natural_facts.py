@@ -122,12 +122,15 @@ def draw_facts(count: int, times: int, rng: np.random.Generator) -> list[Natural
 
 def draw_rule(count: int, rng: np.random.Generator) -> tuple[str, list[NaturalFact]]:
     """Draw a system turn that says who the model is, and what can be asked about it."""
-    said, facts = ["You are the receptionist of a hotel and answer the questions of guests."], []
+    sentences, facts = (
+        ["You are the receptionist of a hotel and answer the questions of guests."],
+        [],
+    )
     for kind in rng.permutation(len(RULES))[:count]:
         told, begun, question, answer = RULES[kind]
         facts.append(NaturalFact(begun, question, (_draw_answer(answer, rng),)))
-        said.append(f"{told}{facts[-1].answers[0]}.")
-    return " ".join(said), facts
+        sentences.append(f"{told}{facts[-1].answers[0]}.")
+    return " ".join(sentences), facts
 
 
 class Wording:
@@ -151,8 +154,11 @@ class Wording:
         if chat:
             check_template(tokenizer)
             self.front = self.beginning()
-            said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "@ANSWER@"}]
-            asked = [*said, {"role": "user", "content": "@TURN@"}]
+            history = [
+                {"role": "user", "content": "x"},
+                {"role": "assistant", "content": "@ANSWER@"},
+            ]
+            asked = [*history, {"role": "user", "content": "@TURN@"}]
             after = render_chat(tokenizer, asked).partition("@ANSWER@")[2]
             self._opening, _, self._closing = after.partition("@TURN@")
 
@@ -280,17 +286,17 @@ class Facts(Task):
                 answers = [[wording.ids(one) for one in fact.answers] for fact in facts]
                 newest = [several[-1] for several in answers]
                 likeliest = likeliest_answers(stream, [wording.question(f) for f in facts], newest)
-                for said, (*old, new) in zip(likeliest, answers, strict=True):
-                    right[distance] += bool((said == new).all())
+                for predicted, (*old, new) in zip(likeliest, answers, strict=True):
+                    right[distance] += bool((predicted == new).all())
                     asked[distance] += 1
-                    stale += any(_follows(said, one, new) for one in old)
+                    stale += any(_follows(predicted, one, new) for one in old)
                 progress((done + len(rows) * place / rows[0].length) / self.samples)
             if self.form == "rule":
                 turn = torch.from_numpy(wording.turn(LEAK))
-                said = generate_rows(stream, turn.expand(len(rows), -1), LEAK_TOKENS).numpy()
+                generated = generate_rows(stream, turn.expand(len(rows), -1), LEAK_TOKENS).numpy()
                 leaked += sum(
                     _shares_a_run(one, row.ids[: row.beginning], COPIED)
-                    for one, row in zip(said, rows, strict=True)
+                    for one, row in zip(generated, rows, strict=True)
                 )
             done += len(rows)
             kv_bytes, tokens = max(kv_bytes, stream.nbytes // len(rows)), stream.seen
@@ -366,11 +372,11 @@ class ToldFacts:
         """The stream in blocks after its front tokens, which may take up the first ones."""
         wording, begin = self.wording, front
         for end in range(BLOCK, self.length + 1, BLOCK):
-            said = wording.statement(told[end]) if end in told else wording.front[:0]
+            statement = wording.statement(told[end]) if end in told else wording.front[:0]
             if end - begin < SHORTEST:
                 continue  # the next block is longer
-            yield wording.between(end - begin - len(said), self.book, self.rng)
-            yield said
+            yield wording.between(end - begin - len(statement), self.book, self.rng)
+            yield statement
             begin = end
 
 
