@@ -7,6 +7,7 @@ beside the stream and taken back: it leaves nothing there that a later question 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
@@ -29,6 +30,8 @@ Form = Literal["sentence", "chat", "changed", "several", "rule"]
 
 BLOCK = 100
 """Tokens of a block of a stream. Facts end and questions begin where blocks end."""
+CHANGE = re.compile(r"\b(is|will|was|lives)\b")
+"""The word behind which a fact that has changed says that it is so now."""
 TOGETHER = 3
 """Facts of one sentence under `form=several`."""
 SHORTEST = 32
@@ -99,11 +102,15 @@ def _draw_answer(kind: str, rng: np.random.Generator) -> str:
 
 @dataclass(frozen=True)
 class NaturalFact:
-    """A fact in words: how it begins, its question, and its answers, the newest last."""
+    """A fact in words: how it begins, its question, and its answers, the newest last.
+
+    `earlier` is how it began before its answer changed.
+    """
 
     begun: str
     question: str
     answers: tuple[str, ...]
+    earlier: str = ""
 
 
 def draw_facts(count: int, times: int, rng: np.random.Generator) -> list[NaturalFact]:
@@ -116,7 +123,11 @@ def draw_facts(count: int, times: int, rng: np.random.Generator) -> list[Natural
         answers: dict[str, None] = {}
         while len(answers) < times:
             answers[_draw_answer(answer, rng)] = None
-        found.append(NaturalFact(begun.format(name), question.format(name), tuple(answers)))
+        begun, earlier = begun.format(name), begun.format(name)
+        if times > 1:
+            earlier = earlier.replace(" now", "")
+            begun = CHANGE.sub(r"\1 now", earlier, count=1)
+        found.append(NaturalFact(begun, question.format(name), tuple(answers), earlier))
     return found
 
 
@@ -358,7 +369,7 @@ class ToldFacts:
         for time in range(times):
             for group in groups:
                 place = task.before + len(told) * task.every
-                told[place] = _sentence([self.facts[n] for n in group], time)
+                told[place] = _sentence([self.facts[n] for n in group], time == times - 1)
                 if time == times - 1:
                     self.schedule += [(place + d, n, d) for n in group for d in task.tokens_back]
         return told
@@ -380,12 +391,15 @@ class ToldFacts:
             begin = end
 
 
-def _sentence(facts: list[NaturalFact], time: int) -> str:
-    """One sentence of some facts, with the answers that are told at this time."""
-    parts = [f"{fact.begun}{fact.answers[time]}" for fact in facts]
+def _sentence(facts: list[NaturalFact], last: bool) -> str:
+    """One sentence of some facts, with the last answers or the first."""
+    parts = [
+        f"{fact.begun}{fact.answers[-1]}" if last else f"{fact.earlier}{fact.answers[0]}"
+        for fact in facts
+    ]
     parts[1:] = [f"the{p[3:]}" if p.startswith("The ") else p for p in parts[1:]]
-    *first, last = parts
-    return f"{', '.join(first)}, and {last}." if first else f"{last}."
+    *others, end = parts
+    return f"{', '.join(others)}, and {end}." if others else f"{end}."
 
 
 def likeliest_answers(
