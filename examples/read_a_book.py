@@ -4,6 +4,7 @@
 
 Two policies read the same 1,500 tokens with 256 slots. `streaming_llm` keeps the first four
 tokens and the newest, `kcenter` tokens whose keys lie far apart: in a novel, numbers are such.
+`dense` keeps all and is asked after 200: where a model cannot answer then, no policy forgets.
 """
 
 import sys
@@ -16,9 +17,13 @@ told = {"Anna": "482", "Peter": "915", "Helen": "307"}
 first_page = "".join(f" {name} has {number}." for name, number in told.items())
 ids = tokenizer(f"{first_page}\n\n{read_text(BOOK)[:12_000]}").input_ids[:1500]
 
-for policy in ("streaming_llm(budget=256)", "kcenter(budget=256)"):
+for policy, read in (
+    ("dense", ids[:200]),
+    ("streaming_llm(budget=256)", ids),
+    ("kcenter(budget=256)", ids),
+):
     stream = weir.Stream(model, policy)
-    stream.feed(ids)
+    stream.feed(read)
     print(f"{policy}: {stream.seen:,} tokens read, {stream.nbytes:,} bytes")
     for name, number in told.items():
         stream.feed(tokenizer(f" {name} has ", add_special_tokens=False).input_ids)

@@ -11,7 +11,7 @@ import importlib.util
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,14 @@ settings.load_profile("weir")
 LONG = 0.15
 """Seconds of a full collection after which what it has looked through is hidden from the next."""
 _last = {"began": 0.0, "took": 0.0}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep conversations of tests out of the user's folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
 
 
 def pytest_collection_finish() -> None:

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, modeling_rope_utils
 
 import weir
 from weir import StreamingCache, WeirError, compile_steps
+from weir.models import compiling
 from weir.models.compiling import Compiled, Compiling
 
 CHUNK = 4
@@ -49,7 +50,8 @@ ROPE_IS_TRACEABLE = "torch.where" in inspect.getsource(modeling_rope_utils.dynam
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """A one for each compiled step, and at the end the compiler forgets them."""
+    """A one for each compiled step, which waits for its compiler; in the end that forgets them."""
+    monkeypatch.setattr(Compiling, "wait", True)
     found: list[int] = []
     own = Compiled.__call__
 
@@ -440,15 +442,11 @@ def test_sizes_of_one_model_do_not_count_for_another(shallow, fresh_llama, ids, 
     assert taken == [1] * 6
 
 
-def test_options_of_ones_own_come_before_weirs_and_other_compilers_get_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    given: list[dict[str, Any]] = []
-    monkeypatch.setattr(torch, "compile", lambda _, **options: given.append(options))
-    for options in ({}, {"options": {"size_asserts": True}}, {"backend": "eager"}):
-        Compiling(options)
-    asserts = [its.get("options", {}).get("size_asserts") for its in given]
-    assert asserts == [False, True, None]
+def test_options_of_ones_own_come_before_weirs_and_other_compilers_get_none() -> None:
+    given = ({}, {"options": {"size_asserts": True}})
+    asserts = [Compiling(options)._backend.config["size_asserts"] for options in given]
+    assert asserts == [False, True]
+    assert Compiling({"backend": "eager"})._backend.kwargs == {}
 
 
 @pytest.mark.parametrize(
@@ -474,9 +472,11 @@ def test_what_is_no_decoder_is_refused(model: Any) -> None:
         compile_steps(model)
 
 
-@torch._dynamo.config.patch(recompile_limit=2)
 @pytest.mark.slow
-def test_more_sizes_than_the_compiler_allows_go_the_usual_way(shallow, ids, taken) -> None:
+def test_more_sizes_than_there_is_room_for_go_the_usual_way(
+    shallow, ids, taken, monkeypatch
+) -> None:
+    monkeypatch.setattr(compiling, "MOST_LAYERS", 2)
     compile_steps(shallow, backend="eager")
     for budget in (8, 9):
         read(shallow, f"window({budget})", ids(1, PROMPT + 3))

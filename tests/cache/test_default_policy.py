@@ -13,12 +13,13 @@ from roundings import close_runs
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import weir
-from weir.cache import DEFAULT, find_model_policy, size_of
+from weir.cache import find_model_policy, size_of
 from weir.errors import WeirError
 from weir.models import fingerprint, loading
 from weir.policies import format_policy_file
 
 HUB = Path(__file__).parents[2] / "hub" / "custom_generate" / "generate.py"
+EVERYBODYS = "weir(budget=448)"  # a window of 512, and 64 new tokens
 LAYERS = [{"policy": "h2o(8)"}, {"policy": "sink(2) | recent(14)"}]
 WRITTEN = "[h2o(8), sink(2) | recent(14)]"
 
@@ -51,8 +52,8 @@ def test_it_is_taken_by_streams_caches_and_generate(folder, ids):
     ("given", "policy"),
     [
         ({"policy": "h2o(20)"}, "h2o(budget=20)"),
-        ({"slots": "exact"}, "weir(budget=256, slots=exact)"),
-        ({"slots": "fp8"}, "weir(budget=256, slots=fp8)"),
+        ({"slots": "exact"}, "weir(budget=448, slots=exact)"),
+        ({"slots": "fp8"}, "weir(budget=448, slots=fp8)"),
         ({"policy": "h2o(20)", "slots": "int8"}, "quantized(h2o(budget=20), slots=int8)"),
     ],
 )
@@ -82,8 +83,8 @@ def test_it_folds_as_often_as_when_it_was_measured_unless_somebody_says_how_ofte
 
 def test_without_one_it_is_the_policy_for_everybody(folder, llama):
     (folder / "weir.toml").unlink()
-    assert str(weir.Stream(read(folder)).policy) == DEFAULT
-    assert str(weir.StreamingCache(llama).policy) == DEFAULT  # which was never in a folder
+    assert str(weir.Stream(read(folder)).policy) == EVERYBODYS
+    assert str(weir.StreamingCache(llama).policy) == EVERYBODYS  # which was never in a folder
     assert find_model_policy(str(folder)) is None
     assert find_model_policy("nano") is None
 
@@ -106,7 +107,7 @@ def test_a_model_that_was_made_here_does_not_take_what_lies_in_the_working_folde
     folder, fresh_llama, monkeypatch
 ):
     monkeypatch.chdir(folder)
-    assert str(weir.Stream(fresh_llama()).policy) == DEFAULT
+    assert str(weir.Stream(fresh_llama()).policy) == EVERYBODYS
 
 
 def test_of_the_hub_it_is_taken_from_the_snapshot_here_and_nothing_is_fetched(
@@ -122,7 +123,7 @@ def test_of_the_hub_it_is_taken_from_the_snapshot_here_and_nothing_is_fetched(
     monkeypatch.setattr(loading, "try_to_load_from_cache", look)
     model = read(folder)
     model.name_or_path = "some/body"
-    for commit, policy in (("a" * 40, WRITTEN), ("b" * 40, DEFAULT), (None, WRITTEN)):
+    for commit, policy in (("a" * 40, WRITTEN), ("b" * 40, EVERYBODYS), (None, WRITTEN)):
         model.config._commit_hash = commit
         assert str(weir.Stream(model).policy) == policy
     assert str(find_model_policy("some/body")) == WRITTEN

@@ -19,7 +19,7 @@ from reference.models import (
     tokens,
 )
 from reference.streaming import streaming_logits
-from roundings import close_runs, run_off
+from roundings import close_runs, largest, run_off, within
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -162,6 +162,25 @@ def test_in_bfloat16_weir_errs_no_more_than_the_plain_model(name: str) -> None:
     for policy in POLICIES:
         cache = StreamingCache(plain, policy, chunk=8)
         assert difference(logits(plain, ids, past_key_values=cache).float(), theirs) < 2 * error
+
+
+@families
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_tokens_that_count_for_several_do_so_in_every_dtype(name: str, dtype: torch.dtype) -> None:
+    exact, model = shared(name), make(name, dtype)
+    model.load_state_dict(exact.state_dict())
+    if dtype == torch.float64 and any("expert" in part for part, _ in model.named_parameters()):
+        pytest.skip("PyTorch multiplies no experts in float64")
+    ids, found = tokens(1, 45), []
+    for one in (model, exact):
+        # Which tokens stay does not depend on what is computed.
+        cache = StreamingCache(one, "sink(2) | recent(6) | reservoir(8, weighted=true)", chunk=4)
+        parts = [logits(one, part, past_key_values=cache) for part in ids.split([39, 1, 5], dim=1)]
+        assert parts[0].dtype == one.dtype
+        found.append(torch.cat(parts, dim=1).double())
+    # To first order, roundings move logits by as much more as they are coarser than float32's.
+    coarser = max(1.0, torch.finfo(dtype).eps / torch.finfo(torch.float32).eps)
+    within(*found, run_off(exact) * coarser * largest(found[1]))
 
 
 @pytest.mark.parametrize("name", [*MIXED, "mistral-sliding"])

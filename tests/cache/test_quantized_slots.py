@@ -38,11 +38,12 @@ PIPES = [
     "sink(2) | recent(3) | recent(3):int8 | subgen(8, 4, 2):int8",
     "snap(16, 4, 5):int8",
 ]
+INT4 = "sink(2) | recent(4) | recent(4):int4 | kcenter(8):int4"
 CHUNK = 4
 
 
 def exact(pipe: str) -> str:
-    return pipe.replace(":int8", "")
+    return pipe.replace(":int8", "").replace(":int4", "")
 
 
 @pytest.fixture
@@ -233,11 +234,28 @@ def test_cuts_and_company_change_no_more_than_roundings_do(shallow, ids, pipe):
                 assert ((mine[name] - theirs[name]).abs() <= 2.01 * step).all()
 
 
+def test_int4_is_quantized_once_and_never_again(shallow, ids):
+    """A token's key as it was said is read the same for as long as it stays, and its value too."""
+    text, cache = ids(1, 90), StreamingCache(shallow, INT4, chunk=CHUNK)
+    seen: dict[tuple[int, int, int], Tensor] = {}
+    for step in range(0, 90, 5):
+        fed(shallow, cache, text[:, step : step + 5])
+        held = cache.slots(0)
+        for head in range(held.position.shape[1]):
+            its = _of_head(held, 0, head)
+            for at in range(len(its["position"])):
+                if int(its["pool"][at]) < 2:  # a sink, or still exact
+                    continue
+                name = head, int(its["position"][at]), int(its["pool"][at])
+                assert torch.equal(seen.setdefault(name, its["values"][at]), its["values"][at])
+    assert len(seen) > 100
+
+
 # --- bytes, rows and files
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("pipe", PIPES[1::2])
+@pytest.mark.parametrize("pipe", [*PIPES[1::2], INT4])
 def test_bytes_are_those_that_were_said(ids, pipe, dtype):
     model = make_llama().to(dtype)
     cache = StreamingCache(model, pipe, chunk=CHUNK)
@@ -250,7 +268,7 @@ def test_bytes_are_those_that_were_said(ids, pipe, dtype):
     assert cache.nbytes == 2 * size.stream
 
 
-@pytest.mark.parametrize("pipe", PIPES[::2])
+@pytest.mark.parametrize("pipe", [*PIPES[::2], INT4])
 def test_saved_and_restored_bit_for_bit(llama, ids, tmp_path, pipe):
     stream = weir.Stream(llama, pipe, chunk=CHUNK, seed=3)
     stream.feed(ids(1, 61))

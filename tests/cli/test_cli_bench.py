@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -102,6 +103,21 @@ def test_what_cannot_be_is_one_line(capsys, words, problem):
     ended = run(capsys, "bench", "--quick", "--dtype", "float32", *words)
     assert ended.code == 1
     assert ended.err.startswith("weir: ")
+    assert problem in ended.err
+    assert ended.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--threads", (os.cpu_count() or 1) + 1), "cores of this machine"),
+        (("--page", "page.md"), "name it with --out"),
+        (("--out", __file__), "is no result of weir bench peers"),
+    ],
+)
+def test_what_peers_cannot_be_is_one_line(capsys, words, problem):
+    ended = run(capsys, "bench", "peers", *words)
+    assert ended.code == 1
     assert problem in ended.err
     assert ended.err.count("\n") == 1
 

@@ -93,3 +93,17 @@ def test_files_stand_in_lists_of_policies(model, text, tmp_path, capsys):
     listed = "[sink(4) | recent(20)]"
     assert found == ["h2o", listed, "[h2o(8), kcenter(16)]", listed]
     assert [takes_budget(it) for it in found] == [True, False, False, False]
+
+
+def test_gates_are_trained_and_found(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    text = tmp_path / "text.txt"
+    text.write_text("The pump house stood beside the weir, and Anna has 482. " * 90)
+    words = "calibrate", "--text", text, "--tokens", 1024
+    ended = run(capsys, *words, "--gates", "--json")
+    assert ended.code == 0, ended.err
+    assert len(json.loads(ended.out)["layers"]) == 4
+    weir.Stream(weir.load("nano")[0], "recent(70) | gated(32)").feed([5, 6, 7])
+    ended = run(capsys, *words)
+    assert (ended.code, ended.out) == (1, "")
+    assert "say where the policy is to be written: --out" in ended.err

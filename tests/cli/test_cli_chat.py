@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from terminal import CHATML, Ended, Process, make_model, run
@@ -58,7 +60,7 @@ def test_the_same_seed_says_the_same_and_another_says_something_else(chat):
 
 def test_without_a_template_it_says_that_it_continues_the_text(chat, tmp_path):
     ended = chat("Hello", of=make_model(tmp_path))
-    assert "no chat template and continues your text. /help for help." in ended.err
+    assert "it has no chat template and continues your text\n" in ended.err
     assert "no chat template" not in chat().err
 
 
@@ -66,11 +68,13 @@ def test_a_policy_without_a_budget_gets_what_the_window_and_the_memory_allow(
     chat, model, monkeypatch
 ):
     ended = chat("Hello", words=("--policy", "streaming_llm"))
-    said = "streaming_llm(budget=504), chosen by the model's window and the free memory: 504 slots"
-    assert ended.err.startswith(f"{model} under {said}. /help")  # 512 but for the chunk of 8
+    said = (
+        "the first 4 and the newest 500 tokens; 504 slots, as its window and the free memory allow"
+    )
+    assert ended.err.startswith(f"{model} keeps {said}. /help")  # 512 but for the chunk of 8
     free = 4 * 60_000
     monkeypatch.setattr("weir.models.free_memory", lambda device: free)
-    budget = int(re.search(r"budget=(\d+)", chat(words=("--policy", "streaming_llm")).err)[1])
+    budget = int(re.search(r"(\d+) slots,", chat(words=("--policy", "streaming_llm")).err)[1])
     loaded = weir.load(model)[0]
     taken = [size_of(loaded, f"streaming_llm({n})", chunk=8).stream for n in (budget, budget + 1)]
     assert taken[0] <= free / 4 < taken[1]
@@ -85,7 +89,7 @@ def test_a_policy_for_each_layer_is_told_by_its_slots(chat, tmp_path):
     policy = "[sink(4) | recent(20) | reservoir(8), sink(4) | recent(30) | reservoir(8)]"
     told = chat("/report", of=model, words=("--policy", policy)).err.splitlines()
     brief = "a policy for each of 2 layers, 32 to 42 slots"
-    assert told[0] == f"{model} under {brief}. /help for help."
+    assert told[0] == f"{model} keeps {brief}. /help for help."
     assert told[1].startswith(f"{brief}: 0 tokens seen")
 
 
@@ -98,7 +102,7 @@ def test_what_the_model_is_told_first_is_never_evicted(chat, model, tmp_path):
     said = [f"Tell me of number {n}." for n in range(4)]
     ended = chat(*said, f"/save {path}", words=words)
     first = len("<") + len(f"system\n{SYSTEM}<\n<user\n")
-    assert f"and {first} for what it was told first" in ended.err
+    assert f"keeps the first {first + 4} and the newest 20 tokens" in ended.err
     stream = weir.Stream.restore(weir.load(model)[0], path)
     assert stream.policy == weir.policy(f"pinned(sink(4) | recent(20), n={first}, header=16)")
     held = {it.token for it in stream.holding().tokens()}
@@ -114,7 +118,7 @@ def test_a_system_turn_that_fills_the_window_is_named_as_what_leaves_no_room(cha
 
 
 def test_an_empty_system_turn_is_none(chat):
-    assert "for what it was told first" not in chat("Hello", words=("--system", "")).err
+    assert "keeps the first 4 and" in chat("Hello", words=("--system", "")).err
 
 
 def test_a_system_turn_is_for_a_conversation_that_has_not_begun(chat, tmp_path):
@@ -270,6 +274,97 @@ def test_a_conversation_without_a_cache_can_be_held_but_not_saved(chat, tmp_path
     ended = chat("Hello", "/report", f"/save {tmp_path / 'talk'}", words=words)
     assert re.search(r"\d+ tokens seen, 192 B, [\d,]+ tokens/s", ended.err)
     assert "weir: recompute caches nothing" in ended.err
+
+
+@pytest.fixture
+def chats(tmp_path, monkeypatch):
+    """The folder of kept conversations, empty at first."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state" / "weir" / "chats"
+
+
+def test_a_conversation_is_kept_and_continued(chat, chats, model):
+    whole = chat("Hello", "And you?", "/report", words=("--temperature", 0, "--no-keep"))
+    assert not chats.exists()
+    first = chat("Hello", words=("--temperature", 0))
+    assert len(list(chats.iterdir())) == 2 and chats.stat().st_mode & 0o077 == 0
+    ended = chat("And you?", "/report", words=("--continue", "--temperature", 0))
+    assert first.out + ended.out == whole.out
+    assert ended.err.splitlines()[-1] == whole.err.splitlines()[-1]
+    # Without the saved stream the transcript is read again; a damaged one is said to be.
+    for write in (Path.unlink, lambda path: path.write_bytes(b"x")):
+        write(next(chats.glob("*.safetensors")))
+        again = chat("/remembers and YOU?", words=("--continue",))
+        seen = int(re.search(r"(\d+) tokens seen before", again.err)[1])
+        assert seen == len("<user\nHello<\n<assistant\n<\n<user\nAnd you?<\n<assistant\n") + 24
+        assert "turn 3, you: gone" in again.err
+    assert "the conversation is read again" in again.err
+    assert len(list(chats.glob("*.jsonl"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ("--continue",),
+            "there is no conversation with .* to continue in .*; weir chat begins one",
+        ),
+        (("--continue", "--session", "x"), "give one"),
+        (("--continue", "--system", "x"), "--system is for a new conversation, and --continue"),
+    ],
+)
+def test_what_cannot_be_continued_is_said(chat, chats, words, says):
+    ended = chat("Hello", words=words)
+    assert (ended.code, ended.out, ended.err.count("\n")) == (1, "", 1)
+    assert re.search(says, ended.err)
+
+
+def test_of_older_conversations_the_transcript_stays_alone(chat, chats, monkeypatch):
+    monkeypatch.setattr("weir.cli.kept_chats.SAVED", 1)
+    for word in ("Hello", "Again"):
+        chat(word)
+    assert [len(list(chats.glob(f"*.{kind}"))) for kind in ("jsonl", "safetensors")] == [2, 1]
+
+
+def test_what_is_forgotten_is_told_once_and_listed(chat):
+    ended = chat("Remember 482.", "H", "/forgotten", "/remembers 482", "/remembers 483")
+    assert ended.err.count("parts of this conversation are forgotten") == 1
+    listed = re.findall(r"turns? (\d.*), (\d+) tokens, (.*): ", ended.err)
+    assert listed[0][2] != "whole" and listed[-1][2] != "gone"
+    assert "turn 1, you: gone" in ended.err and "nobody has said '483' here" in ended.err
+    fresh = chat("/forgotten", "H", "/forgotten", words=("--policy", "window(200)"))
+    assert "nothing was said since" in fresh.err and "nothing is forgotten yet" in fresh.err
+
+
+def test_a_model_that_repeats_itself_is_told_apart_with_a_remedy(chat, monkeypatch):
+    assert "repeats itself" not in chat("Hello").err
+    monkeypatch.setattr("weir.stream.conversation.repeats", lambda ids: len(ids) == 12)
+    said = "the model repeats itself; .* weir chat --continue --repetition-penalty 1.2"
+    assert re.search(said, chat("Hello").err)
+
+
+def test_equal_layers_are_one_line_of_a_report(chat, tmp_path):
+    ended = chat("Hello", "/report", of=make_model(tmp_path, CHATML, layers=4))
+    assert re.search(r"layers 0 to 3: sink 4, recent 20, new \d; [\d.]+ kB each", ended.err)
+    assert ended.err.count("layers ") == 1
+
+
+@pytest.mark.slow
+def test_sigterm_loses_nothing(model, tmp_path):
+    env = {"XDG_STATE_HOME": str(tmp_path)}
+    words = ("chat", "--model", model, "--max-tokens", 10_000_000, "--temperature", 1)
+    process = Process(*words, **env)
+    process.wait_for("/help for help")
+    process.tell("Hello")
+    assert process.process.stdout is not None and process.process.stdout.read(20)
+    process.process.terminate()
+    ended = process.end()
+    assert ended.code == 143 and "Traceback" not in ended.err
+    (transcript,) = (tmp_path / "weir" / "chats").glob("*.jsonl")
+    turns = [json.loads(line) for line in transcript.read_text("utf-8").splitlines()[1:]]
+    stream = weir.Stream.restore(weir.load(model)[0], transcript.with_suffix(".safetensors"))
+    assert [turn["text"] for turn in turns[:1]] == ["Hello"]
+    assert stream.seen == turns[1]["at"] + len(turns[1]["ids"]) > 30
 
 
 @pytest.mark.slow

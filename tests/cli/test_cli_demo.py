@@ -8,7 +8,7 @@ import signal
 import sys
 
 import pytest
-from terminal import run
+from terminal import CHATML, make_model, run
 
 from weir.evals import demo
 from weir.evals.demo import POLICIES
@@ -134,3 +134,32 @@ def test_a_file_that_cannot_be_written_is_named(capsys, tmp_path):
     ended = run(capsys, "demo", "--out", tmp_path, "--tokens", 1000, "--json")
     assert (ended.code, ended.out) == (1, "")
     assert f"weir: cannot write to {tmp_path}: Is a directory\n" in ended.err
+
+
+def test_a_chat_model_is_told_facts_before_the_book_and_asked_for_them(
+    capsys, monkeypatch, tmp_path
+):
+    model = make_model(tmp_path / "model", CHATML)
+    monkeypatch.setattr(demo, "CHAT_POLICIES", ("dense", "window(64)"))
+    monkeypatch.setattr(demo, "ANSWER", 2)
+    ended = run(capsys, "demo", "--model", model, "--out", tmp_path, "--tokens", 1000, "--json")
+    facts, told = json.loads(ended.out), len(demo.FACTS)
+    assert ended.code == 0 and facts["chat"]
+    assert facts["story"]["away"] == facts["tokens"] > 1000
+    assert facts["story"]["said"] == facts["told_first"] > 300
+    for policy in facts["policies"]:
+        assert [len(policy[name]) for name in ("answers", "right")] == [told, told]
+        assert policy["knows"] == sum(policy["right"])
+    assert facts["policies"][0]["held"] == [1.0] * 240
+    assert "Asked before the text was pasted: 0 of 8 right." in ended.err
+    page = (tmp_path / "report.html").read_text("utf-8")
+    assert "What is the door code of Anna?" in page and demo.RULE in page
+    table = (tmp_path / "table.md").read_text("utf-8").splitlines()
+    assert table[2].startswith("| `dense` | ") and len(table) == 4
+    assert (tmp_path / "perplexity.svg").read_text("utf-8").startswith("<svg")
+
+
+def test_a_model_without_a_chat_template_holds_no_chat(capsys, tmp_path):
+    ended = run(capsys, "demo", "--model", make_model(tmp_path), "--out", tmp_path)
+    assert (ended.code, ended.err.count("\n")) == (1, 1)
+    assert "the demo holds a chat, and " in ended.err and "has no chat template" in ended.err

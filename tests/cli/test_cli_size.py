@@ -79,7 +79,7 @@ def test_for_people_it_is_a_few_lines(capsys, model):
         "model", "policy", "weights", "a stream", "a step", "streams", "pace"
     ]  # fmt: skip
     assert lines[0] == f"model     {model}, 1 layers, float32"
-    assert lines[1].endswith("weir(budget=256), 256 slots a layer and 64 new tokens")
+    assert lines[1].endswith("weir(budget=448), 448 slots a layer and 64 new tokens")
     assert " fit into 1.0 MB beside the weights" in lines[5]
     assert lines[6].endswith(" together, at 1.0 GB/s")
     plain = run(capsys, "size", model).out.splitlines()
@@ -158,7 +158,10 @@ def test_a_memory_that_holds_no_stream_says_so_after_the_figures(capsys, model):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--policy", "dense"), "dense has no limit, so nobody knows how much a stream will take"),
+        (
+            ("--policy", "dense"),
+            "dense has no limit: say how long a stream is, as in --tokens 8192",
+        ),
         (("--policy", "recent(2) | recent"), "recent"),
         (("--memory", "much"), "'much' is no number of bytes above 0; write 80GB"),
         (("--bandwidth", "-3GB/s"), "'-3GB/s' is no number of bytes above 0"),
@@ -222,7 +225,38 @@ def test_quantized_slots_count(capsys, model):
     ended = run(capsys, "size", model, "--policy", policy, "--slots", "int7")
     assert (
         ended.code == 1
-        and "slots can be int8 or k8v4 or fp8, not 'int7'; without any they are exact" in ended.err
+        and "slots can be int8 or int4 or k8v4 or fp8, not 'int7'; without any they are exact"
+        in ended.err
     )
     ended = run(capsys, "size", model, "--policy", policy, "--slots", "k8v4")
     assert ended.code == 1 and "in groups of 32 numbers" in ended.err
+
+
+def test_a_policy_without_a_limit_is_sized_at_a_length_and_a_named_one_by_its_budget(capsys):
+    def bytes_of(*words: object) -> int:
+        return json.loads(run(capsys, "size", *words, "--json").out)["stream_bytes"]
+
+    dense = bytes_of("nano", "--policy", "dense", "--tokens", 8192)
+    assert dense == bytes_of("--model", "nano", "--policy", "window", "--budget", 8192)
+    assert bytes_of("nano", "--budget", 256) == bytes_of("nano")
+    ended = run(capsys, "size", "nano", "--tokens", 9)
+    assert "--tokens changes nothing here" in ended.err
+    for words, said in (((), "Missing argument 'MODEL'"), (("a", "--model", "b"), "two models")):
+        ended = run(capsys, "size", *words)
+        assert (ended.code, ended.err.count("\n")) == (2, 1) and said in ended.err
+
+
+def test_weir_sinks_says_what_one_wants(capsys):
+    ended = run(capsys, "sinks", "--model", "nano")
+    assert ended.code == 1 and "weir inspect --only shares" in ended.err
+
+
+def test_the_rest_of_a_long_command_is_estimated_once(capsys, monkeypatch):
+    from weir.cli import common
+
+    now = iter((0.0, 1.0, 30.0, 31.0))
+    monkeypatch.setattr(common.time, "monotonic", lambda: next(now))
+    rest = common.RemainingTime("the rest")
+    for share in (0.5, 0.1, 0.2):
+        rest.at(share)
+    assert capsys.readouterr().err == "about 4 minutes for the rest, at this pace\n"

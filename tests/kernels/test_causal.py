@@ -145,7 +145,6 @@ def test_more_queries_than_slots_are_refused(coded):
 
 def test_a_stream_that_asks_it_reads_what_one_without_reads(llama, ids, monkeypatch):
     monkeypatch.delenv(kernels.VARIABLE, raising=False)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     asked, kernel = [], causal_kernel.causal
     kernels.dispatch._kernel.cache_clear()
     monkeypatch.setattr(causal_kernel, "causal", lambda *a: asked.append(a[3]) or kernel(*a))
@@ -165,7 +164,6 @@ def test_a_stream_that_asks_it_reads_what_one_without_reads(llama, ids, monkeypa
 @pytest.mark.parametrize("form", ["int8", "fp8"])
 def test_quantized_slots_are_read_as_elsewhere(llama, ids, monkeypatch, form):
     monkeypatch.delenv(kernels.VARIABLE, raising=False)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     policy, text = f"sink(2) | recent(20) | recent(20):{form} | kcenter(12):{form}", ids(1, 150)
     found = weir.Stream(llama, policy, chunk=16).feed(text, all_logits=True)
     asked, bytes_of = [], QuantizedStorage.bytes_of
@@ -176,13 +174,23 @@ def test_quantized_slots_are_read_as_elsewhere(llama, ids, monkeypatch, form):
     assert all((it is None) == (form == "fp8") for it in asked)
 
 
-def test_threads_and_what_it_does_not_know_go_to_pytorch(monkeypatch):
+def test_however_many_threads_there_are_the_answer_is_the_same(monkeypatch):
+    monkeypatch.setattr(causal_kernel, "_WORTH_A_THREAD", 1)
+    queries, keys, values = (torch.randn(2, 3, *size) for size in ((2, 64, 32), (90, 32), (90, 24)))
+    found = []
+    for threads in (1, 2, 5):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        both = causal_kernel.causal_and_received(queries, keys, values, None, 0.2)
+        odd = causal_kernel.causal(queries[:, :, :, :37], keys, values, None, 0.2)
+        found.append([*both, odd])
+    for more in found[1:]:
+        assert all(map(torch.equal, more, found[0]))
+
+
+def test_what_it_does_not_know_goes_to_pytorch(monkeypatch):
     monkeypatch.delenv(kernels.VARIABLE, raising=False)
     queries, values = torch.zeros(1, 1, 1, 16, 16), torch.zeros(1, 1, 20, 16)
-    for threads in (1, 2):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        assert (kernels.causal(queries, values) is not None) == (threads == 1)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert kernels.causal(queries, values) is not None
     assert kernels.causal(queries[:, :, :, 1:], values) is None
     assert kernels.causal(queries, values[..., 1:]) is None
     assert kernels.causal(queries.bfloat16(), values) is None

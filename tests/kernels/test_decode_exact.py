@@ -97,13 +97,21 @@ def test_what_is_no_number_stays_none(number):
     assert found.isnan().all()
 
 
-def test_it_is_taken_for_what_it_knows_on_one_thread(monkeypatch):
+def test_however_many_threads_there_are_the_answer_is_the_same(monkeypatch):
+    monkeypatch.setattr(kernel, "_WORTH_A_THREAD", 1)
+    queries, keys, values = (torch.randn(1, 5, *size) for size in ((3, 1, 64), (40, 64), (40, 64)))
+    mask, found = torch.randn(1, 5, 40), []
+    for threads in (1, 2, 7):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        found.append(kernel.decode_exact(queries, keys, values, mask, 0.2, (3, 38)))
+    assert all(torch.equal(more, found[0]) for more in found)
+
+
+def test_it_is_taken_for_what_it_knows(monkeypatch):
     monkeypatch.delenv(kernels.VARIABLE, raising=False)
     cpu, wide, half = torch.device("cpu"), torch.float32, torch.float16
-    for threads in (2, 1):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        assert (kernels.decode_exact(cpu, wide) is not None) == (threads == 1)
-        assert kernels.decode_exact(cpu, half) is None
+    assert kernels.decode_exact(cpu, wide) is not None
+    assert kernels.decode_exact(cpu, half) is None
     assert kernels.decode_exact(torch.device("meta"), wide) is None
     monkeypatch.setenv(kernels.VARIABLE, "reference")
     assert kernels.decode_exact(cpu, wide) is None
@@ -120,7 +128,6 @@ def test_steps_read_through_it_as_they_do_without_it(llama, ids, monkeypatch, po
         taken.append(kernel is not None)
         return kernel
 
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(kernels, "decode_exact", watched)
     text, mask, found = ids(2, 50), torch.ones(2, 50, dtype=torch.int64), {}
     mask[1, :padded] = 0

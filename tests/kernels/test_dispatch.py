@@ -103,7 +103,6 @@ def test_what_new_tensors_are_elsewhere_is_nothing_to_kernels(
     llama, ids, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     pytest.importorskip("numba", reason="numba is not installed: pip install 'weir-kv[fast]'")
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     text, found = ids(1, 130), []
     policy = "sink(2) | recent(20) | recent(20):int8 | kcenter(3) | balance(16, block=6)"
     for default in (torch.float32, dtype):

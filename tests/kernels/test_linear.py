@@ -173,25 +173,3 @@ def test_products_of_nothing_are_those_of_pytorch(rows):
         assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
         eight = linear_kernel.linear_int8(x, weight.to(torch.int8), bias)
         assert torch.equal(eight, torch.zeros(rows, outputs))
-
-
-def test_threads_hold_what_they_read_and_write_when_nobody_waits_for_them(monkeypatch):
-    submitted = []
-
-    class Interrupted:
-        def submit(self, function, *given):
-            submitted.append(given)
-            return self
-
-        def result(self):
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(linear_kernel, "_WORTH_A_THREAD", 1)
-    monkeypatch.setattr("weir.kernels.cpu.compilation._pool", lambda threads: Interrupted())
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    x, weight, bias = drawn(1, 8, 16, torch.float32, True)
-    for multiply, matrix in ((linear, weight), (linear_kernel.linear_int8, weight.char())):
-        with pytest.raises(KeyboardInterrupt):
-            multiply(x, matrix, bias)
-        held, part, *_ = submitted.pop()
-        assert [t.data_ptr() for t in held] == list(part.args[4:])

@@ -63,7 +63,7 @@ def test_keys_are_written_in_another_precision_as_by_pytorch():
     keys, by = torch.randn(1, 2, 9, 16), torch.arange(18).view(1, 2, 9)
     into = torch.zeros(1, 2, 12, 16, dtype=torch.bfloat16)
     rotary.move(keys, by, into[:, :, 1:10])
-    assert torch.equal(into[:, :, 1:10], rotary.turns(by).of(keys).bfloat16())
+    assert torch.equal(into[:, :, 1:10], rotary.rotation_at(by).apply(keys).bfloat16())
     assert not into[:, :, 0].any() and not into[:, :, 10:].any()
 
 

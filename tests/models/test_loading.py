@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,11 @@ import huggingface_hub.constants
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import LlavaConfig, T5Config, T5ForConditionalGeneration
 
 import weir
 from weir.errors import WeirError
-from weir.models.loading import ASSETS, is_encoder, is_local, skeleton
+from weir.models.loading import ASSETS, drop_kernels, is_encoder, is_local, skeleton
 
 NANO = ASSETS / "nano"
 
@@ -221,3 +222,33 @@ def test_a_model_may_be_spread_and_then_has_no_device_of_its_own(folder):
     model, _ = weir.load(str(folder), device_map={"": "meta"}, dtype="bfloat16")
     assert (model.device.type, model.dtype) == ("meta", torch.bfloat16)
     refused(str(folder), "give one of them", device="cpu", device_map="auto")
+
+
+@pytest.mark.parametrize("key", ["{}_implementation", "_{}_implementation_internal"])
+def test_a_folder_s_configuration_reaches_no_kernel_of_the_hub(folder, monkeypatch, key):
+    """Names under which transformers would load code that nobody trusted."""
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        "transformers.modeling_utils.lazy_import_flash_attention", lambda *a, **k: asked.append(a)
+    )
+    path = folder / "config.json"
+    config = json.loads(path.read_text("utf-8"))
+    named = {key.format("attn"): "someone/kernel", key.format("experts"): "sonicmoe"}
+    path.write_text(json.dumps({**config, **named}), "utf-8")
+    for load in (lambda: weir.load(str(folder), device="cpu")[0], lambda: skeleton(str(folder))):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            model = load()
+        assert model.config._attn_implementation in ("eager", "sdpa")
+        # Newer versions of transformers take no such key as the second.
+        expected = {"someone/kernel", "sonicmoe"} if key == "{}_implementation" else set()
+        assert expected <= {str(each.message).split(",")[0].split()[-1] for each in told}
+    assert not asked
+
+
+def test_kernels_named_for_a_part_of_a_model_are_dropped_too():
+    whole = LlavaConfig(attn_implementation={"": "sdpa", "text_config": "someone/kernel"})
+    assert whole.text_config._attn_implementation == "someone/kernel"
+    assert list(drop_kernels(whole)) == ["someone/kernel"]
+    assert whole.text_config._attn_implementation is None
+    assert whole._attn_implementation == "sdpa"

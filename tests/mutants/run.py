@@ -12,7 +12,7 @@ A list is a TOML file with a table for each fault:
     file = "src/weir/pools/reservoir.py"
     old = "place >= self.n"                    # occurs exactly once in the file
     new = "place > self.n"
-    tests = ["tests/pools/test_reservoir.py"]  # files or folders of tests, one of which must fail
+    tests = ["tests/pools/test_reservoir.py"]  # files, folders or ids of tests; one must fail
     slow = true                                # only if it takes a test marked slow; else left out
 
 The tree is copied to a temporary folder; the working tree is never touched. Exits with 1 if a fault

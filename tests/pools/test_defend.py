@@ -25,15 +25,15 @@ PIPES = [
 
 
 @pytest.mark.parametrize(
-    ("chunk", "whole", "half_life", "wide"),
+    ("chunk", "whole", "half_life", "wide", "average"),
     [
-        pytest.param(1, 0, "none", 0, marks=pytest.mark.slow),
-        (5, 0, "20", 3),
-        pytest.param(5, 60, "20", 0, marks=pytest.mark.slow),
+        pytest.param(1, 0, "none", 0, False, marks=pytest.mark.slow),
+        (5, 0, "20", 3, False),
+        pytest.param(5, 60, "20", 0, True, marks=pytest.mark.slow),
     ],
 )
 def test_a_model_reads_as_with_a_naive_pool(
-    llama, ids, naive, twins, chunk, whole, half_life, wide
+    llama, ids, naive, twins, chunk, whole, half_life, wide, average
 ):
     window = min(chunk, 4)
 
@@ -50,11 +50,11 @@ def test_a_model_reads_as_with_a_naive_pool(
         )
 
     life = math.inf if half_life == "none" else float(half_life)
-    fold = defend_of(16, window, life, 5, wide, logits_of=logits_of, length_of=length_of)
+    fold = defend_of(16, window, life, 5, wide, average, logits_of=logits_of, length_of=length_of)
     twin = naive(llama, twins.pipe(fold), 1, chunk)
     stream = weir.Stream(
         llama,
-        f"defend(16, window={window}, half_life={half_life}, wide={wide})",
+        f"defend(16, {window}, {half_life}, wide={wide}, average={str(average).lower()})",
         chunk=chunk,
         prefill="full" if whole else "chunked",
     )

@@ -65,6 +65,8 @@ PIPES = {
         "residue(9, half_life=none, spread=false, gate=false)",
     ],
     "match": ["recent(4) | match(heavy(6), window=4)", "match(kcenter(9), half_life=none)"],
+    "gated": ["recent(4) | gated(6)"],
+    "reconstruct": ["recent(4) | reconstruct(6)"],
     "snap": ["snap(12, window=4, kernel=3)", "snap(12, window=4, average=true)"],
     "knorm": ["recent(4) | knorm(6)"],
     "keydiff": ["sink(2) | recent(4) | keydiff(6)"],
@@ -116,7 +118,8 @@ def fed(
     After each forward the slab is as large as before, and holds whole tokens of the stream.
     """
     pipe = policy(text).for_layer(0, 1)
-    layer = Layer(LayerSpec(pipe, chunk=CHUNK, draws=CounterRNG(seed)))
+    gate = lambda keys, values: keys.float().sum(dim=3).tanh()  # noqa: E731
+    layer = Layer(LayerSpec(pipe, chunk=CHUNK, draws=CounterRNG(seed), gate=gate))
     seen, answers, sizes = 0, [], set()
     for width in (1, 1, 13, 2, 40, 33):
         span = slice(seen, seen + width)
@@ -200,6 +203,15 @@ def test_strange_keys_and_values_are_borne(text):
         assert largest(out) <= largest(values) * (1 + off(LENGTH))
 
 
+@pytest.mark.parametrize("text", [texts[0] for texts in PIPES.values()])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_every_dtype_of_a_model_is_borne(text, dtype):
+    parts = [random(1, 2, LENGTH, n).to(dtype) for n in (7, 7, 5)]
+    out, layer = fed(text, *parts)
+    assert out.dtype == dtype
+    assert layer.state.slab.keys.dtype == dtype
+
+
 CHANCE = [
     pytest.param(
         text,
@@ -246,6 +258,8 @@ TOO_SMALL = {
     "residue": "recent(4) | residue(0)",
     "match": "recent(4) | match(snap(9))",
     "snap": "snap(32, window=32)",
+    "reconstruct": "recent(4) | reconstruct(0)",
+    "gated": "recent(4) | gated(0)",
     "knorm": "recent(4) | knorm(0)",
     "keydiff": "recent(4) | keydiff(0)",
     "curdkv": "recent(4) | curdkv(0)",

@@ -80,7 +80,7 @@ def test_shares_are_those_of_a_naive_loop_over_the_rolled_slab(name, pipe, windo
         some = slots.take(torch.arange(len(slots) - 1, -1, -2).expand(2, HEADS, -1))
         read = fold.read
         shares = read.attention(some)
-        assert shares.shape == (2, HEADS, GROUP, read.asked.shape[3], len(some))
+        assert shares.shape == (2, HEADS, GROUP, read.read_queries.shape[3], len(some))
         every.append((lists(read.whole), some.position, shares, read.lse, int(fold.seen[0])))
 
     fed(PIPES[pipe](Probe(7, window, look)), positions)
@@ -260,7 +260,7 @@ def test_values_are_as_long_as_the_layer_s_own_projection_makes_them(name):
     model, lengths, values = shared(name), [], []
 
     def look(slots: Slots, fold: Fold) -> None:
-        lengths.append(fold.read.lengths(slots.values))
+        lengths.append((fold.read.lengths(slots.values), fold.read.projected_sizes(slots.values)))
         values.append((fold.draws.layer, slots.values))
 
     pipe = Pipe((Probe(17, 1, look),))
@@ -269,19 +269,23 @@ def test_values_are_as_long_as_the_layer_s_own_projection_makes_them(name):
         model(input_ids=tokens(2, 16), past_key_values=cache)
     modules = describe(model).attentions
     names = ("o_proj", "out_proj", "dense")
-    for its, (layer, value) in zip(lengths, values, strict=True):
+    for (its, sizes), (layer, value) in zip(lengths, values, strict=True):
         projection = next(getattr(modules[layer], n) for n in names if hasattr(modules[layer], n))
         batch, kv_heads, n, dim = value.shape
         group = its.shape[2]
         assert its.shape == (batch, kv_heads, group, n)
         head = kv_heads * group - 1
-        given = torch.zeros(batch, n, kv_heads, group, dim)
-        given[:, :, -1, -1] = value[:, -1]
-        with torch.no_grad():
-            moved = projection(given.flatten(2)) - projection(torch.zeros(1, 1, head * dim + dim))
+        size, mean = projection.weight.shape[0], 0.0
+        for one in range(group):
+            given = torch.zeros(batch, n, kv_heads, group, dim)
+            given[:, :, -1, one] = value[:, -1]
+            with torch.no_grad():
+                still = projection(torch.zeros(1, 1, head * dim + dim))
+                moved = projection(given.flatten(2)) - still
+            mean = mean + moved.abs().sum(dim=-1) / group
         wanted = moved.norm(dim=-1)
-        size = projection.weight.shape[0]
         close(its[:, -1, -1], wanted, size, size=largest(wanted) * math.sqrt(size))
+        close(sizes[:, -1], mean, size, size=largest(mean) * math.sqrt(size))
 
 
 def test_where_the_projection_cannot_be_read_values_are_as_long_as_they_are():

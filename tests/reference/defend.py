@@ -22,6 +22,7 @@ def defend_of(
     half_life: float,
     kernel: int,
     wide: int,
+    average: bool = False,
     *,
     logits_of: Callable[[Any, int, Any, int], list[float]],
     length_of: Callable[[Any, Any], float],
@@ -29,7 +30,7 @@ def defend_of(
     """A fold (mine, new, at) -> (mine, gone) of a pool that is alone in its pipe.
 
     Args:
-        n, window, half_life, kernel, wide: as in the pool; a half life of `inf` is none.
+        n, window, half_life, kernel, wide, average: as in the pool; a half life of `inf` is none.
         logits_of: (at, place of the query, token, where it is read) -> a logit for each head of the
             group.
         length_of: (at, token) -> how long its value is.
@@ -55,7 +56,7 @@ def defend_of(
         widest = sorted(tokens, key=lambda t: float(t.value.min() - t.value.max()))[:wide]
 
         def rank(token: Any) -> tuple[bool, float, float, int]:
-            score = max(pooled_at(token.position, peaks, kernel, False), mean)
+            score = max(pooled_at(token.position, peaks, kernel, average), mean)
             score *= length_of(at, token)
             return all(token is not t for t in widest), -score, -token.peak, token.position
 

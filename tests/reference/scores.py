@@ -168,7 +168,8 @@ def critical(s: Sight, window: int, n: int, first: float, floor: float) -> Score
     attention = s.mean_share(window)
     best = sorted(s.mine, key=lambda p: (-attention[p], p))[: int(n * first)]
     return {
-        p: math.inf if p in best else (attention[p] + floor) * length(s.values[p]) for p in s.mine
+        p: math.inf if p in best else (attention[p] + floor) * math.fsum(map(abs, s.values[p]))
+        for p in s.mine
     }
 
 
@@ -262,7 +263,7 @@ def expected(s: Sight, ahead: int, queries: int, covariance: bool, floor: float)
             logits[p] = middle + covariance * deviation(each, 0) ** 2 / 2
         for p, x in softmaxed(logits).items():
             mean[p] += x / len(s.group)
-    return {p: (mean[p] + floor) * length(s.values[p]) for p in s.mine}
+    return {p: math.log((mean[p] + floor) * length(s.values[p])) for p in s.mine}
 
 
 def tri(s: Sight, offsets: list[int], queries: int) -> Scores:

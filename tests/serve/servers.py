@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from weir.serve import Engine, EngineClient, Limits, MemoryStore, ResponseStore, SessionStore
 from weir.serve.api import Keys, bind, make_app
+from weir.serve.api.schemas.base import KnownFields
 from weir.serve.sessions import SQLiteStore
 
 POLICY = "sink(2) | recent(6) | heavy(4)"
@@ -88,7 +89,8 @@ class Server:
         """Wait until nobody is answered any more."""
         for _ in range(1000):
             load = self.engine.load()
-            if not load.busy and not load.waiting and not self.engine_client.open_requests(""):
+            under_way = self.engine_client.open_requests("127.0.0.1")
+            if not load.busy and not load.waiting and not under_way:
                 return
             time.sleep(0.01)
         raise AssertionError(f"turns do not come to an end: {self.engine.load()}")
@@ -101,6 +103,7 @@ def make_client(
     most: int = 256,
     data: Path | None = None,
     policy: str = POLICY,
+    **disk: Any,
 ) -> EngineClient:
     """A client of an engine of a small model, whose turns are in memory or in a folder."""
     limits = limits or Limits()
@@ -108,7 +111,7 @@ def make_client(
     model = make_model(tokenizer)
     store: SessionStore = MemoryStore(most)
     if data is not None:
-        store = SQLiteStore(data, model, policy, chunk=4)
+        store = SQLiteStore(data, model, policy, chunk=4, **disk)
     engine = Engine(model, policy, rows, store, chunk=4, queue=limits.queue)
     book = ResponseStore(None if data is None else data / "book.db", limits.texts)
     return EngineClient(engine, tokenizer, "small", limits, book)
@@ -161,3 +164,9 @@ def raw(
     ]
     connection.sendall("\r\n".join([*head, "", ""]).encode() + body)
     return connection
+
+
+def ignored_fields(kind: type[KnownFields]) -> list[str]:
+    """The fields that are accepted without effect: those of any type, but for `unserved`."""
+    known = kind.model_fields.items()
+    return [name for name, field in known if field.annotation is Any and name not in kind.unserved]

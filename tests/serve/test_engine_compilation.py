@@ -1,4 +1,4 @@
-"""Decode steps are compiled before the first turn, for few numbers of rows, and answer the same."""
+"""Decode steps are compiled for few numbers of rows, and answer the same."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import torch
 from reference.naive import VOCABULARY, make_llama
 
 from weir import compile_steps
-from weir.errors import WeirError
-from weir.models.compiling import Compiled
+from weir.models.compiling import Compiled, Compiling
 from weir.serve import (
     Engine,
     MemoryStore,
@@ -53,6 +52,7 @@ def model():
 @pytest.fixture
 def steps(monkeypatch) -> list[int]:
     """The rows of every call that went the compiled way, 0 for those that did not."""
+    monkeypatch.setattr(Compiling, "wait", True)
     made: list[int] = []
     call = Compiled.__call__
 
@@ -91,36 +91,30 @@ def test_there_are_few_sizes_and_the_last_is_all_rows(model, rows, sizes):
     assert sizes_of(engine_of(model, rows, deterministic=True)) == (1,)
 
 
-def test_answers_are_the_same_and_every_step_is_one_that_was_compiled_at_the_start(model, steps):
+def test_answers_are_the_same_and_every_step_is_compiled(model, steps):
     limits = [22, 3, 9, 30, 5, 12]  # so that rows are free in between, and one is left alone
     usual = answers(engine_of(model, 6), limits)
-    engine, told = engine_of(model, 6), []
-    compile_engine(engine, told.append, backend="eager")
-    assert told == [1, 4, 6]
-    assert engine.cache.seen == [0] * 6
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    steps.clear()
+    engine = engine_of(model, 6)
+    compile_engine(engine, backend="eager")
     assert answers(engine, limits) == usual
     assert set(steps) == {1, 4, 6}
     assert len(steps) == engine.load().calls
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
-def test_each_row_by_itself_has_one_graph(model, steps):
+def test_each_row_by_itself_has_one_program(model, steps):
     usual = answers(engine_of(model, 3), [4, 6, 5])
     engine = engine_of(model, 3, deterministic=True)
     compile_engine(engine, backend="eager")
-    steps.clear()
     assert answers(engine, [4, 6, 5]) == usual
     assert set(steps) == {1}
 
 
-def test_without_a_compiler_the_engine_is_as_it_was(model, steps):
+def test_without_a_compiler_the_engine_answers_as_before(model, steps, capfd):
     def none(graph, inputs):
         raise RuntimeError("no compiler here")
 
     engine = engine_of(model, 3)
-    with pytest.raises(WeirError, match=r"cannot be compiled here: .*no compiler here"):
-        compile_engine(engine, backend=none)
+    compile_engine(engine, backend=none)
     assert answers(engine, [4, 6, 5]) == answers(engine_of(model, 3), [4, 6, 5])
-    assert not steps
+    assert set(steps) == {0}
+    assert capfd.readouterr().err.count("no compiler here; they go the usual way") == 1

@@ -127,13 +127,13 @@ def test_who_comes_when_all_is_full_is_to_come_again(server):
 
 def test_requests_of_one_key_are_bounded_also_while_they_are_being_sent(server):
     half = [raw(server.port, CHAT, b"", "X: y", length=50) for _ in range(3)]
-    while server.engine_client.open_requests("") < 3:
+    while server.engine_client.open_requests("127.0.0.1") < 3:
         time.sleep(0.005)
     answer = server.post(CHAT, body_of(max_tokens=2))
     assert answer.status_code == 429
     assert "of this key" in answer.json()["error"]["message"]
     half.pop().close()
-    while server.engine_client.open_requests("") == 3:
+    while server.engine_client.open_requests("127.0.0.1") == 3:
         time.sleep(0.005)
     assert server.post(CHAT, body_of(max_tokens=2)).status_code == 200
     # Who does not send the rest is told so in the end, and counts no longer.
@@ -264,7 +264,8 @@ def started(*given: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         while not (found := re.match(r"(http://127\.0\.0\.1:\d+)/v1 \(no keys: ", lines[-1])):
             assert lines[-1], lines
             lines.append(process.stderr.readline())
-        assert re.search(r"weights .*, 2 rows of .* in all, and never more", lines[0])
+        bound = "and at most 768.0 MB more for requests under way"
+        assert re.search(f"weights .*, 2 rows of .* in all, {bound}", lines[0])
         # The socket is bound but nobody listens yet, so that the first to come may be refused.
         for _ in range(400):
             with contextlib.suppress(httpx.ConnectError):

@@ -9,16 +9,17 @@ import pytest
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from weir.serve.api.errors import invalid_body, invalid_query
+from weir.serve.api.errors import APIError, invalid_query
+from weir.serve.api.requests import parse_body
 from weir.serve.api.schemas.chat import ChatBody
 from weir.serve.api.schemas.responses import ResponseBody
 
 
 def said(body: Any, kind: type[BaseModel] = ResponseBody) -> str:
     """What is said of a body, which is JSON or made into it."""
-    with pytest.raises(ValidationError) as found:
-        kind.model_validate_json(body if isinstance(body, str) else json.dumps(body))
-    error = invalid_body(found.value).body["error"]
+    with pytest.raises(APIError) as found:
+        parse_body((body if isinstance(body, str) else json.dumps(body)).encode(), kind)
+    error = found.value.body["error"]
     assert len(json.dumps(error)) < 1000
     return str(error["message"])
 

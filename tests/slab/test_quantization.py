@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weir.slab import FORMATS
-from weir.slab.quantization import Code, are_levels, dequantize, quantize, steps
+from weir.slab.quantization import (
+    Code,
+    are_levels,
+    block_size,
+    dequantize,
+    hadamard,
+    quantize,
+    steps,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CODES = list(dict.fromkeys(c for form in FORMATS.values() for c in (form.keys, form.values)))
@@ -33,9 +41,9 @@ def some(dtype: torch.dtype, seed: int, size: float, dim: int = 64) -> Tensor:
 def error_in_steps(x: Tensor, code: Code) -> Tensor:
     """By how many steps what is read is off, at most, before the dtype of the model rounds it."""
     numbers, peaks = quantize(x, code)
-    found = dequantize(numbers, peaks, code, torch.float64)
+    off = dequantize(numbers, peaks, code, torch.float64) - x.double()
     each = steps(peaks, code).double().repeat_interleave(x.shape[-1] // peaks.shape[-1], -1)
-    return ((found - x.double()).abs() / each).max()
+    return ((hadamard(off) if code.rotated else off).abs() / each).max()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -43,8 +51,12 @@ def error_in_steps(x: Tensor, code: Code) -> Tensor:
 @given(seed=st.integers(0, 2**32), power=st.integers(-40, 40))
 def test_numbers_are_within_the_bound(code, dtype, seed, power):
     x = some(dtype, seed, 2.0**power)
-    # A quotient is rounded once, in float32: of `levels` at most 2^-24 of itself.
-    assert error_in_steps(x, code) <= code.bound + code.levels * 2.0**-23
+    # A quotient is rounded once, in float32: of `levels` at most 2^-24 of itself. A rotated number
+    # is a sum of 64, in six roundings.
+    roundings = 2 + 64 * 6 * code.rotated
+    if code.rotated and dtype == torch.float16:
+        x = x.clamp(-900, 900)  # longer vectors are cut off
+    assert error_in_steps(x, code) <= code.bound + code.levels * roundings * 2.0**-24
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -66,7 +78,8 @@ def test_the_ends_of_a_dtype_are_numbers_too(code, dtype):
     x = torch.tensor([info.max, -info.max, info.tiny, 0.0] * 16, dtype=dtype)[None]
     read = dequantize(*quantize(x, code), code, dtype)
     assert read.isfinite().all()
-    assert float(read[0, 0]) >= info.max * (1 - 2.0**-7)
+    if not code.rotated:
+        assert float(read[0, 0]) >= info.max * (1 - 2.0**-7)
     x = torch.full((1, 64), info.tiny, dtype=dtype)
     numbers, peaks = quantize(x, code)
     assert are_levels(numbers, code) and peaks.isfinite().all()
@@ -109,3 +122,40 @@ def test_int8_is_rounding_to_a_127th_of_the_largest():
     assert numbers.tolist() == [[127, -64, 32, 0]]  # 63.5 goes to the even neighbor
     assert not are_levels(torch.tensor([[-128]], dtype=torch.int8), FORMATS["int8"].keys)
     assert math.isclose(float(steps(peaks, FORMATS["int8"].keys)), 1 / 127, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("dim", [2, 6, 64, 80, 96, 128, 256, 512])
+def test_rotating_is_orthogonal_and_its_own_inverse(dim):
+    x, y = torch.randn(2, 5, dim, dtype=torch.float64)
+    rotated = hadamard(x)
+    assert torch.allclose(hadamard(rotated), x)
+    assert torch.allclose((rotated * hadamard(y)).sum(-1), (x * y).sum(-1))
+    one = torch.zeros(dim, dtype=torch.float64)
+    one[0] = 1
+    size = block_size(dim)
+    assert dim % size == 0 and (dim // size % 2 == 1 or size == 256)
+    assert torch.allclose(hadamard(one)[:size], torch.full((size,), size**-0.5).double())
+
+
+def test_int4_spreads_an_outlier_over_all_numbers():
+    """Steps are a seventh of the largest rotated number, not of the outlier."""
+    x = torch.randn(100, 64, generator=torch.Generator().manual_seed(0))
+    x[:, 5] += 20.0
+    rotated, plain = FORMATS["int4"].keys, FORMATS["k8v4"].values
+    off = [(dequantize(*quantize(x, c), c, x.dtype) - x).norm() for c in (rotated, plain)]
+    assert off[0] < off[1] / 1.5
+    numbers, _ = quantize(torch.ones(1, 64), rotated)
+    assert numbers[0, 0] == 15 | 8 << 4 and (numbers[0, 1:] == 8 | 8 << 4).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_worst_block_of_256_keeps_its_peak(dtype):
+    """All numbers at the last level and of one sign: the longest vector that a peak can have."""
+    code = FORMATS["int4"].keys
+    for seed in range(50):
+        draw = torch.Generator().manual_seed(seed)
+        size = torch.rand(1, generator=draw) + 0.5
+        signs = torch.rand(1, 256, generator=draw).sub(0.5).sign() if seed else torch.ones(1, 256)
+        once = quantize((hadamard(signs) * size).to(dtype), code)
+        twice = quantize(dequantize(*once, code, dtype), code)
+        assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True))

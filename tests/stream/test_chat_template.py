@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from test_conversation import CHATML, INST, KIND, make_tokenizer
 
 from weir.errors import WeirError
-from weir.stream import ChatTemplate
+from weir.stream import BrokenTemplate, ChatTemplate, chat_template
 
 HISTORY = [{"role": "user", "content": "One"}, {"role": "assistant", "content": "Two"}]
 MORE = [
@@ -55,6 +57,27 @@ def test_what_a_template_refuses_is_an_error_with_its_words():
         turns.after(HISTORY[1:], None)
     with pytest.raises(WeirError, match="roles must alternate"):
         turns.whole(HISTORY[1:])
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "end"),
+        ("{% for i in range(99999) %}{{ range(99999) | map('int') | sum }}{% endfor %}", "end"),
+        ("{{ 1/0 }}", "fails with ZeroDivisionError"),
+        ("{{ messages + 5 }}", "fails with TypeError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "fails with RecursionError"),
+    ],
+)
+def test_a_template_that_fails_or_never_ends_is_an_error_with_its_name(template, why, monkeypatch):
+    monkeypatch.setattr(chat_template, "MAX_STEPS", 20_000)
+    tokenizer = make_tokenizer(template)
+    tokenizer.name_or_path = "some/model"
+    tracing = sys.gettrace()
+    for ask in (lambda turns: turns.whole(HISTORY), lambda turns: turns.header([])):
+        with pytest.raises(BrokenTemplate, match=f"template of some/model .*{why}"):
+            ask(ChatTemplate(tokenizer, set()))
+    assert sys.gettrace() is tracing
 
 
 def test_a_template_that_hides_what_was_said_cannot_be_gone_on_with():

@@ -17,6 +17,7 @@ import weir
 from weir import Stream, WeirError
 from weir.models import embed, offsets
 from weir.models.embedding import mismatch
+from weir.stream.inputs import pieces_of
 
 FAMILIES = [*CAUSAL, *THREE_AXES]
 families = pytest.mark.parametrize("name", FAMILIES)
@@ -226,3 +227,8 @@ def test_the_model_is_as_it_was_after_images_were_embedded() -> None:
         embed(model, {**given.given, "input_ids": given.ids[:, :6]})
     assert "forward" not in vars(decoder)
     assert weir.Stream(model, "window(9)").feed([1, 2]).shape == (1, 97)
+
+
+def test_an_iterator_yields_numbers_and_no_truth_values():
+    with pytest.raises(WeirError, match="whole numbers, not true"):
+        list(pieces_of(iter([3, True]), 4))

@@ -306,10 +306,10 @@ def test_facts_that_are_no_facts_are_refused(llama, tmp_path, facts):
 def test_a_session_of_a_newer_weir_is_refused_by_its_number(llama, ids, tmp_path, monkeypatch):
     stream = weir.Stream(llama, POLICY)
     stream.feed(ids(1, 9))
-    monkeypatch.setattr(session, "FORMAT", 4)
+    monkeypatch.setattr(session, "FORMAT", 5)
     stream.save(tmp_path / "newer")
     monkeypatch.undo()
-    refused(llama, tmp_path / "newer", "session format 4; this weir reads format 3")
+    refused(llama, tmp_path / "newer", "session format 5; this weir reads 3 and 4")
 
 
 def test_a_session_of_another_model_is_refused_and_says_what_differs(fresh_llama, llama, saved):
@@ -385,7 +385,7 @@ def test_a_name_that_stands_for_others_by_now_goes_on_under_those_it_stood_for(
 
 def test_a_session_says_what_it_is(saved):
     facts = session.SessionFile(saved).facts
-    assert (facts["policy"], facts["format"]) == (POLICY, 3)
+    assert (facts["policy"], facts["format"]) == (POLICY, 4)
     assert [row["seen"] for row in facts["rows"]] == [PARTLY_FULL]
     assert facts["model"]["kind"] == "llama"
 

@@ -5,12 +5,18 @@ from weir.cache.checks import check_origin, describe_window_excess
 
 # isort: split
 from weir.cache.cache import Positions, Prefill, StreamingCache
-from weir.cache.default_policy import DEFAULT, FILE, choose_policy, find_model_policy
+from weir.cache.default_policy import (
+    DEFAULT,
+    FILE,
+    choose_policy,
+    find_model_policy,
+    fit_to_model,
+)
 from weir.cache.forward import Forward
 from weir.cache.generating import generate
 from weir.cache.layer_stack import Folded
 from weir.cache.layers import LayerPlan, pipes_of, plan_layers
-from weir.cache.row_state import RowState, check_state, unlike_policies
+from weir.cache.row_state import RowState, check_state, cut_rows, unlike_policies
 from weir.cache.size import Size, read_bytes, size_of
 from weir.cache.snapshot import Contents, Held, Holding, holding_in
 from weir.cache.validation import (
@@ -52,8 +58,10 @@ __all__ = [
     "check_sizes",
     "check_state",
     "choose_policy",
+    "cut_rows",
     "describe_window_excess",
     "find_model_policy",
+    "fit_to_model",
     "generate",
     "holding_in",
     "integer",

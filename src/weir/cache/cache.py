@@ -19,11 +19,12 @@ from transformers.cache_utils import Cache
 
 from weir.cache.checks import check_memory, check_origin, keep_freed_memory, warn_of_window
 from weir.cache.default_policy import choose_policy
-from weir.cache.forward import Forward
+from weir.cache.forward import Forward, SecondReading
+from weir.cache.layer import place_on_axes, plan_forward
 from weir.cache.layer_stack import Folded, LayerStack
-from weir.cache.layers import pipes_of, plan_layers, reach_of
+from weir.cache.layers import pipes_of, plan_layers, reach_of, reads_twice
 from weir.cache.row_state import RowState, check_kind, check_state
-from weir.cache.rows import Rows
+from weir.cache.rows import BegunForward, Rows
 from weir.cache.snapshot import Contents, Holding, contents_of, layer_report, snapshot_row
 from weir.errors import WeirError, quote, shorten
 from weir.models import (
@@ -146,6 +147,13 @@ class StreamingCache(Cache):
         facts = describe(served, reach=reach_of(pipes, chunk, rolling=rolling))
         self._rotaries = facts.rotations
         self.plans = plan_layers(facts, pipes, chunk, seed=seed, rolling=rolling)
+        self._twice = reads_twice(self.plans)
+        self._repeating = False
+        if self._twice and prefill == "full":
+            raise WeirError(
+                'reconstruct reads each chunk twice, and prefill="full" has one chunk of any '
+                'length; choose prefill="chunked"'
+            )
         check_memory(self.plans, self.policy, batch or 1, self._device)
         keep_freed_memory()
         if rolling:
@@ -372,6 +380,13 @@ class StreamingCache(Cache):
     def waiting(self) -> list[int]:
         """Tokens that wait for the next fold, by row."""
         return list(self.rows.waiting)
+
+    def room(self, row: int | None = None) -> int | None:
+        """Return how many tokens a call may bring to a row, or to any; None for any number."""
+        if not self._twice:
+            return None
+        waiting = self.rows.waiting if row is None else [self.rows.waiting[row]]
+        return self.chunk - max(waiting, default=0)
 
     @property
     def slots_by_layer(self) -> list[int | None]:
@@ -645,7 +660,9 @@ class StreamingCache(Cache):
         if self not in self.attachment.caches:
             raise WeirError("this cache was detached from its model; make a new one")
         if not without:
-            self.stack.failed, self.stack.folded = {}, None
+            if self._repeating:
+                return self._begin_again(given)
+            self.stack.failed, self.stack.folded, self.stack.again = {}, None, {}
         begun = self.rows.begin(
             given,
             StopTokens.of(getattr(self._model(), "generation_config", None)),
@@ -655,6 +672,7 @@ class StreamingCache(Cache):
             origin=self.origin,
             without=without,
             fixed=self._batch is not None,
+            twice=self._twice,
         )
         if self.rows.batch is None and len(begun.after.seen) > 1:
             check_memory(self.plans, self.policy, len(begun.after.seen), self._device)
@@ -667,6 +685,10 @@ class StreamingCache(Cache):
             WeirError: tokens of a row were refused; the other rows went on.
         """
         stack = self.stack
+        if self._repeating:
+            return
+        if stack.again:
+            self._read_again()
         folded, stack.folded = stack.folded, None
         if folded is not None and self.on_fold is not None:
             self.on_fold(folded)
@@ -674,6 +696,34 @@ class StreamingCache(Cache):
             # A raised error references this frame: kept here, it would keep the cache alive.
             failed, stack.failed = stack.failed, {}
             raise failed[min(failed)]
+
+    def _read_again(self) -> None:
+        """Have the model read the chunks that have just folded a second time."""
+        again, self.stack.again = self.stack.again, {}
+        ids = torch.zeros(self.rows.batch or 1, self.chunk, dtype=torch.int64)
+        for row, part in again.items():
+            ids[row] = torch.tensor(part)
+        self._repeating, self._rows_again = True, tuple(again)
+        try:
+            with torch.no_grad():
+                decoder = self.attachment.facts.decoder
+                decoder(input_ids=ids.to(self._device), past_key_values=self, use_cache=True)
+        finally:
+            self._repeating = False
+
+    def _begin_again(self, given: dict[str, Any]) -> Forward:
+        """Begin a second reading: a chunk behind each row's last token, of which nothing stays."""
+        rows, length = self.rows, self.chunk
+        batch = rows.batch or 1
+        where = torch.device("cpu") if self._device.type == "meta" else self._device
+        plan = plan_forward(
+            None, batch, length, rows.seen, [0] * batch, length + 1, where, origin=self.origin
+        )
+        plan, _ = place_on_axes(plan, rows.drift, None, None)
+        begun = BegunForward(plan, rows, {}, None)
+        forward = SecondReading(self.stack, given, begun, self._rotaries, self.begin)
+        forward.rows = self._rows_again
+        return forward
 
 
 def _check_states(states: list[RowState]) -> None:

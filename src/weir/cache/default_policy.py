@@ -11,10 +11,19 @@ from transformers import PreTrainedModel
 
 from weir.cache.checks import check_origin
 from weir.errors import WeirError
-from weir.models import sidecar_path
-from weir.policies import Layered, Policy, parse_policy, with_slots
+from weir.models import describe, find_lookup_layers, sidecar_path, window_of
+from weir.policies import (
+    Layered,
+    Policy,
+    PolicyWrapper,
+    fit_budgets,
+    is_weir,
+    parse_policy,
+    resolve_chunk,
+    with_slots,
+)
 
-DEFAULT = "weir(budget=256)"
+DEFAULT = "weir"
 """The policy if none is given and the model's folder has no policy file."""
 FILE = "weir.toml"
 """Name of the policy file in a model's folder."""
@@ -67,4 +76,26 @@ def choose_policy(
     """
     if policy is None and slots is None and (found := find_model_policy(model)) is not None:
         return found
-    return with_slots(parse_policy(DEFAULT if policy is None else policy), slots)
+    return fit_to_model(
+        with_slots(parse_policy(DEFAULT if policy is None else policy), slots), model
+    )
+
+
+def fit_to_model(policy: Policy, model: PreTrainedModel) -> Policy:
+    """Share out the budget of `weir` over a model's layers; other policies stay as they are.
+
+    Args:
+        policy: any policy, `weir` or another around it.
+        model: one without weights will do, of which all layers get the same budget.
+    """
+    if isinstance(policy, PolicyWrapper):
+        inner = fit_to_model(policy.policy, model)
+        return policy if inner is policy.policy else policy.around(inner)
+    if not is_weir(policy):
+        return policy
+    layers = describe(model).layers
+    held = sum(layer.positions.window is None for layer in layers) or len(layers)
+    window = window_of(model.config)
+    most = None if window is None else window - resolve_chunk(policy, None)
+    looking = find_lookup_layers(model)
+    return fit_budgets(policy, held, looking, most)

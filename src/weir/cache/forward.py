@@ -19,7 +19,6 @@ from weir.cache.layer import DecodeSlots, ForwardPlan, RowsNotFinite
 from weir.cache.layer_stack import Folded, LayerStack
 from weir.cache.rows import BegunForward
 from weir.errors import NotFiniteError, WeirError
-from weir.kernels import materialize
 from weir.slab import AttentionParams, Rotary, rotation_tables
 
 
@@ -54,13 +53,33 @@ class Forward:
     def rotations(
         self, kind: str | None, width: int, device: torch.device
     ) -> tuple[Tensor, Tensor] | None:
-        """Return cosines and sines at the places of the call; see `models.hooks.Attending`."""
+        """Return cosines and sines at the positions of the call.
+
+        Args:
+            kind: the layer type; None where the model has only one.
+            width: numbers that the model expects for a head.
+            device: device of the results.
+
+        Returns:
+            Two tensors [batch or 1, length, width], float32; None where no layer rotates.
+        """
         return rotation_tables(self._rotaries, kind, self.plan.positions.to(device), width)
 
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
     ) -> Tensor:
-        """Compute one layer's attention; see `models.hooks.Attending`."""
+        """Store the new tokens of one layer and compute attention for their queries.
+
+        Args:
+            layer: index of the layer.
+            queries: [batch, heads, length, key_dim].
+            keys: [batch, kv_heads, length, key_dim].
+            values: [batch, kv_heads, length, value_dim].
+            params: how the layer attends.
+
+        Returns:
+            [batch, heads, length, value_dim].
+        """
         stack_layer, plan = self.stack[layer], self.plan.on(queries.device)
         if not torch.is_grad_enabled():  # cheaper than a second no_grad
             return stack_layer.attend(queries, keys, values, params, plan)
@@ -125,6 +144,9 @@ class Forward:
                 self._undo()
                 raise self._record_failures(failed) from None
         self._commit()
+        stack.again = {
+            row: ids for row, ids in self._begun.again.items() if row not in stack.failed | failed
+        }
         stack.rows = self._begun.after.keeping(stack.rows, failed) if failed else self._begun.after
         stack.failed |= self._begun.refused
         if failed:
@@ -216,6 +238,33 @@ class Forward:
         )
 
 
+class SecondReading(Forward):
+    """A call that repeats a chunk of some rows, and of which only their tokens' scores stay.
+
+    Attributes:
+        rows: the rows that repeat something.
+    """
+
+    rows: tuple[int, ...] = ()
+
+    def attend(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
+    ) -> Tensor:
+        """Compute one layer's attention for the repeated tokens, which are not stored."""
+        plan = self.plan.on(queries.device)
+        with torch.no_grad():
+            return self.stack[layer].reread(queries, keys, values, params, plan, self.rows)
+
+    def step(self) -> None:
+        """Return None: a second reading is no step."""
+
+    def finish(self) -> None:
+        """Keep nothing: the slots are as they were."""
+
+    def abandon(self, error: BaseException) -> None:
+        """Undo nothing: nothing was stored."""
+
+
 class _NoGradient(torch.autograd.Function):
     """Refusal of gradients through attention, whose slots are written in place."""
 
@@ -237,12 +286,46 @@ class _NoGradient(torch.autograd.Function):
         )
 
 
+class LayerStep:
+    """The cache in one layer of a compiled forward of one token a row.
+
+    Attributes:
+        slots: the layer's.
+        ends: the slot of each row's token [batch], int64.
+        waiting: tokens in each row's tail before it [batch], int64.
+        largest: output; the largest absolute key or value of each row [batch], float32.
+    """
+
+    def __init__(self, slots: DecodeSlots, ends: Tensor, waiting: Tensor, largest: Tensor) -> None:
+        self.slots = slots
+        self.ends = ends
+        self.waiting = waiting
+        self.largest = largest
+
+    @property
+    def sizes(self) -> Hashable:
+        """The key of the layer's slots: shapes and types, each with a program of its own."""
+        return self.slots.sizes
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Tensor]:
+        """Pass new keys and values on to weir's attention; the layer's number is not read."""
+        return (self, None, key_states), value_states
+
+    def attend(
+        self, layer: None, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
+    ) -> Tensor:
+        """Compute attention for one token a row; see `Forward.attend`."""
+        rows = self.ends, self.waiting, self.largest
+        return self.slots.attend(queries, keys, values, params, *rows)
+
+
 class Step(Cache):
     """The cache in a compiled forward of one token a row.
 
     Attributes:
-        slots: by layer.
-        ends: the slot of each row's token, by layer [layers, batch], int64.
+        layers: the cache in each layer.
         waiting: tokens in each row's tail before it [batch], int64.
         positions: each row's place in the stream [batch or 1, 1], int64.
         rotaries: the rotary embedding of each type of layers that has one.
@@ -259,23 +342,19 @@ class Step(Cache):
         rotaries: dict[str | None, Rotary],
     ) -> None:
         super().__init__(layers=[])
-        self.slots = slots
-        self.ends = ends
         self.waiting = waiting
         self.positions = positions
         self.rotaries = rotaries
         self.largest = torch.zeros(ends.shape, device=ends.device)
+        self.layers: list[Any] = [
+            LayerStep(held, ends[layer], waiting, self.largest[layer])
+            for layer, held in enumerate(slots)
+        ]
 
     @property
     def sizes(self) -> tuple[Hashable, ...]:
-        """The key of each layer's slots: shapes and types, each with a graph of its own."""
-        return tuple(layer.sizes for layer in self.slots)
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Any, Tensor]:
-        """Pass new keys and values on to weir's attention, with the layer they are for."""
-        return (self, layer_idx, key_states), value_states
+        """The key of each layer's slots."""
+        return tuple(layer.sizes for layer in self.layers)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0: positions come from weir."""
@@ -288,14 +367,5 @@ class Step(Cache):
     def rotations(
         self, kind: str | None, width: int, device: torch.device
     ) -> tuple[Tensor, Tensor] | None:
-        """Return cosines and sines at the rows' places; see `models.hooks.Attending`."""
-        made = rotation_tables(self.rotaries, kind, self.positions, width)
-        # Materialized, or the compiler would compute them again for each head of each layer.
-        return None if made is None else (materialize(made[0]), materialize(made[1]))
-
-    def attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
-    ) -> Tensor:
-        """Compute one layer's attention for one token a row; see `models.hooks.Attending`."""
-        rows = self.ends[layer], self.waiting, self.largest[layer]
-        return self.slots[layer].attend(queries, keys, values, params, *rows)
+        """Return cosines and sines at the rows' places; see `Forward.rotations`."""
+        return rotation_tables(self.rotaries, kind, self.positions, width)

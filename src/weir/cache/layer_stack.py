@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from weir.cache.layer import Layer
-from weir.cache.layers import LayerPlan, three_axes
+from weir.cache.layers import LayerPlan, reads_twice, three_axes
 from weir.cache.row_state import RowState, own_tensors
 from weir.cache.rows import Rows
 from weir.errors import WeirError, quote
@@ -46,6 +46,7 @@ class LayerStack:
         broken: whether a call was interrupted during a fold.
         failed: by row, why its tokens of the last forward were refused.
         folded: the folds of the last forward, until `on_fold` is called.
+        again: by row, the ids of a chunk that has folded and is to be read a second time.
     """
 
     def __init__(self, plans: list[LayerPlan], origin: int) -> None:
@@ -71,6 +72,7 @@ class LayerStack:
         self.broken = False
         self.failed: dict[int, WeirError] = {}
         self.folded: Folded | None = None
+        self.again: dict[int, list[int]] = {}
 
     def open(self, seeds: list[int], devices: list[torch.device]) -> None:
         """Allocate one empty row for each seed, every layer's slots on its own device."""
@@ -129,7 +131,7 @@ class LayerStack:
             taken, used = layer.state.take_row(row)
             tensors |= {f"{index}.{name}": t for name, t in taken.items()}
             lengths.append(used)
-        facts = {
+        facts: dict[str, Any] = {
             "columns": only.columns,
             "seen": only.seen[0],
             "waiting": only.waiting[0],
@@ -142,6 +144,8 @@ class LayerStack:
         }
         if three_axes(self.plans):
             facts["drift"] = only.drift[0]
+        if reads_twice(self.plans):
+            facts["tail"] = only.tail[0]
         return RowState(kind, facts, tensors)
 
     def put(self, row: int, state: RowState) -> None:
@@ -151,6 +155,7 @@ class LayerStack:
         names = ("seen", "waiting", "claimed", "last", "ended")
         parts: list[Any] = [[facts[name]] for name in names]
         parts += [[Marks(**facts["marks"])], [facts.get("drift", 0)]]  # no drift on one axis
+        parts.append([facts.get("tail", [])])
         other = Rows(facts["columns"], *parts)
         for layer, tensors, lengths in zip(self._layers, own, facts["lengths"], strict=True):
             layer.state.put_row(row, tensors, lengths, facts["seed"])

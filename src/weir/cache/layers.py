@@ -8,7 +8,7 @@ from functools import cached_property
 
 from weir.cache.layer import LayerSpec
 from weir.errors import WeirError
-from weir.models import ModelSpec, OutputProjection
+from weir.models import ModelSpec, OutputProjection, load_gates
 from weir.policies import Pipe, Policy
 from weir.pools import CounterRNG, Recent
 from weir.slab import Heads, Slab, SlabSpec
@@ -58,6 +58,11 @@ def three_axes(plans: Sequence[LayerPlan]) -> bool:
     return any(plan.spec.three_axes for plan in plans)
 
 
+def reads_twice(plans: Sequence[LayerPlan]) -> bool:
+    """Return whether a pool of any layer has each chunk read a second time."""
+    return any(plan.spec.pipe.needs_second_reading for plan in plans)
+
+
 def reach_of(pipes: list[Pipe], chunk: int, *, rolling: bool) -> int | None:
     """Return the highest position that attention will see; None if there is no limit."""
     if not rolling or any(pipe.slots is None for pipe in pipes):
@@ -91,6 +96,8 @@ def plan_layers(
             f"policy's {most - chunk} slots and a chunk of {chunk}; take a smaller budget"
             + (f", {room} slots at most" if room > 0 else " and a smaller chunk")
         )
+    gated = any(pipe.needs_gates for pipe in pipes)
+    gates = load_gates(facts.decoder, facts.config) if gated else {}
     plans = []
     for index, (layer, pipe) in enumerate(zip(facts.layers, pipes, strict=True)):
         window = None if everywhere else layer.positions.window
@@ -98,7 +105,19 @@ def plan_layers(
         positions = replace(layer.positions, window=window, rolling=rolling)
         draws = CounterRNG(seed, index, first=layer.first_head)
         output = OutputProjection(facts.attentions[index], layer.heads)
-        spec = LayerSpec(own, positions, chunk, draws, index, len(pipes), output)
+        gate = gates.get(index) if own.needs_gates else None
+        if own.needs_gates and gate is None:
+            raise WeirError(
+                "the pool gated needs gates that were trained for this model as it is loaded here, "
+                "and there are none: weir calibrate --gates --model MODEL --text FILE trains them"
+            )
+        spec = LayerSpec(own, positions, chunk, draws, index, len(pipes), output, gate)
+        if own.needs_second_reading and own.slots_of(own.run) < chunk:
+            raise WeirError(
+                f"reconstruct judges the last {chunk} tokens once they are folded, so the pools in "
+                f"front of it hold as many: write recent({chunk}) | reconstruct(...), or fold "
+                "smaller chunks"
+            )
         if own.format is not None:
             wrong = own.format.wrong(layer.heads.key_dim, layer.heads.value_dim)
             if wrong is not None:

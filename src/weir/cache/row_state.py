@@ -20,6 +20,7 @@ from weir.cache.validation import (
 )
 from weir.errors import WeirError, quote, shorten
 from weir.policies import saved_policy
+from weir.slab import cut_slots
 
 FACTS = ("policy", "chunk", "positions", "origin", "model", "weights")
 """Properties that must be equal in two caches for a row of one to continue in the other."""
@@ -36,8 +37,8 @@ class RowState:
         facts: facts of the row, as JSON: columns, seen, waiting, claimed, last, ended, seed, marks
             (`Marks`, by name), lengths (slots in use by layer and pool), and for a model with three
             axes drift.
-        tensors: `LAYER.NAME` for each buffer of each layer [1, kv_heads, ...], on the device of the
-            cache that the row was taken from.
+        tensors: `LAYER.NAME` for each buffer of each layer [1, kv_heads, ...], with the slots in
+            use alone (`LayerSpec.held`), on the device of the cache that the row was taken from.
     """
 
     kind: dict[str, Any]
@@ -137,6 +138,24 @@ def check_state(
                 check_numbers(plan, tensors, facts, origin)
     except ValidationError as wrong:
         raise WeirError(f"this row's state is that of no row: {wrong}") from None
+
+
+def cut_rows(
+    plans: Sequence[LayerPlan], facts: Any, tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Cut the whole buffers of a row, as earlier weirs saved them, to the slots in use.
+
+    Args:
+        plans: every layer of the cache.
+        facts: `RowState.facts`; where they are those of no row, nothing is cut.
+        tensors: `LAYER.NAME`, unchecked.
+    """
+    try:
+        held = [plan.spec.held(facts["lengths"][plan.spec.index]) for plan in plans]
+        parts = {f"{n}.{name}": cut for n, layer in enumerate(held) for name, cut in layer.items()}
+        return {name: cut_slots(t, parts.get(name)) for name, t in tensors.items()}
+    except (LookupError, TypeError, ValueError):
+        return dict(tensors)
 
 
 def _by_layer(tensors: Mapping[str, Tensor], layers: int) -> list[dict[str, Tensor]]:

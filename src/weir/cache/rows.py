@@ -34,12 +34,14 @@ class BegunForward:
         after: the rows after the forward.
         refused: by row, why its tokens are refused; the other rows go on.
         ids: token ids for the model, those out of range replaced; None if none were fed.
+        again: by row, the ids of the chunk that folds, where it is read a second time.
     """
 
     plan: ForwardPlan
     after: Rows
     refused: dict[int, WeirError]
     ids: Tensor | None
+    again: dict[int, list[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Rows:
         ended: whether `generate` feeds the row padding since its end token.
         marks: the marks of each row.
         drift: each row's next place on three axes minus that in the stream; 0 without images.
+        tail: the ids of the tokens in each row's tail, where chunks are read twice; else none.
     """
 
     columns: int = 0
@@ -66,13 +69,14 @@ class Rows:
     ended: list[bool] = field(default_factory=list)
     marks: list[Marks] = field(default_factory=list)
     drift: list[int] = field(default_factory=list)
+    tail: list[list[int]] = field(default_factory=list)
 
     @classmethod
     def empty(cls, batch: int) -> Rows:
         """Make rows without tokens."""
         zeros = [0] * batch
         ended, marks = [False] * batch, [Marks()] * batch
-        return cls(0, zeros, zeros, zeros, [None] * batch, ended, marks, zeros)
+        return cls(0, zeros, zeros, zeros, [None] * batch, ended, marks, zeros, [[]] * batch)
 
     @property
     def batch(self) -> int | None:
@@ -100,7 +104,7 @@ class Rows:
 
     def _parts(self) -> tuple[list[Any], ...]:
         rest = self.last, self.ended, self.marks
-        return self.seen, self.waiting, self.claimed, *rest, self.drift
+        return self.seen, self.waiting, self.claimed, *rest, self.drift, self.tail
 
     def begin(
         self,
@@ -113,6 +117,7 @@ class Rows:
         origin: int,
         without: Collection[int] = (),
         fixed: bool = False,
+        twice: bool = False,
     ) -> BegunForward:
         """Check and plan a forward.
 
@@ -123,6 +128,7 @@ class Rows:
             chunk, prefill, origin: as for `plan_forward`; `prefill` is for a first forward only.
             without: rows whose tokens are left out.
             fixed: whether the cache was made with a number of rows, which a reset keeps.
+            twice: whether chunks are read twice, so that their ids are kept.
 
         Raises:
             WeirError: the forward does not continue the stream of every row, or every row is
@@ -177,6 +183,10 @@ class Rows:
         plan, drift = place_on_axes(plan, before.drift, given.get(OFFSETS), real)
         counts = [length] * batch if claimed is None else claimed.sum(dim=1).tolist()
         seen, waiting = plan.after(before.seen, before.waiting)
+        again: dict[int, list[int]] = {}
+        tail = before.tail
+        if twice:
+            again, tail = before._repeat(ids, real, plan, chunk)
         after = Rows(
             before.columns + length,
             seen,
@@ -186,8 +196,33 @@ class Rows:
             ended,
             before.marks,
             drift,
+            tail,
         )
-        return BegunForward(plan, after.keeping(before, out), refused, ids)
+        return BegunForward(plan, after.keeping(before, out), refused, ids, again)
+
+    def _repeat(
+        self, ids: Tensor | None, real: Tensor | None, plan: ForwardPlan, chunk: int
+    ) -> tuple[dict[int, list[int]], list[list[int]]]:
+        """Return the ids of each chunk that folds, by row, and those in the tails afterwards.
+
+        Raises:
+            WeirError: a row would fold twice, or there are no ids to repeat.
+        """
+        if ids is None:
+            raise WeirError(
+                "the pool reconstruct repeats token ids, and embeddings were fed; choose a policy "
+                "without it"
+            )
+        if len(plan.segments) > 1:
+            raise WeirError(
+                f"the pool reconstruct reads each {chunk} tokens twice before more come, so a call "
+                f"may not bring {ids.shape[1]:,} at once; feed them through weir.Stream, or choose "
+                "a policy that reads once, as with gated in its place"
+            )
+        rows = [ids[row] if real is None else ids[row][real[row]] for row in range(len(ids))]
+        tail = [old + new.tolist() for old, new in zip(self.tail, rows, strict=True)]
+        again = {row: part[:chunk] for row, part in enumerate(tail) if len(part) >= chunk}
+        return again, [part[chunk:] if row in again else part for row, part in enumerate(tail)]
 
     def keeping(self, before: Rows, rows: Collection[int]) -> Rows:
         """Return these rows, with `rows` as they were in `before`."""

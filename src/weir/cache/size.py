@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from weir.cache.checks import check_origin
-from weir.cache.default_policy import DEFAULT
+from weir.cache.default_policy import DEFAULT, fit_to_model
 from weir.cache.layers import pipes_of, plan_layers, reach_of
 from weir.errors import WeirError
 from weir.models import describe, stored_bytes
@@ -71,7 +71,7 @@ def size_of(
     Raises:
         WeirError: the model cannot be served, or the policy has no limit and so no fixed size.
     """
-    wanted = with_slots(parse_policy(policy), slots)
+    wanted = fit_to_model(with_slots(parse_policy(policy), slots), model)
     chunk = resolve_chunk(wanted, chunk)
     check_origin(wanted, model)
     pipes = pipes_of(wanted, describe(model))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weir.cache.layer import Layer, LayerSpec, lay_out
+from weir.cache.layer import Layer, LayerSpec, Layout, lay_out
 from weir.cache.layers import LayerPlan
 from weir.cache.row_state import RowState
 from weir.errors import WeirError
@@ -41,6 +41,12 @@ class Contents:
     pools: tuple[str, ...]
     mass: Tensor | None = None
 
+    def __repr__(self) -> str:
+        """Sizes, and slots by pool over all rows and KV heads; printed tensors would be long."""
+        rows, heads, slots = self.position.shape
+        counts = (f"{name} {int((self.pool == n).sum())}" for n, name in enumerate(self.pools))
+        return f"<Contents of {rows} x {heads} x {slots} slots: {', '.join(counts)}>"
+
 
 def contents_of(layer: Layer, waiting: list[int]) -> Contents:
     """Copy the slots of `layer`, with `waiting` tokens in each row's tail.
@@ -57,7 +63,7 @@ def contents_of(layer: Layer, waiting: list[int]) -> Contents:
     position = part.position.masked_fill(~used[:, None], -1)
     pools = torch.full_like(position, -1)
     for row, end in enumerate(ends):
-        pools[row, :, :end] = pools_of(layer.spec, layer.state.lengths[row], end)
+        pools[row, :, :end] = pools_of(lay_out(layer.spec.pipe, layer.state.lengths[row]), end)
     empty = position < 0
     return Contents(
         position=position,
@@ -76,17 +82,16 @@ def pool_names(spec: LayerSpec) -> tuple[str, ...]:
     return (*(pool.name for pool in spec.pipe.pools), WAITING)
 
 
-def pools_of(spec: LayerSpec, lengths: Sequence[int], end: int) -> Tensor:
+def pools_of(lies: Layout, end: int) -> Tensor:
     """Return the index in `pool_names` of each of a row's first `end` slots [end], int64.
 
     Args:
-        spec: of the layer.
-        lengths: slots in use of the row, by pool.
+        lies: the layout of the row.
         end: the end of the slots in use, with those that wait for a fold.
     """
-    pools = torch.full((end,), len(spec.pipe.pools))
-    for pool, start in lay_out(spec.pipe, lengths).starts.items():
-        pools[start : start + lengths[pool]] = pool
+    pools = torch.full((end,), len(lies.lengths))
+    for pool, start in lies.starts.items():
+        pools[start : start + lies.lengths[pool]] = pool
     return pools
 
 
@@ -208,25 +213,24 @@ class LayerRow:
     """The slots in use of one layer of a row.
 
     Attributes:
-        spec: of the layer.
-        lengths: slots in use by pool, without those that wait for a fold.
+        names: of its pools (`pool_names`).
+        pool: index in `names` of each slot [slots], int64.
         position: places in the stream [kv_heads, slots], int64; -1 for none.
         a, b: log-weights [kv_heads, slots], float32.
     """
 
-    spec: LayerSpec
-    lengths: Sequence[int]
+    names: tuple[str, ...]
+    pool: Tensor
     position: Tensor
     a: Tensor
     b: Tensor
 
     @classmethod
-    def cut(
-        cls, spec: LayerSpec, lengths: Sequence[int], waiting: int, *buffers: Tensor
-    ) -> LayerRow:
+    def of(cls, spec: LayerSpec, lies: Layout, waiting: int, *buffers: Tensor) -> LayerRow:
         """Cut a row's buffers `position`, `a` and `b` to the slots in use."""
-        end = lay_out(spec.pipe, lengths).used + waiting
-        return cls(spec, lengths, *(t[:, :end].cpu() for t in buffers))
+        end = lies.used + waiting
+        cut = (t[:, :end].cpu() for t in buffers)
+        return cls(pool_names(spec), pools_of(lies, end), *cut)
 
 
 def snapshot_row(
@@ -250,7 +254,8 @@ def snapshot_row(
         if slab is None:
             raise WeirError("nothing was fed to this cache yet")
         buffers = (t[row] for t in (slab.position, slab.a, slab.b))
-        parts.append(LayerRow.cut(layer.spec, layer.state.lengths[row], waiting, *buffers))
+        lies = lay_out(layer.spec.pipe, layer.state.lengths[row])
+        parts.append(LayerRow.of(layer.spec, lies, waiting, *buffers))
     return _join_layers(parts, seen, origin)
 
 
@@ -266,20 +271,21 @@ def holding_in(plans: Sequence[LayerPlan], state: RowState) -> Holding:
     for plan, lengths in zip(plans, facts["lengths"], strict=True):
         names = (f"{plan.spec.index}.{name}" for name in ("position", "a", "b"))
         buffers = (state.tensors[name][0] for name in names)
-        parts.append(LayerRow.cut(plan.spec, lengths, facts["waiting"], *buffers))
+        lies = lay_out(plan.spec.pipe, lengths).packed
+        parts.append(LayerRow.of(plan.spec, lies, facts["waiting"], *buffers))
     return _join_layers(parts, facts["seen"], state.kind["origin"])
 
 
 def _join_layers(layers: Sequence[LayerRow], seen: int, origin: int) -> Holding:
-    known = dict.fromkeys(name for layer in layers for name in pool_names(layer.spec))
+    known = dict.fromkeys(name for layer in layers for name in layer.names)
     names = (*(name for name in known if name != WAITING), WAITING)
     parts: list[tuple[Tensor, ...]] = []
     pairs = 0
     for index, layer in enumerate(layers):
         place = layer.position
         used = place >= 0
-        number = torch.tensor([names.index(name) for name in pool_names(layer.spec)])
-        pool = number[pools_of(layer.spec, layer.lengths, place.shape[1])].expand(place.shape)
+        number = torch.tensor([names.index(name) for name in layer.names])
+        pool = number[layer.pool].expand(place.shape)
         head = used.nonzero()[:, 0]
         here = torch.full_like(head, index)
         parts.append((here, head, place[used] - origin, pool[used], layer.a[used], layer.b[used]))

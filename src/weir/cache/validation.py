@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from weir.cache.layer import Layout, lay_out
-from weir.cache.layers import LayerPlan, three_axes
+from weir.cache.layers import LayerPlan, reads_twice, three_axes
 from weir.errors import quote
 from weir.pools import MOST_WEIGHT
-from weir.slab import EMPTY, QuantizedStorage, quantized_buffers, split_weights
+from weir.slab import EMPTY, STATE, QuantizedStorage, quantized_buffers, split_weights
 
 Kind = Callable[[Any, str], None]
 """Check of a value, given its place in the facts; raises `ValidationError`."""
@@ -135,6 +135,8 @@ def row_facts(plans: Sequence[LayerPlan], vocabulary: int, chunk: int) -> Kind:
         for pools in (plan.spec.pipe.pools for plan in plans)
     ]
     more = {"drift": integer(-FARTHEST)} if three_axes(plans) else {}
+    if reads_twice(plans):
+        more["tail"] = list_of(integer(0, vocabulary - 1))
     return record(
         columns=integer(),
         seen=integer(),
@@ -183,6 +185,8 @@ def check_row(facts: Mapping[str, Any], *, chunk: int, origin: int, whole_prompt
     for name in ("seen", "claimed"):
         if facts[name] > columns:
             raise ValidationError(f"{name} is {facts[name]:,}, and columns only {columns:,}")
+    if len(facts.get("tail", [0] * waiting)) != waiting:
+        raise ValidationError(f"tail has {len(facts['tail'])} ids, and {waiting} tokens wait")
     clock = origin + seen + facts.get("drift", 0)
     if not origin <= clock <= FARTHEST:
         raise ValidationError(f"drift is {facts['drift']:,}, which {seen:,} tokens never leave")
@@ -192,7 +196,7 @@ def check_row(facts: Mapping[str, Any], *, chunk: int, origin: int, whole_prompt
 
 
 def check_sizes(plan: LayerPlan, found: Mapping[str, Size], lengths: Sequence[int]) -> None:
-    """Refuse tensors of one row of a layer whose names, shapes or dtypes differ from its slab's.
+    """Refuse tensors of one row of a layer that are not its slots in use (`LayerSpec.held`).
 
     Args:
         plan: the layer.
@@ -206,6 +210,7 @@ def check_sizes(plan: LayerPlan, found: Mapping[str, Size], lengths: Sequence[in
     for name in found:
         if name not in wanted:
             raise ValidationError(f"{quote(name)} is no tensor of this layer")
+    held = plan.spec.held(lengths)
     grows = plan.spec.pipe.slots is None
     for name, (shape, dtype) in wanted.items():
         if name not in found:
@@ -213,23 +218,13 @@ def check_sizes(plan: LayerPlan, found: Mapping[str, Size], lengths: Sequence[in
         size, kind = found[name]
         if kind != dtype:
             raise ValidationError(f"{name} is {_dtype_name(kind)} and must be {_dtype_name(dtype)}")
-        longer = grows and name != "queries" and len(size) == len(shape) > 2 and size[2] >= shape[2]
+        if name in held:
+            slots = sum(part.stop - part.start for part in held[name])
+            shape = (*shape[:2], slots, *shape[3:])
+        longer = grows and name.startswith(STATE) and len(size) == len(shape) > 2
+        longer = longer and size[2] >= shape[2]
         if size != shape and not (longer and (*size[:2], *size[3:]) == (*shape[:2], *shape[3:])):
             raise ValidationError(f"{name} is {list(size)} and must be {list(shape)}")
-    slots = found["position"][0][2]
-    alike = ("keys", "values", "a", "b", "mass", "mask", "numerator", "denominator", "frame")
-    lies = lay_out(plan.spec.pipe, lengths)
-    for name in (*alike, "span"):
-        exact = lies.first if name in ("keys", "values") else 0
-        if name in found and found[name][0][2] != slots - exact:
-            raise ValidationError(f"{name} has {found[name][0][2]} slots and position {slots}")
-    if lies.used + plan.spec.chunk > slots:
-        raise ValidationError(
-            f"{sum(lengths)} slots are in use, and with a chunk there are only {slots}"
-        )
-    front = lies.front - lies.first
-    if "masters" in found and front > found["masters"][0][2]:
-        raise ValidationError(f"masters has {found['masters'][0][2]} slots for {front} in use")
 
 
 def check_numbers(
@@ -248,7 +243,7 @@ def check_numbers(
     """
     pipe, chunk = plan.spec.pipe, plan.spec.chunk
     lengths = facts["lengths"][plan.spec.index]
-    lies = lay_out(pipe, lengths)
+    lies = lay_out(pipe, lengths).packed
     used = lies.used
     ahead = origin + facts["seen"] - facts["waiting"]
     _check_positions(tensors["position"], lies, ahead, chunk, origin)

@@ -49,6 +49,11 @@ COMMANDS = {
 """Every command, with the first sentence of its help."""
 FILES = {"attention-error": "attention_error", "eval": "evaluate"}
 """Files of commands whose file has another name than the command."""
+MOVED = {
+    "sinks": "weir inspect --only shares shows the attention sinks of a model; the experiment that "
+    "trains models with and without one is examples/sinks/sinks.py in a clone"
+}
+"""Words that were commands or that one would try, and what to do."""
 BENCH = Path(__file__).parents[3] / "bench"
 """Folder of `weir_bench` in a clone; the wheel does not contain it."""
 IMPORT = "--import"
@@ -130,6 +135,8 @@ class _Commands(Mapping[str, Any]):
     """The commands by name; looking one up imports its file."""
 
     def __getitem__(self, name: str) -> Any:
+        if name in MOVED:
+            raise WeirError(f"there is no weir {name}: {MOVED[name]}")
         if name not in COMMANDS:
             raise KeyError(name)
         if name == "bench":
@@ -158,8 +165,8 @@ def _import_bench() -> None:
         )
     if str(BENCH) not in sys.path:
         sys.path.append(str(BENCH))
-    import_module("weir_bench.command")
-    import_module("weir_bench.serving.command")
+    for commands in ("command", "serving.command", "peers.command"):
+        import_module(f"weir_bench.{commands}")
 
 
 class _Weir(CommandGroup):

@@ -11,16 +11,20 @@ from weir.cli.app import command
 from weir.cli.common import (
     DEFAULT_NAME,
     AsJson,
+    Budget,
     Chunk,
     ModelName,
     PolicyText,
+    RemainingTime,
     Seed,
     TextPath,
+    in_lines,
     output,
     print_json,
     print_table,
     progress,
     size,
+    with_given_budget,
 )
 from weir.cli.loading import Loading, load_model, loads_model
 from weir.errors import WeirError
@@ -33,18 +37,22 @@ if TYPE_CHECKING:
 @loads_model()
 def calibrate(
     text: TextPath,
-    out: Annotated[Path, typer.Option(help="The policy file to write, .toml.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The policy file to write, .toml; none with --gates.")
+    ] = None,
     model_name: ModelName = "nano",
     policy: PolicyText = DEFAULT_NAME,
-    budget: Annotated[
-        int | None, typer.Option(min=1, help="Average slots per layer, for a named policy.")
-    ] = None,
+    budget: Budget = None,
     memory: Annotated[
         str | None,
         typer.Option(help="Instead of a budget, memory for the cache of one stream: 2GB."),
     ] = None,
     splits: Annotated[
         bool, typer.Option("--splits", help="Also measure which share the newest tokens need.")
+    ] = False,
+    gates: Annotated[
+        bool,
+        typer.Option("--gates", help="Train the gates of the pool gated instead, and keep them."),
     ] = False,
     tokens: Annotated[
         int | None, typer.Option(min=2, help="Number of tokens to measure on.")
@@ -57,18 +65,23 @@ def calibrate(
 ) -> None:
     """Measure which layers need how many slots, and write a policy that says so.
 
-    All layers together take as many bytes as under the given policy.
+    All layers together take as many bytes as under the given policy. With --gates, train what the
+    pool gated reads; it is found by the model's weights from then on.
     """
     from weir.cache import read_bytes
     from weir.evals import calibration
     from weir.evals.fitting import fit_to_memory
-    from weir.evals.notation import with_budget
     from weir.policies import parse_policy
 
+    if gates:
+        _train(text, model_name, tokens, loading, as_json=as_json)
+        return
+    if out is None:
+        raise WeirError("say where the policy is to be written: --out weir.toml")
     calibration.check_path(out)
     if budget is not None and memory is not None:
         raise WeirError("give a budget or a memory, not both")
-    wanted = policy if budget is None else with_budget(policy, budget)
+    wanted = with_given_budget(policy, budget)
     room = None if memory is None else read_bytes(memory)
     parse_policy(wanted)  # refused before a model is loaded
     model, tokenizer = load_model(model_name, loading)
@@ -76,6 +89,13 @@ def calibrate(
         wanted, _ = fit_to_memory(model, policy, room, chunk)
     with progress() as bar:
         row = bar.add_task("measuring", total=1, note="")
+        remaining = RemainingTime("the rest of the measurements")
+
+        def show(share: float) -> None:
+            bar.update(row, completed=share)
+            if in_lines() and share > 0:
+                remaining.at(share)
+
         found = calibration.calibrate(
             model,
             tokenizer,
@@ -85,13 +105,52 @@ def calibrate(
             chunk=chunk,
             seed=seed,
             splits=splits,
-            on_step=lambda share: bar.update(row, completed=share),
+            on_step=show,
         )
     found.write(out)
     if as_json:
         _print_json(model_name, out, found)
     else:
         _print(out, found)
+
+
+def _train(
+    text: Path, model_name: str, tokens: int | None, loading: Loading, *, as_json: bool
+) -> None:
+    """Train the gates of a model, and keep them where caches find them."""
+    from weir.evals.gates import TOKENS, train_gates
+    from weir.models import describe, save_gates
+
+    model, tokenizer = load_model(model_name, loading)
+    with progress() as bar:
+        row = bar.add_task("training", total=1, note="")
+        found = train_gates(
+            model,
+            tokenizer,
+            str(text),
+            tokens=tokens or TOKENS,
+            on_step=lambda share: bar.update(row, completed=share),
+        )
+    facts = describe(model)
+    path = save_gates(facts.decoder, facts.config, found.gates)
+    if as_json:
+        layers = [
+            {"layer": layer, "explained": found.explained[layer], "copying": found.copying[layer]}
+            for layer in found.gates
+        ]
+        print_json(
+            {"model": model_name, "file": str(path), "tokens": found.tokens, "layers": layers}
+        )
+        return
+    from rich.table import Table
+
+    table = Table()
+    for head in ("layer", "variance explained", "largest mean score"):
+        table.add_column(head, justify="right")
+    for layer, share in found.explained.items():
+        table.add_row(str(layer), f"{share:.2f}", f"{found.copying[layer]:.2f}")
+    print_table(table)
+    output().print(f"{path}: gates trained on {found.tokens:,} tokens", soft_wrap=True)
 
 
 def _print_json(model_name: str, out: Path, found: Calibration) -> None:

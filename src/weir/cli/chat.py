@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from weir.cli.app import command
 from weir.cli.common import (
+    CHUNK,
+    DEFAULT,
     DEFAULT_NAME,
+    Budget,
     Compile,
     ModelName,
     PolicyChunk,
@@ -25,33 +30,46 @@ from weir.cli.common import (
     say_unused,
     say_window,
     size,
+    waiting,
     was_given,
     with_compiled_steps,
+    with_given_budget,
     with_products,
 )
+from weir.cli.kept_chats import Keeper, begin, find_newest, session_of
 from weir.cli.loading import Loading, load_model, loads_model
-from weir.cli.runtime import Interrupt, interruptible
+from weir.cli.runtime import Interrupt, Terminated, interruptible
 from weir.errors import WeirError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from weir.cache import Holding
     from weir.policies import Policy
-    from weir.stream import Conversation, Stream
+    from weir.stream import Conversation, Stream, Transcript
 
-HELP = """/report        show what the cache holds, by layer; new tokens wait for a fold
-/save FILE     save the conversation to a file
+HELP = """/forgotten     show which turns are gone from the cache
+/remembers TEXT  show whether what was said is still held
+/report        show what the cache holds, by layer; new tokens wait for a fold
+/save FILE     save the conversation to a file; weir keeps it for --continue anyway
 /load FILE     continue a saved conversation
 /help          show this help
 /quit          leave; so does Ctrl-D. Ctrl-C stops an answer
 \"\"\"            begins and ends a message of several lines"""
 
+PLAIN_NAMES = {"sink": "the first", "beginning": "the first", "recent": "the newest", "header": ""}
+"""Words for what pools keep; those without are named."""
+FORMAT_WORDS = {"int8": "8 bits", "k8v4": "8 and 4 bits", "fp8": "8-bit floats"}
 HEADER = 16
 """Slots for the tokens that a chat template puts in front of an answer."""
 QUOTES = '"""'
 """Begins and ends a message of several lines."""
 MOST_SLOTS = 8192
 """Most slots of a policy without a budget; with more, an answer is slow on a CPU."""
+MOST_LINES = 12
+"""Most lines of an answer to /forgotten, /remembers and /report."""
+PREVIEW = 48
+"""Characters shown of a turn."""
 SHARE = 4
 """A conversation takes at most one part in this many of the free memory."""
 
@@ -69,6 +87,7 @@ def chat(
             f"weir.toml beside the model, or else {DEFAULT_NAME}]",
         ),
     ] = None,
+    budget: Budget = None,
     slots: SlotsName = None,
     chunk: PolicyChunk = None,
     seed: Seed = 0,
@@ -92,11 +111,20 @@ def chat(
     ] = 1.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
     session: Annotated[Path | None, typer.Option(help="A saved conversation to continue.")] = None,
+    go_on: Annotated[
+        bool, typer.Option("--continue", help="Go on with the last conversation, or --model's.")
+    ] = False,
+    keep: Annotated[
+        bool, typer.Option("--keep/--no-keep", help="Keep what is said, for --continue.")
+    ] = True,
     compiled: Compile = False,
     *,
     loading: Loading,
 ) -> None:
-    """Talk to a model for as long as you like; the cache stays as large as it is."""
+    """Talk to a model for as long as you like; the cache stays as large as it is.
+
+    What is said is kept as it goes, below ~/.local/state/weir/chats: --continue goes on with it.
+    """
     from weir.policies import parse_policy, resolve_chunk, with_slots
 
     if temperature == 0:
@@ -105,59 +133,124 @@ def chat(
         )
     system = system or None  # an empty message needs no slots
     # Refuse a wrong policy before anything is loaded.
-    asked = with_slots(parse_policy(DEFAULT_NAME if policy is None else policy), slots)
-    given = policy is not None or slots is not None
-    if session is not None and system is not None:
+    if budget is not None:
+        policy = with_given_budget(policy or DEFAULT, budget)
+    wanted = with_slots(parse_policy(DEFAULT_NAME if policy is None else policy), slots)
+    begun = "--session" if session is not None else "--continue" if go_on else ""
+    if session is not None and go_on:
+        raise WeirError("--session and --continue both go on with a conversation; give one")
+    if begun and system is not None:
         raise WeirError(
-            "--system is for a new conversation, and --session goes on with one that has begun; "
+            f"--system is for a new conversation, and {begun} goes on with one that has begun; "
             "give one of them"
         )
     from weir.stream import Conversation, Stream
 
+    kept: Transcript | None = None
+    if go_on:
+        kept = find_newest(model_name if was_given(context, "model_name") else None)
+        model_name, system = kept.facts["model"], kept.facts["system"]
+        loading = kept.facts["loading"] | loading
     model, tokenizer = load_model(model_name, loading)
     if compiled:
         with_compiled_steps(model, compiled)  # chooses products, too
     else:
         with_products(model)
-    if session is None:
-        wanted, sized = _size_policy(
-            model, tokenizer, asked, given, resolve_chunk(asked, chunk), system
-        )
-        chunk = resolve_chunk(wanted, chunk)
-        say_set_aside(model, policy, slots)
-        say_window(model, wanted, chunk)
-        stream = Stream(model, wanted, chunk=chunk, seed=seed)
+    reason = ""
+    if kept is not None:
+        stream = _restore(model, kept)
+    elif session is not None:
+        stream = Stream.restore(model, session)
     else:
-        stream, sized = Stream.restore(model, session), ""
-    conversation = Conversation(stream, tokenizer, system)
-    kind = "" if tokenizer.chat_template else "; it has no chat template and continues your text"
+        given = policy is not None or slots is not None
+        sized, reason = _size_policy(model, tokenizer, wanted, given, chunk, system)
+        say_set_aside(model, policy, slots)
+        say_window(model, sized, resolve_chunk(sized, chunk))
+        stream = Stream(model, sized, chunk=chunk, seed=seed)
     held = stream.policy
-    under = f"{held.brief}{sized}" if session is not None or given else _describe(held, sized)
-    say(f"{model_name} under {under}{kind}. /help for help.")
-    if session is not None:
-        _tell_kept(context, stream, asked)
-        say(f"{conversation.stream.seen:,} tokens seen before")
+    say(f"{model_name} {describe(held)}{reason}. /help for help.")
+    if tokenizer.chat_template is None:
+        say("it has no chat template and continues your text")
+    if begun:
+        _tell_kept(context, stream, wanted)
+    if keep and kept is None:
+        chunk = CHUNK if stream.cache is None else stream.cache.chunk
+        name = str(Path(model_name).absolute()) if Path(model_name).exists() else model_name
+        facts = {"policy": str(held), "chunk": chunk, "seed": stream.seed, "system": system}
+        kept = begin({"model": name, "loading": loading, **facts})
+    conversation = Conversation(stream, tokenizer, system, kept)
+    keeper = Keeper(conversation, stream.seen if go_on else -1)
+    if begun:
+        if go_on and kept is not None:
+            _read_again(conversation)
+        say(f"{stream.seen:,} tokens seen before")
     how = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     how["repetition_penalty"] = repetition_penalty
-    with interruptible(noted=math.inf, sigterm=False) as interrupt:
-        while (words := _read_words(interrupt)) is not None:
-            line, quoted = words
-            ordered = line.startswith("/") and not quoted
-            try:
-                if ordered:
-                    with interrupt.noting(0):
-                        if not _command(conversation, line.strip()):
-                            return
-                elif line.strip():
-                    answer = conversation.say(line, max_new_tokens=max_tokens, **how)
-                    with interrupt.noting(1):
-                        _write(answer, interrupt)
-                    _tell_state(conversation)
-            except WeirError as error:
-                say(f"weir: {error}")
-            except KeyboardInterrupt:
-                # If it was within a fold, the stream reports that itself.
-                say(f"interrupted{'; nothing has changed' if ordered else ''}")
+    with interruptible(noted=math.inf) as interrupt:
+        try:
+            _talk(conversation, keeper, interrupt, max_new_tokens=max_tokens, **how)
+        finally:
+            keeper.save(last=True)
+            if conversation.transcript is not None:
+                conversation.transcript.close()
+
+
+def _talk(conversation: Conversation, keeper: Keeper, interrupt: Interrupt, **how: Any) -> None:
+    """Read messages and commands and answer them, until the user leaves."""
+    full = _forgets(conversation)
+    while (words := _read_words(interrupt)) is not None:
+        line, quoted = words
+        ordered = line.startswith("/") and not quoted
+        try:
+            if ordered:
+                with interrupt.noting(0):
+                    if not _command(conversation, line.strip()):
+                        return
+            elif line.strip():
+                with interrupt.noting(1), contextlib.closing(conversation.say(line, **how)) as said:
+                    _write(said, interrupt)
+                if interrupt.terminated:
+                    raise Terminated
+                _tell_state(conversation)
+                if not full and (full := _forgets(conversation)):
+                    say(
+                        "from here on parts of this conversation are forgotten: /forgotten shows "
+                        "which, /remembers TEXT whether something is still held"
+                    )
+                keeper.save()
+        except WeirError as error:
+            say(f"weir: {error}")
+        except KeyboardInterrupt:
+            # If it was within a fold, the stream reports that itself.
+            say(f"interrupted{'; nothing has changed' if ordered else ''}")
+
+
+def _restore(model: PreTrainedModel, kept: Transcript) -> Stream:
+    """Return the stream of a kept conversation as it was last saved, or one that is new."""
+    from weir.stream import Stream
+
+    file = session_of(kept.path) if kept.path is not None else None
+    if file is not None and file.exists():
+        try:
+            return Stream.restore(model, file)
+        except WeirError as error:
+            if kept.turns[0].start:
+                raise
+            say(f"weir: {error}; the conversation is read again")
+    if kept.turns[0].start:
+        raise WeirError(f"{kept.path} begins behind a stream that is not there any more")
+    facts = kept.facts
+    return Stream(model, facts["policy"], chunk=facts["chunk"], seed=facts["seed"])
+
+
+def _read_again(conversation: Conversation) -> None:
+    """Feed what was said after the stream was last saved."""
+    assert conversation.transcript is not None
+    left = list(conversation.transcript.after(conversation.stream.seen))
+    if tokens := sum(len(turn.ids) for turn in left):
+        with waiting(f"reading {tokens:,} tokens again"):
+            for turn in left:
+                conversation.read_again(turn)
 
 
 def _tell_kept(context: typer.Context, stream: Stream, wanted: Policy) -> None:
@@ -165,7 +258,7 @@ def _tell_kept(context: typer.Context, stream: Stream, wanted: Policy) -> None:
     asked = context.params
     assert stream.cache is not None  # only streams with one are saved
     kept = {"chunk": asked["chunk"] == stream.cache.chunk, "seed": asked["seed"] == stream.seed}
-    kept |= dict.fromkeys(("policy", "slots"), wanted == stream.policy)
+    kept |= dict.fromkeys(("policy", "budget", "slots"), wanted == stream.policy)
     unused = [name for name, same in kept.items() if not same and was_given(context, name)]
     if unused:
         options = " and ".join(f"--{name}" for name in sorted(unused))
@@ -178,21 +271,21 @@ def _tell_kept(context: typer.Context, stream: Stream, wanted: Policy) -> None:
 def _size_policy(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    asked: Policy,
+    wanted: Policy,
     given: bool,
-    chunk: int,
+    chunk: int | None,
     system: str | None,
 ) -> tuple[Policy, str]:
-    """Return the policy of a conversation, and a description of its size.
+    """Return the policy of a conversation, and why it is that one, for its first line.
 
     A policy without a budget gets what the model's window and the memory allow; the system message
     has slots of its own, so that it is never evicted.
 
     Args:
         model, tokenizer: model and tokenizer of the conversation.
-        asked: the requested policy, or the default.
+        wanted: the requested policy, or the default.
         given: whether a policy was requested; if not, a policy file beside the model has priority.
-        chunk: tokens between two folds.
+        chunk: tokens between two folds, if they are given.
         system: the system message; None for none.
 
     Raises:
@@ -203,16 +296,19 @@ def _size_policy(
     from weir.evals.fitting import budget_in, largest_budget
     from weir.evals.notation import takes_budget, with_budget
     from weir.models import free_memory, input_device
-    from weir.policies import Pinned, Recompute, parse_policy
+    from weir.policies import Pinned, Recompute, parse_policy, resolve_chunk
     from weir.stream import count_beginning
 
     pinned = header = 0
     if system is not None:
         pinned, header = count_beginning(model, tokenizer, system), HEADER
-    sized = ""
-    beside = None if given else find_model_policy(model)
-    wanted, policy = beside or asked, str(asked)
-    if beside is None and takes_budget(policy) and not isinstance(asked, Recompute):
+    reason, policy = "", str(wanted)
+    if not given and (beside := find_model_policy(model)) is not None:
+        wanted = beside
+        file = None if beside.origin is None else beside.origin.file
+        reason = f", by {file}, which lies with it"
+    elif takes_budget(policy) and not isinstance(wanted, Recompute):
+        chunk = resolve_chunk(wanted, chunk)
         most = min(MOST_SLOTS, largest_budget(model, chunk + pinned + header))
         free = free_memory(input_device(model))
         room = sys.maxsize if free is None else free // SHARE
@@ -226,18 +322,37 @@ def _size_policy(
                 f"the model's window leaves{first}; {shorter}give it a budget of its own"
             )
         wanted = parse_policy(with_budget(policy, budget))
-        sized = f", chosen by the model's window and the free memory: {budget:,} slots"
+        reason = f"; {budget:,} slots, as its window and the free memory allow"
     if not pinned or isinstance(wanted, Recompute):
-        return wanted, sized
+        return wanted, reason
     if any(pipe.slots is None or pipe.needs_marks for pipe in wanted.pipes):
-        return wanted, sized  # it evicts nothing, or keeps the beginning by itself
-    return Pinned(wanted, pinned, header), f"{sized}, and {pinned} for what it was told first"
+        return wanted, reason  # it evicts nothing, or keeps the beginning by itself
+    return Pinned(wanted, pinned, header), reason
 
 
-def _describe(policy: Policy, sized: str) -> str:
-    """Describe a policy that nobody named, by its file if it comes from one beside the model."""
-    file = None if policy.origin is None else policy.origin.file
-    return f"{policy.brief}{sized}" if file is None else f"{file}, which lies with it{sized}"
+def describe(policy: Policy) -> str:
+    """Say in words what a policy keeps: "keeps the first 4 and the newest 252 tokens"."""
+    from weir.policies import Recompute
+
+    if isinstance(policy, Recompute):
+        return f"reads the last {policy.budget:,} tokens anew at every step"
+    pipe, *others = policy.pipes
+    if pipe.slots is None:
+        return "keeps everything, in memory that grows"
+    if any(other != pipe for other in others):
+        return f"keeps {policy.brief}"
+    counts: Counter[str] = Counter()
+    for pool in pipe.pools:
+        counts[PLAIN_NAMES.get(pool.name, pool.name)] += pool.slots() or 0
+    counts.pop("", None)
+    parts = [
+        f"{name} {count:,}" if name.startswith("the ") else f"{count:,} tokens by {name}"
+        for name, count in counts.items()
+    ]
+    listed = f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
+    tokens = "" if "tokens" in listed else " tokens"
+    form = "" if pipe.format is None else f", {FORMAT_WORDS.get(pipe.format.name)}"
+    return f"keeps {listed}{tokens}{form}"
 
 
 def _read_words(interrupt: Interrupt) -> tuple[str, bool] | None:
@@ -290,6 +405,7 @@ def _write(answer: Iterator[str], interrupt: Interrupt) -> None:
 
 
 def _tell_state(conversation: Conversation) -> None:
+    """Print the figures of an answer, and a remedy where it repeated itself."""
     report = conversation.stream.report()
     held = [layer["held"] for layer in report.get("layers", ())]
     slots = f"{max(held):,} slots, " if held else ""
@@ -299,6 +415,17 @@ def _tell_state(conversation: Conversation) -> None:
         style="dim",
         highlight=False,
     )
+    if conversation.repeats:
+        say(
+            "the model repeats itself; it helps to leave and to go on with weir chat --continue "
+            "--repetition-penalty 1.2, or a higher --temperature"
+        )
+
+
+def _forgets(conversation: Conversation) -> bool:
+    """Whether a layer has lost tokens of the conversation."""
+    layers = conversation.stream.report().get("layers", ())
+    return any(layer["held"] < conversation.stream.seen for layer in layers)
 
 
 def _command(conversation: Conversation, line: str) -> bool:
@@ -306,19 +433,24 @@ def _command(conversation: Conversation, line: str) -> bool:
     from weir.policies import expand_home
 
     word, _, rest = line.partition(" ")
+    rest = rest.strip()
     if word in ("/quit", "/exit"):
         return False
-    if word in ("/save", "/load") and not rest.strip():
-        raise WeirError(f"{word} needs a file: {word} FILE")
-    file = expand_home(rest.strip() if word in ("/save", "/load") else "")
+    if word in ("/save", "/load", "/remembers") and not rest:
+        what = "some words: /remembers TEXT" if word == "/remembers" else f"a file: {word} FILE"
+        raise WeirError(f"{word} needs {what}")
     if word == "/save":
+        file = expand_home(rest)
         conversation.stream.save(file)
         say(f"saved to {file}")
     elif word == "/load":
-        conversation.load(file)
-        say(f"{conversation.stream.seen:,} tokens seen before")
+        _load(conversation, rest)
     elif word == "/report":
         _report(conversation)
+    elif word == "/forgotten":
+        _tell_forgotten(conversation)
+    elif word == "/remembers":
+        _tell_held(conversation, rest)
     elif word == "/help":
         say(HELP)
     else:
@@ -326,12 +458,98 @@ def _command(conversation: Conversation, line: str) -> bool:
     return True
 
 
+def _load(conversation: Conversation, file: str) -> None:
+    """Continue a saved stream, with a transcript of its own."""
+    from weir.policies import expand_home
+
+    conversation.load(expand_home(file))
+    stream, before = conversation.stream, conversation.transcript
+    if before is not None:
+        assert stream.cache is not None
+        before.close()
+        same = {"policy": str(stream.policy), "chunk": stream.cache.chunk, "seed": stream.seed}
+        conversation.transcript = begin({**before.facts, **same})
+    say(f"{stream.seen:,} tokens seen before")
+
+
+def _tell_forgotten(conversation: Conversation) -> None:
+    """List the turns of a conversation by how much of them is held."""
+    transcript, holding = _look(conversation)
+    passages = transcript.passages(holding)
+    shown = passages if len(passages) <= MOST_LINES else passages[-MOST_LINES:]
+    if len(shown) < len(passages):
+        say(f"the last {len(shown)} of {len(passages)} passages:")
+    for passage in shown:
+        first, last = passage.turns
+        turns = f"turn {first}" if first == last else f"turns {first} to {last}"
+        words = " ".join(passage.text.split())
+        held = {0.0: "gone", 1.0: "whole"}.get(passage.held, f"{passage.held:.0%} held")
+        beginning = f"{words[:PREVIEW]}…" if len(words) > PREVIEW else words
+        say(f"{turns}, {passage.tokens:,} tokens, {held}: {beginning}")
+    if shown and all(passage.held == 1 for passage in passages):
+        say("nothing is forgotten yet")
+
+
+def _tell_held(conversation: Conversation, text: str) -> None:
+    """Say of the last places where a text was said how much of them is held."""
+    transcript, holding = _look(conversation)
+    found = list(
+        itertools.islice(transcript.find(text, holding, conversation.tokenizer), MOST_LINES)
+    )
+    if not found:
+        say(f"nobody has said {text!r} here")
+    for place in found:
+        said = f"turn {place.turn}, {'you' if place.by_user else 'the model'}"
+        held = sum(place.shares) / len(place.shares)
+        if held == 0:
+            say(f"{said}: gone")
+            continue
+        nowhere = place.shares.count(0)
+        gone = f", {nowhere} of its {len(place.shares)} tokens nowhere" if nowhere else ""
+        many = "held" if held == 1 else f"held in {held:.0%} of layers and heads{gone}"
+        say(f"{said}: {many}, by {', '.join(place.pools)}")
+
+
+def _look(conversation: Conversation) -> tuple[Transcript, Holding]:
+    """Return the transcript, and what the stream holds.
+
+    Raises:
+        WeirError: there is no transcript, nothing was said, or nothing is cached.
+    """
+    if conversation.transcript is None:
+        raise WeirError("without --keep weir does not know what was said")
+    if not conversation.transcript.turns:
+        raise WeirError("nothing was said since this conversation was loaded")
+    return conversation.transcript, conversation.stream.holding()
+
+
 def _report(conversation: Conversation) -> None:
+    """Print what the layers hold; those that hold the same in one line."""
     stream = conversation.stream
     report = stream.report()
     say(f"{stream.policy.brief}: {stream.seen:,} tokens seen, {size(report['bytes'])}")
-    for index, layer in enumerate(report.get("layers", ())):
-        say(f"layer {index}: {_held(layer['slots'])}; {size(layer['bytes'])}")
+    said = [
+        f"{_held(layer['slots'])}; {size(layer['bytes'])}" for layer in report.get("layers", ())
+    ]
+    places: dict[str, list[int]] = {}
+    for index, line in enumerate(said):
+        places.setdefault(line, []).append(index)
+    for line, layers in itertools.islice(places.items(), MOST_LINES):
+        say(f"{_ranges(layers)}: {line}{' each' if len(layers) > 1 else ''}")
+    if len(places) > MOST_LINES:
+        say(f"and {len(places) - MOST_LINES} more kinds of layers")
+
+
+def _ranges(layers: list[int]) -> str:
+    """Write numbers of layers: "layers 0 to 3, 7"."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
+    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(texts)}"
 
 
 def _held(slots: dict[str, int]) -> str:

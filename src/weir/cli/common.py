@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -31,6 +32,10 @@ TextPath = Annotated[
 PolicyText = Annotated[
     str,
     typer.Option(help="A pipe or a named policy; see `weir policies`."),
+]
+Budget = Annotated[
+    int | None,
+    typer.Option("--budget", min=1, help="Slots of a named policy that is written without."),
 ]
 Chunk = Annotated[
     int, typer.Option(min=1, help="New tokens read before the policy decides again what to keep.")
@@ -61,12 +66,62 @@ Compile = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
-DEFAULT = "weir(budget=256)"
+DEFAULT = "weir"
 """The default policy; repeated here, since importing its definition would import PyTorch."""
+CHUNK = 64
+"""The default chunk, repeated for the same reason."""
 DEFAULT_NAME = DEFAULT.partition("(")[0]
 """The default policy where its budget is chosen by the available room."""
+SHORT = 20
+"""Seconds of which nobody needs to be told."""
 WIDE = 100_000
 """Columns of an imagined terminal on which every table fits."""
+
+
+def with_given_budget(policy: str, budget: int | None) -> str:
+    """Return a policy with the slots of `--budget`, which the default policy takes too.
+
+    Raises:
+        WeirError: the policy takes no budget, or has one already.
+    """
+    if budget is None:
+        return policy
+    from weir.evals.notation import with_budget
+
+    return with_budget(DEFAULT_NAME if policy == DEFAULT else policy, budget)
+
+
+def one_model(argument: str | None, option: str | None) -> str:
+    """Return the model of a command that takes it as an argument or as `--model`.
+
+    Raises:
+        typer.BadParameter: neither is given, or both.
+    """
+    if argument is not None and option is not None:
+        raise typer.BadParameter(f"two models are named, {argument} and --model {option}; name one")
+    if (found := argument or option) is None:
+        raise typer.BadParameter("Missing argument 'MODEL': nano, a folder, or a Hub id")
+    return found
+
+
+class RemainingTime:
+    """Says once how long a command will take, where no progress bar does.
+
+    Args:
+        what: the rest of the work, in words.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what, self._began, self._said = what, time.monotonic(), False
+
+    def at(self, share: float) -> None:
+        """Take the share of the work that is done, in the time since the beginning."""
+        took = time.monotonic() - self._began
+        left = took / share - took
+        if not self._said and left >= SHORT:
+            self._said = True
+            minutes = f"{left / 60:,.0f} minutes" if left >= 90 else f"{left:.0f} seconds"
+            say(f"about {minutes} for {self.what}, at this pace")
 
 
 @cache

@@ -1,4 +1,4 @@
-"""`weir demo`: the packaged model reads the packaged excerpt past its window."""
+"""`weir demo`: a model reads the packaged excerpt past its window, and is asked for names."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 from weir.cli.app import command
 from weir.cli.common import (
     AsJson,
+    ModelName,
     messages,
     output,
     print_json,
@@ -19,28 +20,40 @@ from weir.cli.common import (
     size,
     waiting,
 )
-from weir.cli.loading import load_model
+from weir.cli.loading import Loading, load_model, loads_model
 from weir.cli.runtime import interruptible
 from weir.errors import WeirError
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from torch import Tensor
 
     from weir.evals.perplexity import PerplexityMeter
 
+AFTER = 1300
+"""Tokens that a chat reads past the model's window."""
+
 
 @command()
+@loads_model()
 def demo(
+    model_name: ModelName = "nano",
     out: Annotated[Path, typer.Option(help="Folder for result.json and report.html.")] = Path(
         "demo-out"
     ),
-    tokens: Annotated[int, typer.Option(min=1000, help="Tokens of the book to read.")] = 10_000,
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=1000, help="Tokens of the book to read [default: past the window]"),
+    ] = None,
     as_json: AsJson = False,
+    *,
+    loading: Loading,
 ) -> int:
     """Read a book past the model's window under several policies, and compare what they remember.
 
-    The report shows what each policy holds of the book, and which still know the names.
+    The report shows what each policy holds of the book, and which still know the names. A chat
+    model other than nano holds a chat, in which the book is pasted.
     """
     from rich.console import Group
     from rich.live import Live
@@ -48,25 +61,44 @@ def demo(
     from weir.evals import demo as demonstration
 
     _make_folder(out)
-    model, tokenizer = load_model("nano")
-    ids, story = demonstration.load_book_and_story(tokenizer, tokens)
+    model, tokenizer = load_model(model_name, loading)
+    window = model.config.max_position_embeddings
+    ids: Tensor
+    story: demonstration.Story | demonstration.ChatStory
+    if model_name == "nano":
+        tokens = tokens or 10_000
+        policies = demonstration.POLICIES
+        ids, story = demonstration.load_book_and_story(tokenizer, tokens)
+        about = (
+            f"nano was trained on {window:,} tokens at a time. It now reads {len(ids):,} tokens of "
+            f"{demonstration.TITLE}, once under each policy. Then it is told {demonstration.NAMES} "
+            f"names with numbers, reads {len(story.between):,} tokens more, and is asked for them."
+        )
+    elif tokenizer.chat_template is None:
+        raise WeirError(
+            f"the demo holds a chat, and {model_name} has no chat template; take an instruct "
+            "model, or nano"
+        )
+    else:
+        tokens = tokens or window + AFTER
+        policies = demonstration.CHAT_POLICIES
+        story = demonstration.ChatStory(model, tokenizer)
+        ids = story.paste(tokens)
+        about = (
+            f"{model_name} was trained on {window:,} tokens at a time. In a chat it is told "
+            f"{len(demonstration.FACTS)} things, then {len(ids):,} tokens of {demonstration.TITLE} "
+            "are pasted, and it is asked for them, once under each policy."
+        )
     if len(ids) < tokens:
         say(
             f"the packaged excerpt has {len(ids):,} tokens to read, not {tokens:,}, and those that "
             "come before the questions"
         )
-    window = model.config.max_position_embeddings
     console = messages() if as_json else output()
-    console.print(
-        f"nano was trained on {window:,} tokens at a time. It now reads {len(ids):,} tokens of "
-        f"{demonstration.TITLE}, once under each policy. Then it is told {demonstration.NAMES} "
-        f"names with numbers, reads {len(story.between):,} tokens more, and is asked for them.",
-        highlight=False,
-    )
+    console.print(about, highlight=False)
     bar = progress()
     task = bar.add_task("reading", total=len(ids), note="tokens")
-    asked = len(demonstration.POLICIES)
-    asking = bar.add_task("asking", total=asked, note="policies", visible=False)
+    asking = bar.add_task("asking", total=len(policies), note="policies", visible=False)
     last: list[PerplexityMeter] = []
     with interruptible() as interrupt, Live(console=console, refresh_per_second=8) as live:
 
@@ -81,7 +113,9 @@ def demo(
             bar.update(asking, completed=number, visible=True)
             return bool(interrupt)
 
-        result = demonstration.read_book(model, ids, story, on_step=show, on_ask=ask)
+        result = demonstration.read_book(
+            model, ids, story, name=model_name, policies=policies, on_step=show, on_ask=ask
+        )
         live.update(_table(last, window), refresh=True)  # without the bar
     if not console.is_terminal:
         console.line()
@@ -101,6 +135,9 @@ def _tell(result: dict[str, Any], console: Console) -> None:
     story = result["story"]
     if story is None:
         return
+    if result["chat"]:
+        alone = f"{story['before']} of {len(story['names'])}"
+        console.print(f"Asked before the text was pasted: {alone} right.", highlight=False)
     console.print(f"Who still knows, {story['away']:,} tokens later:", highlight=False)
     widest = max(len(policy["policy"]) for policy in result["policies"])
     for policy in result["policies"]:
@@ -116,12 +153,13 @@ def _make_folder(out: Path) -> None:
 
 
 def _write(result: dict[str, Any], out: Path) -> None:
-    from weir.evals.demo import write_report
+    from weir.evals.demo import write_excerpt, write_report
     from weir.evals.results import for_json
 
     try:
         (out / "result.json").write_text(json.dumps(for_json(result), indent=1) + "\n", "utf-8")
         write_report(result, out / "report.html")
+        write_excerpt(result, out)
     except OSError as error:
         raise WeirError(f"cannot write to {out}: {error.strerror}") from None
 

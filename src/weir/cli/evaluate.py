@@ -14,6 +14,7 @@ from weir.cli.common import (
     WIDE,
     AsJson,
     Compile,
+    RemainingTime,
     SlotsName,
     in_lines,
     output,
@@ -201,9 +202,12 @@ class _Progress:
         self.before = before
         self.done: set[int] = set()
         self.shares: dict[int, float] = {}
+        self.remaining: RemainingTime | None = None
         self.row = bar.add_task("cells", total=len(grid.cells), note="")
 
     def running(self, number: int, share: float) -> None:
+        if self.remaining is None:
+            self.remaining = RemainingTime("the other cells")
         self.shares[number] = share
         self._show(number)
 
@@ -219,6 +223,9 @@ class _Progress:
             some = "; ".join(missing[:5]) + ("; ..." if len(missing) > 5 else "")
             say(f"{record['task']}: {len(missing)} images were left out: {some}")
         self._show(record["cell"])
+        if self.remaining is not None and in_lines():
+            new = len(self.done - self.before)
+            self.remaining.at(max(new, 1) / (len(self.grid.cells) - len(self.before)))
 
     def _line(self, record: CellRecord) -> str:
         """Describe a finished cell in one line."""

@@ -48,7 +48,8 @@ POLICIES: dict[str, dict[str, str]] = {
         "lacache": "a ladder: other old tokens in each layer",
     },
     "weir's own": {
-        "weir": "reading on and remembering, in half the bytes; the default",
+        "weir": "reading on, and looking up what came some thousand tokens ago; the default",
+        "centers": "single names and numbers, told to a small model long ago",
     },
     "Around another policy": {
         "quantized": "twice the tokens in the same bytes",

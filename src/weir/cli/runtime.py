@@ -111,7 +111,7 @@ class Interrupt:
         try:
             self._noted = presses  # before the check, so that no press falls between the two
             if self._pressed > presses:
-                raise KeyboardInterrupt
+                raise Terminated if self.terminated else KeyboardInterrupt
             yield
         finally:
             self._noted = self._outside

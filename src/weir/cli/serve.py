@@ -12,14 +12,17 @@ import typer
 from weir.cli.app import command
 from weir.cli.common import (
     DEFAULT,
+    Budget,
     PolicyChunk,
     SlotsName,
+    one_model,
     say,
     say_set_aside,
     say_unused,
     say_window,
     size,
     waiting,
+    with_given_budget,
     with_products,
 )
 from weir.cli.loading import Loading, load_model, loads_model
@@ -40,13 +43,13 @@ class Routing(StrEnum):
 @loads_model()
 def serve(
     context: typer.Context,
-    model_name: Annotated[
-        str,
+    argument: Annotated[
+        str | None,
         typer.Argument(
-            metavar="MODEL",
-            help="nano, a folder, or a Hugging Face Hub id.",
+            metavar="MODEL", help="nano, a folder, a .gguf file, or a Hub id; also as --model."
         ),
-    ],
+    ] = None,
+    model_name: Annotated[str | None, typer.Option("--model", help="The same.")] = None,
     policy: Annotated[
         str | None,
         typer.Option(
@@ -54,6 +57,7 @@ def serve(
             f"model, or else {DEFAULT}]",
         ),
     ] = None,
+    budget: Budget = None,
     slots: SlotsName = None,
     chunk: PolicyChunk = None,
     rows: Annotated[int, typer.Option(min=1, help="Turns answered at the same time.")] = 8,
@@ -76,13 +80,15 @@ def serve(
         bool,
         typer.Option(
             "--compile",
-            help="Compile decode steps at the start; takes minutes, and needs a C++ compiler.",
+            help="Compile decode steps while the server answers; needs a C++ compiler.",
         ),
     ] = False,
     keep: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Ends of turns kept in memory; by default as many as fit, or 256."
+            min=1,
+            help="Ends of turns kept in memory; by default as many as fit, or 256. With --disk: "
+            "turns that go on in memory while the disk is full, and newest ones it may not drop.",
         ),
     ] = None,
     data: Annotated[
@@ -142,6 +148,9 @@ def serve(
     from weir.serve.api import Keys, bind, log_json, make_app, run_app
     from weir.serve.sessions import SQLiteStore
 
+    model_name = one_model(argument, model_name)
+    if budget is not None:
+        policy = with_given_budget(policy or DEFAULT, budget)
     if cluster is None:
         say_unused(context, ("replicas", "routing"), "they are for --cluster")
     if disk is not None and data is None:
@@ -152,8 +161,11 @@ def serve(
         raise WeirError("--cluster needs --data: a folder or an address that all replicas share")
     if cluster is not None and compiled:
         raise WeirError("--compile is for one server; leave it out with --cluster")
-    if keep is not None and data is not None and cluster is None:
-        raise WeirError("--keep is for memory, and with --data nothing is kept there; use --disk")
+    if keep is not None and data is not None and cluster is None and disk is None:
+        raise WeirError(
+            "--keep is for memory, and with --data turns are there only while the disk is full: "
+            "that needs --disk, which lets old turns go"
+        )
     most = None if disk is None else read_bytes(disk)
 
     given = policy is not None or slots is not None
@@ -169,7 +181,7 @@ def serve(
         if beside is not None and beside.origin is not None:
             say(f"the policy is that of {beside.origin.file}, which lies with the model")
         say_set_aside(model_name, policy, slots, loading.get("revision"))
-        kept = keep if data is None or cluster is not None else 0
+        kept = keep if data is None or cluster is not None else keep or 0
         memory = estimate_memory(
             model_name, wanted, chunk=chunk, rows=rows, kept=kept, loading=loading
         )
@@ -182,7 +194,7 @@ def serve(
         say(
             f"{model_name} under {wanted.brief}: weights {size(memory.weights)}, {rows} rows of "
             f"{size(memory.row)}; {ends if memory.kept else ''}{size(memory.total)} in all, and "
-            "never more"
+            f"at most {size(limits.memory)} more for requests under way"
         )
         known = f"{len(taken)} keys" if taken else "no keys: for this machine only"
         if cluster is not None and data is not None:
@@ -219,7 +231,9 @@ def serve(
         if data is None:
             store = MemoryStore(memory.kept)
         else:
-            store = ending.enter_context(SQLiteStore(data, model, wanted, chunk=chunk, limit=most))
+            store = ending.enter_context(
+                SQLiteStore(data, model, wanted, chunk=chunk, limit=most, keep=memory.kept)
+            )
             room_there = "" if most is None else f", at most {size(most)}"
             say(f"ends of turns in {data}, {size(memory.row)} each{room_there}")
         book = ResponseStore(None if data is None else Path(data) / "book.db", limits.texts)
@@ -244,20 +258,16 @@ def serve(
 
 
 def compile_or_say(engine: Engine) -> None:
-    """Compile an engine's steps, or report why they run uncompiled."""
+    """Let an engine's steps be compiled, or report why they run uncompiled."""
     from weir.serve import compile_engine, sizes_of
 
-    *fewer, most = map(str, sizes_of(engine))
-    sizes = f"{', '.join(fewer)} and {most} rows" if fewer else "1 row"
-    say(f"compiling decode steps of {sizes}; nothing is served until that is done")
     try:
-        compile_engine(engine, lambda size: say(f"compiling steps of {size} {_rows(size)}"))
+        compile_engine(engine)
     except WeirError as error:
         say(f"{error}; steps go the usual way")
-
-
-def _rows(count: int) -> str:
-    return "row" if count == 1 else "rows"
+    else:
+        sizes = ", ".join(map(str, sizes_of(engine)))
+        say(f"decode steps are compiled while the server answers, for {sizes} rows at a time")
 
 
 def _url(address: str, port: int) -> str:

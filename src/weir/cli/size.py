@@ -7,7 +7,19 @@ from typing import Annotated, Any
 import typer
 
 from weir.cli.app import command
-from weir.cli.common import DEFAULT, AsJson, PolicyChunk, PolicyText, SlotsName, output, print_json
+from weir.cli.common import (
+    DEFAULT,
+    AsJson,
+    Budget,
+    PolicyChunk,
+    PolicyText,
+    SlotsName,
+    one_model,
+    output,
+    print_json,
+    say_unused,
+    with_given_budget,
+)
 from weir.cli.common import size as for_people
 from weir.cli.loading import Loading, loads_model
 
@@ -15,14 +27,20 @@ from weir.cli.loading import Loading, loads_model
 @command()
 @loads_model("dtype", "weights", "revision", "trust_remote_code")
 def size(
-    model_name: Annotated[
-        str,
+    context: typer.Context,
+    argument: Annotated[
+        str | None,
         typer.Argument(
             metavar="MODEL",
-            help="nano, a folder, a config.json, or a Hugging Face Hub id.",
+            help="nano, a folder, a .gguf file, a config.json, or a Hub id; also as --model.",
         ),
-    ],
+    ] = None,
+    model_name: Annotated[str | None, typer.Option("--model", help="The same.")] = None,
     policy: PolicyText = DEFAULT,
+    budget: Budget = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Length of a stream, for policies without a limit.")
+    ] = None,
     slots: SlotsName = None,
     chunk: PolicyChunk = None,
     pin: Annotated[
@@ -46,12 +64,24 @@ def size(
     from weir.cache import read_bytes, size_of
     from weir.errors import WeirError
     from weir.models import sink_of, skeleton
-    from weir.policies import parse_policy, resolve_chunk, with_pin, with_slots
+    from weir.policies import Pipe, parse_policy, resolve_chunk, with_pin, with_slots
 
+    model_name = one_model(argument, model_name)
     room = None if memory is None else read_bytes(memory)
     pace = None if bandwidth is None else read_bytes(bandwidth)
     model = skeleton(model_name, **loading)
-    wanted = with_pin(with_slots(parse_policy(policy), slots), pin)
+    wanted = with_slots(parse_policy(with_given_budget(policy, budget)), slots)
+    if isinstance(wanted, Pipe) and wanted.slots is None:
+        if tokens is None:
+            raise WeirError(
+                f"{wanted} has no limit: say how long a stream is, as in --tokens 8192, or take a "
+                "policy with a budget"
+            )
+        pools = (p if p.slots() is not None else p.resized(tokens) for p in wanted.pools)
+        wanted = Pipe(tuple(pools), f"{wanted} at {tokens:,} tokens", wanted.formats)
+    else:
+        say_unused(context, ("tokens",), f"{wanted.brief} is of one size however long a stream is")
+    wanted = with_pin(wanted, pin)
     chunk = resolve_chunk(wanted, chunk)
     found, sink = size_of(model, wanted, chunk=chunk), sink_of(model.config)
     streams = None if room is None else found.streams_in(room)

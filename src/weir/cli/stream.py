@@ -11,6 +11,7 @@ from weir.cli.app import command
 from weir.cli.common import (
     DEFAULT,
     AsJson,
+    Budget,
     Compile,
     ModelName,
     PolicyChunk,
@@ -29,6 +30,7 @@ from weir.cli.common import (
     size,
     waiting,
     with_compiled_steps,
+    with_given_budget,
 )
 from weir.cli.loading import Loading, load_model, loads_model
 from weir.cli.runtime import interruptible
@@ -51,6 +53,7 @@ def stream(
     text: TextPath,
     model_name: ModelName = "nano",
     policy: PolicyText = DEFAULT,
+    budget: Budget = None,
     slots: SlotsName = None,
     tokens: Annotated[int | None, typer.Option(min=2, help="Most tokens to read.")] = None,
     chunk: PolicyChunk = None,
@@ -78,7 +81,7 @@ def stream(
     from weir.policies import Recompute, parse_policy, resolve_chunk, with_slots
     from weir.stream import STANDARD_INPUT, Stream, encode, read_text
 
-    wanted = with_slots(parse_policy(policy), slots)
+    wanted = with_slots(parse_policy(with_given_budget(policy, budget)), slots)
     chunk = resolve_chunk(wanted, chunk)
     if isinstance(wanted, Recompute):
         unused = ("chunk", "positions", "seed")

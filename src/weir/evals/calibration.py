@@ -1,19 +1,19 @@
 """Distribute the bytes of a policy over layers by their measured effect on a text.
 
-A policy says how many slots a layer has on average. `calibrate` gives each layer the sizes that
-remove the most error of its attention per byte, within the bytes of the policy.
+A policy says how many slots a layer has on average. `calibrate` gives each layer the size with
+which the mean error of attention is smallest, within the bytes of the policy.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -53,12 +53,12 @@ class SizeOption:
 
 
 def share_out(layers: Sequence[Sequence[SizeOption]], total: int) -> list[int]:
-    """Choose a size for each layer that minimizes the total error within the bytes.
+    """Choose the sizes of least total error within the bytes: no other way to spend them is better.
 
-    Greedy: every layer begins with the cheapest size; then, of all steps that still fit, the one
-        that removes the most error per byte is taken, again and again. A step may skip sizes, so
-        that a useless size does not hide a better one behind it. If each further byte helps a layer
-        less than the one before, no other way to spend as many bytes leaves less error.
+    The multiple-choice knapsack problem, solved exactly by dynamic programming over layers
+    (Kellerer, Pferschy and Pisinger 2004, "Knapsack Problems", chapter 11): of the ways to choose
+    for the first layers, those that another one beats in bytes and error go, and those whose lower
+    bound exceeds what is certain to be reached. The bounds are those of the linear relaxation.
 
     Args:
         layers: for each layer, the candidate sizes.
@@ -67,32 +67,58 @@ def share_out(layers: Sequence[Sequence[SizeOption]], total: int) -> list[int]:
     Returns:
         For each layer the index of the chosen size; the cheapest if even those do not fit.
     """
-    taken = [
-        min(range(len(choices)), key=lambda n: (choices[n].nbytes, choices[n].error))
-        for choices in layers
-    ]
-    left = total - sum(choices[n].nbytes for choices, n in zip(layers, taken, strict=True))
-    while (step := _best_step(layers, taken, left)) is not None:
-        layer, choice = step
-        left -= layers[layer][choice].nbytes - layers[layer][taken[layer]].nbytes
-        taken[layer] = choice
-    return taken
+    rest = _relaxations(layers)
+    if total < rest[0][0][0]:
+        return [min(range(len(each)), key=lambda n: astuple(each[n])) for each in layers]
+    spent, error = np.zeros(1), np.zeros(1)
+    ways: list[np.ndarray] = []
+    for choices, (nbytes, least) in zip(layers, rest[1:], strict=True):
+        options = np.array([astuple(choice) for choice in choices])
+        spent = np.add.outer(spent, options[:, 0]).ravel()
+        error = np.add.outer(error, options[:, 1]).ravel()
+        left = total - spent
+        fits = left >= nbytes[0]
+        bound = error + np.interp(left, nbytes, least)
+        reached = error + least[np.searchsorted(nbytes, left, "right") - 1]
+        # The slack is for roundings of the bounds.
+        hopeful = fits & (bound <= reached[fits].min() * (1 + 1e-9))
+        way = np.flatnonzero(hopeful)
+        way = way[np.lexsort((error[way], spent[way]))]
+        before = np.minimum.accumulate(np.append(np.inf, error[way]))
+        way = way[error[way] < before[:-1]]
+        ways.append(way)
+        spent, error = spent[way], error[way]
+    taken, at = [], int(error.argmin())
+    for choices, way in zip(reversed(layers), reversed(ways), strict=True):
+        at, choice = divmod(int(way[at]), len(choices))
+        taken.append(choice)
+    return taken[::-1]
 
 
-def _best_step(
-    layers: Sequence[Sequence[SizeOption]], taken: Sequence[int], left: int
-) -> tuple[int, int] | None:
-    """The layer and the option that remove the most error per byte; None if none fits."""
-    best, found = 0.0, None
-    for layer, choices in enumerate(layers):
-        now = choices[taken[layer]]
-        for place, choice in enumerate(choices):
-            more, less = choice.nbytes - now.nbytes, now.error - choice.error
-            # A gain without cost always comes first.
-            gain = less / more if more > 0 else math.inf
-            if less > 0 and more <= left and gain > best:
-                best, found = gain, (layer, place)
-    return found
+def _relaxations(layers: Sequence[Sequence[SizeOption]]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Bytes, rising, and least errors if layers could take parts of steps; for each layer and all
+    behind it, and for none. Whole sizes have exactly these errors at these bytes.
+    """
+    found, steps, start = [(np.zeros(1), np.zeros(1))], np.zeros((0, 2)), np.zeros(2)
+    for choices in reversed(layers):
+        hull: list[tuple[float, float]] = []
+        for nbytes, error in sorted(astuple(choice) for choice in choices):
+            if hull and error >= hull[-1][1]:
+                continue
+            while len(hull) > 1 and _gain(hull[-2], hull[-1]) <= _gain(hull[-1], (nbytes, error)):
+                hull.pop()
+            hull.append((nbytes, error))
+        start = start + hull[0]
+        steps = np.concatenate([steps, np.diff(np.array(hull), axis=0)])
+        steps = steps[np.argsort(steps[:, 1] / steps[:, 0], kind="stable")]
+        nbytes, errors = np.concatenate([start[None], steps]).cumsum(axis=0).T
+        found.append((nbytes, errors))
+    return found[::-1]
+
+
+def _gain(one: tuple[float, float], other: tuple[float, float]) -> float:
+    """Error that a step between two sizes removes per byte."""
+    return (one[1] - other[1]) / (other[0] - one[0])
 
 
 EIGHTHS = (*range(2, 17), *range(18, 33, 2))
@@ -435,9 +461,8 @@ def calibrate(
     ids = ids[: PASSAGES * length if tokens is None else tokens]
     passages = [part for part in ids.split(length) if len(part) == length]
     if not passages:
-        raise WeirError(
-            f"{len(ids):,} tokens are too few: a passage has {length:,} here; give a longer text"
-        )
+        remedy = "give a longer text" if tokens is None else "read more of the text"
+        raise WeirError(f"{len(ids):,} tokens are too few: a passage has {length:,} here; {remedy}")
     sizes = {
         layer: size_ladder(plan.spec.pipe, length - chunk, splits=splits)
         for layer, plan in plans.items()

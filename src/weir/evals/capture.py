@@ -183,6 +183,7 @@ def capture_each(
             decoder(input_ids=batch, past_key_values=listener, use_cache=True)
         return {layer: listener.heard[layer] for layer in sorted(listener.wanted)}
     finally:
+        listener.reset()  # frees the slots now: what refers to a cache goes in circles
         listener.detach()
 
 

@@ -1,8 +1,9 @@
-"""The demonstration: one book, one small model, several policies side by side.
+"""The demonstration: a model reads far past its window under several policies side by side.
 
-All policies read the book in turns. Then each reads names with numbers, reads on, and is asked for
-the numbers. The names are in the form of nano's exercises, "Anna has 482.", which the model was
-trained to look up. The result is one HTML page that needs no network.
+The packaged model reads a book, then names with numbers in the form of its exercises, "Anna has
+482.", reads on, and is asked for the numbers. A model with a chat template holds a chat: it has a
+rule and is told facts, then a long text is pasted, and it is asked for the facts. The result is one
+HTML page that needs no network.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from string import Template
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weir.evals.perplexity import STEP, PerplexityMeter
 from weir.evals.report import COLORS, DASHES, GRAY, TextTable, html_page, style_axes, svg_figure
-from weir.stream import BOOK, Stream, encode, read_text
+from weir.stream import BOOK, Conversation, Stream, encode, held_shares, read_text
 from weir.train import DIGITS, Words
 
 TITLE = "War and Peace"
@@ -42,6 +44,31 @@ NAMES = 8
 """How many names with numbers are told."""
 AWAY = 1000
 """Tokens between what is told and the question."""
+CHAT_POLICIES = (
+    "dense",
+    "window(budget=1024)",
+    "streaming_llm(budget=1024)",
+    "snapkv(budget=1024)",
+    "weir(budget=1024)",
+    "pinned(weir(budget=1024))",
+)
+"""Those of the chat: `dense` is what transformers does, and `pinned` what `weir chat` does."""
+RULE = "Your name is Nora. You answer in one short sentence."
+FACTS = (
+    ("The door code of Anna is 60494.", "What is the door code of Anna?", "60494"),
+    ("The telephone number of Peter is 73158.", "What is the telephone number of Peter?", "73158"),
+    ("Maria lives in the city of Lisbon.", "In which city does Maria live?", "Lisbon"),
+    ("Paul works as a baker.", "What does Paul work as?", "baker"),
+    ("The train leaves at 7:15.", "When does the train leave?", "7:15"),
+    ("The favorite color of Clara is green.", "What is the favorite color of Clara?", "green"),
+    ("The key lies under the carpet.", "Where does the key lie?", "carpet"),
+    ("", "What is your name?", "Nora"),
+)
+"""What the chat tells first, what it asks at the end, and a word of the right answer."""
+ANSWER = 24
+"""Most tokens of an answer in the chat."""
+CALM = {"temperature": 0.0, "repetition_penalty": 1.1}
+"""How the chat draws its tokens."""
 PARTS = 240
 """Parts of the book in the picture of what is still held."""
 MOST_SHOWN = 5
@@ -110,10 +137,7 @@ def held_by_part(stream: Stream, parts: int) -> list[float]:
     A token that holds a slot in every layer and KV head counts as 1, in half of them as 0.5, so
     shares lie between 0 and 1.
     """
-    holding = stream.holding()
-    held = np.zeros(holding.seen)
-    for token in holding.tokens():
-        held[token.token] = token.pairs / holding.pairs
+    held = held_shares(stream.holding())
     return [round(float(part.mean()), 5) for part in np.array_split(held, parts)]
 
 
@@ -131,19 +155,88 @@ class Story:
     names: Sequence[NamedNumber]
     between: Tensor
 
+    def begin(self, stream: Stream) -> None:
+        """Do nothing: the names are told behind the book."""
+
     def tell(self, stream: Stream) -> dict[str, Any]:
         """Feed the names to a stream, read on, and ask for the numbers.
 
         Returns:
-            "held" (the share of each part of the stream that is still held, 0 to 1), "answers", and
-            "knows", the number of right answers.
+            "held" (the share of each part of the stream that is still held, 0 to 1), "answers",
+            "right" (which of them are), and "knows", the number of right answers.
         """
         stream.feed([token for one in self.names for token in one.said])
         stream.feed(self.between)
         held = held_by_part(stream, PARTS)
         answers = ask_names(stream, self.names, self.tokenizer)
         right = [said == one.number for said, one in zip(answers, self.names, strict=True)]
-        return {"held": held, "answers": answers, "knows": sum(right)}
+        return {"held": held, "answers": answers, "right": right, "knows": sum(right)}
+
+    def facts(self, read: int) -> dict[str, Any]:
+        """What was told and asked, after `read` tokens of the book, as JSON."""
+        return {
+            "told_at": read,
+            "said": sum(len(one.said) for one in self.names),
+            "away": len(self.between),
+            "names": [[one.name, one.number] for one in self.names],
+        }
+
+
+class ChatStory:
+    """A chat: a rule in the system turn, facts in the first turn, questions after a long text.
+
+    Args:
+        model, tokenizer: the model and its tokenizer, which has a chat template.
+
+    Attributes:
+        said: tokens before the long text.
+        before: questions answered right under the first policy before the long text.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.said, self.before = 0, -1
+
+    def begin(self, stream: Stream) -> None:
+        """Tell the facts, and let the model answer."""
+        talk = Conversation(stream, self.tokenizer, RULE)
+        told = " ".join(fact for fact, _, _ in FACTS if fact)
+        for _ in talk.say(f"Please remember this. {told}", max_new_tokens=ANSWER, **CALM):
+            pass
+        if self.before < 0:
+            self.said, self.before = stream.seen, sum(self._ask(stream)[1])
+
+    def paste(self, tokens: int) -> Tensor:
+        """Return the turn in which a text of so many tokens is pasted, as token ids."""
+        book = self.tokenizer.decode(load_book(self.tokenizer, tokens), skip_special_tokens=True)
+        stream = Stream(self.model, "dense")
+        talk = Conversation(stream, self.tokenizer, RULE)
+        for _ in talk.say("Hello.", max_new_tokens=1):
+            pass
+        return torch.tensor(talk.turn(f"Here is the beginning of a novel.\n\n{book}"))
+
+    def tell(self, stream: Stream) -> dict[str, Any]:
+        """Ask the questions; returns what `Story.tell` does."""
+        answers, right = self._ask(stream)
+        held = held_by_part(stream, PARTS)
+        return {"held": held, "answers": answers, "right": right, "knows": sum(right)}
+
+    def _ask(self, stream: Stream) -> tuple[list[str], list[bool]]:
+        answers = []
+        for _, question, _ in FACTS:
+            talk = Conversation(copy.deepcopy(stream), self.tokenizer, RULE)
+            answers.append("".join(talk.say(question, max_new_tokens=ANSWER, **CALM)).strip())
+        return answers, [word in said for said, (_, _, word) in zip(answers, FACTS, strict=True)]
+
+    def facts(self, read: int) -> dict[str, Any]:
+        """What was told and asked, with `read` tokens of text between, as JSON."""
+        return {
+            "told_at": 0,
+            "said": self.said,
+            "away": read,
+            "before": self.before,
+            "names": [[question, word] for _, question, word in FACTS],
+        }
 
 
 def load_book(tokenizer: PreTrainedTokenizerBase, tokens: int) -> Tensor:
@@ -164,8 +257,9 @@ def load_book_and_story(tokenizer: PreTrainedTokenizerBase, tokens: int) -> tupl
 def read_book(
     model: PreTrainedModel,
     ids: Tensor,
-    story: Story | None = None,
+    story: Story | ChatStory | None = None,
     *,
+    name: str = "nano",
     policies: tuple[str, ...] = POLICIES,
     block: int = 500,
     on_step: Callable[[list[PerplexityMeter]], bool | None] = lambda meters: None,
@@ -176,7 +270,8 @@ def read_book(
     Args:
         model: the model.
         ids: from `load_book`.
-        story: names to feed after the book; None asks nothing.
+        story: what is told and asked; None asks nothing.
+        name: the model's name.
         policies: the policies.
         block: tokens in a block of `ppl_by_block`.
         on_step: called after every `STEP` tokens; reading ends early when it returns True, and
@@ -184,13 +279,19 @@ def read_book(
         on_ask: called with the number of policies asked so far, from 0; returning True stops early.
 
     Returns:
-        {"model_window", "book", "tokens", "block", "story", "policies": [figures of each]}. The
-        figures are those of `weir stream`, "slots" (None for no limit), and what `Story.tell`
-        returns. "story" has "told_at" (a position in the stream), "said" and "away" (tokens of the
-        statements, and of the text read after them) and "names". If not every policy was asked,
+        {"model", "chat", "told_first" (tokens of a chat before the book), "model_window", "book",
+        "tokens", "block", "story", "policies": [figures of each]}. The figures are those of `weir
+        stream`, "slots" (None for no limit), and what `Story.tell` returns. "story" has "told_at"
+        (a position in the stream), "said" and "away" (tokens of the statements, and of the text
+        read after them), "names" (what was asked, and the answer) and in a chat "before" (right
+        answers without the text between, under the first policy). If not every policy was asked,
         "story" is None and the figures have no answers.
     """
+    chat = story if isinstance(story, ChatStory) else None
     meters = [PerplexityMeter(Stream(model, policy), block) for policy in policies]
+    if story is not None:
+        for meter in meters:
+            story.begin(meter.stream)
     for piece in ids.split(STEP):
         for meter in meters:
             meter.take(piece)
@@ -200,26 +301,24 @@ def read_book(
     for meter in meters:
         meter.close()
     found = [{**meter.reading.as_json(), "slots": meter.stream.capacity} for meter in meters]
-    told_story = None
+    told = None
     if story is not None and _ask_all(story, meters, found, on_ask):
-        told_story = {
-            "told_at": len(ids),
-            "said": sum(len(one.said) for one in story.names),
-            "away": len(story.between),
-            "names": [[one.name, one.number] for one in story.names],
-        }
+        told = story.facts(len(ids))
     return {
+        "model": name,
+        "chat": chat is not None,
+        "told_first": 0 if chat is None else chat.said,
         "model_window": model.config.max_position_embeddings,
         "book": f"Leo Tolstoy, {TITLE}",
         "tokens": meters[0].reading.tokens,
         "block": block,
-        "story": told_story,
+        "story": told,
         "policies": found,
     }
 
 
 def _ask_all(
-    story: Story,
+    story: Story | ChatStory,
     meters: Sequence[PerplexityMeter],
     found: list[dict[str, Any]],
     on_ask: Callable[[int], bool | None],
@@ -237,6 +336,28 @@ def _ask_all(
 
 # --- the page
 
+ABOUT = Template("""<p>The packaged model <code>nano</code> was trained on $window tokens at a time.
+Here it reads the first $tokens tokens of <em>$book</em> once, $times times its window, and predicts
+each token from what the policy still holds.</p>""")
+CHAT_ABOUT = Template("""<p><code>$model</code> was trained on $window tokens at a time. In a chat
+it has the rule &ldquo;$rule&rdquo; and is told facts; then $tokens tokens of <em>$book</em> are
+pasted, and it predicts each from what the policy still holds. <code>dense</code> is what
+transformers does by itself.</p>""")
+"""The first paragraph of the page, for a book and for a chat."""
+CHAT_STORY = Template("""<h2>Who still knows?</h2>
+<p>Before the long text every policy was told $count facts and a rule; $away tokens later it was
+asked for each. Without the text between, $before of $count answers are right: a model that cannot
+answer then says nothing about a policy. A right answer has a tick.</p>
+$answers
+
+<h2>What each policy still holds</h2>
+<p>The whole chat, from its first token at the left to its ${seen}th at the right, just before the
+questions. The stronger the color, the more tokens of a place have a slot, over all layers and
+heads. The mark shows where the facts were told.</p>
+<div class="strips">
+<div class="told"><span style="left:$place%">facts</span></div>
+$strips
+</div>""")
 STORY = Template("""<h2>Who still knows?</h2>
 <p>Behind the book every policy was told $count names with numbers ($some, &hellip;), read $away
 tokens more, and was asked for each number. A right answer has a tick.</p>
@@ -281,10 +402,14 @@ def write_report(result: dict[str, Any], path: Path) -> None:
     policies = result["policies"]
     limited = [policy for policy in policies if policy["slots"] is not None] or policies
     body = Template((resources.files("weir.evals") / "demo.html").read_text("utf-8")).substitute(
-        book=html.escape(result["book"]),
-        tokens=f"{result['tokens']:,}",
-        times=f"{result['tokens'] / result['model_window']:.1f}",
-        window=f"{result['model_window']:,}",
+        about=(CHAT_ABOUT if result["chat"] else ABOUT).substitute(
+            model=html.escape(result["model"]),
+            rule=html.escape(RULE),
+            book=html.escape(result["book"]),
+            tokens=f"{result['tokens']:,}",
+            times=f"{result['tokens'] / result['model_window']:.1f}",
+            window=f"{result['model_window']:,}",
+        ),
         block=f"{result['block']:,}",
         figures=_figures(result),
         story=_story(result) if result["story"] else "",
@@ -299,6 +424,27 @@ def write_report(result: dict[str, Any], path: Path) -> None:
     heading = "A book read past the window, and what is left of it"
     title = "weir: a book read past the window, and what is left of it"
     path.write_text(html_page(title, body, footer, heading=heading, style=STYLE), "utf-8")
+
+
+def write_excerpt(result: dict[str, Any], folder: Path) -> list[Path]:
+    """Write the table of figures as Markdown and the picture of perplexities, for other pages."""
+    table, picture = folder / "table.md", folder / "perplexity.svg"
+    story = result["story"]
+    heads = ["policy", "perplexity", "its last block", "cache"] + ["still knows"] * bool(story)
+    rows = [
+        [
+            f"`{policy['policy']}`",
+            f"{policy['ppl']:,.1f}",
+            f"{policy['ppl_by_block'][-1]:,.1f}",
+            f"{policy['kv_bytes'] / 1e6:,.1f} MB",
+            *([f"{policy['knows']} of {len(story['names'])}"] if story else []),
+        ]
+        for policy in result["policies"]
+    ]
+    table.write_text(TextTable(heads, rows, markup=True).markdown() + "\n", "utf-8")
+    plot = _plot(result, result["policies"], "ppl_by_block", "perplexity", log=True)
+    picture.write_text(plot + "\n", "utf-8")
+    return [table, picture]
 
 
 def _look(choices: tuple[Any, ...], result: dict[str, Any], policy: dict[str, Any]) -> Any:
@@ -340,12 +486,13 @@ def _story(result: dict[str, Any]) -> str:
     some = ", ".join(f"{html.escape(name)} has {number}" for name, number in story["names"][:2])
     names = [f"{html.escape(name)}<br>{html.escape(number)}" for name, number in story["names"]]
     answers = [
-        [_name(result, policy), *_answers(policy["answers"], story)]
+        [_name(result, policy), *_answers(policy, story, 24 if result["chat"] else MOST_SHOWN)]
         for policy in result["policies"]
     ]
-    return STORY.substitute(
+    return (CHAT_STORY if result["chat"] else STORY).substitute(
         count=len(story["names"]),
         some=some,
+        before=story.get("before"),
         away=f"{story['away']:,}",
         seen=f"{seen:,}",
         place=f"{100 * story['told_at'] / seen:.2f}",
@@ -354,13 +501,14 @@ def _story(result: dict[str, Any]) -> str:
     )
 
 
-def _answers(answers: Sequence[str], story: dict[str, Any]) -> list[str]:
-    """Table cells with the answers of a policy; right answers have a tick."""
+def _answers(policy: dict[str, Any], story: dict[str, Any], most: int) -> list[str]:
+    """Table cells with a policy's answers, cut to `most` characters; right ones have a tick."""
+    cells = zip(policy["answers"], policy["right"], story["names"], strict=True)
     return [
-        f"<b>{html.escape(said)}&nbsp;✓</b>"
-        if said == number
-        else html.escape(said if len(said) <= MOST_SHOWN else said[:MOST_SHOWN] + "…")
-        for said, (_, number) in zip(answers, story["names"], strict=True)
+        f"<b>{html.escape(answer)}&nbsp;✓</b>"
+        if right
+        else html.escape(said if len(said) <= most else said[:most] + "…")
+        for said, right, (_, answer) in cells
     ]
 
 
@@ -421,7 +569,7 @@ def _plot(
             axes.yaxis.set_major_locator(MaxNLocator(5))
         axes.xaxis.set_major_locator(MaxNLocator(5))
         style_axes(axes, vertical=False)
-        window = result["model_window"]
+        window = result["model_window"] - result["told_first"]
         if window < result["tokens"]:
             axes.axvline(window, color=GRAY, lw=1, ls=":")
             top = axes.get_xaxis_transform()

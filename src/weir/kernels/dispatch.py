@@ -22,6 +22,8 @@ from weir.errors import WeirError, describe_missing
 
 LEAST_LANES = 16
 """Queries, and numbers of a value, that a kernel for segments of a prompt takes at least."""
+LEAST_WIDE = 32
+"""Numbers of a head from which on vectors of a processor fit into it."""
 QuantizedVectors = tuple[torch.Tensor, torch.Tensor, int]
 """Quantized vectors: numbers as they are stored, their peaks, and how many steps make a peak."""
 VARIABLE = "WEIR_KERNELS"
@@ -34,6 +36,7 @@ _KERNELS = {
     ("numba", "draw_uniform"): ("weir.kernels.cpu.counter_rng", "draw_uniform"),
     ("numba", "decode_exact"): ("weir.kernels.cpu.decode", "decode_exact"),
     ("numba", "decode_quantized"): ("weir.kernels.cpu.decode_quantized", "decode_quantized"),
+    ("numba", "decode_int4"): ("weir.kernels.cpu.decode_int4", "decode_int4"),
     ("numba", "distances"): ("weir.kernels.cpu.distances", "distances"),
     ("numba", "resample"): ("weir.kernels.cpu.resample", "resample"),
     ("numba", "causal"): ("weir.kernels.cpu.causal", "causal"),
@@ -78,10 +81,7 @@ def decode_exact(device: torch.device, dtype: torch.dtype) -> Callable[..., Any]
     """
     kernel = _kernel(_library(device), "decode_exact")
     known = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
-    if kernel is None or not known:
-        return None
-    # It runs on one thread, and PyTorch shares heads out among all there are.
-    return kernel if torch.get_num_threads() == 1 else None
+    return kernel if known else None
 
 
 def decode_quantized(device: torch.device) -> Callable[..., Any] | None:
@@ -89,6 +89,19 @@ def decode_quantized(device: torch.device) -> Callable[..., Any] | None:
     `weir.kernels.cpu.decode_quantized`); None where they are dequantized before they are read.
     """
     return _kernel(_library(device), "decode_quantized")
+
+
+def decode_int4(queries: torch.Tensor, width: int) -> Callable[..., Any] | None:
+    """The kernel for one query a head over slots of which the first have 4 bits, rotated (see
+    `weir.kernels.cpu.decode_int4`); None where they are dequantized before they are read.
+
+    Args:
+        queries: [..., key_dim].
+        width: numbers of a value.
+    """
+    if queries.device.type != "cpu" or min(queries.shape[-1], width) < LEAST_WIDE:
+        return None
+    return _kernel(_library(queries.device), "decode_int4")
 
 
 def farthest_first(device: torch.device) -> Callable[..., Any] | None:
@@ -190,8 +203,7 @@ def _for_segment(
     name: str, queries: torch.Tensor, values: torch.Tensor
 ) -> Callable[..., Any] | None:
     """A kernel for the queries of a segment of a prompt."""
-    # PyTorch shares the heads out among threads.
-    if torch.get_num_threads() > 1 or min(queries.shape[3], values.shape[3]) < LEAST_LANES:
+    if min(queries.shape[3], values.shape[3]) < LEAST_LANES:
         return None
     return _for_floats(name, queries) if values.dtype == queries.dtype else None
 

@@ -13,6 +13,7 @@ from weir.models.attention_sinks import (
 )
 from weir.models.embedding import embed
 from weir.models.fingerprints import fingerprint, weights_of
+from weir.models.gates import Gate, features, load_gates, save_gates
 from weir.models.hooks import Attachment, attach, compile_steps, detach
 from weir.models.images import PICTURES, Images, images_of
 from weir.models.linear_kernels import choose_products
@@ -28,6 +29,7 @@ from weir.models.loading import (
     sidecar_path,
     skeleton,
 )
+from weir.models.lookup_layers import find_lookup_layers, lookup_scores
 from weir.models.memory import free_memory, stored_bytes
 from weir.models.model_spec import (
     DROPPING,
@@ -53,6 +55,7 @@ __all__ = [
     "OFFSETS",
     "PICTURES",
     "Attachment",
+    "Gate",
     "Images",
     "ModelLayerSpec",
     "ModelSink",
@@ -68,6 +71,8 @@ __all__ = [
     "describe",
     "detach",
     "embed",
+    "features",
+    "find_lookup_layers",
     "fingerprint",
     "free_memory",
     "from_where",
@@ -77,11 +82,14 @@ __all__ = [
     "is_local",
     "load",
     "load_encoder",
+    "load_gates",
     "load_processor",
+    "lookup_scores",
     "offsets",
     "out_of_range",
     "output_weight",
     "quantize_weights",
+    "save_gates",
     "set_sink",
     "sidecar_path",
     "sink_at_work",

@@ -1,75 +1,88 @@
-"""A decode step as one compiled graph: `weir.compile_steps(model)`.
+"""Compiled decode steps: `weir.compile_steps(model)`.
 
 At batch 1 a third of a decode step is Python and small operations; `torch.compile` makes one
-program of all of it. Prompts, folds and steps without constant shapes run uncompiled, and so does
-everything where compilation fails. This module knows nothing about caches: in a compiled step a
-stand-in replaces the cache, and its `sizes` identify the graph.
+program of a layer, which all layers of its kind run. The decoder around them stays Python. Prompts,
+folds and steps without constant shapes run uncompiled, and so does everything where compilation
+fails, or has not ended yet. This module knows nothing about caches: in a compiled step a stand-in
+replaces the cache, and has one for each layer, whose `sizes` identify the program.
 """
 
 from __future__ import annotations
 
+import copy
 import gc
+import re
 import sys
+import threading
+import time
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from types import FunctionType, MethodType
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import FunctionType
+from typing import Any
 
 import torch
+from torch import nn
 from torch._dynamo import exc
+from torch._dynamo.eval_frame import set_eval_frame
+from torch._guards import TracingContext, tracing
 
 from weir.errors import WeirError
 from weir.models.method_patch import MethodPatch
 
 WAITING = (
-    "compiling the decode step of this model, which takes from seconds to minutes, and less where "
-    "PyTorch has kept it from before"
+    "compiling the decode step of this model, which takes from seconds to a minute, and less where "
+    "PyTorch has kept it from before; until then tokens come uncompiled"
 )
 """Notice written before compiling."""
-
-
-class CompiledStep(Protocol):
-    """The cache's stand-in in a compiled step."""
-
-    @property
-    def sizes(self) -> Hashable:
-        """Sizes that identify the compiled graph."""
+MOST_LAYERS = 256
+"""Most kinds and sizes of layers that are compiled for a model; steps of others run uncompiled."""
+SWITCHING = 1e-4
+"""Seconds after which threads take turns while a program is compiled in one of them: a step enters
+and leaves PyTorch hundreds of times, and waits so long each time."""
 
 
 class Compiling:
-    """Compilation of one model's steps, from its first cache to its last.
+    """Compilation of one model's layers, from its first cache to its last.
 
-    `torch.compile` keeps and counts graphs by the code object of a function. All models of a class
-    share the code of their forward, so the sizes of one would use up the limit of the others.
-    Therefore the compiler gets a wrapper function with a code object of this model's own.
+    `torch.compile` keeps and counts programs by the code object of a function. All models of a
+    class share the code of their forward, so the sizes of one would use up the limit of the others.
+    Therefore the compiler gets a function with a code object of its own for each size.
 
     Attributes:
         strict: raise where a step cannot be compiled, and write no notices.
+        wait: compile in the step that needs it, and not in a thread meanwhile.
         failed: why steps run uncompiled; None while they can be compiled.
-        known: sizes that have a graph; graphs outlive the caches they were made with.
         refused: sizes whose steps run uncompiled.
+        known: sizes that have been compiled; programs outlive the caches they were made with.
+        under_way: compilations in threads, by sizes.
 
     Args:
         options: for `torch.compile`.
-        strict: see the attribute.
+        strict: see the attribute; such steps wait.
 
     Raises:
         WeirError: `torch.compile` does not take these options.
     """
 
+    wait = False
+
     def __init__(self, options: Mapping[str, Any], strict: bool = False) -> None:
-        self._options = dict(options)
         self.strict = strict
+        if strict:
+            self.wait = True
         self.failed: str | None = None
-        self.known: set[Hashable] = set()
         self.refused: set[Hashable] = set()
-        # A graph stays valid as long as the objects it called exist, so the same patches go back
-        # onto the model's rotary embeddings whenever it has a cache.
-        self.rotaries: list[MethodPatch] = []
-        self._code = _around(lambda: None).__code__.replace()
-        try:
-            self.of(lambda: None)
+        self.known: set[Hashable] = set()
+        self.under_way: dict[Hashable, _Job] = {}
+        self._layers: dict[Hashable, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        self._traced: list[_Program] = []
+        own = (options.get("options") or {}).get("guard_filter_fn")
+        self._asked = partial(_asked, own or getattr(torch.compiler, _UNASKED, None))
+        try:  # what is given is taken apart
+            torch.compile(lambda: None, fullgraph=True, dynamic=False, **copy.deepcopy(dict(options)))
+            self._backend = _backend(options)
         except (TypeError, RuntimeError, exc.TorchDynamoException) as error:
             reason = str(error).strip().splitlines()[0]
             raise WeirError(f"torch.compile does not take these options: {reason}") from None
@@ -85,76 +98,225 @@ class Compiling:
             raise WeirError(self.failed)
         _say(f"{self.failed}; they go the usual way")
 
-    def of(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile a forward; the result takes its arguments by name."""
-        closure = _around(forward).__closure__
-        step = FunctionType(self._code, globals(), "step", None, closure)
-        return torch.compile(step, fullgraph=True, dynamic=False, **self._given())
+    def run_layer(self, sizes: Hashable, own: Callable[..., Any], *given: Any) -> Any:
+        """Run a layer's program; where there is none yet, trace one, which is not compiled yet.
 
-    def _given(self) -> dict[str, Any]:
-        """Return the options for one compilation; `torch.compile` modifies what it is given.
-
-        Before each step PyTorch checks guards: that everything it read while compiling is
-        unchanged. Half of that time goes to functions and classes of libraries. Those guards are
-        skipped, since a program that replaces such a function has to call `compile_steps` again;
-        guards on the model and its weights stay. With a `mode` nothing is skipped, because PyTorch
-        takes no other options beside it. Size assertions are dropped (`_lean`), since the guards
-        have checked the sizes of all inputs.
+        Args:
+            sizes: of the layer.
+            own: the layer's forward, or what another library has put in its place.
+            given: its positional arguments, and a dictionary of the others.
         """
-        given = dict(self._options)
-        skips = getattr(torch.compiler, "skip_guard_on_globals_unsafe", None)
-        options = given.get("options") or {}
-        if given.get("mode") is not None or not isinstance(options, Mapping):
-            return given
-        if given.get("backend", "inductor") == "inductor":
-            options = {**_lean(), **options}
-        if skips is not None:
-            options = {"guard_filter_fn": skips, **options}
-        if options:
-            given["options"] = options
-        return given
+        if sizes not in self._layers:
+            plain = FunctionType(_run_layer.__code__.replace(), globals(), "layer")
+            options = {"guard_filter_fn": self._asked}
+            traced = torch.compile(
+                plain, fullgraph=True, dynamic=False, backend=self._trace, options=options
+            )
+            self._layers[sizes] = plain, traced
+        plain, traced = self._layers[sizes]
+        bound = (own.__self__,) if hasattr(own, "__func__") else ()
+        call = (getattr(own, "__func__", own), bound, *given)
+        # What `traced` does in Python before each call takes as long as a small layer.
+        prior = set_eval_frame(False)  # type: ignore[arg-type]  # programs only, no compiler
+        try:
+            output = plain(*call)
+        finally:
+            set_eval_frame(prior)
+        return traced(*call) if output is None else output
+
+    def _trace(self, graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Take a traced layer from PyTorch; `compile_traced` compiles it."""
+        self._traced.append(_Program(graph, inputs))
+        return self._traced[-1]
+
+    def compile_traced(self, sizes: Hashable) -> None:
+        """Compile what was traced in a step of these sizes, in a thread or at once.
+
+        Raises:
+            Exception: whatever the compiler raises, if it does not run in a thread.
+        """
+        programs, self._traced = self._traced, []
+        if not programs:
+            self.known.add(sizes)
+            return
+        job = _Job(programs, self._backend)
+        if self.wait:
+            job.run()
+            self.known.add(sizes)
+        else:
+            self.under_way[sizes] = job
+            threading.Thread(target=job.try_to_run, name="weir compiles", daemon=True).start()
+
+    def is_under_way(self, sizes: Hashable) -> bool:
+        """Return whether a thread compiles for these sizes; take over what it has compiled.
+
+        Raises:
+            Exception: what the compiler raised.
+        """
+        job = self.under_way.get(sizes)
+        if job is None:
+            return False
+        if job.seconds is None:
+            return True
+        del self.under_way[sizes]
+        if job.error is not None:
+            raise job.error
+        self.known.add(sizes)
+        if not sys.stderr.isatty():  # where it would appear within an answer
+            _say(f"the decode step is compiled, after {job.seconds:.0f} s")
+        return False
+
+    def refuse(self, sizes: Hashable, error: Exception) -> None:
+        """Run steps of these sizes uncompiled from now on, or all steps, and say why.
+
+        Raises:
+            WeirError: `strict` is set.
+        """
+        self._traced = []
+        failure = f"the steps of this model cannot be compiled here: {_reason(error)}"
+        if self.strict:
+            raise WeirError(failure) from error
+        self.refused.add(sizes)
+        if self.known:
+            _say(f"{failure}; those of this size of batch and cache go the usual way")
+        else:  # other sizes would fail too, each after a long wait
+            self.failed = failure
+            _say(f"{failure}; they go the usual way")
+
+    def has_room(self, sizes: Sequence[Hashable]) -> bool:
+        """Return whether layers of these sizes may be compiled beside those that are."""
+        return len(self._layers.keys() | set(sizes)) <= MOST_LAYERS
 
 
-def _lean() -> dict[str, Any]:
-    """Return inductor's options, as far as this PyTorch has them.
+_UNASKED = "skip_guard_on_globals_unsafe"
 
-    Programs do not repeat size checks that guards have made, and a product and a sum become one
-    instruction, rounded once.
+
+def _asked(own: Callable[..., Any] | None, guards: Sequence[Any]) -> list[bool]:
+    """Return which guards PyTorch evaluates before it runs a layer's program.
+
+    Guards say that everything PyTorch read while it traced is unchanged. Those on functions and
+    classes of libraries take half of the time and are skipped, since a program that replaces such a
+    function has to call `compile_steps` again; guards on the model and its weights stay. What tells
+    one layer from the next is skipped too: its number, which goes to the cache only, and the
+    patches on its linear layers, each of which reads a weight of its own.
     """
-    wanted = {"size_asserts": False, "cpp.enable_floating_point_contract_flag": "fast"}
+    kept = [True] * len(guards) if own is None else own(guards)
+    return [
+        keep and "layer_idx" not in guard.name and not isinstance(guard.value, MethodPatch)
+        for keep, guard in zip(kept, guards, strict=True)
+    ]
+
+
+def _backend(options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the compiler that `torch.compile` would call, for a graph and examples of its inputs.
+
+    For inductor, as far as this PyTorch has them: programs do not repeat size checks that guards
+    have made, and a product and a sum become one instruction, rounded once.
+    """
+    given = dict(options.get("options") or {})
+    given.pop("guard_filter_fn", None)
+    backend, mode = options.get("backend", "inductor"), options.get("mode")
+    if backend != "inductor":
+        return torch._TorchCompileWrapper(backend, mode, given, False)
+    lean = {"size_asserts": False, "cpp.enable_floating_point_contract_flag": "fast"}
     known = torch._inductor.list_options()
-    return {name: value for name, value in wanted.items() if name in known}
+    lean = {name: value for name, value in lean.items() if name in known}
+    return torch._TorchCompileInductorWrapper(mode, {**lean, **given}, False)
 
 
-def _around(forward: Callable[..., Any]) -> FunctionType:
-    """Wrap a forward as a call of the class's function with the module.
+def _run_layer(
+    function: Callable[..., Any],
+    bound: tuple[Any, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call a layer's function where PyTorch traces; None where it found no program to run."""
+    if not torch.compiler.is_dynamo_compiling():
+        return None
+    return function(*bound, *args, **kwargs)
 
-    The bound method itself dies with the cache that asked for it, and PyTorch before 2.10 then
-    discards the program.
+
+class _Program:
+    """A traced layer: a graph of PyTorch's operations, and a program once it is compiled."""
+
+    def __init__(self, graph: Any, inputs: Sequence[Any]) -> None:
+        self._traced: tuple[Any, Sequence[Any]] | None = (graph, inputs)
+        self._context = TracingContext.try_get()
+        self._run: Callable[..., Any] = graph.forward
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self._run(*inputs)
+
+    def compile(self, backend: Callable[..., Any]) -> None:
+        assert self._traced is not None
+        with tracing(self._context):
+            self._run = backend(*self._traced)
+        self._traced = self._context = None
+
+
+class _Job:
+    """Compilation of some layers.
+
+    Attributes:
+        seconds: how long it took; None while it has not ended.
+        error: what the compiler raised.
     """
-    bound: tuple[Any, ...] = ()
-    function = forward
-    if isinstance(forward, MethodType):
-        function, bound = forward.__func__, (forward.__self__,)
 
-    def step(**given: Any) -> Any:
-        return function(*bound, **given)
+    def __init__(self, programs: Sequence[_Program], backend: Callable[..., Any]) -> None:
+        self._programs, self._backend = programs, backend
+        self._inference = torch.is_inference_mode_enabled()
+        self.seconds: float | None = None
+        self.error: Exception | None = None
 
-    return cast(FunctionType, step)
+    def run(self) -> None:
+        """Compile."""
+        with torch.inference_mode(self._inference), torch.no_grad(), _without_garbage_collection():
+            for program in self._programs:
+                program.compile(self._backend)
+
+    def try_to_run(self) -> None:
+        """Compile in a thread, beside other threads' steps."""
+        start, before = time.perf_counter(), sys.getswitchinterval()
+        sys.setswitchinterval(min(before, SWITCHING))
+        try:
+            self.run()
+        except Exception as error:
+            self.error = error
+        finally:
+            sys.setswitchinterval(before)
+            self.seconds = time.perf_counter() - start
 
 
 class Compiled:
-    """Compiled forward of a decoder, for steps with caches of weir."""
+    """Decoder whose layers are compiled, for steps with caches of weir.
 
-    def __init__(self, own: Callable[..., Any], compiling: Compiling) -> None:
-        self._graph = compiling.of(own)
+    Args:
+        forward: the decoder's own.
+        layers: its layers, which are patched until `remove`.
+        compiling: how.
+    """
+
+    def __init__(
+        self, forward: Callable[..., Any], layers: Sequence[nn.Module], compiling: Compiling
+    ) -> None:
+        self._forward = forward
         self._compiling = compiling
+        self._step: Any = None
+        self._patches = [
+            MethodPatch(layer, "forward", partial(self._run_layer, index))
+            for index, layer in enumerate(layers)
+        ]
 
-    def __call__(self, step: CompiledStep, given: dict[str, Any]) -> Any:
+    def remove(self) -> None:
+        """Restore the layers."""
+        for patch in self._patches:
+            patch.remove()
+
+    def __call__(self, step: Any, given: dict[str, Any]) -> Any:
         """Return the decoder's output for one token; None where the step must run uncompiled.
 
         Args:
-            step: the cache's stand-in.
+            step: the cache's stand-in, `cache.forward.Step`.
             given: the decoder's arguments by name.
 
         Raises:
@@ -164,12 +326,17 @@ class Compiled:
         sizes = step.sizes  # read once: computing it walks through all layers
         if how.failed is not None or sizes in how.refused:
             return None
-        made = sizes in how.known
-        if not made and not how.strict:
-            _say(WAITING)
         try:
-            with nullcontext() if made else _without_garbage_collection():
-                output = self._graph(**{**given, "past_key_values": step})
+            if how.is_under_way(sizes) or (how.under_way and sizes not in how.known):
+                return None
+            if sizes not in how.known:
+                if not how.has_room(sizes):
+                    raise exc.FailOnRecompileLimitHit
+                if not how.strict:
+                    _say(WAITING)
+            self._step = step
+            output = self._forward(**{**given, "past_key_values": step})
+            how.compile_traced(sizes)
         except exc.FailOnRecompileLimitHit:
             how.refused.add(sizes)
             warnings.warn(
@@ -178,20 +345,34 @@ class Compiled:
                 stacklevel=2,
             )
             return None
-        except exc.TorchDynamoException as error:
-            failure = f"the steps of this model cannot be compiled here: {_reason(error)}"
-            if how.strict:
-                raise WeirError(failure) from error
-            how.refused.add(sizes)
-            if how.known:
-                _say(f"{failure}; those of this size of batch and cache go the usual way")
-            else:  # other sizes would fail too, each after a long wait
-                how.failed = failure
-                _say(f"{failure}; they go the usual way")
+        except WeirError:
+            raise
+        except Exception as error:
+            how.refuse(sizes, error)
             return None
-        if not made:
-            how.known.add(sizes)
+        finally:
+            self._step = None
         return output
+
+    def _run_layer(self, index: int, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        step = self._step
+        if step is None:
+            return own(*args, **kwargs)
+        layer = step.layers[index]
+        args = tuple(layer if each is step else each for each in args)
+        kwargs = {name: layer if each is step else each for name, each in kwargs.items()}
+        return self._compiling.run_layer(layer.sizes, own, args, kwargs)
+
+
+def layers_of(decoder: nn.Module, attentions: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the decoder's layers, each with one of its attention modules."""
+    names = {module: name for name, module in decoder.named_modules()}
+    found = []
+    for attention in attentions:
+        numbered = re.match(r"(.*?\.\d+)\.", names[attention])
+        assert numbered, f"{names[attention]} is not in a list of layers"
+        found.append(decoder.get_submodule(numbered[1]))
+    return found
 
 
 @contextmanager
@@ -218,5 +399,5 @@ def _say(sentence: str) -> None:
 
 def _reason(error: Exception) -> str:
     """Return the reason in one line; a backend's error has its name in the line before."""
-    first, *others = str(error).strip().splitlines()
+    first, *others = str(error).strip().splitlines() or [type(error).__name__]
     return others[0] if others and first.endswith("raised:") else first

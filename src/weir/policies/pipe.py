@@ -17,7 +17,13 @@ from typing import Any, ClassVar, Self, cast
 from torch import Tensor
 
 from weir.errors import WeirError, format_value
-from weir.policies.checks import check_fold, check_formats, check_place, check_state
+from weir.policies.checks import (
+    check_fold,
+    check_formats,
+    check_mass,
+    check_place,
+    check_state,
+)
 from weir.policies.registry import NAMED, PolicyCall
 from weir.pools import Fold, Pool
 from weir.slab import FORMATS, Format, Slots
@@ -134,6 +140,7 @@ class Pipe(Policy):
             check_place(pool, self.pools[:place])
         object.__setattr__(self, "formats", self.formats or ("",) * len(self.pools))
         check_formats(self.pools, self.formats, self.run)
+        check_mass(self.pools)
         if not self.text:
             object.__setattr__(self, "text", self.stands_for)
 
@@ -200,6 +207,11 @@ class Pipe(Policy):
         return any(pool.needs_mass for pool in self.pools)
 
     @cached_property
+    def needs_second_reading(self) -> bool:
+        """Whether a pool has each chunk read twice (`Pool.needs_second_reading`)."""
+        return any(pool.needs_second_reading for pool in self.pools)
+
+    @cached_property
     def needs_queries(self) -> int:
         """The number of last queries that the pools read."""
         return max(pool.needs_queries for pool in self.pools)
@@ -208,6 +220,11 @@ class Pipe(Policy):
     def needs_shares(self) -> bool:
         """Whether a pool reads the attention of each of these queries, not only sums."""
         return any(pool.needs_shares for pool in self.pools)
+
+    @cached_property
+    def needs_gates(self) -> bool:
+        """Whether a pool reads the layer's gate."""
+        return any(pool.needs_gates for pool in self.pools)
 
     @cached_property
     def needs_marks(self) -> bool:
@@ -293,6 +310,11 @@ class PolicyWrapper(Policy):
     @abstractmethod
     def options(self) -> str:
         """Its own arguments, as they are written: `n=64, header=16`."""
+
+    def around(self, policy: Policy) -> Self:
+        """The same wrapper around another policy."""
+        same: Self = replace(self, policy=policy, text="")  # type: ignore[type-var]
+        return same
 
     def _write(self) -> None:
         """Set the text, if there is none."""

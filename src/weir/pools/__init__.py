@@ -5,16 +5,18 @@ from weir.pools.base import MOST_WEIGHT, Fold, Marks, Pool, split
 from weir.pools.beginning import Beginning
 from weir.pools.counter_rng import CounterRNG
 from weir.pools.defend import Defend
+from weir.pools.gated import Gated
 from weir.pools.header import Header
 from weir.pools.heavy import Heavy
 from weir.pools.hive import Hive, best_window
 from weir.pools.kcenter import KCenter, farthest_first
 from weir.pools.match import Match
-from weir.pools.observed_attention import ObservedAttention, Output
+from weir.pools.observed_attention import Gating, ObservedAttention, Output
 from weir.pools.outliers import Outliers
 from weir.pools.parameters import Make, argument_hints, check_arguments, convert_argument, fits
 from weir.pools.ranked import Ranked, Tallied, pool_neighbors, select_highest
 from weir.pools.recent import Recent
+from weir.pools.reconstruct import Reconstruct
 from weir.pools.registry import CONSTANTS, POOLS, WAITING, WORD, check_free, check_name, pool
 from weir.pools.reservoir import Reservoir
 from weir.pools.residue import Residue
@@ -59,6 +61,8 @@ __all__ = [
     "Defend",
     "Expected",
     "Fold",
+    "Gated",
+    "Gating",
     "Header",
     "Heavy",
     "Hive",
@@ -78,6 +82,7 @@ __all__ = [
     "QFilters",
     "Ranked",
     "Recent",
+    "Reconstruct",
     "Reservoir",
     "Residue",
     "Scissorhands",

@@ -128,6 +128,13 @@ class Pool(ABC):
         return False
 
     @property
+    def needs_second_reading(self) -> bool:
+        """Whether each chunk is read twice, for it: `Slots.mass` is then the largest share of its
+        attention that a query of the second reading has given the token, in place of the sum.
+        """
+        return False
+
+    @property
     def needs_queries(self) -> int:
         """How many of the last queries it reads when it folds (`Fold.queries`)."""
         return 0
@@ -139,6 +146,11 @@ class Pool(ABC):
         Sums over queries (`ObservedAttention.received`) take less memory.
         """
         return self.needs_queries > 0
+
+    @property
+    def needs_gates(self) -> bool:
+        """Whether it reads the layer's gate (`ObservedAttention.gate`)."""
+        return False
 
     @property
     def needs_marks(self) -> bool:
@@ -289,6 +301,11 @@ class PoolWrapper(Pool):
         return self.pool.needs_mass
 
     @property
+    def needs_second_reading(self) -> bool:
+        """As the pool inside."""
+        return self.pool.needs_second_reading
+
+    @property
     def needs_queries(self) -> int:
         """As the pool inside."""
         return self.pool.needs_queries
@@ -297,6 +314,11 @@ class PoolWrapper(Pool):
     def needs_shares(self) -> bool:
         """As the pool inside."""
         return self.pool.needs_shares
+
+    @property
+    def needs_gates(self) -> bool:
+        """As the pool inside."""
+        return self.pool.needs_gates
 
     @property
     def needs_marks(self) -> bool:

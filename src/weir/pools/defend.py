@@ -52,6 +52,8 @@ class Defend(Asking, Tallied):
         wide: how many of the kept tokens are those with the widest values, from their smallest
             number to their largest, whatever their score; half of them at most.
         value: whether scores are multiplied by the lengths of values.
+        average: whether a token gets the average of its neighbors' peaks, as in the authors' code;
+            otherwise their largest.
     """
 
     n: int
@@ -60,6 +62,7 @@ class Defend(Asking, Tallied):
     kernel: int = 5
     wide: int = 4
     value: bool = True
+    average: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -100,7 +103,8 @@ class Defend(Asking, Tallied):
         peak = fold.state[TALLY]
         there = slots.held.sum(dim=2, keepdim=True).clamp_min(1)
         floor = peak.double().sum(dim=2, keepdim=True) / there
-        score = pool_neighbors(peak, slots.position, self.kernel, average=False).maximum(floor)
+        score = pool_neighbors(peak, slots.position, self.kernel, average=self.average)
+        score = score.maximum(floor)
         if self.value:
             score = score * fold.read.lengths(slots.values).mean(dim=2)
         wide = min(self.wide, self.n // 2)

@@ -44,6 +44,19 @@ class Output(Protocol):
         None if the projection is not known.
         """
 
+    def parts(self, value_dim: int, device: torch.device) -> Tensor | None:
+        """Return W_o of each query head [kv_heads, group, hidden, value_dim]; None likewise."""
+
+
+class Gating(Protocol):
+    """A trained guess at how much tokens will be needed, as `weir.models` finds it."""
+
+    def __call__(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Return the logarithm of a score [batch, kv_heads, n], float32.
+
+        Keys are without rotation; all heads have the same tokens.
+        """
+
 
 @dataclass(frozen=True)
 class ObservedAttention:
@@ -62,6 +75,7 @@ class ObservedAttention:
         arrived: how many of the last of these slots are the newest tokens, in order.
         watched: what the forward has kept of the attention of these queries, and perhaps earlier
             ones; without it, the attention is computed again.
+        gate: the layer's gate; None if none was trained.
     """
 
     slots: Callable[[], Slots]
@@ -73,6 +87,7 @@ class ObservedAttention:
     projection: Output | None = None
     arrived: int = 0
     watched: AttentionResult | None = None
+    gate: Gating | None = None
 
     @cached_property
     def whole(self) -> Slots:
@@ -128,7 +143,7 @@ class ObservedAttention:
         return self.rotate_keys(keys, self._begins(position))
 
     @cached_property
-    def asked(self) -> Tensor:
+    def read_queries(self) -> Tensor:
         """The queries as they are read [batch, kv_heads, group, n, key_dim].
 
         The token of a query mostly stands in the run or in the tail, where nothing moves. An older
@@ -137,7 +152,7 @@ class ObservedAttention:
         Raises:
             WeirError: no pool of the pipe asked for queries (`Pool.needs_queries`).
         """
-        queries, position = self._given, self.query_positions
+        queries, position = self._last_queries, self.query_positions
         shift = self._query_shift(position)
         return queries if shift is None else self._rotate_queries(queries, shift)
 
@@ -148,8 +163,8 @@ class ObservedAttention:
         Raises:
             WeirError: no pool of the pipe asked for queries (`Pool.needs_queries`).
         """
-        position = self.query_positions[:, None].expand(-1, self._given.shape[1], -1)
-        return self._rotate_queries(self._given, -self._begins(position))
+        position = self.query_positions[:, None].expand(-1, self._last_queries.shape[1], -1)
+        return self._rotate_queries(self._last_queries, -self._begins(position))
 
     def power(self, window: int) -> Tensor:
         """Compute the mean square of the last queries by dimension [batch, kv_heads, key_dim].
@@ -173,7 +188,7 @@ class ObservedAttention:
     @cached_property
     def query_positions(self) -> Tensor:
         """The places of the queries in the stream [batch, n], int64."""
-        back = torch.arange(self._given.shape[3], 0, -1, device=self.next.device)
+        back = torch.arange(self._last_queries.shape[3], 0, -1, device=self.next.device)
         return self.next[:, None] - back
 
     # --- attention
@@ -234,7 +249,7 @@ class ObservedAttention:
         """
         alibi = self.positions.alibi
         tilt = None if alibi is None else self._alibi_bias(alibi, self.places(slots))
-        found = compute_logits(self.asked, self.keys(slots), self.form, tilt)
+        found = compute_logits(self.read_queries, self.keys(slots), self.form, tilt)
         found = found.masked_fill_(self._find_hidden(slots.position), -torch.inf)
         return attention_shares(found, slots.b, self.lse)
 
@@ -248,11 +263,11 @@ class ObservedAttention:
             WeirError: no pool of the pipe asked for queries (`Pool.needs_queries`).
         """
         if self.watched is not None:
-            return self.watched.answers[:, :, :, -self._given.shape[3] :]
+            return self.watched.answers[:, :, :, -self._last_queries.shape[3] :]
         whole = self.whole
         form, bias = self.form, self._bias()
         return two_weight_attention(
-            self.asked, whole.keys, whole.values, whole.a, whole.b, form, bias
+            self.read_queries, whole.keys, whole.values, whole.a, whole.b, form, bias
         )
 
     # --- the output
@@ -275,6 +290,27 @@ class ObservedAttention:
             return values.float().norm(dim=3)[:, :, None].expand(-1, -1, group, -1)
         return torch.einsum("bhnd,hged->bhgne", values.float(), factor).norm(dim=4)
 
+    def projected_sizes(self, values: Tensor) -> Tensor:
+        """Compute the sums of sizes of values behind the output projection, ‖W_o v‖₁.
+
+        Where a model's projection is not known it is ‖v‖₁. Takes longer than `lengths`.
+
+        Args:
+            values: [batch, kv_heads, n, value_dim].
+
+        Returns:
+            The mean over the query heads of the group [batch, kv_heads, n], float32.
+        """
+        values = values.float()
+        parts = None
+        if self.projection is not None:
+            parts = self.projection.parts(values.shape[3], values.device)
+        if parts is None:
+            return values.abs().sum(dim=3)
+        # One query head at a time: the projected values of all would be as large as a prompt's.
+        sizes = [(values @ part.float().mT).abs().sum(dim=3) for part in parts.unbind(1)]
+        return torch.stack(sizes).mean(dim=0)
+
     @cached_property
     def output(self) -> Tensor | None:
         """R with |R x| = |W_o x| for each query head; None where the projection is not known.
@@ -289,7 +325,7 @@ class ObservedAttention:
     # --- inside
 
     @property
-    def _given(self) -> Tensor:
+    def _last_queries(self) -> Tensor:
         if self.queries is None:
             raise WeirError(
                 "no queries were kept for this fold: a pool that looks at the last queries says "
@@ -305,7 +341,7 @@ class ObservedAttention:
         whole = self.whole
         alibi = self.positions.alibi
         tilt = None if alibi is None else self._alibi_bias(alibi, self._everywhere)
-        found = compute_logits(self.asked, whole.keys, self.form, tilt)
+        found = compute_logits(self.read_queries, whole.keys, self.form, tilt)
         n = found.shape[3]
         if self.positions.window is None and n <= self.arrived:
             # Each query sees everything in front of the last n tokens, the queries' own. Empty
@@ -318,7 +354,7 @@ class ObservedAttention:
     def _shares(self) -> Tensor:
         """The share of each query's attention that every slot received."""
         if self.watched is not None and self.watched.shares is not None:
-            return self.watched.shares[:, :, :, -self._given.shape[3] :]
+            return self.watched.shares[:, :, :, -self._last_queries.shape[3] :]
         return attention_softmax(self._logits, self.whole.b, self.form)
 
     def _side_by_side(self, position: Tensor) -> tuple[int, int]:

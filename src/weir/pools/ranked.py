@@ -95,9 +95,13 @@ class Tallied(Ranked):
 
         Args:
             slots: all tokens, those held and those that arrive, the oldest first.
-            before: the numbers so far, of the same shape; 0 for arrivals.
+            before: the numbers so far, of the same shape; `first_tally` for arrivals.
             fold: everything a pool may know; `fold.state` is the pool's own.
         """
+
+    def first_tally(self, new: Slots, fold: Fold) -> Tensor:
+        """Return the numbers of arrivals before `tally` [batch, kv_heads, slots]: zeros."""
+        return new.a.new_zeros(new.a.shape)
 
     def score(self, slots: Slots, fold: Fold) -> Tensor | tuple[Tensor, ...]:
         """Return the numbers themselves."""
@@ -116,7 +120,7 @@ class Tallied(Ranked):
         """Fold as `Ranked.fold_by`; each number goes with its token."""
         both = held.join(new)
         before = fold.state[TALLY][:, :, : len(held)]
-        before = torch.cat([before, new.a.new_zeros(new.a.shape)], dim=2)
+        before = torch.cat([before, self.first_tally(new, fold)], dim=2)
         if not fold.unbroken:
             order = both.position.argsort(dim=2, stable=True)
             both, before = both.take_sorted(order), before.gather(2, order)

@@ -79,16 +79,16 @@ class Tail(Sample):
     def state(self, like: Slots) -> dict[str, Tensor]:
         """Make the state of a sample and, float64: `said`, the logarithm of each slot's weight
         [batch, kv_heads, n]; `threshold`, the logarithm of τ, and `sum`, the sum of all
-        contributions [batch, kv_heads]. With watched queries also `watched`, their number, `error`,
-        the sum of their relative standard errors, and `until`, the tokens seen at the last fold
-        [batch, kv_heads].
+        contributions [batch, kv_heads]. With watched queries also `watched`, their number,
+        `variance`, the sum of their relative variances, and `until`, the tokens seen at the last
+        fold [batch, kv_heads].
         """
         state = super().state(like)
         none = torch.zeros_like(state["came"], dtype=torch.float64)
         state["said"] = none[..., None].repeat(1, 1, self.n)
         state["threshold"], state["sum"] = none - torch.inf, none
         if self.watch:
-            state["watched"], state["error"] = torch.zeros_like(state["came"]), none.clone()
+            state["watched"], state["variance"] = torch.zeros_like(state["came"]), none.clone()
             state["until"] = torch.zeros_like(state["came"])
         return state
 
@@ -98,7 +98,7 @@ class Tail(Sample):
             return "what a token has said is not a log-weight"
         if not is_within(state["threshold"], -torch.inf, MOST_WEIGHT):
             return "the threshold is not a log-weight"
-        for name in ("sum", "error", "watched", "until"):
+        for name in ("sum", "variance", "watched", "until"):
             if name in state and not bool(((state[name] >= 0) & (state[name] < torch.inf)).all()):
                 return f"{name} is not a sum of what is not negative"
         return super().wrong_state(state, held, ahead)
@@ -131,12 +131,14 @@ class Tail(Sample):
     def report(self, state: dict[str, Tensor], row: int) -> dict[str, Any]:
         """Return `error`, the relative standard error of the layer's outputs due to the sample.
 
-        It is the mean over the watched queries and heads of the row so far; None before the first.
+        It is the root mean square over the watched queries and heads of the row so far; None before
+        the first.
         """
         if not self.watch:
             return {}
         watched = int(state["watched"][row].sum())
-        return {"error": float(state["error"][row].sum()) / watched if watched else None}
+        mean = float(state["variance"][row].sum()) / watched if watched else None
+        return {"error": None if mean is None else mean**0.5}
 
     def _said(self, new: Slots, fold: Fold) -> Tensor:
         """Compute the logarithm of each arrival's weight [batch, kv_heads, slots], float64."""
@@ -157,12 +159,14 @@ class Tail(Sample):
         return said.clamp_min(torch.finfo(torch.float32).tiny).log()
 
     def _watch(self, held: Slots, came: Slots, fold: Fold) -> None:
-        """Add up the standard errors of the last queries' outputs over the sample as it was read.
+        """Add up the variances of the last queries' outputs over the sample as it was read.
 
-        Each token was in the sample with a probability π, the inverse of its weight. So the output
-        z, a ratio of two sums, has the variance Σ (1 - π) p² |v - z|², with p the share of
-        attention that the token and those it stands for received (Särndal, Swensson and Wretman
-        1992, sections 5.6 and 5.7, with draws taken as independent, as they nearly are).
+        Each token was in the sample with a probability π, the inverse of its weight. Without it the
+        output z, a ratio of two sums, would move by p / (1 - p) (z - v), with p the share of
+        attention that the token and those it stands for received. So its variance is
+        Σ (1 - π) (p / (1 - p))² |v - z|², the jackknife's (Särndal, Swensson and Wretman 1992,
+        sections 5.6 and 11.5, with draws taken as independent, as they nearly are). With p in place
+        of p / (1 - p), it would be too small where few tokens have most of the attention.
         """
         read = fold.read
         assert read is not None
@@ -174,12 +178,14 @@ class Tail(Sample):
         # Distances from differences, so that a sample of equal values has no error.
         exact = "donot_use_mm_for_euclid_dist"
         off = torch.cdist(answer.flatten(2, 3), value, compute_mode=exact).square().view_as(share)
-        variance = ((1 - chance)[:, :, None, None] * share.square() * off).sum(dim=-1)
-        length = answer.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
-        error = variance.sqrt() / length
+        # A token with all of the attention had no other to be compared with.
+        ratio = share / (1 - share).clamp_min(torch.finfo(torch.float32).eps)
+        variance = ((1 - chance)[:, :, None, None] * ratio.square() * off).sum(dim=-1)
+        length = answer.square().sum(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+        error = variance / length
         # Queries from before the last fold were counted then, over the sample that they read.
         back = torch.arange(error.shape[3], 0, -1, device=error.device)
         new = back <= (fold.seen[:, None] - fold.state["until"])[..., None]
         new = new[:, :, None].expand_as(error)
-        fold.state["error"] = fold.state["error"] + (error * new).sum(dim=(2, 3))
+        fold.state["variance"] = fold.state["variance"] + (error * new).sum(dim=(2, 3))
         fold.state["watched"] = fold.state["watched"] + new.sum(dim=(2, 3))

@@ -215,7 +215,7 @@ class EngineClient:
         self.stop_ids = frozenset(StopTokens.of(engine.model.generation_config).stops)
         self.failure: Exception | None = None
         sink = sink_of(transformers_model(engine.model).config)
-        self.renderer = PromptRenderer(tokenizer, self.stop_ids, sink)
+        self.renderer = PromptRenderer(tokenizer, self.stop_ids, sink, limits.prompt)
         # Turns saved with one model and policy are of no use to another.
         kind = [name, str(engine.cache.policy), engine.cache.chunk, engine.cache.positions]
         root = hashlib.sha256(json.dumps(kind).encode()).hexdigest()
@@ -270,6 +270,26 @@ class EngineClient:
         return generations
 
     # --- answers
+
+    def match(self, request: GenerationRequest) -> Prompt:
+        """Find the prompt of a request, and see that its turns can be kept; called in a thread.
+
+        Raises:
+            StorageFull: there is no room for them.
+            WeirError: as `GenerationRequest.match`.
+        """
+        prompt = request.match()
+        if prompt.session is None:
+            return prompt
+        with self._lock:
+            saving = (g.running for g in self._generations if g.prompt.session is not None)
+            turns = len(request.sampling) + sum(map(len, saving))
+        try:
+            self.store.check_room(turns)
+        except BaseException:
+            self.release(prompt)
+            raise
+        return prompt
 
     def generate(
         self, request: GenerationRequest, prompt: Prompt, loop: asyncio.AbstractEventLoop
@@ -425,7 +445,7 @@ class EngineClient:
         """
         with self._lock:
             if self._requests[owner] >= self.limits.requests:
-                raise Busy("too many requests of this key are under way")
+                raise Busy("too many requests of this key or address are under way")
             if self._requests.total() >= self.limits.open:
                 raise Busy("too many requests are under way")
             self._requests[owner] += 1

@@ -6,6 +6,11 @@ from dataclasses import dataclass, fields
 
 from weir.errors import WeirError
 
+MEMORY_OF_BYTE = 24
+"""Bytes of memory for one byte of a body, where each is a token of its own and waits for a row."""
+NODE = 16
+"""Bytes of a body that an object, list or field counts for beside its own."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -13,13 +18,15 @@ class Limits:
 
     Attributes:
         body: bytes of the body of a request.
+        bodies: bytes of the bodies of all requests under way, with `NODE` for each object.
+        reading: bodies of one address that are read at once; a further one ends one that is slow.
         parcel: bytes of a session's file that is imported or exported.
         prompt: tokens that one request may feed.
         answer: tokens of an answer.
         answer_default: tokens of a chat's answer if the client does not say.
         queue: sequences that may wait for a row.
-        requests: of one key at once, waiting ones included.
-        open: requests of all keys at once.
+        requests: of one key at once, or of one address without keys, waiting ones included.
+        open: requests of all clients at once.
         sessions: of one key; a new one replaces the one used longest ago.
         texts: bytes of a key's responses, and as many of its conversations; the oldest go first.
         wait: seconds that a sequence waits for a row.
@@ -30,6 +37,8 @@ class Limits:
     """
 
     body: int = 16_000_000
+    bodies: int = 32_000_000
+    reading: int = 16
     parcel: int = 1_000_000_000
     prompt: int = 1_000_000
     answer: int = 65_536
@@ -43,6 +52,11 @@ class Limits:
     stall: float = 30.0
     unread: int = 1024
     drain: float = 30.0
+
+    @property
+    def memory(self) -> int:
+        """Bytes that all requests under way may take: their bodies, texts and tokens."""
+        return MEMORY_OF_BYTE * self.bodies
 
     def __post_init__(self) -> None:
         for field in fields(self):

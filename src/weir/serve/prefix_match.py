@@ -16,15 +16,12 @@ from weir.serve.messages import Message, hash_prefixes
 from weir.serve.rendering import PromptRenderer
 from weir.serve.sessions import AcquireLease, SessionLease, SessionStore, TurnRecord
 from weir.serve.tools import Tool, describe_tools
-
-
-class PromptTooLong(WeirError):
-    """A prompt has more tokens than a request may feed."""
+from weir.stream import PromptTooLong
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a request feeds to the model, and where.
+    """The tokens that a request feeds to the model, and the turn that they continue.
 
     Attributes:
         owner: hash of the client's key; empty where the server needs none.
@@ -191,10 +188,7 @@ class PromptMatcher:
         if not prompt.ids:
             raise WeirError("that makes no tokens; say something")
         if len(prompt.ids) > self._limits.prompt:
-            raise PromptTooLong(
-                f"that is {len(prompt.ids):,} tokens to read, and one request may have "
-                f"{self._limits.prompt:,}; send the rest in further turns"
-            )
+            raise PromptTooLong(self._limits.prompt)
         if prompt.session is None or self._acquire_lease is None:
             return prompt
         return replace(prompt, lease=self._acquire_lease(prompt.owner, prompt.session))

@@ -5,7 +5,6 @@ Knows nothing about owners, sessions or rows.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from weir.errors import WeirError
 from weir.models import ModelSink
 from weir.serve.messages import Message
 from weir.serve.tools import CallFormat, Tool, format_of
-from weir.stream import ChatTemplate
+from weir.stream import ChatTemplate, PromptEncoder, PromptTooLong
 
 
 @dataclass(frozen=True)
@@ -41,21 +40,30 @@ class PromptRenderer:
         tokenizer: of the model.
         stop_ids: tokens that end an answer.
         sink: the start token that the model was trained with.
+        most: tokens that a prompt may have; None for any number.
+
+    Raises:
+        WeirError: the model's chat template fails, or does not come to an end.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, stop_ids: frozenset[int], sink: ModelSink
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_ids: frozenset[int],
+        sink: ModelSink,
+        most: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._template = ChatTemplate(tokenizer, stop_ids)
+        self._encoder = PromptEncoder(tokenizer, most)
+        self._template = ChatTemplate(tokenizer, stop_ids, encoder=self._encoder)
         self._sink = sink
         try:
             self._call_format: CallFormat | WeirError = format_of(tokenizer)
         except WeirError as error:
             self._call_format = error
-        self._lock = threading.Lock()
         # A tokenizer prints its warning about padding in the first call: now, before any thread.
         tokenizer("x")
+        self._template.header([])  # a template that is broken is better known now
 
     @property
     def is_line_based(self) -> bool:
@@ -84,8 +92,7 @@ class PromptRenderer:
 
     def render_text(self, text: str) -> list[int]:
         """Tokenize a text as it is."""
-        with self._lock:
-            return self._sink.first(self._tokenizer(text)["input_ids"])
+        return self._sink.first(self._encoder.encode(text, special=True))
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> RenderedPrompt:
         """Render a conversation from its beginning.
@@ -95,9 +102,8 @@ class PromptRenderer:
         """
         rendered, described = self._for_template(messages, tools)
         template = self._template.with_tools(described)
-        with self._lock:
-            ids = template.whole(rendered)
-            beginning, header = template.beginning(rendered, ids), self._template.header(ids)
+        ids = template.whole(rendered)
+        beginning, header = template.beginning(rendered, ids), self._template.header(ids)
         with_sink = self._sink.first(ids)
         return RenderedPrompt(with_sink, beginning + len(with_sink) - len(ids), header)
 
@@ -118,9 +124,10 @@ class PromptRenderer:
         in_template = isinstance(self._call_format, CallFormat) and self._call_format.in_template
         rendered, described = self._for_template(messages, tools if in_template else ())
         try:
-            with self._lock:
-                ids = self._template.with_tools(described).after(rendered, last)
-                return RenderedPrompt(ids, header=self._template.header(ids)) if ids else None
+            ids = self._template.with_tools(described).after(rendered, last)
+            return RenderedPrompt(ids, header=self._template.header(ids)) if ids else None
+        except PromptTooLong:
+            raise
         except WeirError:
             return None  # the template looks at more of the history than is here
 

@@ -65,9 +65,12 @@ class ResponseTurn:
             HistoryNotKept: what would have to be fed again is not kept any more.
             StrayResult: a tool result has no open call before it.
             PromptTooLong: the prompt has more tokens than it may.
+            StorageFull: there is no room to store the response.
             WeirError: there is nothing to answer, or the template refuses the messages.
         """
         self._after, self._new = None, self.items
+        if self.is_stored:
+            self.client.responses.check_room()
         if self.conversation is not None:
             prompt = self._in_conversation(self.conversation)
         elif self.previous is not None:

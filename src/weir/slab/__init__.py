@@ -25,14 +25,17 @@ from weir.slab.positions import (
     shift_spans,
 )
 from weir.slab.quantization import FORMATS, Format
-from weir.slab.quantized_slots import QuantizedSlots, QuantizedStorage, quantized_buffers
+from weir.slab.quantized_slots import CODED, QuantizedSlots, QuantizedStorage, quantized_buffers
 from weir.slab.selection import AT_ONCE, AttendedSlots, Observe, select_attention
 from weir.slab.slab import (
     LARGE_PAGE,
+    SLOT_BUFFERS,
     Slab,
     copy_if_shared,
+    cut_slots,
     is_longer,
     merge_groups,
+    put_first,
     put_lines,
     slot_lines,
 )
@@ -41,9 +44,11 @@ from weir.slab.spec import STATE, Heads, SlabSpec
 
 __all__ = [
     "AT_ONCE",
+    "CODED",
     "EMPTY",
     "FORMATS",
     "LARGE_PAGE",
+    "SLOT_BUFFERS",
     "STATE",
     "Alibi",
     "AttendedSlots",
@@ -67,11 +72,13 @@ __all__ = [
     "attention_weights",
     "compute_logits",
     "copy_if_shared",
+    "cut_slots",
     "fused_attention",
     "is_longer",
     "merge_groups",
     "observed_attention",
     "pick",
+    "put_first",
     "put_lines",
     "quantized_buffers",
     "roll_positions",

@@ -51,7 +51,7 @@ def two_weight_attention(
     params: AttentionParams,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """The formula above, in float32; what every kernel must equal.
+    """The formula above, in float32, of float64 in float64; what every kernel must equal.
 
     Args:
         queries: [batch, kv_heads, group, length, key_dim]; `group` query heads share a KV head.
@@ -74,7 +74,7 @@ def two_weight_attention(
     total = (below - top).exp().sum(dim=-1, keepdim=True)
     if params.sinks is not None:
         total = total + (params.sinks[:, :, None, None] - top).exp()
-    weighted = torch.einsum("bhgln,bhnd->bhgld", (above - top).exp(), values.float())
+    weighted = torch.einsum("bhgln,bhnd->bhgld", (above - top).exp(), at_least_float32(values))
     return (weighted / total).masked_fill(total == 0, 0.0).to(values.dtype)
 
 
@@ -102,7 +102,7 @@ def attention_mass(
     if params.sinks is not None:
         total = total + (params.sinks[:, :, None, None] - top).exp()
     share = (1 / total).masked_fill(total == 0, 0.0)
-    return (share.flatten(2)[:, :, None] @ below.flatten(2, 3))[:, :, 0]
+    return (share.flatten(2)[:, :, None] @ below.flatten(2, 3))[:, :, 0].float()
 
 
 def _plain_mass(
@@ -117,7 +117,7 @@ def _plain_mass(
 def _received(shares: Tensor, b: Tensor) -> Tensor:
     """Shares [batch * kv_heads, queries, slots] summed over the queries, of the shape of `b`."""
     ones = shares.new_ones((len(shares), 1, shares.shape[1]))
-    return (ones @ shares).view(b.shape)
+    return (ones @ shares).view(b.shape).float()
 
 
 class AttentionResult(NamedTuple):
@@ -186,22 +186,22 @@ def compute_logits(
 
     Arguments as in `two_weight_attention`.
     """
-    return _logits(queries, keys, params, bias)
+    return _logits(queries, keys, params, bias).float()
 
 
-def attention_weights(given: Tensor, b: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor]:
+def attention_weights(logits: Tensor, b: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor]:
     """Compute each slot's share of each query's attention, and the queries' denominators.
 
     Args:
-        given: what `compute_logits` gives over all slots [batch, kv_heads, group, length, slots].
+        logits: what `compute_logits` gives over all slots [batch, kv_heads, group, length, slots].
         b: log-weights [batch, kv_heads, slots].
         params: the layer's sink logits, which count in the denominators.
 
     Returns:
-        Of the shape of `given`, 0 where a query sees nothing; and the logarithm of each denominator
+        Of the shape of `logits`, 0 where a query sees nothing; and the logarithm of each denominator
         [batch, kv_heads, group, length], -inf there. Both float32.
     """
-    below = given + _per_slot(b)
+    below = logits + _per_slot(b)
     top = below.amax(dim=-1, keepdim=True)
     top = top.masked_fill_(top.isneginf(), 0.0)
     weights = below.sub_(top).exp_()
@@ -211,31 +211,31 @@ def attention_weights(given: Tensor, b: Tensor, params: AttentionParams) -> tupl
     return weights.mul_((top - lse.masked_fill(lse.isneginf(), 0.0)[..., None]).exp_()), lse
 
 
-def attention_softmax(given: Tensor, b: Tensor, params: AttentionParams) -> Tensor:
+def attention_softmax(logits: Tensor, b: Tensor, params: AttentionParams) -> Tensor:
     """The first of `attention_weights`, alone: without sinks one softmax, which is the faster.
 
     Arguments as there.
     """
-    if params.sinks is not None or given.device.type != "cpu":
-        return attention_weights(given, b, params)[0]
-    weights = _softmax_in_place(given + _per_slot(b))
+    if params.sinks is not None or logits.device.type != "cpu":
+        return attention_weights(logits, b, params)[0]
+    weights = _softmax_in_place(logits + _per_slot(b))
     # One column tells: of a query that sees nothing, every share is not a number.
     blind = weights[..., :1].isnan()
     return weights.masked_fill_(blind, 0.0) if bool(blind.any()) else weights
 
 
-def attention_shares(given: Tensor, b: Tensor, lse: Tensor) -> Tensor:
+def attention_shares(logits: Tensor, b: Tensor, lse: Tensor) -> Tensor:
     """Compute the share of each query's attention that some slots receive.
 
     Args:
-        given: what `compute_logits` gives over these slots [batch, kv_heads, group, length, slots].
+        logits: what `compute_logits` gives over these slots [batch, kv_heads, group, length, slots].
         b: their log-weights [batch, kv_heads, slots].
         lse: the denominators over all slots, as `attention_weights` gives them.
 
     Returns:
-        Of the shape of `given`, float32; 0 where a query sees nothing.
+        Of the shape of `logits`, float32; 0 where a query sees nothing.
     """
-    below = given + _per_slot(b)
+    below = logits + _per_slot(b)
     return below.sub_(lse.masked_fill(lse.isneginf(), 0.0)[..., None]).exp_()
 
 
@@ -256,10 +256,11 @@ def fused_attention(
         weights, _ = _softmax_with_sinks(
             _flat_logits(queries, keys, params, None, bias), params.sinks, batch, length
         )
-        out = weights.bmm(values.flatten(0, 1).float())
+        out = weights.bmm(at_least_float32(values.flatten(0, 1)))
         return out.view(batch, kv_heads, group, length, -1).to(values.dtype)
-    if bias is not None and bias.device.type != "cpu":
-        # Only the CPU takes weights of full precision beside queries of half.
+    if bias is not None and (bias.device.type != "cpu" or queries.dtype == torch.float64):
+        # Only the CPU takes a bias of float32, and only beside queries of half: beside float64 it
+        # answers nonsense without a word (PyTorch 2.9 to 2.13).
         bias = bias.to(queries.dtype)
     if length == 1:
         # One query a head: to PyTorch the heads of a group are so many queries of their KV head.
@@ -324,7 +325,7 @@ def split_attention(
     params: AttentionParams,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Compute both sums from one softmax, in float32; for logits without a cap.
+    """Compute both sums from one softmax, precise as the formula; for logits without a cap.
 
         p = softmax(l + m),  z(q) = sum_i p_i e^(a_i-m_i) v_i / sum_i p_i e^(b_i-m_i)
 
@@ -348,6 +349,7 @@ def split_attention(
     # factors are 0.
     mask = mask.clamp_min(torch.finfo(torch.float32).min)
     logits = _flat_logits(queries, keys, params, mask, bias)
+    numerator, denominator = numerator.to(logits.dtype), denominator.to(logits.dtype)
     if params.sinks is None:
         weights = logits.softmax(dim=-1)
         total = weights.bmm(denominator.reshape(-1, slots, 1))
@@ -356,7 +358,7 @@ def split_attention(
         total = weights.bmm(denominator.reshape(-1, slots, 1)) + sunk
     total.masked_fill_(total == 0, torch.inf)
     weights.mul_(numerator.reshape(-1, 1, slots))
-    out = weights.bmm(values.reshape(-1, slots, values.shape[3]).float()).div_(total)
+    out = weights.bmm(at_least_float32(values.reshape(-1, slots, values.shape[3]))).div_(total)
     if bias is not None:
         out.masked_fill_(logits.amax(dim=-1, keepdim=True).isneginf(), 0.0)
     return out.view(batch, kv_heads, group, length, -1).to(values.dtype)
@@ -365,7 +367,7 @@ def split_attention(
 def _flat_logits(
     queries: Tensor, keys: Tensor, params: AttentionParams, mask: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """A new tensor [batch * kv_heads, group * length, slots], float32, without capping.
+    """A new tensor [batch * kv_heads, group * length, slots], without capping.
 
     Each KV head of a row is a matrix of its own, because PyTorch multiplies three dimensions with
     less overhead than four, and in a decode step calls cost more than what they compute.
@@ -376,10 +378,11 @@ def _flat_logits(
     """
     batch, kv_heads, group, length, key_dim = queries.shape
     slots = keys.shape[2]
+    queries = at_least_float32(queries.reshape(-1, group * length, key_dim))
     logits = torch.baddbmm(
-        keys.new_zeros((), dtype=torch.float32) if mask is None else mask.reshape(-1, 1, slots),
-        queries.reshape(-1, group * length, key_dim).float(),
-        keys.reshape(-1, slots, key_dim).float().mT,
+        queries.new_zeros(()) if mask is None else mask.reshape(-1, 1, slots).to(queries.dtype),
+        queries,
+        keys.reshape(-1, slots, key_dim).to(queries.dtype).mT,
         beta=0 if mask is None else 1,
         alpha=params.scale,
     )
@@ -419,12 +422,17 @@ def _softmax_with_sinks(
 
 
 def _logits(queries: Tensor, keys: Tensor, params: AttentionParams, bias: Tensor | None) -> Tensor:
-    """A new tensor [batch, kv_heads, group, length, slots], float32."""
-    merged = (queries.float() * params.scale).flatten(2, 3)
-    logits = (merged @ keys.float().mT).unflatten(2, queries.shape[2:4])
+    """A new tensor [batch, kv_heads, group, length, slots]."""
+    merged = (at_least_float32(queries) * params.scale).flatten(2, 3)
+    logits = (merged @ at_least_float32(keys).mT).unflatten(2, queries.shape[2:4])
     if params.softcap is not None:
         logits = (logits / params.softcap).tanh() * params.softcap
     return logits if bias is None else logits.add_(bias)
+
+
+def at_least_float32(t: Tensor) -> Tensor:
+    """The tensor in the precision that sums are taken in: float64 stays, all others are float32."""
+    return t if t.dtype == torch.float64 else t.float()
 
 
 def _per_slot(weight: Tensor) -> Tensor:

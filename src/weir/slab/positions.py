@@ -2,19 +2,19 @@
 
 Knows nothing about caches or models; `models` reads a model's frequencies and slopes.
 
-The *rolling frame* is StreamingLLM's "positions inside the cache" (Xiao et al. 2024, section 3.2)
-without its cost. Attention sees only differences of positions, so the newest tokens may keep their
-places in the stream, and everything older is moved up until it touches them: a front token's
-position in the frame is that of the first token of the run, less the front tokens that stand
-between. Keys of the run are rotated once, when they come; the front is rotated from its masters at
-each fold. Angles are reduced in float64, so a place four million tokens out is as exact as the
-first.
+The *rolling frame* implements StreamingLLM's "positions inside the cache" (Xiao et al. 2024,
+section 3.2) without rotating every key again. Attention depends on differences of positions only.
+So the newest tokens (the run) keep their positions in the stream, and older tokens (the front) are
+shifted until the newest of them directly precedes the run. Keys of the run are rotated once, when
+they arrive; keys of the front are rotated from their unshifted copies (masters) at each fold.
+Angles are reduced to one turn in float64, so position 4,000,000 is as exact as position 0.
 
-Models with *three axes* (Qwen2-VL's M-RoPE: Wang et al. 2024, section 2.1) rotate some pairs by a
-place in time, others in height and in width. A word stands at the same place on all three; the
-pieces of an image spread from where it begins, and the next word begins behind its longer side.
-Each token has a *span*: where its word or image begins, and how far that reaches. A shift is the
-same on all axes, so it moves a key like any other, and the pieces of an image keep their geometry.
+Models with *three axes* (Qwen2-VL's M-RoPE: Wang et al. 2024, section 2.1) rotate some pairs of
+dimensions by a position in time, others by height and width. A text token has the same position on
+all three axes. The patches of an image spread over height and width from the position where the
+image begins, and the next text token follows its longer side. Each token has a *span*: the position
+where its text token or image begins, and its extent. A shift is the same on all axes, so it moves a
+key like any other, and the geometry of an image is preserved.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from weir import kernels
+from weir.slab.attention import at_least_float32
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class Rotary:
     Attributes:
         frequencies: radians per position [rotary_dim / 2], float64.
         scaling: factor of rotated queries and keys (YaRN's attention factor); 1 for plain RoPE.
-        sections: of a model with three axes, how many frequencies turn by time, by height and by
-            width, in that order and round again; None for one axis.
+        sections: for a model with three axes, the numbers of consecutive frequencies that belong
+            to time, height, width, time and so on; None for one axis.
     """
 
     frequencies: Tensor
@@ -51,29 +52,30 @@ class Rotary:
 
     @cached_property
     def _per_turn(self) -> Tensor:
-        """Turns per position [rotary_dim / 2], float64."""
+        """Full turns per position [rotary_dim / 2], float64."""
         return self.frequencies / (2 * math.pi)
 
     @cached_property
     def _axes(self) -> Tensor:
-        """By which axis each pair of a model with three axes turns [rotary_dim / 2], int64."""
+        """The axis of each pair of a model with three axes [rotary_dim / 2], int64."""
         count = torch.tensor(self.sections)
         return (torch.arange(len(count)) % 3).repeat_interleave(count)
 
-    def turns(self, positions: Tensor) -> Rotation:
-        """The rotations to `positions` [...]."""
+    def rotation_at(self, positions: Tensor) -> Rotation:
+        """Compute the rotations to `positions` [...]."""
         angles = self._angles(positions[..., None])
         return Rotation(angles.cos(), angles.sin())
 
     def tables(self, positions: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines for a model that rotates by itself, scaled.
+        """Compute scaled cosines and sines for a model that applies its rotary embedding itself.
 
         Args:
-            positions: [...]; of a model with three axes also [batch, length, 3].
-            width: one for each pair of a head's dimensions, or two, as transformers mostly has it.
+            positions: [...]; for a model with three axes also [batch, length, 3].
+            width: size of the last dimension: rotary_dim / 2, or rotary_dim with both halves alike,
+                as most models of transformers expect it.
 
         Returns:
-            Twice [..., width], float32.
+            Cosines and sines [..., width], float32.
         """
         if self.sections is not None and positions.ndim == 3:
             positions = positions[..., self._axes.to(positions.device)]
@@ -86,40 +88,40 @@ class Rotary:
         return torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
 
     def _angles(self, positions: Tensor) -> Tensor:
-        """The angles of positions, one or one for each pair [..., 1 or rotary_dim / 2], float32."""
+        """Compute angles of positions [..., 1 or rotary_dim / 2], float32, within half a turn."""
         turns = positions.to(torch.float64) * self._per_turn.to(positions.device)
-        # Reduced in float64, the sine itself may be taken in float32: no digits are lost far out.
-        # A whole part is taken off without rounding, and much faster than a remainder is.
+        # After reduction in float64, float32 is enough for sines. Subtracting the whole turns is
+        # exact, and much faster than a remainder.
         return turns.sub_(turns.round()).to(torch.float32).mul_(2 * math.pi)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Queries or keys [batch, heads, n, dim] at `positions` [batch, 1 or heads, n], scaled.
+        """Rotate queries or keys [batch, heads, n, dim] to `positions` [batch, 1 or heads, n].
 
-        All layers of a forward ask for the same positions, the very same tensor: what they need is
-        worked out once.
+        The result is scaled. All layers of a forward pass the same tensor of positions, so its
+        rotation is computed once.
         """
         for known, turn in self._memo:
             if known is positions:
-                return turn.of(x)
-        turn = self.turns(positions)
+                return turn.apply(x)
+        turn = self.rotation_at(positions)
         if self.scaling != 1:
             turn = Rotation(turn.cos * self.scaling, turn.sin * self.scaling)
         self._memo[:] = [(positions, turn)]
-        return turn.of(x)
+        return turn.apply(x)
 
     def move(self, keys: Tensor, by: Tensor, out: Tensor | None = None) -> Tensor:
-        """Rotated keys [batch, heads, n, dim] moved on by `by` [batch or 1, heads or 1, n].
+        """Shift rotated keys [batch, heads, n, dim] by `by` positions [batch or 1, heads or 1, n].
 
         Args:
-            keys, by: other memory than `out`'s.
-            out: where they are written; None for new memory.
+            keys, by: tensors that share no memory with `out`.
+            out: the tensor to write to; None for a new one.
         """
         turned = kernels.rotate_keys(keys)
         if turned is not None and (out is None or out.dtype == keys.dtype):
-            # The frequencies are where the model's are; of one on several devices, on one of them.
+            # The frequencies of a model on several devices are on one of them.
             moved: Tensor = turned(keys, by, self._per_turn.to(keys.device), out)
             return moved
-        moved = self.turns(by).of(keys)
+        moved = self.rotation_at(by).apply(keys)
         return moved if out is None else out.copy_(moved)
 
 
@@ -133,13 +135,14 @@ class Rotation(NamedTuple):
     cos: Tensor
     sin: Tensor
 
-    def of(self, x: Tensor) -> Tensor:
-        """Queries or keys [batch, heads, n, dim], turned in float32."""
+    def apply(self, x: Tensor) -> Tensor:
+        """Rotate queries or keys [batch, heads, n, dim], in float32 or float64."""
         half = self.cos.shape[-1]
-        one, two = x[..., :half].float(), x[..., half : 2 * half].float()
+        wide = at_least_float32(x)
+        one, two = wide[..., :half], wide[..., half : 2 * half]
         turned = torch.empty_like(x)
         first, second = turned[..., :half], turned[..., half : 2 * half]
-        if x.dtype == torch.float32 and not torch.compiler.is_compiling():
+        if x.dtype == wide.dtype and not torch.compiler.is_compiling():
             torch.mul(one, self.cos, out=first).addcmul_(two, self.sin, value=-1)
             torch.mul(two, self.cos, out=second).addcmul_(one, self.sin)
         else:
@@ -152,15 +155,15 @@ class Rotation(NamedTuple):
 def rotation_tables(
     rotaries: Mapping[str | None, Rotary], kind: str | None, positions: Tensor, width: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Cosines and sines for one type of a model's layers, which rotates by itself.
+    """Compute `Rotary.tables` for the layers of one type.
 
     Args:
-        rotaries: the rotary embedding of each type of layers that has one.
-        kind: the type; one that has none of its own shares the first.
+        rotaries: rotary embeddings by type of layer.
+        kind: the type; the first rotary embedding serves types without one.
         positions, width: as for `Rotary.tables`.
 
     Returns:
-        Twice [..., width], float32; None where no layer rotates.
+        Cosines and sines [..., width], float32; None if no layer has a rotary embedding.
     """
     if not rotaries:
         return None
@@ -173,10 +176,10 @@ class Alibi:
     """Attention with linear biases (Press, Smith and Lewis 2022): logits fall with distance.
 
     Attributes:
-        slopes: how much, by query head [heads], float32.
-        rounding: the model computes slope times place in this dtype, counting from its cache's
-            first token; None where nothing is rounded, so that only distances matter.
-        factor: of that product.
+        slopes: decrease per position, for each query head [heads], float32.
+        rounding: dtype in which the model computes slope times position, counted from the first
+            token of its cache; None if it does not round, so that only distances matter.
+        factor: factor of that product.
     """
 
     slopes: Tensor
@@ -186,22 +189,22 @@ class Alibi:
     def bias(
         self, places: Tensor, kv_heads: int, first: Tensor | int, newest: Tensor | int
     ) -> Tensor:
-        """Compute the bias on the logits of slots at `places`.
+        """Compute the bias on the logits of slots at the positions `places`.
 
         Args:
             places: [batch or 1, kv_heads or 1, slots], int64.
-            kv_heads: as many as the query heads are grouped by.
-            first: the place of the cache's first token, broadcasts with `places`; it matters only
-                where the model rounds.
-            newest: a place near the queries', broadcasts with `places`.
+            kv_heads: number of KV heads.
+            first: position of the cache's first token, broadcasts with `places`; used only with
+                `rounding`.
+            newest: a position near the queries, broadcasts with `places`.
 
         Returns:
             [batch or 1, kv_heads, group, 1, slots], float32.
         """
         slopes = self.slopes.to(places.device).view(kv_heads, -1)[None, :, :, None, None]
         if self.rounding is None:
-            # The softmax ignores what is added to all slots alike; counted from nearby, the
-            # newest slots' bias is exact however long the stream.
+            # The softmax ignores a constant. Counted from a position nearby, the bias of the newest
+            # slots is exact at any length of the stream.
             near = (places - newest)[:, :, None, None]
             return slopes * near.to(torch.float32) * self.factor
         index = (places - first)[:, :, None, None]
@@ -210,19 +213,19 @@ class Alibi:
 
 
 def roll_positions(positions: Tensor, first_of_run: Tensor) -> Tensor:
-    """The rolling frame of front tokens.
+    """Compute the positions of front tokens in the rolling frame.
 
     Args:
-        positions: places in the stream [batch, kv_heads, front], int64; -1 where empty.
-        first_of_run: where the unbroken run of newest tokens begins [batch], int64.
+        positions: positions in the stream [batch, kv_heads, front], int64; -1 for empty slots.
+        first_of_run: position of the first token of the run [batch], int64.
 
     Returns:
-        Their positions in the frame, same shape: consecutive, in the order of the stream, the last
-        one just before the run. Slots that hold the same token share a position; empty slots get
-        one that means nothing.
+        Consecutive positions of the same shape, in the order of the stream, the last directly
+        before the run. Slots with the same token share a position; those of empty slots are
+        undefined.
     """
     if bool((positions[:, :, 1:] > positions[:, :, :-1]).all()):
-        # As most pools leave them, and several times as fast.
+        # Most pools keep their slots in order; this is several times as fast as sorting.
         before_last = torch.arange(positions.shape[2] - 1, -1, -1, device=positions.device)
         return (first_of_run[:, None, None] - 1 - before_last).expand_as(positions)
     ordered, order = positions.sort(dim=2)
@@ -234,26 +237,27 @@ def roll_positions(positions: Tensor, first_of_run: Tensor) -> Tensor:
 
 
 def shift_spans(positions: Tensor, spans: Tensor, begin: Tensor) -> Tensor:
-    """The rolling frame of front tokens on three axes: how far each is moved.
+    """Compute the shifts of front tokens in the rolling frame on three axes.
 
-    What lies between a token and the run is as long as the words and images that are still there;
-    of an image the whole counts while one piece is left. With words alone this is `roll_positions`.
+    The distance between a token and the run is the sum of the extents of the text tokens and images
+    between them; an image counts in full while one of its patches is held. For text alone the
+    result is that of `roll_positions`.
 
     Args:
-        positions: places in the stream [batch, kv_heads, front], int64; -1 where empty.
-        spans: on the axes [batch, kv_heads, front, 2], int64.
-        begin: where the first word or image of the run begins on the axes [batch], int64.
+        positions: positions in the stream [batch, kv_heads, front], int64; -1 for empty slots.
+        spans: spans on the axes [batch, kv_heads, front, 2], int64.
+        begin: position on the axes where the run's first text token or image begins [batch], int64.
 
     Returns:
-        [batch, kv_heads, front], the same on all axes; 0 for pieces of the image that the run
-        begins with. Empty slots get a shift that means nothing.
+        Shifts [batch, kv_heads, front], the same on all axes; 0 for patches of the image that the
+        run begins with. Those of empty slots are undefined.
     """
     empty = positions < 0
     first, reach = spans[..., 0].masked_fill(empty, -1), spans[..., 1].masked_fill(empty, 0)
     ordered, order = first.sort(dim=2, stable=True)
     last = begin[:, None, None].expand(*ordered.shape[:2], 1)
     after = torch.cat([ordered[:, :, 1:], last], dim=2)
-    # Pieces of one image begin together: only the last of them counts.
+    # Patches of one image have the same begin: only the last of them counts.
     covered = torch.minimum(reach.gather(2, order), after - ordered).clamp_min(0)
     between = covered.flip(2).cumsum(dim=2).flip(2)
     shift = last - between - ordered
@@ -262,15 +266,14 @@ def shift_spans(positions: Tensor, spans: Tensor, begin: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerPositions:
-    """What a layer knows about positions.
+    """Positional encoding of a layer.
 
     Attributes:
-        rotary: its rotary embedding; None for none.
-        alibi: its linear biases; None for none.
-        window: it sees only this many newest tokens (a sliding layer that keeps its own window);
-            None for all.
-        rolling: positions inside the cache, not in the stream.
-        placed: its queries and keys come rotated to their places in the stream already; otherwise
+        rotary: rotary embedding; None for none.
+        alibi: linear biases; None for none.
+        window: number of newest tokens that a query sees (sliding window); None for all.
+        rolling: whether positions are inside the cache, not in the stream.
+        placed: whether queries and keys arrive rotated to their positions in the stream; otherwise
             the layer rotates them.
     """
 

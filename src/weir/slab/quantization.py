@@ -11,13 +11,20 @@ often a slot is packed anew, nothing is lost but what was lost the first time. W
 peak is rounded to bfloat16 before it is used, and the largest number of a vector is always the last
 level, so that the peak of what was read is that peak again.
 
+Four bits are too few for a key as it is: a few large numbers make all steps too long. Such codes
+round the *rotated* vector, its product with a Hadamard matrix, over whose numbers large ones are
+spread (QuaRot, Ashkboos et al. 2024, section 3; arXiv:2404.00456). The matrix is orthogonal and its
+own inverse, so attention may as well rotate queries and answers (`hadamard`).
+
 Nothing here knows about slabs or attention.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -30,6 +37,9 @@ _LARGEST = {torch.float16: 65280.0, torch.float64: torch.finfo(torch.bfloat16).m
 """The largest number of bfloat16 that the dtype has too."""
 _LEAST = 2.0**-100
 """The smallest peak."""
+_LARGEST_BLOCK = 256
+"""Numbers that are rotated together at most. More, and what bfloat16 rounds when a vector is read
+could move its peak to a neighbor (see `_coarse`)."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,7 @@ class Code:
         group: how many numbers share a peak; None for the whole vector.
         finest: how many steps the two closest levels are apart.
         halves: two numbers to a byte: that at i and that at i + dim / 2.
+        rotated: the numbers are those of the rotated vector, and so are steps and bound.
     """
 
     levels: int
@@ -52,6 +63,7 @@ class Code:
     group: int | None = None
     finest: float = 1.0
     halves: bool = False
+    rotated: bool = False
 
     def stored(self, dim: int) -> int:
         """How many numbers of `dtype` a vector of `dim` numbers takes."""
@@ -68,9 +80,10 @@ class Code:
 
 INT8 = Code(127, torch.int8, 0.5)
 INT4 = Code(7, torch.uint8, 0.5, group=32, halves=True)
+ROTATED_INT4 = Code(7, torch.uint8, 0.5, halves=True, rotated=True)
 FP8 = Code(448, torch.uint8, 16.0, finest=2.0**-9)
-"""4 bits of exponent and 3 of mantissa: off by a 16th of the number itself at most, and by less
-than a step below 16 steps. Stored as bytes, because hardly any operation takes the dtype."""
+"""4 bits of exponent and 3 of mantissa: off by a 16th of the number itself at most, or by 2^-10 of
+a step if that is more. Stored as bytes, because hardly any operation takes the dtype."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +99,24 @@ class Format:
     keys: Code
     values: Code
 
+    @property
+    def rotated(self) -> bool:
+        """Whether keys and values are rotated."""
+        return self.keys.rotated and self.values.rotated
+
+    def unrotated(self) -> Format:
+        """The same, whose numbers are read as they are stored."""
+        keys, values = (replace(code, rotated=False) for code in (self.keys, self.values))
+        return replace(self, keys=keys, values=values)
+
     def wrong(self, key_dim: int, value_dim: int) -> str | None:
         """Why heads of such sizes cannot be written so; None if they can."""
         for what, dim, code in (("keys", key_dim, self.keys), ("values", value_dim, self.values)):
+            if code.halves and dim % 2:
+                return (
+                    f"{self.name} writes two numbers of {what} to a byte, and heads of {dim} have "
+                    "an odd one; take int8"
+                )
             if code.group is not None and dim % code.group:
                 return (
                     f"{self.name} writes {what} in groups of {code.group} numbers, and heads of "
@@ -99,7 +127,12 @@ class Format:
 
 FORMATS: Mapping[str, Format] = {
     format.name: format
-    for format in (Format("int8", INT8, INT8), Format("k8v4", INT8, INT4), Format("fp8", FP8, FP8))
+    for format in (
+        Format("int8", INT8, INT8),
+        Format("int4", ROTATED_INT4, ROTATED_INT4),
+        Format("k8v4", INT8, INT4),
+        Format("fp8", FP8, FP8),
+    )
 }
 """Every format by its name."""
 
@@ -119,15 +152,26 @@ def quantize(x: Tensor, code: Code) -> tuple[Tensor, Tensor]:
     Returns:
         The numbers [..., `code.stored(dim)`], and the peaks [..., `code.peaks(dim)`], bfloat16.
     """
+    if code.rotated:
+        # What is read, the numbers times the matrix, is within the range of the dtype too.
+        most = min(torch.finfo(x.dtype).max, torch.finfo(PEAK).max)
+        high = most / math.sqrt(block_size(x.shape[-1])) * 15 / 16
+        wide = _transform(x.float().clamp(-most, most)).clamp(-high, high)
+        peaks = _coarse(wide.abs().amax(dim=-1, keepdim=True).clamp(_low(x.dtype, code), high))
+        levels = (wide / steps(peaks, code)).clamp(-code.levels, code.levels)
+        return _store(levels, code), peaks
     wide = x.float().unflatten(-1, (code.peaks(x.shape[-1]), -1))
-    largest = wide.abs().amax(dim=-1)
-    low = _LEAST
-    if x.dtype == torch.float16:
-        # Its smallest numbers are 2^-24 apart, and have to tell the closest levels from each other.
-        low = max(2.0**-14, 2.0**-22 * code.levels / code.finest)
     high = _LARGEST.get(x.dtype, torch.finfo(PEAK).max)
-    peaks = largest.clamp(low, high).to(PEAK)
+    peaks = wide.abs().amax(dim=-1).clamp(_low(x.dtype, code), high).to(PEAK)
     return _store((wide / steps(peaks, code)[..., None]).flatten(-2), code), peaks
+
+
+def _low(dtype: torch.dtype, code: Code) -> float:
+    """The smallest peak of vectors of a dtype."""
+    if dtype != torch.float16:
+        return _LEAST
+    # Its smallest numbers are 2^-24 apart, and have to tell the closest levels from each other.
+    return max(2.0**-14, 2.0**-22 * code.levels / code.finest)
 
 
 def quantize_into(x: Tensor, code: Code, numbers: Tensor, peaks: Tensor) -> None:
@@ -147,9 +191,15 @@ def steps(peaks: Tensor, code: Code) -> Tensor:
 
 def dequantize(numbers: Tensor, peaks: Tensor, code: Code, dtype: torch.dtype) -> Tensor:
     """Vectors as they are read, [..., dim] of a dtype; arguments as `quantize` returns them."""
+    levels = read(numbers, code)
+    if code.rotated:
+        # Sums of whole numbers are exact in any order, and so at any precision of products.
+        size = block_size(levels.shape[-1])
+        levels = _by_blocks(levels, _signs(size, levels.device))
+        return (levels * (steps(peaks, code) / math.sqrt(size))).to(dtype)
     if code.group is None:
-        return (read(numbers, code) * steps(peaks, code)).to(dtype)
-    levels = read(numbers, code).unflatten(-1, (peaks.shape[-1], -1))
+        return (levels * steps(peaks, code)).to(dtype)
+    levels = levels.unflatten(-1, (peaks.shape[-1], -1))
     return (levels * steps(peaks, code)[..., None]).flatten(-2).to(dtype)
 
 
@@ -184,3 +234,58 @@ def _store(levels: Tensor, code: Code) -> Tensor:
     if code.dtype == torch.uint8:
         return levels.to(torch.float8_e4m3fn).view(torch.uint8)
     return levels.round().to(code.dtype)
+
+
+def block_size(dim: int) -> int:
+    """How many neighboring numbers of a vector of `dim` are rotated together: a power of two."""
+    return min(dim & -dim, _LARGEST_BLOCK)
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """The product of vectors [..., dim] with the normalized Hadamard matrix of each block.
+
+    Orthogonal and its own inverse: rotated queries have the same products with rotated keys.
+    """
+    size = block_size(x.shape[-1])
+    return _by_blocks(x, _signs(size, x.device).to(x.dtype) / math.sqrt(size))
+
+
+def _by_blocks(x: Tensor, matrix: Tensor) -> Tensor:
+    """Multiply each block of vectors [..., dim] by a matrix."""
+    return (x.unflatten(-1, (-1, matrix.shape[0])) @ matrix).flatten(-2)
+
+
+def _transform(x: Tensor) -> Tensor:
+    """`hadamard` of float32 vectors, by sums and differences whose order depends on nothing else,
+    so that a vector has the same bits whatever lies beside it.
+    """
+    dim = x.shape[-1]
+    size = block_size(dim)
+    x = x / size  # first, so that no sum is too large
+    width = 1
+    while width < size:
+        pairs = x.unflatten(-1, (-1, 2, width))
+        one, other = pairs.unbind(-2)
+        x = torch.stack([one + other, one - other], dim=-2).flatten(-3)
+        width *= 2
+    return x * math.sqrt(size)
+
+
+def _coarse(peaks: Tensor) -> Tensor:
+    """Peaks with three bits behind the point.
+
+    Neighbors are 1/16 to 1/8 apart, so a number within 1/32 of a peak is rounded to it. In bfloat16
+    each number that is read is off by 2^-9 of itself, so their sums in a block of n by 2^-9 of the
+    vector's length at most, that is sqrt(n) 2^-9 of the peak: 1/32 for 256.
+    """
+    mantissa, exponent = torch.frexp(peaks)
+    return torch.ldexp((mantissa * 16).round() / 16, exponent).to(PEAK)
+
+
+@lru_cache
+def _signs(size: int, device: torch.device) -> Tensor:
+    """The Hadamard matrix of ones and minus ones (Sylvester's) [size, size], float32."""
+    signs = torch.ones(1, 1)
+    while signs.shape[0] < size:
+        signs = torch.cat([torch.cat([signs, signs], 1), torch.cat([signs, -signs], 1)])
+    return signs.to(device)

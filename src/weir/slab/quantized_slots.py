@@ -113,6 +113,10 @@ class QuantizedStorage:
         joined = {name: torch.cat([t, theirs[name]], dim=2) for name, t in self.buffers.items()}
         return QuantizedStorage(self.format, joined, self.dtype)
 
+    def unrotated(self) -> QuantizedStorage:
+        """These slots, which are read as they are stored: rotated."""
+        return QuantizedStorage(self.format.unrotated(), self.buffers, self.dtype)
+
     def map(self, change: Callable[[Tensor], Tensor]) -> QuantizedStorage:
         """The same kind of slots, each buffer changed."""
         return QuantizedStorage(

@@ -8,7 +8,7 @@ readable reference, to rounding.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from weir.slab.attention import (
     two_weight_attention,
 )
 from weir.slab.compiled_attention import attend_in_loops
+from weir.slab.quantization import hadamard
 from weir.slab.quantized_slots import QuantizedStorage, read_slots
 
 AT_ONCE = 1 << 24
@@ -64,6 +65,14 @@ class AttendedSlots:
     def read(self) -> tuple[Tensor, Tensor]:
         """Keys and values, dequantized where they are quantized."""
         return read_slots(self.keys, self.values, self.quantized, self.start, self.stop)
+
+    def rotated(self) -> AttendedSlots:
+        """These slots with all keys and values rotated, so that queries and answers have to be."""
+        assert self.quantized is not None
+        keys, values = (
+            hadamard(t[:, :, : self.stop - self.first]) for t in (self.keys, self.values)
+        )
+        return replace(self, keys=keys, values=values, quantized=self.quantized.unrotated())
 
     def weights(self) -> tuple[Tensor, Tensor]:
         """a and b of these slots."""
@@ -181,6 +190,10 @@ def _select_decode(queries: Tensor, slots: AttendedSlots, bias: Tensor | None) -
     if slots.start >= slots.first:
         kernel = kernels.decode_exact(slots.keys.device, slots.keys.dtype)
         return None if kernel is None else partial(_by_exact_kernel, kernel)
+    assert slots.quantized is not None
+    if slots.quantized.format.rotated:
+        kernel = kernels.decode_int4(queries, slots.values.shape[3])
+        return None if kernel is None else partial(_by_rotated_kernel, kernel)
     kernel = kernels.decode_quantized(queries.device)
     return None if kernel is None else partial(_by_quantized_kernel, kernel)
 
@@ -221,7 +234,11 @@ def _in_loops(
 ) -> AttentionResult:
     """For compiled steps, which have masked their weights and know no bias."""
     mask, *factors = slots.split or (slots.b,)
-    return AttentionResult(attend_in_loops(queries, *slots.read(), mask, params, factors or None))
+    rotated = slots.quantized is not None and slots.quantized.format.rotated
+    if rotated:  # the few exact slots, in place of all the others at every step
+        queries, slots = hadamard(queries.float()), slots.rotated()
+    out = attend_in_loops(queries, *slots.read(), mask, params, factors or None)
+    return AttentionResult(hadamard(out.float()).to(out.dtype) if rotated else out)
 
 
 def _by_observation(
@@ -311,6 +328,22 @@ def _by_quantized_kernel(
     return AttentionResult(
         kernel(queries, stored, *exact, _mask_of(slots, bias), params.scale, span)
     )
+
+
+def _by_rotated_kernel(
+    kernel: Callable[..., tuple[Tensor, Tensor]],
+    queries: Tensor,
+    slots: AttendedSlots,
+    params: AttentionParams,
+    bias: Tensor | None,
+) -> AttentionResult:
+    assert slots.quantized is not None
+    queries = queries.float()
+    held = slots.quantized.stored, slots.keys, slots.values, _mask_of(slots, bias)
+    rotated, exact = kernel(
+        queries, hadamard(queries), *held, params.scale, (slots.start, slots.stop)
+    )
+    return AttentionResult((hadamard(rotated) + exact).to(slots.values.dtype))
 
 
 def _mask_of(slots: AttendedSlots, bias: Tensor | None) -> Tensor | None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ _BUFFERS = (
     *("keys", "values", "a", "b", "position", "mass", "span"),
     *("masters", "mask", "numerator", "denominator", "frame", "queries"),
 )
+SLOT_BUFFERS = tuple(n for n in _BUFFERS if n not in ("keys", "values", "masters", "queries"))
+"""Buffers with an entry for each slot, quantized ones among them."""
 _FILL = {"a": -math.inf, "b": -math.inf, "mask": -math.inf, "position": EMPTY}
 """The content of a slot without a token; other buffers are zero."""
 
@@ -299,34 +301,54 @@ class Slab:
         with torch.inference_mode(False):
             return self._like(lambda t: t.index_select(0, index))
 
-    def put_row(self, row: int, tensors: dict[str, Tensor]) -> None:
-        """Overwrite a row with the `tensors` of a slab of one row, of the same sizes."""
+    def put_row(
+        self, row: int, tensors: dict[str, Tensor], held: Mapping[str, tuple[slice, ...]]
+    ) -> None:
+        """Overwrite a row with the slots in use of a slab of one row, and empty all others.
+
+        Args:
+            row: to overwrite.
+            tensors: those slots (`cut_slots`), and whole buffers.
+            held: slots in use, by the names of buffers.
+        """
         for name, t in self.tensors().items():
-            t[row].copy_(tensors[name][0])
+            if name not in held:
+                put_first(t[row : row + 1], tensors[name])
+                continue
+            if name in SLOT_BUFFERS:
+                t[row].fill_(_FILL.get(name, 0))
+            given, at = tensors[name], 0
+            for part in held[name]:
+                count = part.stop - part.start
+                t[row, :, part] = given[0, :, at : at + count]
+                at += count
 
     def put_rows(self, index: Tensor, other: Slab) -> None:
         """Write the rows of `other` back to the rows `index` [n]."""
-        self.lengthen_state(other)
         theirs = other.tensors()
+        self.lengthen_state(theirs)
         for name, t in self.tensors().items():
             t.index_copy_(0, index, theirs[name])
 
-    def lengthen_state(self, other: Slab) -> None:
-        """Grow the pools' state to its length in `other`; for pipes without a limit only."""
+    def lengthen_state(self, others: Mapping[str, Tensor]) -> None:
+        """Grow the pools' state to its length in other buffers; for pipes without a limit only."""
         with torch.inference_mode(False):
             for name, t in self.state.items():
-                if is_longer(other.state[name], t):
-                    more = other.state[name].shape[2] - t.shape[2]
+                if is_longer(others[STATE + name], t):
+                    more = others[STATE + name].shape[2] - t.shape[2]
                     behind = t.new_zeros((*t.shape[:2], more, *t.shape[3:]))
                     self.state[name] = torch.cat([t, behind], dim=2)
 
     def grow(self, slots: int, masters: int = 0) -> None:
-        """Replace buffers that are smaller by larger ones; for pipes without a limit only."""
+        """Replace buffers that are smaller by larger ones; quantized slots stay as many."""
+        own = {name: t for name, t in vars(self).items() if isinstance(t, Tensor)}
+        exact = slots - self.first
         with torch.inference_mode(False):
-            for name, t in self._buffers().items():
+            for name, t in own.items():
                 if name == "queries":
                     continue
-                size = masters if name == "masters" else slots
+                size = exact if name in ("keys", "values") else slots
+                size = masters if name == "masters" else size
                 if size <= t.shape[2]:
                     continue
                 larger = t.new_full((*t.shape[:2], size, *t.shape[3:]), _FILL.get(name, 0))
@@ -371,6 +393,22 @@ def copy_if_shared(slots: Slots, shared: set[int]) -> Slots:
         return t.clone() if t.untyped_storage().data_ptr() in shared else t
 
     return slots.as_stored(own) if isinstance(slots, QuantizedSlots) else slots.map(own)
+
+
+def cut_slots(t: Tensor, parts: tuple[slice, ...] | None) -> Tensor:
+    """Cut a buffer [batch, kv_heads, slots, ...] to some slots; None for all."""
+    if parts is None or t.dim() < 3:
+        return t
+    found = [t[:, :, part] for part in parts]
+    return found[0] if len(found) == 1 else torch.cat(found, dim=2)
+
+
+def put_first(t: Tensor, given: Tensor) -> None:
+    """Copy pool state into a buffer that may have grown longer; the rest is zero."""
+    if t.shape != given.shape:
+        t.zero_()
+        t = t[:, :, : given.shape[2]]
+    t.copy_(given)
 
 
 def is_longer(t: Tensor, than: Tensor) -> bool:

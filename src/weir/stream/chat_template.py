@@ -7,20 +7,35 @@ nothing about streams.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import sys
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
+from types import FrameType
 from typing import Any
 
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError, shorten
+from weir.stream.encoding import PromptEncoder
 
 ANSWER = "an-answer-that-stands-for-all"
 """A made-up answer, to render the turn that comes after any answer."""
 
 SYSTEM = ("system", "developer")
 """Roles of instructions, which come before the conversation."""
+TRUSTED = (*SYSTEM, "assistant")
+"""Roles whose texts may have tokens such as `<think>`, but no control tokens."""
+MAX_STEPS = 10_000_000
+"""Lines of a compiled template, and calls, that rendering may take: a few for each message."""
+MAX_SECONDS = 10.0
+"""Seconds of a processor that it may take."""
+
+
+class BrokenTemplate(WeirError):
+    """A chat template fails or does not come to an end, whatever the messages are."""
 
 
 class ChatTemplate:
@@ -32,6 +47,7 @@ class ChatTemplate:
         tokenizer: the tokenizer of the model.
         ends: the tokens that end an answer.
         tools: functions that the model may call, as JSON schemas.
+        encoder: tokenizes what the template makes.
     """
 
     def __init__(
@@ -39,14 +55,16 @@ class ChatTemplate:
         tokenizer: PreTrainedTokenizerBase,
         ends: Collection[int],
         tools: Sequence[dict[str, Any]] = (),
+        encoder: PromptEncoder | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._ends = frozenset(ends)
         self._tools = tools
+        self._encoder = encoder or PromptEncoder(tokenizer)
 
     def with_tools(self, tools: Sequence[dict[str, Any]]) -> ChatTemplate:
         """Return the same template for a conversation with tools."""
-        return ChatTemplate(self._tokenizer, self._ends, tools)
+        return ChatTemplate(self._tokenizer, self._ends, tools, self._encoder)
 
     @property
     def templated(self) -> bool:
@@ -63,9 +81,8 @@ class ChatTemplate:
             WeirError: the template refuses them.
         """
         if not self.templated:
-            text = "\n".join(message["content"] for message in messages)
-            return list(self._tokenizer(text)["input_ids"])
-        return self._encode(render_chat(self._tokenizer, messages, tools=self._tools))
+            return self._encoder.encode(self._lines(messages), special=True)
+        return self._encoder.encode(self._render(messages))
 
     def after(self, messages: Sequence[dict[str, Any]], last: int | None) -> list[int] | None:
         """Render messages that come after an answer, up to where the model is to answer again.
@@ -81,16 +98,15 @@ class ChatTemplate:
             WeirError: the template refuses them.
         """
         if not self.templated:
-            text = "\n".join(message["content"] for message in messages)
+            text = self._lines(messages)
             said = [] if last is None else [last]
             ended = str(self._tokenizer.decode(said)).endswith("\n")
-            return self._encode(text if ended else f"\n{text}")
+            return self._encoder.encode(text if ended else f"\n{text}")
         # What comes after an answer does not depend on the turns before it, so a short made-up
         # history takes the place of the real one.
         history = [{"role": "user", "content": "x"}, {"role": "assistant", "content": ANSWER}]
-        text = render_chat(self._tokenizer, [*history, *messages], tools=self._tools)
-        _, found, after = text.partition(ANSWER)
-        return self._drop_end(self._encode(after), last) if found else None
+        _, found, after = self._render([*history, *messages]).partition(ANSWER)
+        return self._drop_end(self._encoder.encode(after), last) if found else None
 
     def beginning(self, messages: Sequence[dict[str, Any]], ids: Sequence[int]) -> int:
         """Count the ids of a conversation before the first words that are not instructions.
@@ -126,9 +142,11 @@ class ChatTemplate:
             return []
         try:
             text = render_chat(self._tokenizer, [{"role": "user", "content": ANSWER}])
+        except BrokenTemplate:
+            raise
         except WeirError:
             return []
-        return self._encode(text.partition(ANSWER)[2])
+        return self._encoder.encode(text.partition(ANSWER)[2])
 
     def _drop_end(self, ids: list[int], last: int | None) -> list[int]:
         """Drop the end of the answer before a turn, if the model has generated it itself."""
@@ -138,8 +156,15 @@ class ChatTemplate:
         between = str(self._tokenizer.decode(ids[:place]))
         return ids if between.strip() else ids[place + 1 :]
 
-    def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+    def _render(self, messages: Sequence[dict[str, Any]]) -> str:
+        mark = self._encoder.mark
+        marked = [
+            {**mark(one, trusted=one["role"] in TRUSTED), "role": one["role"]} for one in messages
+        ]
+        return render_chat(self._tokenizer, marked, tools=mark(list(self._tools)))
+
+    def _lines(self, messages: Sequence[dict[str, Any]]) -> str:
+        return "\n".join(self._encoder.mark(message["content"]) for message in messages)
 
 
 def _count_common(ids: Sequence[int], others: Sequence[int]) -> int:
@@ -166,16 +191,51 @@ def render_chat(
 
     Raises:
         WeirError: the template refuses them, as those do that want roles to alternate.
+        BrokenTemplate: the template fails, or does not come to an end.
     """
+    name = tokenizer.name_or_path or "this model"
     try:
-        text = tokenizer.apply_chat_template(
-            list(turns),
-            tools=list(tools) or None,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
+        with _bounded():
+            text = tokenizer.apply_chat_template(
+                list(turns),
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
     except TemplateError as error:
         why = shorten(str(error))
         raise WeirError(f"the model's chat template refuses these messages: {why}") from None
+    except _TooManySteps:
+        raise BrokenTemplate(
+            f"the chat template of {name} does not come to an end: it was stopped after "
+            f"{MAX_STEPS:,} steps or {MAX_SECONDS:g} seconds; give the model another"
+        ) from None
+    except Exception as error:
+        why = shorten(f"{type(error).__name__}: {error}")
+        raise BrokenTemplate(f"the chat template of {name} fails with {why}") from None
     return str(text)
+
+
+class _TooManySteps(Exception):
+    """Something has taken too many steps."""
+
+
+@contextmanager
+def _bounded() -> Iterator[None]:
+    """Stop a template that is rendered in this thread after too many steps, or too long."""
+    steps, until = 0, time.thread_time() + MAX_SECONDS
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps > MAX_STEPS or (not steps % 1000 and time.thread_time() > until):
+            raise _TooManySteps
+        return trace if frame.f_code.co_filename == "<template>" else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)

@@ -1,13 +1,14 @@
 """A conversation over one `Stream`: only new tokens are ever fed.
 
 The history is in the cache alone, so a conversation of any length takes no more memory than a short
-one. Knows nothing about terminals.
+one, but for a transcript where one is wanted. Knows nothing about terminals.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from array import array
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from weir.pools import Marks
 from weir.stream.chat_template import ChatTemplate
 from weir.stream.detokenizer import Detokenizer
 from weir.stream.stream import Stream
+from weir.stream.transcript import Transcript, Turn, repeats
 
 UNTIMED = 2
 """Tokens of an answer that its rate leaves out where it has more: the first comes from the prompt's
@@ -37,21 +39,30 @@ class Conversation:
         stream: the stream; a restored one continues its conversation.
         tokenizer: the tokenizer of the stream's model.
         system: the system message; it stays for good only under a policy that keeps the beginning.
+        transcript: takes every turn as it is said; None for none.
 
     Attributes:
+        repeats: the tokens that the last answer repeated over and over at its end; 0 for none.
         rate: tokens per second of the last answer, after its first step, in which a model whose
             steps are compiled may be compiled.
     """
 
     def __init__(
-        self, stream: Stream, tokenizer: PreTrainedTokenizerBase, system: str | None = None
+        self,
+        stream: Stream,
+        tokenizer: PreTrainedTokenizerBase,
+        system: str | None = None,
+        transcript: Transcript | None = None,
     ) -> None:
         self.stream = stream
         self.tokenizer = tokenizer
         self.system = system
-        self.rate = 0.0
+        self.transcript = transcript
+        self.rate, self.repeats = 0.0, 0
 
-    def say(self, text: str, *, max_new_tokens: int = 256, **sampling: Any) -> Iterator[str]:
+    def say(
+        self, text: str, *, max_new_tokens: int = 256, **sampling: Any
+    ) -> Generator[str, None, None]:
         """Feed the user's words and yield the answer piece by piece.
 
         Closing the iterator at any point leaves the stream whole.
@@ -67,14 +78,26 @@ class Conversation:
         ids = self.turn(text)
         if not ids:
             raise WeirError("that makes no tokens; say something")
+        self._note(Turn(True, self.stream.seen, text, array("I", ids)))
         self._feed(text, ids)
+        answer = Turn(False, self.stream.seen)
+        try:
+            yield from self._answer(answer, max_new_tokens, **sampling)
+        finally:
+            if self.stream.seen > answer.end:  # interrupted between feeding and yielding
+                answer.ids.append(self.stream.last[0] or 0)
+            self.repeats = repeats(answer.ids)
+            self._note(answer)
+
+    def _answer(self, answer: Turn, limit: int, **sampling: Any) -> Generator[str, None, None]:
+        """Generate an answer into its turn, and yield it piece by piece."""
         self.rate = 0.0
         # Without a template the model does not end its turn: the paragraph is the answer.
-        answer = Detokenizer(self.tokenizer, ["\n"] if self.tokenizer.chat_template is None else [])
-        ends = self.stream.ends
+        stops = ["\n"] if self.tokenizer.chat_template is None else []
+        text, ends = Detokenizer(self.tokenizer, stops), self.stream.ends
         began = stepped = time.perf_counter()
-        tokens = self.stream.generate(max_new_tokens, **sampling)
-        for count, token in enumerate(tokens, 1):
+        for count, token in enumerate(self.stream.generate(limit, **sampling), 1):
+            answer.ids.append(token)
             now = time.perf_counter()
             if count <= UNTIMED:
                 stepped, self.rate = now, count / (now - began)
@@ -82,10 +105,22 @@ class Conversation:
                 self.rate = (count - UNTIMED) / (now - stepped)
             if token in ends:
                 return
-            if new := answer.add(token):
+            if new := text.add(token):
+                answer.text += new
                 yield new
-            if answer.stopped:
+            if text.stopped:
                 return
+
+    def _note(self, turn: Turn) -> None:
+        if self.transcript is not None and turn.ids:
+            self.transcript.add(turn)
+
+    def read_again(self, turn: Turn) -> None:
+        """Feed a turn of the transcript that the stream has not seen."""
+        if turn.by_user:
+            self._feed(turn.text, turn.ids.tolist())
+        else:
+            self.stream.feed(turn.ids.tolist())
 
     def turn(self, text: str) -> list[int]:
         """Return the ids of a turn of the user, up to where the model is to answer.

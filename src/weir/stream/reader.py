@@ -49,6 +49,11 @@ class Reader(ABC):
     def nbytes(self) -> int:
         """Bytes kept between tokens, logits not counted."""
 
+    @property
+    def room(self) -> int | None:
+        """Tokens that can be read at once; None for any number."""
+        return None
+
     @abstractmethod
     def read(
         self, piece: Inputs, all_logits: bool, start: int, refused: dict[int, NotFiniteError]
@@ -112,6 +117,11 @@ class CacheReader(Reader):
     def nbytes(self) -> int:
         """Bytes of all slabs."""
         return self.cache.nbytes
+
+    @property
+    def room(self) -> int | None:
+        """Tokens up to the next fold where chunks are read twice; else None."""
+        return self.cache.room()
 
     def summary(self) -> str:
         """Return the cache's summary."""

@@ -45,11 +45,13 @@ from weir.cache import (
 from weir.errors import PolicyError, WeirError, quote
 from weir.models import fingerprint
 from weir.policies import Policy, check_regular, parse_policy, saved_policy
+from weir.slab import cut_slots
 from weir.stream.atomic_file import replace_atomically
 
 _log = logging.getLogger(__name__)
 
-FORMAT = 3
+FORMAT = 4
+"""Of what is written; format 3, which had whole buffers, is read too."""
 KEY = "weir_session"
 CHECKSUM = "sha256"
 
@@ -107,7 +109,7 @@ _MODEL = record(
 def _facts(each_row: Kind = _anything, vocabulary: int = FARTHEST, rows: int | None = None) -> Kind:
     """Return the table of a session's facts, with as much as is known of its rows."""
     return record(
-        format=integer(FORMAT, FORMAT),
+        format=integer(FORMAT - 1, FORMAT),
         model=_MODEL,
         policy=text(),
         seed=integer(0, None),
@@ -197,10 +199,11 @@ class SessionFile:
                 self._mapped = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError, ValueError, RecursionError) as error:
             raise WeirError(f"{self.path} is damaged or not a session of weir ({error})") from None
-        if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+        if not isinstance(facts, dict) or facts.get("format") not in (FORMAT - 1, FORMAT):
             found = facts.get("format") if isinstance(facts, dict) else facts
             raise WeirError(
-                f"{self.path} has session format {quote(found)}; this weir reads format {FORMAT}"
+                f"{self.path} has session format {quote(found)}; this weir reads {FORMAT - 1} and "
+                f"{FORMAT}"
             )
         if metadata.get(CHECKSUM) != _checksum(metadata[KEY], self._mapped):
             raise WeirError(f"{self.path} is damaged: its checksum is not that of what it holds")
@@ -321,6 +324,7 @@ class SessionFile:
         each: dict[tuple[int, int], _Tensors],
     ) -> RowState:
         """A row of this kind, checked, and then copied out of the file."""
+        whole = self.facts["format"] < FORMAT
         facts, made = self.facts["rows"][index], self.facts["made_with"]
         chunk, origin, prompt = made["chunk"], made["origin"], made["prefill"] == "full"
         tensors: _Tensors = {}
@@ -329,6 +333,10 @@ class SessionFile:
         for layer, plan in enumerate(plans):
             with located(f"row {index}, layer {layer}"):
                 mapped = each[index, layer]
+                if whole:
+                    held = plan.spec.held(facts["lengths"][layer])
+                    mapped = {name: cut_slots(t, held.get(name)) for name, t in mapped.items()}
+                    each[index, layer] = mapped
                 sizes = {name: (tuple(t.shape), t.dtype) for name, t in mapped.items()}
                 check_sizes(plan, sizes, facts["lengths"][layer])
                 check_numbers(plan, mapped, facts, origin)

@@ -411,11 +411,13 @@ class Stream:
         if self._reader.whole_prompt and not self.seen:
             size = len(inputs)
         refused: dict[int, NotFiniteError] = {}
-        for start in range(0, len(inputs), size):
-            piece = inputs.part(start, start + size)
-            logits = self._reader.read(piece, all_logits, start, refused)
+        start = 0
+        while start < len(inputs):
+            stop = start + min(size, self._reader.room or size)
+            logits = self._reader.read(inputs.part(start, stop), all_logits, start, refused)
             if logits is None:
                 break
+            start = stop
             yield logits
         if refused:
             raise refused[min(refused)]

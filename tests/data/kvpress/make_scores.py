@@ -1,10 +1,10 @@
 """Which tokens NVIDIA's kvpress keeps, of tensors that the tests make again: scores.json.
 
-kvpress is not among weir's dependencies, and 0.5.4 wants a transformers older than weir does. In an
-environment of its own:
+kvpress is not among weir's dependencies, and 0.5.5 asks for a transformers older than weir does. In
+an environment of its own:
 
     python -m venv kvpress-venv
-    kvpress-venv/bin/pip install torch==2.13.0 kvpress==0.5.4 "transformers<5.3"
+    kvpress-venv/bin/pip install torch==2.13.0 kvpress==0.5.5
     PYTHONPATH=tests kvpress-venv/bin/python tests/data/kvpress/make_scores.py
 
 What it writes are facts: indices of tokens, and the versions that were asked.
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from kvpress import (
     ChunkKVPress,
+    CriticalKVPress,
     CURPress,
     ExpectedAttentionPress,
     KeyDiffPress,
@@ -32,7 +33,7 @@ from kvpress import (
 )
 from reference.numbers import numbers
 
-TOKENS, HEADS, GROUP, DIM, KEPT = 96, 2, 2, 8, 40
+TOKENS, HEADS, GROUP, DIM, KEPT, HIDDEN = 96, 2, 2, 8, 40, 24
 FREQUENCIES = [1.0, 0.3, 0.1, 0.03]
 
 
@@ -46,7 +47,13 @@ def rotation(place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def module(heads: int) -> Any:
     """As much of an attention module as presses look at; its queries are the hidden states."""
     return SimpleNamespace(
-        config=SimpleNamespace(num_attention_heads=heads * GROUP, num_key_value_heads=heads),
+        config=SimpleNamespace(
+            num_attention_heads=heads * GROUP,
+            num_key_value_heads=heads,
+            head_dim=DIM,
+            hidden_size=HIDDEN,
+        ),
+        o_proj=SimpleNamespace(weight=numbers(5, HIDDEN, heads * GROUP * DIM)),
         head_dim=DIM,
         num_key_value_groups=GROUP,
         layer_idx=0,
@@ -72,8 +79,17 @@ def kept(press: Any, heads: int = HEADS, rotated: bool = False) -> list[list[int
         press.press.score = lambda *_: scored(module(heads), hidden, keys, values, None, given)
         left, _ = press.compress(module(heads), hidden, marks, values, None, given)
         return left[0, :, :, 0].long().sort(dim=-1).values.tolist()
+    if isinstance(press, CriticalKVPress):
+        press.press.score = lambda *_: attention(queries, keys)
     score = press.score(module(heads), hidden, keys, values, None, given)
     return score[0].topk(KEPT, dim=-1).indices.sort(dim=-1).values.tolist()
+
+
+def attention(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """The mean attention of the last 32 queries [1, HEADS, TOKENS], which presses are given."""
+    logits = torch.einsum("thgd,hnd->hgtn", queries, keys[0]) * DIM**-0.5
+    hidden = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
+    return logits.masked_fill(hidden, -torch.inf).softmax(dim=-1)[:, :, -32:].mean(dim=(1, 2))[None]
 
 
 def filters() -> torch.Tensor:
@@ -103,6 +119,7 @@ def main() -> None:
             ),
             rotated=True,
         ),
+        "critical": kept(CriticalKVPress(KnormPress())),
         "chunks knorm": kept(ChunkKVPress(KnormPress(), chunk_length=8), heads=1),
     }
     path = Path(__file__).parent / "scores.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,18 +28,35 @@ def least(layers, total) -> float:
     return min(error for n, error in (spent(layers, way) for way in ways) if n <= total)
 
 
-falls = st.lists(st.integers(0, 40), min_size=1, max_size=4).map(sorted)
+sizes = st.lists(st.tuples(st.integers(1, 30), st.integers(0, 40)), min_size=1, max_size=4)
 
 
-@given(st.lists(falls, min_size=1, max_size=4), st.integers(0, 20))
-def test_where_each_byte_buys_less_than_the_one_before_no_way_is_better(steps, more):
-    # The last step of a layer is its smallest fall, the one before it the next.
-    layers = [choices(*(sum(fall[:n]) for n in range(len(fall), -1, -1))) for fall in steps]
-    total = 10 * (len(layers) + more)
-    taken = share_out(layers, total)
-    nbytes, error = spent(layers, taken)
+@given(st.lists(sizes, min_size=1, max_size=4), st.integers(0, 60))
+def test_no_other_way_to_spend_the_bytes_leaves_less_error(some, more):
+    layers = [[SizeOption(*pair) for pair in each] for each in some]
+    total = sum(min(option.nbytes for option in each) for each in layers) + more
+    nbytes, error = spent(layers, share_out(layers, total))
     assert nbytes <= total
     assert error == least(layers, total)
+
+
+def test_steps_of_a_hundred_layers_are_shared_out_exactly():
+    """Each layer's steps cost more than the bytes of the last, so greed would be off."""
+    layers = [choices(9, 5, 3, 2, step=100 + 7 * (n % 13)) for n in range(100)]
+    total = sum(each[0].nbytes for each in layers) + 12345
+    nbytes, error = spent(layers, share_out(layers, total))
+    # By bytes, the least error of the layers so far: the table that every book has.
+    table = np.full(12346, np.inf)
+    table[:] = 0.0
+    for each in layers:
+        more = [option.nbytes - each[0].nbytes for option in each]
+        grown = np.full(12346, np.inf)
+        for extra, option in zip(more, each, strict=True):
+            there = grown[extra:]
+            there[:] = np.minimum(there, table[: len(there)] + option.error)
+        table = grown
+    assert nbytes <= total
+    assert error == table[-1]
 
 
 def test_by_hand():

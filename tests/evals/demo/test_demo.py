@@ -237,7 +237,12 @@ def test_the_page_is_not_wider_than_a_phone(page):
 
 
 def test_a_right_answer_has_a_tick_and_a_strip_says_in_words_what_it_shows(result, tmp_path):
-    told = {**result, "policies": [{**p, "answers": ["AB", "XY"]} for p in result["policies"]]}
+    told = {
+        **result,
+        "policies": [
+            {**p, "answers": ["AB", "XY"], "right": [True, False]} for p in result["policies"]
+        ],
+    }
     demo.write_report(told, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text("utf-8")
     assert page.count("<td><b>AB&nbsp;✓</b></td>") == len(SMALL)

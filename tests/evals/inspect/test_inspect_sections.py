@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from typing import Any
 
@@ -17,6 +18,7 @@ from weir.errors import WeirError
 from weir.evals.inspect import Inspection, Section, layers, look, maps
 from weir.evals.inspect.section import around, count_of, fixed_tokens, pieces, sentences
 from weir.models import ModelSink, set_sink
+from weir.slab import Slab
 from weir.stream import BOOK, Stream, read_text
 
 TEXT = read_text(BOOK)[:40_000]
@@ -279,3 +281,33 @@ def test_sections_come_in_the_pages_order_and_unknown_ones_are_refused(nano, tok
     assert [it.name for it in found if isinstance(it, Section)] == ["maps", "shares"]
     with pytest.raises(WeirError, match="there is no section 'map'; the sections are maps, shares"):
         list(look(to, ["map"]))
+
+
+def test_slots_of_one_sequence_are_freed_before_the_next_is_read():
+    """Also where nobody collects garbage: caches and what refers to them go in circles."""
+    model, most = make("llama"), 0
+
+    def count(done: int, of: int) -> None:
+        nonlocal most
+        most = max(most, sum(isinstance(found, Slab) for found in gc.get_objects()))
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(isinstance(found, Slab) for found in gc.get_objects())
+        maps.first_shares(asked(model, on_step=count), tokens(5, 600))
+        maps.mean_logits(asked(model, on_step=count), tokens(70, 16))
+    finally:
+        gc.enable()
+    assert most <= before
+
+
+def test_maps_keep_what_is_drawn_and_batches_are_bounded(monkeypatch):
+    model, ids = make("llama"), tokens(6, 16)
+    whole = maps.mean_logits(asked(model), ids)
+    monkeypatch.setattr(maps, "TOKENS", 32)  # three batches
+    some = maps.mean_logits(asked(model), ids, [1], [2, 0])
+    assert list(some) == [1]
+    got, wanted = (mean.nan_to_num().float() for mean in (some[1], whole[1][[2, 0]]))
+    close_runs(got, wanted, model, 16)
+    assert maps.count_heads(asked(model), ids) == {n: len(mean) for n, mean in whole.items()}

@@ -14,9 +14,11 @@ import torch
 from pools.streams import places
 from reference.numbers import numbers
 
+from weir.models import OutputProjection
 from weir.pools import (
     Chunks,
     CounterRNG,
+    Critical,
     CurDKV,
     Expected,
     Fold,
@@ -30,7 +32,7 @@ from weir.pools import (
     Tova,
 )
 from weir.pools.scores import qfilters
-from weir.slab import AttentionParams, LayerPositions, Rotary, Slots
+from weir.slab import AttentionParams, Heads, LayerPositions, Rotary, Slots
 
 DATA = Path(__file__).parents[2] / "data" / "kvpress" / "scores.json"
 TOLD: dict[str, Any] = json.loads(DATA.read_text("utf-8"))
@@ -38,7 +40,9 @@ GROUP, DIM, N, KEPT = 2, 8, TOLD["tokens"], TOLD["kept"]
 ROTARY = Rotary(torch.tensor(TOLD["frequencies"], dtype=torch.float64))
 
 
-def kept(pool: Pool, heads: int = 2, rotary: Rotary | None = None) -> list[list[int]]:
+def kept(
+    pool: Pool, heads: int = 2, rotary: Rotary | None = None, projection: Any = None
+) -> list[list[int]]:
     """What a pool keeps of the tensors, all of them at once."""
     queries = 1.5 * numbers(1, N, heads, GROUP, DIM).permute(1, 2, 0, 3)[None]
     keys, values = 1.5 * numbers(2, 1, heads, N, DIM), numbers(3, 1, heads, N, DIM)
@@ -50,7 +54,7 @@ def kept(pool: Pool, heads: int = 2, rotary: Rotary | None = None) -> list[list[
     seen, form = torch.tensor([N]), AttentionParams(DIM**-0.5)
     none = slots.position[:, :, :0]
     read = ObservedAttention(
-        lambda: slots, lambda: none, queries, seen, form, LayerPositions(rotary)
+        lambda: slots, lambda: none, queries, seen, form, LayerPositions(rotary), projection
     )
     state = pool.state(slots.part(0, 0))
     fold = Fold(CounterRNG(0), seen, form, queries, read, state=state)
@@ -75,6 +79,14 @@ def test_scores_keep_what_its_presses_keep(name, pool):
 
 def test_tova_keeps_what_its_press_keeps_beside_the_newest_token_which_that_always_keeps():
     assert [[*head, N - 1] for head in kept(Tova(KEPT - 1))] == TOLD["tova"]
+
+
+def test_critical_keeps_what_its_press_keeps_of_the_same_attention():
+    attention = torch.nn.Module()
+    attention.o_proj = torch.nn.Linear(2 * GROUP * DIM, 24, bias=False)
+    attention.o_proj.weight.data = numbers(5, 24, 2 * GROUP * DIM)
+    projection = OutputProjection(attention, Heads(2, GROUP, DIM, DIM, torch.float32))
+    assert kept(Critical(KEPT), projection=projection) == TOLD["critical"]
 
 
 @pytest.mark.parametrize(

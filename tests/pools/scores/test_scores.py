@@ -31,6 +31,7 @@ from weir.pools import (
     Keyformer,
     KNorm,
     LagKV,
+    ObservedAttention,
     Pool,
     QFilters,
     Ranked,
@@ -162,6 +163,20 @@ def test_a_score_is_that_of_a_naive_loop(name, monkeypatch):
     for each in asked(pool, monkeypatch)[1::3]:
         for sight, score, _, _ in each.sights()[::3]:
             same(score, twin(sight))
+
+
+def test_expected_shares_too_small_for_a_float_do_not_tie():
+    """Steep queries expect next to nothing of most tokens, and more of some than of others."""
+    keys = torch.arange(40.0)[torch.randperm(40, generator=torch.Generator().manual_seed(0))]
+    keys = torch.stack([keys, torch.zeros(40)], dim=1)[None, None]
+    zero, place = torch.zeros(1, 1, 40), torch.arange(40).expand(1, 1, 40)
+    slots = Slots(keys, torch.ones(1, 1, 40, 3), zero, zero, place)
+    queries, seen = torch.tensor([9.0, 0.0]).expand(1, 1, 2, 64, 2), torch.tensor([40])
+    form, none = AttentionParams(1.0), place[:, :, :0]
+    read = ObservedAttention(lambda: slots, lambda: none, queries, seen, form, LayerPositions())
+    fold = Fold(CounterRNG(0), seen, form, queries, read)
+    kept, _ = Expected(30).fold(slots.part(0, 0), slots, fold)
+    assert sorted(kept.keys[0, 0, :, 0].tolist()) == list(range(10, 40))
 
 
 def test_tova_averages_over_the_heads_of_the_layer(monkeypatch):

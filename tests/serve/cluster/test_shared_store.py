@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import sys
@@ -27,6 +28,7 @@ from weir.serve.sessions import (
     NameTaken,
     RowFormat,
     SessionLease,
+    StorageFull,
     TurnRecord,
 )
 
@@ -149,6 +151,27 @@ def test_what_a_killed_replica_was_writing_goes_when_its_session_goes_on(replica
     assert len(files(shared, replicas.a, first)) == 4
     replicas.b.acquire_lease("me", "s").release()
     assert len(files(shared, replicas.a, first)) == 2
+
+
+def test_a_full_shared_folder_is_known_before_an_answer_and_loses_none(tmp_path, monkeypatch):
+    replicas = Replicas(open_storage(str(tmp_path)))
+    turn(replicas.a, record("n0", 0), 0)
+    monkeypatch.setattr(storage, "free_bytes", lambda folder: FORM.turn_bytes - 1)
+    assert replicas.a.is_full()
+    with pytest.raises(StorageFull):
+        replicas.a.check_room(1)
+
+    def full(fd):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(storage.os, "fsync", full)  # where it was not known
+    late = replicas.a.acquire_lease("me", "s")
+    error = save(replicas.a, replace(record("n1", 1), epoch=late.epoch), NODES[1])
+    late.release()
+    monkeypatch.undo()
+    assert isinstance(error, StorageFull)
+    assert [each.node for each in replicas.b.list_turns("me", "s")] == ["n0"]
+    replicas.a.check_room(1)
 
 
 def test_the_newest_turns_of_a_session_are_kept_and_old_pages_go(shared):

@@ -358,7 +358,7 @@ FORGED = [
     ("damaged or no snapshot of weir", lambda data: data[:-9]),
     ("damaged or no snapshot of weir", lambda data: b""),
     ("damaged or no snapshot of weir", lambda data: b"\xff" * 64),
-    ("it has the format 7", said_otherwise('"format": 3', '"format": 7')),
+    ("it has the format 7", said_otherwise('"format": 4', '"format": 7')),
     ("another model", said_otherwise('"width": 32', '"width": 33')),
     ("its rows have the policy", said_otherwise("recent(6)", "recent(7)")),
     ("pending must be a list", said_otherwise('"pending": [1]', '"pending": 1')),

@@ -94,7 +94,7 @@ class Folding:
                 new = source.part(0, arrived)
             else:
                 new = part.run(end, end + arrived)
-            if arrivals is None and part.mass is not None:
+            if arrivals is None and part.mass is not None and self.spec.pipe.needs_mass:
                 received = pending.mass
                 if received is None or index is not None:
                     tail = tail_of(segment, rows, self.spec.chunk)
@@ -187,6 +187,7 @@ class Folding:
             spec.output,
             len(new),
             observed,
+            spec.gate,
         )
 
     def _fold(

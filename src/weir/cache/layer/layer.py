@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,6 +33,7 @@ from weir.cache.layer.fold import Folding, Pending
 from weir.cache.layer.layer_state import LayerState
 from weir.cache.layer.observation_window import store_last_queries, store_queries
 from weir.cache.layer.plan import ForwardPlan, Segment, plan_forward
+from weir.cache.layer.second_reading import read_again
 from weir.cache.layer.spec import LayerSpec
 from weir.errors import WeirError
 from weir.slab import AttentionParams, Heads, Observe, Slab, select_attention
@@ -371,7 +373,7 @@ class Layer:
         observes = 0 < spec.pipe.needs_queries <= segment.width and slab.quantized is None
         observes = observes and not (segment is last and spec.pipe.needs_shares)
         observe: Observe = ""
-        if in_step and segment.width == spec.chunk and (observes or slab.mass is not None):
+        if in_step and segment.width == spec.chunk and (observes or spec.pipe.needs_mass):
             observe = "shares" if spec.pipe.needs_shares else "received"
         slots = slab.attended(self.state.first, stop, plain=self.state.plain and in_step)
         causal = in_step and spec.positions.window is None and spec.positions.alibi is None
@@ -384,6 +386,29 @@ class Layer:
                 observed = result._replace(shares=None) if segment is last else result
         self._pending = Pending(segment, params, mass=mass, observed=observed)
         return result.answers
+
+    def reread(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        params: AttentionParams,
+        plan: ForwardPlan,
+        rows: Sequence[int],
+    ) -> Tensor:
+        """Answer a second reading of some rows' last tokens, and keep what they were given.
+
+        Nothing else changes: the tokens that are repeated take no slot. Arguments as for `attend`;
+        other rows than `rows` are not answered.
+        """
+        batch, heads, length, _ = queries.shape
+        queries = queries.view(batch, keys.shape[1], heads // keys.shape[1], length, -1)
+        out = values.new_zeros((*queries.shape[:4], values.shape[3]))
+        for row in rows:
+            one, segment = slice(row, row + 1), plan.segments[0].of_row(row)
+            given = queries[one], keys[one], values[one]
+            out[one] = read_again(self.state, row, *given, params, segment)
+        return out.flatten(1, 2)
 
     def _note_spans(self, segment: Segment) -> None:
         """Store the places of a segment's tokens on three axes, for the folds that move them."""

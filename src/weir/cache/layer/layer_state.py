@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weir.cache.layer.spec import LayerSpec, count_used
 from weir.errors import WeirError
-from weir.slab import Heads, Slab
+from weir.slab import Heads, Slab, cut_slots, put_first
 
 
 @dataclass(frozen=True)
@@ -153,17 +153,25 @@ class LayerState:
         self.seeds = [self.seeds[row] for row in index.tolist()]
 
     def take_row(self, row: int) -> tuple[dict[str, Tensor], list[int]]:
-        """Copy a row's tensors [1, kv_heads, ...] by name, and its lengths."""
+        """Copy the slots in use of a row [1, kv_heads, ...], by name, and its lengths."""
         assert self.slab is not None
-        return self.slab.view(row, row + 1).copy().tensors(), list(self.lengths[row])
+        held = self.spec.held(self.lengths[row])
+        with torch.inference_mode(False):
+            taken = {
+                name: cut_slots(t[row : row + 1], held.get(name)).clone()
+                for name, t in self.slab.tensors().items()
+            }
+        return taken, list(self.lengths[row])
 
     def put_row(self, row: int, tensors: dict[str, Tensor], lengths: list[int], seed: int) -> None:
         """Overwrite a row with one from `take_row`; sizes and types have been checked."""
         slab = self.slab
         assert slab is not None
         if self.spec.pipe.slots is None:
-            tensors = self._of_one_size(slab, tensors)
-        slab.put_row(row, tensors)
+            masters = tensors["masters"].shape[2] if "masters" in tensors else 0
+            slab.grow(tensors["position"].shape[2], masters)
+            slab.lengthen_state(tensors)
+        slab.put_row(row, tensors, self.spec.held(lengths))
         self.lengths[row] = list(lengths)
         self.seeds[row] = seed
         self.refresh()
@@ -176,27 +184,12 @@ class LayerState:
         part = slab.view(row, row + 1)
         self._init_pool_state(part)
         for name, t in slab.state.items():
-            first = part.state[name][0]
-            if t[row].shape == first.shape:
-                t[row].copy_(first)
-            else:  # grown since, for a pool without a limit
-                t[row].zero_()
-                t[row, :, : first.shape[1]].copy_(first)
+            put_first(t[row : row + 1], part.state[name])  # it may have grown since
         place = torch.tensor([start], device=slab.keys.device)
         part.open_tail(slab.first, place, self.spec.chunk)
         self.lengths[row] = [0] * len(self.spec.pipe.pools)
         self.seeds[row] = seed
         self.refresh()
-
-    @staticmethod
-    def _of_one_size(slab: Slab, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Grow a slab of a pipe without a limit and the tensors of one row to the same size."""
-        other = Slab.of(tensors)
-        slab.grow(len(other), 0 if other.masters is None else other.masters.shape[2])
-        other.grow(len(slab), 0 if slab.masters is None else slab.masters.shape[2])
-        slab.lengthen_state(other)
-        other.lengthen_state(slab)
-        return other.tensors()
 
     def _init_pool_state(self, slab: Slab) -> None:
         """Set the pools' state in a slab to that before the first token."""

@@ -173,6 +173,15 @@ class Segment:
         counts = [0 if row in gone else count for row, count in enumerate(self.counts)]
         return replace(self, counts=counts, due=[row for row in self.due if row not in gone])
 
+    def of_row(self, row: int) -> Segment:
+        """Copy the segment for a batch of one of its rows."""
+        only, parts = slice(row, row + 1), (self.counts, self.seen, self.waiting)
+        counts, seen, waiting = (part[only] for part in parts)
+        drift = None if self.drift is None else self.drift[only]
+        pictured = None if self.pictured is None else self.pictured[only]
+        own = replace(self, columns=self.columns[only], counts=counts, seen=seen, waiting=waiting)
+        return replace(own, due=[], marks=self.marks[only], drift=drift, pictured=pictured)
+
     def ends(self, slots: tuple[int, ...]) -> StepEnds:
         """Return the `StepEnds` of these slots, shared between layers."""
         ends = self._ends.get(slots)

@@ -8,14 +8,14 @@ in a slot.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
 
 from weir.policies import Pipe
-from weir.pools import CounterRNG, Output
-from weir.slab import Heads, LayerPositions, SlabSpec, Slots
+from weir.pools import CounterRNG, Gating, Output
+from weir.slab import CODED, SLOT_BUFFERS, Heads, LayerPositions, SlabSpec, Slots
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,21 @@ class Layout:
     def run(self) -> int:
         """Tokens of the run, quantized and exact."""
         return self.quantized - self.quantized_front + self.used - self.front
+
+    @property
+    def packed(self) -> Layout:
+        """The layout of the slots in use alone (`LayerSpec.held`), without the empty ones between
+        quantized and exact slots.
+        """
+        gap = self.first - self.quantized
+        starts = {pool: at - gap if at >= self.first else at for pool, at in self.starts.items()}
+        return replace(
+            self,
+            starts=starts,
+            first=self.quantized,
+            front=self.front - gap,
+            used=self.used - gap,
+        )
 
 
 def lay_out(pipe: Pipe, lengths: Sequence[int]) -> Layout:
@@ -103,6 +118,7 @@ class LayerSpec:
         draws: the layer's random numbers; each row sets its own seed.
         index, layers: the number of the layer, and how many there are.
         output: the projection of the layer's output; None if not known.
+        gate: the layer's gate; None if no pool reads it.
     """
 
     pipe: Pipe
@@ -112,6 +128,7 @@ class LayerSpec:
     index: int = 0
     layers: int = 1
     output: Output | None = field(default=None, compare=False)
+    gate: Gating | None = field(default=None, compare=False)
 
     @property
     def front_moves(self) -> bool:
@@ -143,6 +160,30 @@ class LayerSpec:
         """
         return max(0, waiting + self.keeps_queries - self.chunk)
 
+    def held(self, lengths: Sequence[int]) -> dict[str, tuple[slice, ...]]:
+        """The slots in use of a row and its whole tail, by the names of buffers (`Slab.tensors`).
+
+        Buffers that are not named here are no longer for more slots. What is outside these slots
+        is of no use to anybody.
+
+        Args:
+            lengths: slots in use, by pool.
+        """
+        lies = lay_out(self.pipe, lengths)
+        end = lies.used + self.chunk
+        coded, exact = slice(0, lies.quantized), slice(0, end - lies.first)
+        slots = (coded, slice(lies.first, end)) if lies.first else (slice(0, end),)
+        found: dict[str, tuple[slice, ...]] = dict.fromkeys(SLOT_BUFFERS, slots)
+        found |= {"keys": (exact,), "values": (exact,)}
+        found["masters"] = (slice(0, lies.front - lies.first),)
+        for name, part in (
+            ("keys", coded),
+            ("values", coded),
+            ("masters", slice(0, lies.quantized_front)),
+        ):
+            found |= dict.fromkeys((f"{CODED}{name}", f"{CODED}{name}_peaks"), (part,))
+        return found
+
     def slab(self, heads: Heads) -> SlabSpec:
         """Describe the buffers of the layer, for attention of these sizes.
 
@@ -158,7 +199,7 @@ class LayerSpec:
             heads,
             slots,
             masters=(pipe.slots_of(exact) or masters) if rotates else 0,
-            mass=pipe.needs_mass,
+            mass=pipe.needs_mass or pipe.needs_second_reading,
             two_weights=pipe.two_weights,
             frames=positions.alibi is not None,
             spans=self.moves_on_axes,
@@ -177,7 +218,7 @@ class LayerSpec:
             values = torch.empty(*shape, heads.value_dim, dtype=heads.dtype)
             weights = torch.empty(shape)
             position = torch.empty(shape, dtype=torch.int64)
-        mass = weights if self.pipe.needs_mass else None
+        mass = weights if self.pipe.needs_mass or self.pipe.needs_second_reading else None
         nothing = Slots(keys, values, weights, weights, position, mass)
         return {
             f"{index}.{name}": (tuple(t.shape[2:]), t.dtype)

@@ -155,6 +155,7 @@ def watch(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
             for piece in ids.to(input_device(model)).split(PIECE, dim=1):
                 model(input_ids=piece, past_key_values=watcher, use_cache=True, **more)
     finally:
+        watcher.reset()  # frees the slots now: what refers to a cache goes in circles
         watcher.detach()
 
 

@@ -2,14 +2,15 @@
 
 StreamingLLM (Xiao et al. 2024), Figures 2, 7, 11, 13 and 14: in most layers above the second, all
 queries attend to the first token, whatever it is. Section F and Figure 12: of the 4096th token's
-attention the first token gets more than half in most layers of Llama-2-7B. Only sums over the
-sequences are kept, and never more than a block of queries of one sequence.
+attention the first token gets more than half in most layers of Llama-2-7B. A first pass over a few
+tokens finds the layers and heads there are; the second keeps sums for those that are drawn, and
+never more than a block of queries. `TOKENS` are read at once, so that the cache is bounded.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BATCH = 32
-"""Sequences that are read together."""
+"""Sequences that are read together, at most, and"""
+TOKENS = MOST_TOKENS
+"""tokens of them."""
 ACROSS = 4
 """Panels side by side that a phone still shows."""
 MOST_PANELS = 16
@@ -54,8 +57,9 @@ def section(asked: Inspection) -> Section:
     if asked.length < SHORTEST:
         raise WeirError(f"a map of {asked.length} tokens shows nothing; take {SHORTEST} at least")
     ids = sentences(asked.tokenizer, asked.text, asked.sequences, asked.length, asked.sink)
-    means = mean_logits(asked, ids)
-    layers, heads = _panels(means, asked.layers, asked.heads)
+    sizes = count_heads(asked, ids)
+    layers, heads = _panels(sizes, asked.layers, asked.heads)
+    means = mean_logits(asked, ids, layers, heads)
     fixed = fixed_tokens(ids, asked.tokenizer)
     ahead = looks_ahead(asked.model)
     with drawing(1.45 * math.ceil(len(layers) * len(heads) / ACROSS) + 0.9) as figure:
@@ -73,7 +77,7 @@ def section(asked: Inspection) -> Section:
             else "Keys that come after a query are left white."
         )
     )
-    shown = f"{len(layers)} of {len(means)} layers" if len(layers) < len(means) else "all layers"
+    shown = f"{len(layers)} of {len(sizes)} layers" if len(layers) < len(sizes) else "all layers"
     alt = f"Maps of average attention logits, query by key, for {shown} and heads {_list(heads)}."
     return Section(
         "maps",
@@ -84,26 +88,46 @@ def section(asked: Inspection) -> Section:
     )
 
 
-def mean_logits(asked: Inspection, ids: Tensor) -> dict[int, Tensor]:
-    """Mean logits of every layer [heads, length, length], float64; NaN where no query attends.
+def count_heads(asked: Inspection, ids: Tensor) -> dict[int, int]:
+    """The layers that attention weights can be seen of, and how many heads each has."""
+    found: dict[int, int] = {}
+
+    def add(attention: Attention) -> None:
+        found[attention.layer] = attention.queries.shape[1] * attention.queries.shape[2]
+
+    watch(asked.model, ids[:1, :SHORTEST], add)
+    return dict(sorted(found.items()))
+
+
+def mean_logits(
+    asked: Inspection,
+    ids: Tensor,
+    layers: Collection[int] | None = None,
+    heads: Sequence[int] | None = None,
+) -> dict[int, Tensor]:
+    """Mean logits of layers [heads, length, length], float64; NaN where no query attends.
 
     Args:
         asked: the model and the progress callback.
         ids: the sequences [count, length].
+        layers, heads: which to keep; None for all.
     """
     sums: dict[int, Tensor] = {}
     length = ids.shape[1]
 
     def add(attention: Attention) -> None:
-        heads = attention.queries.shape[1] * attention.queries.shape[2]
+        if layers is not None and attention.layer not in layers:
+            return
+        count = attention.queries.shape[1] * attention.queries.shape[2]
+        kept = list(range(count) if heads is None else heads)
         if attention.layer not in sums:
             sums[attention.layer] = torch.full(
-                (heads, length, length), math.nan, dtype=torch.float64
+                (len(kept), length, length), math.nan, dtype=torch.float64
             )
         total = sums[attention.layer]
         for start, stop in attention.blocks():
             rows = slice(attention.first + start, attention.first + stop)
-            new = attention.logits(start, stop).double().sum(dim=0).cpu()
+            new = attention.logits(start, stop)[:, kept].double().sum(dim=0).cpu()
             # Masked logits are -inf; queries of one position attend to the same positions in all
             # sequences.
             new = new.masked_fill(new.isneginf(), math.nan)
@@ -112,7 +136,7 @@ def mean_logits(asked: Inspection, ids: Tensor) -> dict[int, Tensor]:
             total[:, rows, at] = torch.where(before.isnan(), new, before + new)
 
     done = 0
-    for batch in ids.split(BATCH):
+    for batch in ids.split(max(1, min(BATCH, TOKENS // length))):
         watch(asked.model, batch, add)
         done += len(batch)
         asked.on_step(done, len(ids))
@@ -133,13 +157,13 @@ def spread(count: int, most: int) -> tuple[int, ...]:
 
 
 def _panels(
-    means: dict[int, Tensor], layers: tuple[int, ...] | None, heads: tuple[int, ...] | None
+    sizes: dict[int, int], layers: tuple[int, ...] | None, heads: tuple[int, ...] | None
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """The layers and heads to draw."""
-    known = list(means)
-    every = min(len(mean) for mean in means.values())
+    """The layers and heads to draw, of layers with so many heads."""
+    known = list(sizes)
+    every = min(sizes.values())
     if layers is not None:
-        missing = [layer for layer in layers if layer not in means]
+        missing = [layer for layer in layers if layer not in sizes]
         if missing:
             raise WeirError(f"layer {missing[0]} has no attention weights to show")
     if heads is None:
@@ -160,7 +184,7 @@ def _draw(
     down = -(-len(which) // across)
     panels = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True).flatten()
     for axes, (layer, head) in zip(panels, which, strict=False):
-        mean = means[layer][head]
+        mean = means[layer][heads.index(head)]
         low, high = map(float, mean[~mean.isnan()].aminmax())
         axes.imshow(mean.numpy(), vmin=low, vmax=high, cmap="viridis", interpolation="nearest")
         axes.set_title(f"layer {layer}, head {head}\n{low:.2g} to {high:.2g}", fontsize=8, pad=2)
@@ -198,12 +222,12 @@ def _facts(
                 "layer": layer,
                 "head": head,
                 # Over the logits of all queries but the first token's own.
-                "first": float(means[layer][head][1:, 0].nanmean()),
-                "others": float(means[layer][head][1:, 1:].nanmean()),
-                "logits": [[round(x, 4) for x in row] for row in means[layer][head].tolist()],
+                "first": float(mean[1:, 0].nanmean()),
+                "others": float(mean[1:, 1:].nanmean()),
+                "logits": [[round(x, 4) for x in row] for row in mean.tolist()],
             }
             for layer in layers
-            for head in heads
+            for head, mean in zip(heads, means[layer], strict=True)
         ],
     }
 

@@ -1,4 +1,4 @@
-"""Attention of the newest tokens over all slots, themselves among them, on one thread of a CPU.
+"""Attention of the newest tokens over all slots, themselves among them, on a CPU.
 
 This is what a piece of a prompt asks. PyTorch's fused attention adds a mask as large as queries
 times slots, though a query sees all slots but the few behind its own. Here 8 or 16 queries of a
@@ -33,6 +33,7 @@ from weir.kernels.cpu.compilation import (
 )
 from weir.kernels.cpu.int8_codec import read_head
 from weir.kernels.cpu.softmax import LEAST, LN2_HIGH, LN2_LOW, LOG2E, POLYNOMIAL
+from weir.kernels.cpu.threads import run_in_threads
 from weir.kernels.cpu.vectors import (
     INT,
     LONG,
@@ -239,9 +240,13 @@ def _attend(
     slots: int,
     out: np.ndarray,
     received: np.ndarray,
+    begun: int,
+    done: int,
 ) -> None:
     """Answers [batch, heads, group, length, value_dim] into `out`, and where that has any place
     what slots received into `received` [batch, heads, length / lanes, slots]; see `causal`.
+
+    Those from block `begun` up to `done`, of `lanes` queries each, of all heads of all rows.
     """
     batch, heads, group, length, width = out.shape
     apart, counted = 1 if above_at else 0, received.shape[2] > 0
@@ -259,7 +264,8 @@ def _attend(
     read_values = np.empty((slots if coded else 0, width), np.float32)
     to_asked, to_logits, to_share = asked.ctypes.data, logits.ctypes.data, share.ctypes.data
     to_totals = totals.ctypes.data
-    for both in range(batch * heads):
+    blocks = (length + lanes - 1) // lanes
+    for both in range(begun // blocks, (done + blocks - 1) // blocks):
         row, head = both // heads, both % heads
         at = row * key_steps[0] + head * key_steps[1]
         value_at = row * value_steps[0] + head * value_steps[1]
@@ -285,7 +291,8 @@ def _attend(
         to_above = above_at + weight if apart else none.ctypes.data
         to_below = below_at + weight if apart else none.ctypes.data
         at = row * query_steps[0] + head * query_steps[1]
-        for begin in range(0, length, lanes):
+        for block in range(max(0, begun - both * blocks), min(blocks, done - both * blocks)):
+            begin = block * lanes
             # The last few, where they are no vector, are asked with some before them again.
             start = min(begin, length - lanes)
             # The first of these queries sees the slots up to this one, each next one more.
@@ -310,12 +317,14 @@ def _attend(
                 if counted:
                     _add(to_logits, to_share, seen, to_totals, lanes)
             if counted:
-                line = received[row, head, begin // lanes]
+                line = received[row, head, block]
                 for slot in range(slots):
                     line[slot] = totals[slot].sum()
 
 
 _run = compile_kernel(_attend)
+_WORTH_A_THREAD = 2**20
+"""Products below which a thread of their own costs more than it saves."""
 _NO_CODES = 0, (0, 0, 0), 0, (0, 0, 0), 1.0
 
 
@@ -407,7 +416,14 @@ def _compute(
     codes = [_NO_CODES, _NO_CODES] if coded is None else [_addresses(stored) for stored in coded]
     tensors = *address_of(queries), *address_of(keys), *address_of(values), *addresses, steps
     numbers = count, scale, width, keys.shape[3], slots
-    _run(*tensors, *codes, *numbers, out.numpy(), received.numpy())
+    found = out.numpy(), received.numpy()
+    held = queries, keys, values, weights, coded
+
+    def some(begun: int, done: int, _held: object = held) -> None:
+        _run(*tensors, *codes, *numbers, *found, begun, done)
+
+    blocks = queries.shape[:2].numel() * -(-queries.shape[3] // width)
+    run_in_threads(some, blocks, 1 + queries.numel() * slots // _WORTH_A_THREAD)
     return out, received
 
 

@@ -1,15 +1,12 @@
-"""What kernels in numba share: machine code that is kept, threads, and tensors by their address."""
+"""What kernels in numba share: machine code that is kept, and tensors by their address."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ import numpy as np
 import torch
 from numba import types
 from numba.core.caching import FunctionCache
+from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
 from weir.errors import WeirError
@@ -40,6 +38,15 @@ def compile_kernel(
     with suppress(RuntimeError, AttributeError):
         kernel._cache = _CodeCache(function)
     return kernel
+
+
+def compile_callback(function: Callable[[int], None]) -> CFunc:
+    """The function of an address in machine code, as C calls it; kept for the next process."""
+    callback = CFunc(function, ((types.uintp,), types.void), {}, {"nopython": True})
+    with suppress(RuntimeError, AttributeError):
+        callback._cache = _CodeCache(function)
+    callback.compile()
+    return callback
 
 
 @lru_cache
@@ -81,59 +88,6 @@ class _CodeCache(FunctionCache):  # type: ignore[misc, unused-ignore]
         """Keep code for the next process, unless the disk is full: then it serves this one."""
         with suppress(OSError):
             super().save_overload(sig, data)
-
-
-# --- threads
-
-
-def run_in_threads(
-    part: Callable[[int, int], None], count: int, most: int, held: object = None
-) -> None:
-    """Call `part(start, stop)` for ranges that make up `range(count)`, each in a thread.
-
-    Threads are Python's, not numba's: those would change how many PyTorch uses. They stay, since to
-    start one takes as long as many a product.
-
-    Args:
-        part: does a range.
-        count: one or more.
-        most: threads that are worth it; there are no more of them than PyTorch has.
-        held: tensors that `part` reads by address. A thread holds them, for Ctrl-C ends the wait
-            for a thread and not the thread.
-    """
-    threads = min(torch.get_num_threads(), count, most)
-    if threads <= 1:
-        part(0, count)
-        return
-    cuts = [count * thread // threads for thread in range(threads + 1)]
-    (start, stop), *others = pairwise(cuts)
-    pool = _pool(threads - 1)
-    waiting = [pool.submit(_call_holding, held, part, *cut) for cut in others]
-    part(start, stop)
-    for future in waiting:
-        future.result()
-
-
-def run_on_rows(function: Callable[..., None], arrays: Sequence[np.ndarray], most: int) -> None:
-    """Call a function with arrays that are cut along their first axis, each part in a thread."""
-
-    def part(start: int, stop: int) -> None:
-        function(*(array[start:stop] for array in arrays))
-
-    run_in_threads(part, len(arrays[0]), most)
-
-
-def _call_holding(_held: object, part: Callable[[int, int], None], start: int, stop: int) -> None:
-    part(start, stop)
-
-
-@lru_cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="weir kernels")
-
-
-if hasattr(os, "register_at_fork"):  # a fork has none of its parent's threads
-    os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 # --- memory
@@ -186,5 +140,6 @@ def _arrays_of(number: Any) -> Callable[..., Any]:
 
 
 floats_at, shorts_at, bytes_at = map(_arrays_of, (types.float32, types.int16, types.int8))
+longs_at, doubles_at = map(_arrays_of, (types.int64, types.float64))
 WHOLE = (1, 2**60)
 """The shape of an array that stands for all memory from an address on, in one line."""

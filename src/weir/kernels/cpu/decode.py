@@ -8,14 +8,26 @@ logits and shares: <q, c> * step and p * step. Sums are float32.
 
 from __future__ import annotations
 
+import struct
+import sys
+
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from weir.kernels.cpu.compilation import WHOLE, bytes_at, compile_kernel, floats_at, shorts_at
+from weir.kernels.cpu.compilation import (
+    WHOLE,
+    bytes_at,
+    compile_kernel,
+    doubles_at,
+    floats_at,
+    longs_at,
+    shorts_at,
+)
 from weir.kernels.cpu.slot_products import VECTORS, dot_products, pad_query, weighted_sums
 from weir.kernels.cpu.softmax import ATTENTION_MATH, softmax
+from weir.kernels.cpu.threads import TeamKernel, take_part, threads_for
 from weir.kernels.cpu.vectors import as_float, lanes
 from weir.kernels.dispatch import QuantizedVectors
 
@@ -23,7 +35,7 @@ LEAST = 8 * VECTORS
 """Numbers of a head from which on vectors fit into it."""
 Codes = tuple[int, int, float]
 """Addresses of int8 numbers and of bfloat16 peaks of vectors, and how many steps make a peak."""
-_NO_CODES = 0, 0, 1.0
+_NO_CODES = 0, 0, 1
 
 
 def _attend(
@@ -47,8 +59,10 @@ def _attend(
     start: int,
     stop: int,
     out_at: int,
+    begun: int,
+    done: int,
 ) -> None:
-    """Answers of all heads. Tensors are contiguous, and given by address.
+    """Answers of heads from `begun` up to `done`. Tensors are contiguous, and given by address.
 
     Args:
         lanes: numbers of a vector, 8 or 16.
@@ -78,7 +92,7 @@ def _attend(
     logits, power = np.empty((group, count), np.float32), np.empty(count, np.int32)
     asked = np.empty((group, (dim + lanes - 1) // lanes * lanes), np.float32)
     steps, more = np.empty((2, read), np.float32), np.empty((group, width), np.float32)
-    for head in range(heads):
+    for head in range(begun, done):
         for member in range(group):
             pad_query(queries[head * group + member], factor, lanes, asked[member])
         begin, older = head * slots + start, head * quantized + coded
@@ -114,6 +128,26 @@ def _attend(
 
 
 _run = compile_kernel(_attend, fastmath=ATTENTION_MATH)
+
+
+def _attend_parts(address: int) -> None:
+    """Answers of some heads, part after part; threads share them."""
+    n = longs_at(address, (1, 26))[0]
+    scale = doubles_at(address + 8 * 21, (1, 1))[0, 0]
+    key_codes, value_codes = (n[11], n[12], float(n[13])), (n[14], n[15], float(n[16]))
+    parts, heads = n[1], n[4]
+    part = take_part(address)
+    while part < parts:
+        begun, done = heads * part // parts, heads * (part + 1) // parts
+        sizes = n[2], n[3], heads, n[5], n[6], n[7], n[8], n[9]
+        held = n[17], n[18], n[19], n[20], scale
+        _run(*sizes, n[10], key_codes, value_codes, *held, n[22], n[23], n[24], n[25], begun, done)
+        part = take_part(address)
+
+
+_attend_together = TeamKernel(_attend_parts)
+_WORTH_A_THREAD = 2**14
+"""Numbers of keys below which a thread of their own costs more than it saves."""
 
 
 def decode_exact(
@@ -168,9 +202,10 @@ def decode_int8(
     if coded is not None:
         quantized = coded[0][0].shape[2]
         held = [(n.contiguous(), peaks.contiguous(), levels) for n, peaks, levels in coded]
-        codes = [(n.data_ptr(), p.data_ptr(), float(levels)) for n, p, levels in held]
+        codes = [(n.data_ptr(), p.data_ptr(), levels) for n, p, levels in held]
     out = asked.new_empty((batch, heads, group, 1, width))
-    _run(
+    _attend_together(
+        threads_for(keys.numel() + batch * heads * quantized * dim, _WORTH_A_THREAD),
         lanes() if width >= lanes() * VECTORS else 8,
         int(keys.dtype is torch.bfloat16),
         batch * heads,
@@ -180,12 +215,13 @@ def decode_int8(
         count,
         quantized,
         asked.data_ptr(),
-        *codes,
+        *codes[0],
+        *codes[1],
         keys.data_ptr(),
         values.data_ptr(),
         0 if mask is None else mask.data_ptr(),
         0 if mask is None else mask.shape[2],
-        scale,
+        int.from_bytes(struct.pack("d", scale), sys.byteorder, signed=True),
         *slots,
         out.data_ptr(),
     )

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weir.kernels.cpu.compilation import compile_kernel, run_on_rows
+from weir.kernels.cpu.compilation import compile_kernel
+from weir.kernels.cpu.threads import run_on_rows
 
 _WORTH_A_THREAD = 2**22
 """Differences below which a thread of their own costs more than it saves."""

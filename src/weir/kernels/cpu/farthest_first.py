@@ -25,7 +25,8 @@ from numba import njit
 from numba.core.cgutils import alloca_once_value, for_range_slice
 from torch import Tensor
 
-from weir.kernels.cpu.compilation import compile_kernel, run_on_rows
+from weir.kernels.cpu.compilation import compile_kernel
+from weir.kernels.cpu.threads import run_on_rows
 from weir.kernels.cpu.vectors import (
     INT,
     LONG,

@@ -9,8 +9,6 @@ bfloat16, and of 8 bits, are widened on the way.
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import torch
 from numba import njit
@@ -21,14 +19,15 @@ from weir.kernels.cpu.compilation import (
     bytes_at,
     compile_kernel,
     floats_at,
-    run_in_threads,
+    longs_at,
     shorts_at,
 )
 from weir.kernels.cpu.linear_int8 import few_rows_int8
 from weir.kernels.cpu.linear_tiles import LINES, tiles
+from weir.kernels.cpu.threads import TeamKernel, take_part, threads_for
 from weir.kernels.cpu.vectors import as_float, lanes
 
-_WORTH_A_THREAD = 2**19
+_WORTH_A_THREAD = 2**15
 """Numbers of a weight below which a thread of their own costs more than it saves."""
 _SOME = 5
 """Rows from which on tiles are faster than line by line."""
@@ -131,6 +130,38 @@ _compiled_one_row, _compiled_few_rows = (
 )
 
 
+_ONE, _TILES, _FEW, _FEW_INT8 = range(4)
+"""Ways to multiply."""
+
+
+def _multiply_parts(address: int) -> None:
+    """Products of some outputs, part after part; threads share them."""
+    numbers = longs_at(address, (1, 11))[0]
+    parts, way, first = numbers[1], numbers[2], numbers[3]
+    rows, inputs, outputs = numbers[4], numbers[5], numbers[6]
+    x, weight, added, out = numbers[7], numbers[8], numbers[9], numbers[10]
+    whole = outputs // LINES
+    part = take_part(address)
+    while part < parts:
+        # Of whole tiles, but for what is left over.
+        start = LINES * (whole * part // parts)
+        stop = LINES * (whole * (part + 1) // parts) if part + 1 < parts else outputs
+        if start < stop:
+            if way == _ONE:
+                _compiled_one_row(first, rows, inputs, outputs, x, weight, added, out, start, stop)
+            elif way == _TILES:
+                bits = first & 255
+                tiles(first >> 8, bits, rows, inputs, outputs, x, weight, added, out, start, stop)
+            elif way == _FEW:
+                _compiled_few_rows(first, rows, inputs, outputs, x, weight, added, out, start, stop)
+            else:
+                few_rows_int8(first, rows, inputs, outputs, x, weight, added, out, start, stop)
+        part = take_part(address)
+
+
+_multiply_together = TeamKernel(_multiply_parts)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear` without gradients; refuses what that refuses, in its words.
 
@@ -183,7 +214,18 @@ def _multiply(
     rows, bits = x.numel() // inputs, 8 * weight.itemsize
     x, weight = _as_floats(x), weight.contiguous()
     out = x.new_empty((*before, outputs))
-    sizes_and_addresses = (
+    if rows == 1:
+        way = _ONE, bits
+    elif rows >= _SOME and outputs >= LINES:
+        way = _TILES, lanes() << 8 | bits
+    elif bits > 8:
+        way = _FEW, bits
+    else:
+        # As many rows as there are registers for, with the sums of two lines.
+        way = _FEW_INT8, lanes() // 4
+    _multiply_together(
+        threads_for(outputs * inputs, _WORTH_A_THREAD),
+        *way,
         rows,
         inputs,
         outputs,
@@ -192,17 +234,6 @@ def _multiply(
         0 if added is None else added.data_ptr(),
         out.data_ptr(),
     )
-    if rows == 1:
-        part = partial(_compiled_one_row, bits, *sizes_and_addresses)
-    elif rows >= _SOME and outputs >= LINES:
-        part = partial(tiles, lanes(), bits, *sizes_and_addresses)
-    elif bits > 8:
-        part = partial(_compiled_few_rows, bits, *sizes_and_addresses)
-    else:
-        # As many rows as there are registers for, with the sums of two lines.
-        part = partial(few_rows_int8, lanes() // 4, *sizes_and_addresses)
-    most = max(1, outputs * inputs // _WORTH_A_THREAD)
-    run_in_threads(part, outputs, most, (x, weight, added, out))
     return out
 
 

@@ -19,7 +19,8 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from weir.kernels.cpu.compilation import compile_kernel, run_on_rows
+from weir.kernels.cpu.compilation import compile_kernel
+from weir.kernels.cpu.threads import run_on_rows
 from weir.kernels.cpu.softmax import LEAST, split_exponential
 from weir.kernels.cpu.vectors import MATH, lanes, multiply, pack
 

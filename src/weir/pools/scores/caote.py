@@ -40,7 +40,7 @@ class Caote(Asking):
         """The mean error without each token [batch, kv_heads, slots], float32."""
         assert fold.read is not None
         share = last_attention(slots, fold, self.window)
-        output = fold.read.answers[:, :, :, -self.window :]
+        output = fold.read.answers[:, :, :, -self.window :].float()
         group = output.shape[2]
         away = torch.cdist(output.flatten(2, 3), slots.values.float()).unflatten(2, (group, -1))
         rest = (1 - share).clamp_min(torch.finfo(share.dtype).eps)

@@ -2,7 +2,7 @@
 
 CriticalKV (Feng et al. 2025, "Identify Critical KV Cache in LLM Inference from an Output
 Perturbation Perspective", arXiv:2502.03805), Algorithm 1: the first half of the slots goes to the
-tokens with the most attention; the second to those whose attention times the length of their value
+tokens with the most attention; the second to those whose attention times the size of their value
 behind the output projection is the largest, which bounds how far the output moves without them.
 """
 
@@ -24,11 +24,11 @@ from weir.slab import Slots
 @pool("critical")
 @dataclass(frozen=True)
 class Critical(Asking):
-    """Keep tokens by attention, then by attention times |W_o v|, each KV head its own.
+    """Keep tokens by attention, then by attention times ‖W_o v‖₁, each KV head its own.
 
     Attention is the mean over the last queries and the query heads of the group, and so is the
-    length of the projected value. The paper's length is the sum of sizes, here it is Euclid's: of a
-    layer's output projection that much is known. Where it is not, it is the value's own.
+    size of the projected value, its L1 norm. Where the output projection is not known, it is the
+    value's own.
 
     Attributes:
         n: how many tokens are kept.
@@ -49,9 +49,9 @@ class Critical(Asking):
             raise WeirError(f"floor of critical is added to shares, 0 or more, not {self.floor:g}")
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
-        """Attention times length; `inf` for the first half [batch, kv_heads, slots]."""
+        """Attention times size; `inf` for the first half [batch, kv_heads, slots]."""
         assert fold.read is not None
         attention = last_attention(slots, fold, self.window).mean(dim=(2, 3))
-        length = fold.read.lengths(slots.values).mean(dim=2)
+        size = fold.read.projected_sizes(slots.values)
         best = select_highest(int(self.n * self.first), slots.held, attention)
-        return ((attention + self.floor) * length).masked_fill(best, torch.inf)
+        return ((attention + self.floor) * size).masked_fill(best, torch.inf)

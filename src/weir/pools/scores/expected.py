@@ -9,6 +9,7 @@ e^(k'R mu scale + k'R Sigma R'k scale^2 / 2); its share, times the value's lengt
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -65,7 +66,10 @@ class Expected(Ranked):
         return self.queries
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
-        """Expected share times length of the value [batch, kv_heads, slots], float32."""
+        """The logarithm of the expected share times the value's length [batch, kv_heads, slots].
+
+        Most shares are too small for a float32, so only their logarithms tell tokens apart.
+        """
         queries, there = last_unrotated_queries(fold, self.queries)
         mean, count = mean_query(queries, there)
         keys = rotate_back(keys_as_read(slots, fold), mean_rotation(fold, range(self.ahead)))
@@ -81,5 +85,9 @@ class Expected(Ranked):
             place = fold.read.places(slots)
             bias = fold.alibi.bias(place, place.shape[1], 0, fold.next[:, None, None])
             logits = logits + bias[:, :, :, 0]
-        share = logits.masked_fill(~slots.held[:, :, None], -torch.inf).softmax(dim=-1).mean(dim=2)
-        return (share + self.floor) * slots.values.float().norm(dim=-1)
+        share = logits.masked_fill(~slots.held[:, :, None], -torch.inf).log_softmax(dim=-1)
+        mean = share.logsumexp(dim=2) - math.log(share.shape[2])
+        if self.floor:
+            mean = mean.logaddexp(mean.new_tensor(math.log(self.floor)))
+        score = mean + slots.values.float().norm(dim=-1).log()
+        return score.clamp_min(torch.finfo(score.dtype).min)  # a value of length 0 comes last

@@ -71,8 +71,8 @@ class Keyformer(Asking, Tallied):
         fold.state[READ] = fold.next[:, None, None].expand_as(fold.state[READ]).contiguous()
         rise = ((place - fold.origin) / self.over).clamp(max=1.0)
         tau = (1 + (self.hot - 1) * rise)[:, :, None, :, None]
-        asked = last_logits(slots, fold, self.window)
-        noisy = (asked + self._noise(slots, fold, place, asked.shape[2])) / tau
+        logits = last_logits(slots, fold, self.window)
+        noisy = (logits + self._noise(slots, fold, place, logits.shape[2])) / tau
         # A query that sees none of them gives them nothing.
         share = noisy.softmax(dim=-1).nan_to_num(nan=0.0) * fresh[:, :, None, :, None]
         return before + share.sum(dim=(2, 3)).float()

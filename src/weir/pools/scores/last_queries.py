@@ -103,7 +103,7 @@ def mean_rotation(fold: Fold, ahead: Sequence[int]) -> Rotation | None:
     if rotary is None:
         return None
     steps = torch.tensor(ahead, device=fold.next.device)
-    turn = rotary.turns(fold.next[:, None, None] + steps)
+    turn = rotary.rotation_at(fold.next[:, None, None] + steps)
     return Rotation(turn.cos.mean(dim=2, keepdim=True), turn.sin.mean(dim=2, keepdim=True))
 
 
@@ -114,7 +114,7 @@ def rotate_back(keys: Tensor, turn: Rotation | None) -> Tensor:
         keys: [batch, kv_heads, n, key_dim], float32.
         turn: of `mean_rotation`.
     """
-    return keys if turn is None else Rotation(turn.cos, -turn.sin).of(keys)
+    return keys if turn is None else Rotation(turn.cos, -turn.sin).apply(keys)
 
 
 def check_ahead(name: str, ahead: int) -> None:

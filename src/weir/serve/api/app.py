@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 from fastapi import Depends, FastAPI, Request
@@ -26,9 +28,9 @@ from weir.serve.api import (
 from weir.serve.api.errors import APIError, invalid_query, server_error
 from weir.serve.api.keys import Keys
 from weir.serve.api.metrics import Metrics
-from weir.serve.api.middleware import RequestMiddleware
+from weir.serve.api.middleware import RequestMiddleware, watch_stalls
 from weir.serve.api.openapi import ERRORS
-from weir.serve.api.requests import ClientGone, authorize
+from weir.serve.api.requests import BodyLimiter, ClientGone, authorize
 from weir.serve.client import EngineClient
 from weir.serve.recall import Recaller
 from weir.serve.structured import GrammarCompiler
@@ -44,8 +46,13 @@ def make_app(client: EngineClient, keys: Keys | None = None) -> ASGIApp:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        # A long text that is tokenized holds one of these threads, and never the last.
+        threads = ThreadPoolExecutor(client.limits.open, "weir-request")
+        asyncio.get_running_loop().set_default_executor(threads)
+        watching = asyncio.create_task(watch_stalls())
         client.open()
         yield
+        watching.cancel()
         client.close(client.limits.drain)
 
     app = FastAPI(
@@ -58,6 +65,7 @@ def make_app(client: EngineClient, keys: Keys | None = None) -> ASGIApp:
         redirect_slashes=False,
     )
     app.state.client, app.state.keys = client, keys or Keys()
+    app.state.bodies = BodyLimiter(client.limits)
     app.state.grammars = GrammarCompiler(client.tokenizer, client.stop_ids, client.vocabulary)
     app.state.metrics = metrics = Metrics(client)
     app.state.recaller = Recaller(client.engine.cache, client.tokenizer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
 
@@ -15,27 +15,27 @@ from weir.serve.api.errors import APIError
 from weir.serve.api.generation import Events, make_request, send, start, usage_of
 from weir.serve.api.logprobs import LogprobFormatter
 from weir.serve.api.models import check_model
-from weir.serve.api.openapi import takes
-from weir.serve.api.output_format import add_constraint, check_tools
+from weir.serve.api.openapi import describe_body
+from weir.serve.api.output_format import ToolUse, add_constraint, check_tools
 from weir.serve.api.requests import SESSION_HEADER, authorize, named_session, read_body
 from weir.serve.api.schemas.chat import ChatBody
 from weir.serve.api.sse import DONE, EventTemplate, encode_event
 from weir.serve.client import EngineClient, Generation
 from weir.serve.engine import FinishEvent, TokenEvent
 from weir.serve.messages import Message, StrayResult, link_results
+from weir.serve.prefix_match import Prompt
 from weir.serve.tools import AnswerPart, CallParser, CallStart, TextDelta, join_parts
 
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", openapi_extra=takes(ChatBody, streams=True))
+@router.post("/v1/chat/completions", openapi_extra=describe_body(ChatBody, streams=True))
 async def chat(request: Request, owner: str = Depends(authorize)) -> Response:
-    """Answer a conversation, of which only what is new is read."""
+    """Complete a chat. Only the messages that are new since a saved turn are processed."""
     client: EngineClient = request.app.state.client
     session = named_session(request)
     body = await read_body(request, ChatBody, owner)
     check_model(client, body.model)
-    messages = _check_messages([message.message() for message in body.messages])
     tools = check_tools(client, body.offer)
     if body.top_logprobs is not None and not body.logprobs:
         raise APIError(400, "top_logprobs is for logprobs: true", param="top_logprobs")
@@ -43,32 +43,38 @@ async def chat(request: Request, owner: str = Depends(authorize)) -> Response:
     if body.max_completion_tokens is not None:
         limit = ("max_completion_tokens", body.max_completion_tokens)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    match = partial(client.matcher.match, owner, messages, session, tools.tools)
-    wanted = make_request(client, body, match, limit, logprobs, client.limits.answer_default)
+    match = partial(_match, client, body, owner, session, tools)
+    generation_request = make_request(
+        client, body, match, limit, logprobs, client.limits.answer_default
+    )
     param = "response_format.json_schema.schema"
-    wanted = await add_constraint(request, body.response_format, tools, wanted, param)
-    generation = await start(request, wanted, "messages")
+    generation_request = await add_constraint(
+        request, body.response_format, tools, generation_request, param
+    )
+    generation = await start(request, generation_request, "messages")
     renderer = ChatRenderer(body, client, generation)
     headers = {SESSION_HEADER: generation.prompt.session or ""}
     return await send(request, renderer, generation, headers, stream=bool(body.stream))
 
 
-def _check_messages(messages: Sequence[Message]) -> list[Message]:
-    """Link tool results to their calls.
+def _match(
+    client: EngineClient, body: ChatBody, owner: str, session: str | None, tools: ToolUse
+) -> Prompt:
+    """Find the prompt of a chat.
 
     Raises:
         APIError: a result has no call before it, or the last message is an assistant's.
     """
     try:
-        linked = link_results(messages)
+        linked = link_results([message.message() for message in body.messages])
     except StrayResult as error:
         param = f"messages[{error.number}].tool_call_id"
-        raise APIError(400, str(error), param=param, code="invalid_value") from None
+        raise APIError(400, str(error), param=param) from None
     if linked[-1].role == "assistant":
         raise APIError(
             400, "the last message must be one to answer, not an assistant's", param="messages"
         )
-    return linked
+    return client.matcher.match(owner, linked, session, tools.tools)
 
 
 class ChatRenderer:
@@ -215,7 +221,7 @@ def _message(message: Message) -> dict[str, Any]:
 
 
 def _deltas(part: AnswerPart, make_id: Callable[[int], str]) -> list[dict[str, Any]]:
-    """What a part adds to an answer."""
+    """The deltas of a part of an answer."""
     if isinstance(part, TextDelta) and part.call is None:
         return [{"content": part.text}]
     if isinstance(part, TextDelta):

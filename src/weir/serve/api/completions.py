@@ -15,7 +15,7 @@ from weir.serve.api.errors import APIError
 from weir.serve.api.generation import Events, make_request, send, start, usage_of
 from weir.serve.api.logprobs import LogprobFormatter, clip
 from weir.serve.api.models import check_model
-from weir.serve.api.openapi import takes
+from weir.serve.api.openapi import describe_body
 from weir.serve.api.requests import authorize, read_body
 from weir.serve.api.schemas.chat import TextBody
 from weir.serve.api.sse import DONE, EventTemplate, encode_event
@@ -28,16 +28,16 @@ DEFAULT_LIMIT = 16
 router = APIRouter()
 
 
-@router.post("/v1/completions", openapi_extra=takes(TextBody, streams=True))
+@router.post("/v1/completions", openapi_extra=describe_body(TextBody, streams=True))
 async def complete(request: Request, owner: str = Depends(authorize)) -> Response:
-    """Continue a text."""
+    """Complete a text or token ids. Nothing is saved."""
     client: EngineClient = request.app.state.client
     body = await read_body(request, TextBody, owner)
     check_model(client, body.model)
     match = partial(client.matcher.complete, owner, body.only_prompt)
     limit = ("max_tokens", body.max_tokens)
-    wanted = make_request(client, body, match, limit, body.logprobs, DEFAULT_LIMIT)
-    generation = await start(request, wanted, "prompt")
+    generation_request = make_request(client, body, match, limit, body.logprobs, DEFAULT_LIMIT)
+    generation = await start(request, generation_request, "prompt")
     renderer = CompletionRenderer(body, client, generation)
     return await send(request, renderer, generation, {}, stream=bool(body.stream))
 

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Request
 
 from weir.errors import quote
 from weir.serve.api.errors import APIError, not_found
-from weir.serve.api.openapi import takes
+from weir.serve.api.openapi import describe_body
 from weir.serve.api.requests import authorize, read_body
 from weir.serve.api.responses import lock
 from weir.serve.api.schemas.items import (
@@ -30,9 +30,9 @@ router = APIRouter()
 PATH = "/v1/conversations/{name}"
 
 
-@router.post("/v1/conversations", openapi_extra=takes(ConversationBody))
+@router.post("/v1/conversations", openapi_extra=describe_body(ConversationBody))
 async def create(request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
-    """A new conversation."""
+    """Create a conversation."""
     body = await read_body(request, ConversationBody, owner)
     client: EngineClient = request.app.state.client
     items = [item.item() for item in body.items or ()]
@@ -46,11 +46,11 @@ async def create(request: Request, owner: str = Depends(authorize)) -> dict[str,
 
 @router.get(PATH)
 async def retrieve(name: str, request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
-    """One conversation."""
+    """Retrieve a conversation."""
     return conversation_object(await _found(request, owner, name))
 
 
-@router.post(PATH, openapi_extra=takes(MetadataBody))
+@router.post(PATH, openapi_extra=describe_body(MetadataBody))
 async def describe(name: str, request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
     """Replace the metadata of a conversation."""
     body = await read_body(request, MetadataBody, owner)
@@ -76,7 +76,7 @@ async def items(
     page: Annotated[PageQuery, Depends()],
     owner: str = Depends(authorize),
 ) -> dict[str, Any]:
-    """Items of a conversation."""
+    """List the items of a conversation."""
     await _found(request, owner, name)
     client: EngineClient = request.app.state.client
     newest = page.order == "desc"
@@ -88,9 +88,9 @@ async def items(
     return page.to_json(found)
 
 
-@router.post(PATH + "/items", openapi_extra=takes(ItemsBody))
+@router.post(PATH + "/items", openapi_extra=describe_body(ItemsBody))
 async def add(name: str, request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
-    """Add items to a conversation, which the next response reads."""
+    """Add items to a conversation, for the next response to process."""
     body = await read_body(request, ItemsBody, owner)
     await _lock(request, owner, name)
     client: EngineClient = request.app.state.client
@@ -105,7 +105,7 @@ async def add(name: str, request: Request, owner: str = Depends(authorize)) -> d
 async def item(
     name: str, item: str, request: Request, owner: str = Depends(authorize)
 ) -> dict[str, Any]:
-    """One item of a conversation."""
+    """Retrieve an item of a conversation."""
     return await _item(request, owner, name, item)
 
 
@@ -113,7 +113,7 @@ async def item(
 async def remove(
     name: str, item: str, request: Request, owner: str = Depends(authorize)
 ) -> dict[str, Any]:
-    """Remove an item from a conversation, so that the next response never read it."""
+    """Delete an item of a conversation. The next response is generated without it."""
     found = await _lock(request, owner, name)
     gone = await _item(request, owner, name, item)
     client: EngineClient = request.app.state.client
@@ -159,7 +159,7 @@ def _check_results(items: list[Item], before: Sequence[Item] = ()) -> None:
     known = len(find_stray_results(messages_of(before)))
     for error in find_stray_results(messages_of([*before, *items]))[known:]:
         param = result_param("items", items, error)
-        raise APIError(400, str(error), param=param, code="invalid_value")
+        raise APIError(400, str(error), param=param)
 
 
 def _check_no_stray(call: Item, items: Sequence[Item]) -> None:
@@ -179,7 +179,7 @@ def _check_no_stray(call: Item, items: Sequence[Item]) -> None:
 
 
 def conversation_object(conversation: StoredConversation) -> dict[str, Any]:
-    """A conversation as JSON."""
+    """A conversation as a JSON object."""
     return {
         "id": conversation.id,
         "object": "conversation",

@@ -17,6 +17,9 @@ CODES = {
     "extra_forbidden": "unknown_parameter",
 }
 
+DEFAULT_CODES = {400: "invalid_value", 408: "request_timeout", 415: "unsupported_media_type"}
+"""Codes of errors that have none of their own, by status."""
+
 TYPES = {
     "string_type": "a text",
     "int_type": "a whole number",
@@ -29,7 +32,7 @@ TYPES = {
     "model_type": "an object",
     "model_attributes_type": "an object",
 }
-"""What a value should be, by pydantic's name of a wrong type."""
+"""Expected types, by pydantic's name of the error."""
 SENTENCES = {
     "less_than": "it is to be less than {lt}",
     "less_than_equal": "it is to be {le} or less",
@@ -46,7 +49,7 @@ SENTENCES = {
 
 
 class ErrorFacts(BaseModel):
-    """An error: its sentence, type, the part of the request, and a code for programs."""
+    """An error: a message, its type, the field that is wrong, and a code for programs."""
 
     message: str
     type: str
@@ -55,7 +58,7 @@ class ErrorFacts(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The body of a response that tells of an error."""
+    """Response body of an error."""
 
     error: ErrorFacts
 
@@ -67,7 +70,7 @@ class APIError(Exception):
         status: of HTTP.
         message: what is wrong, and what to do.
         param: the part of the request that is wrong.
-        code: for programs.
+        code: for programs; None for the status's own.
         kind: OpenAI's type of the error.
         headers: sent with it.
     """
@@ -84,11 +87,12 @@ class APIError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
+        code = code or DEFAULT_CODES.get(status)
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
         self.headers = headers
 
     def response(self) -> JSONResponse:
-        """The response that tells of it."""
+        """Make the HTTP response."""
         return JSONResponse(self.body, self.status, self.headers)
 
 
@@ -128,6 +132,17 @@ def server_error(message: str = "the server failed to answer; its log says why")
     return APIError(500, message, code="server_error", kind="server_error")
 
 
+def storage_full(message: str) -> APIError:
+    """Nothing can be kept: asking again does not help, so clients are told not to."""
+    return APIError(
+        507,
+        message,
+        code="storage_full",
+        kind="server_error",
+        headers={"x-should-retry": "false"},
+    )
+
+
 def server_closing() -> APIError:
     """The server is shutting down."""
     return APIError(
@@ -142,6 +157,15 @@ def server_closing() -> APIError:
 def invalid_body(error: ValidationError) -> APIError:
     """The first thing that is wrong with a body; the value itself is not repeated."""
     return _invalid(error.errors(include_url=False))
+
+
+def invalid_json(reason: str) -> APIError:
+    """The body cannot be parsed."""
+    if any(mark in reason for mark in _SURROGATES):
+        where = reason.rpartition(" at ")[2]
+        reason = f"a lone surrogate (\\ud800 to \\udfff) is no character, at {where}"
+    message = f"the body is no JSON that can be read: {reason}"
+    return APIError(400, message, code="invalid_json")
 
 
 def invalid_query(error: RequestValidationError) -> APIError:
@@ -161,10 +185,6 @@ def _invalid(found: Sequence[Mapping[str, Any]]) -> APIError:
             first = other
     kind, message = first["type"], _message(first)
     param = param_of(first["loc"])
-    if kind == "json_invalid":
-        return APIError(
-            400, f"the body is no JSON that can be read: {message}", code="invalid_json"
-        )
     if not param and kind == "model_type":
         message = "the body is to be an object of JSON"
     if kind == "extra_forbidden":
@@ -173,7 +193,7 @@ def _invalid(found: Sequence[Mapping[str, Any]]) -> APIError:
         message = f"Missing required parameter: '{param}'."
     elif param:
         message = f"Invalid '{param}': {message[:1].lower()}{message[1:]}."
-    return APIError(400, message, param=param, code=CODES.get(kind, "invalid_value"))
+    return APIError(400, message, param=param, code=CODES.get(kind))
 
 
 def _message(error: Mapping[str, Any]) -> str:
@@ -189,14 +209,11 @@ def _message(error: Mapping[str, Any]) -> str:
         return f"it is to be {facts['expected']}"
     if kind == "too_long" and facts["actual_length"] is None:
         facts["actual_length"] = len(error["input"])  # pydantic does not count what is in an object
-    if kind == "json_invalid" and any(mark in error["msg"] for mark in _SURROGATES):
-        where = error["msg"].rpartition(" at ")[2]
-        return f"a lone surrogate (\\ud800 to \\udfff) is no character, at {where}"
     return SENTENCES[kind].format(**facts) if kind in SENTENCES else str(error["msg"])
 
 
 _SURROGATES = ("unexpected end of hex escape", "surrogate in hex escape")
-"""What pydantic says about lone surrogates."""
+"""Parts of the parser's messages about lone surrogates."""
 
 
 def param_of(loc: tuple[int | str, ...]) -> str | None:

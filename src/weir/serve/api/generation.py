@@ -17,6 +17,7 @@ from weir.serve.api.errors import (
     rate_limited,
     server_closing,
     server_error,
+    storage_full,
 )
 from weir.serve.api.logs import LOG
 from weir.serve.api.metrics import Metrics
@@ -32,12 +33,13 @@ from weir.serve.client import (
     ServerClosing,
 )
 from weir.serve.engine import Busy, Cancelled, FinishEvent, TokenEvent
-from weir.serve.prefix_match import Prompt, PromptTooLong
-from weir.serve.sessions import AnsweredElsewhere, LeaseLost
+from weir.serve.prefix_match import Prompt
+from weir.serve.sessions import DISK_FULL, AnsweredElsewhere, LeaseLost, StorageFull
 from weir.serve.structured import BadSchema
+from weir.stream import PromptTooLong
 
 ATTEMPTS = 3
-"""How often a request is started, if the turn that it continues is dropped while it waits."""
+"""Times that a request is started, if the turn that it continues is dropped while it waits."""
 
 Events = AsyncIterator[list[TokenEvent | FinishEvent]]
 
@@ -156,7 +158,7 @@ async def start(http: Request, request: GenerationRequest, param: str) -> Genera
 
 async def _find_prompt(client: EngineClient, request: GenerationRequest, param: str) -> Prompt:
     """Find the prompt in a thread; if the client hangs up meanwhile, its lease is released."""
-    matching = asyncio.ensure_future(asyncio.to_thread(request.match))
+    matching = asyncio.ensure_future(asyncio.to_thread(client.match, request))
 
     def release(done: asyncio.Future[Prompt]) -> None:
         if not done.cancelled() and not done.exception():
@@ -171,8 +173,10 @@ async def _find_prompt(client: EngineClient, request: GenerationRequest, param: 
         raise APIError(400, str(error), param=param, code="prompt_too_long") from None
     except AnsweredElsewhere as error:
         raise busy_elsewhere(str(error), error.seconds) from None
+    except StorageFull as error:
+        raise storage_full(str(error)) from None
     except WeirError as error:
-        raise APIError(400, str(error), param=param, code="invalid_value") from None
+        raise APIError(400, str(error), param=param) from None
 
 
 async def send(
@@ -249,7 +253,7 @@ def _close(generation: Generation, metrics: Metrics) -> None:
 
 
 def usage_of(generation: Generation) -> dict[str, Any]:
-    """What a request took: in OpenAI's fields, and in `weir` the state of its streams.
+    """Token usage of a request: OpenAI's fields, and in `weir` the state of its streams.
 
     Of several answers `bytes` and `folds` are sums, the others the largest.
     """
@@ -272,7 +276,7 @@ def usage_of(generation: Generation) -> dict[str, Any]:
 
 
 def to_api_error(error: Exception) -> APIError:
-    """What a client is told of a failure: nothing about the server's folders and memory."""
+    """Convert a failure to an error for the client, without the server's folders and memory."""
     if isinstance(error, Cancelled):
         return rate_limited("the answer was not read in time, and was given up")
     if isinstance(error, ServerClosing):
@@ -282,6 +286,8 @@ def to_api_error(error: Exception) -> APIError:
     if isinstance(error, LeaseLost):
         return busy_elsewhere(str(error), 1.0)
     LOG.error("turn failed", exc_info=error)
+    if isinstance(error, StorageFull):
+        return storage_full(DISK_FULL)
     if isinstance(error, NotFiniteError):
         return server_error(str(error))
     return server_error()

@@ -27,14 +27,10 @@ async def memory(
     latest: Annotated[int, Query(ge=0, le=8192)] = 512,
     owner: str = Depends(authorize),
 ) -> dict[str, Any]:
-    """What a session's row holds: now, if a turn is running, or at the end of its newest turn.
+    """List the tokens that a session's cache holds: now, or at the end of its newest turn.
 
-    Args:
-        name: of the session.
-        request: of the client.
-        most: number of held tokens that are listed.
-        latest: number of tokens at the end of the stream that are listed, held or not.
-        owner: of the session.
+    `most` bounds the held tokens that are listed; `latest` is the number of tokens at the end of
+    the stream that are listed, held or not.
     """
     client: EngineClient = request.app.state.client
     sequence = client.running_sequence(owner, name)

@@ -5,6 +5,7 @@ It is plain ASGI, so that disconnects come through. Knows nothing about what is 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
@@ -17,6 +18,10 @@ from weir.serve.api.errors import APIError, server_error
 from weir.serve.api.logs import LOG, log_event
 from weir.serve.api.metrics import Metrics
 
+UNDER_WAY: set[str] = set()
+"""Ids of the requests that have begun and not ended."""
+STALL = 1.0
+"""Seconds without an answer to anybody that are worth a line in the log."""
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]", "::1")
 
 
@@ -45,6 +50,7 @@ class RequestMiddleware:
         fields: dict[str, Any] = {"id": number}
         at_end: list[Callable[[], None]] = []
         scope.setdefault("state", {}).update(log_fields=fields, at_end=at_end)
+        UNDER_WAY.add(number)
         status = 0
 
         async def send_with_id(message: Message) -> None:
@@ -55,10 +61,8 @@ class RequestMiddleware:
             await send(message)
 
         try:
-            if self._local and host_of(scope) not in LOCAL_HOSTS:
-                error = APIError(
-                    421, "this server has no keys and answers to localhost only", code="wrong_host"
-                )
+            error = self._refuse(scope)
+            if error is not None:
                 await error.response()(scope, receive, send_with_id)
             else:
                 await self._app(scope, receive, send_with_id)
@@ -67,6 +71,7 @@ class RequestMiddleware:
             if not status:
                 await server_error().response()(scope, receive, send_with_id)
         finally:
+            UNDER_WAY.discard(number)
             for call in at_end:
                 call()
             route = getattr(scope.get("route"), "path", "other")
@@ -80,6 +85,31 @@ class RequestMiddleware:
                 status=status,
                 ms=round((time.perf_counter() - began) * 1000, 1),
             )
+
+    def _refuse(self, scope: Scope) -> APIError | None:
+        """The error of a request that no route is to see."""
+        if self._local and host_of(scope) not in LOCAL_HOSTS:
+            return APIError(
+                421, "this server has no keys and answers to localhost only", code="wrong_host"
+            )
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
+            return APIError(
+                400,
+                "a request has a Content-Length or a Transfer-Encoding, and not both",
+                headers={"Connection": "close"},
+            )
+        return None
+
+
+async def watch_stalls() -> None:
+    """Log when the event loop stands still, with the requests that are under way."""
+    clock = asyncio.get_running_loop().time
+    while True:
+        before = clock()
+        await asyncio.sleep(STALL / 4)
+        stalled = clock() - before - STALL / 4
+        if stalled > STALL:
+            log_event("stalled", logging.WARNING, seconds=round(stalled, 1), ids=sorted(UNDER_WAY))
 
 
 def host_of(scope: Scope) -> str:

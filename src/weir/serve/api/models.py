@@ -22,13 +22,13 @@ STARTED = int(time.time())
 
 @router.get("/v1/models")
 async def models(request: Request) -> dict[str, Any]:
-    """All models."""
+    """List the models: there is one."""
     return {"object": "list", "data": [card(request.app.state.client)]}
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, request: Request) -> dict[str, Any]:
-    """One model."""
+    """Retrieve the model."""
     client: EngineClient = request.app.state.client
     check_model(client, name)
     return card(client)

@@ -14,14 +14,14 @@ from pydantic import BaseModel
 from weir.serve.api.errors import ErrorBody
 
 ERRORS: dict[int | str, dict[str, Any]] = {
-    "default": {"model": ErrorBody, "description": "It was not answered, and this says why."}
+    "default": {"model": ErrorBody, "description": "The request failed; the body says why."}
 }
 """The errors of every route, for a router."""
 
 _REFERENCE = "#/components/schemas/{model}"
 
 
-def takes(kind: type[BaseModel], *, streams: bool = False) -> dict[str, Any]:
+def describe_body(kind: type[BaseModel], *, streams: bool = False) -> dict[str, Any]:
     """Describe the body of a route.
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -10,6 +11,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from weir.serve.api.openapi import describe_app
 from weir.serve.client import EngineClient
+from weir.serve.sessions import DISK_FULL
 
 router = APIRouter()
 public = APIRouter()
@@ -17,20 +19,22 @@ public = APIRouter()
 
 @public.get("/health")
 async def health(request: Request) -> Response:
-    """Whether answers are given; the only route that needs no key."""
+    """Check whether the server can answer. Needs no key."""
     client: EngineClient = request.app.state.client
     if client.failure is not None:
         return JSONResponse({"status": "failed"}, 503)
+    if await asyncio.to_thread(client.store.is_full):
+        return JSONResponse({"status": "storage_full", "message": DISK_FULL})
     return JSONResponse({"status": "ok"})
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """Counts and times, for Prometheus."""
+    """Metrics in Prometheus' text format."""
     return Response(request.app.state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/openapi.json", include_in_schema=False)
 async def openapi(request: Request) -> dict[str, Any]:
-    """What this server can be asked, for programs."""
+    """The OpenAPI description of this server."""
     return describe_app(request.app)

@@ -85,7 +85,7 @@ def check_tools(client: EngineClient, offer: ToolOffer) -> ToolUse:
 
 async def add_constraint(
     http: Request,
-    wanted: ResponseFormat | None,
+    response_format: ResponseFormat | None,
     use: ToolUse,
     request: GenerationRequest,
     param: str,
@@ -94,7 +94,7 @@ async def add_constraint(
 
     Args:
         http: of the client.
-        wanted: the format of an answer; None for text.
+        response_format: the format of an answer; None for text.
         use: of tools.
         request: for answers in any format.
         param: the field with the schema of the format, for errors.
@@ -103,10 +103,10 @@ async def add_constraint(
         APIError: answers cannot be held to it.
     """
     client: EngineClient = http.app.state.client
-    is_text = wanted is None or wanted.type == "text"
+    is_text = response_format is None or response_format.type == "text"
     if client.renderer.is_line_based and is_text and use.choice != "required":
         request = replace(request, stops=(*request.stops, "\n"))
-    schema, strict = _schema_of(wanted)
+    schema, strict = _schema_of(response_format)
     grammars: GrammarCompiler = http.app.state.grammars
     if use.tools:
         arguments = (client, grammars, schema, strict, use, request, param)
@@ -120,14 +120,14 @@ async def add_constraint(
     return replace(request, constraint=compiled.constraint)
 
 
-def _schema_of(wanted: ResponseFormat | None) -> tuple[dict[str, object] | None, bool]:
+def _schema_of(response_format: ResponseFormat | None) -> tuple[dict[str, object] | None, bool]:
     """The schema of a format, and whether unknown keywords are refused."""
-    if wanted is None or wanted.type == "text":
+    if response_format is None or response_format.type == "text":
         return None, False
-    named = wanted.json_schema
-    if named is None or named.of is None:
+    named = response_format.json_schema
+    if named is None or named.schema_ is None:
         return {"type": "object"}, True
-    return named.of, bool(named.strict)
+    return named.schema_, bool(named.strict)
 
 
 def _compile_tools(

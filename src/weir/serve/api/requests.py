@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from email.message import Message
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
-from weir.serve.api.errors import APIError, invalid_body, rate_limited
+from weir.serve.api.errors import APIError, invalid_body, invalid_json, rate_limited
 from weir.serve.api.keys import Keys
 from weir.serve.api.middleware import at_end
 from weir.serve.client import EngineClient
 from weir.serve.engine import Busy
+from weir.serve.limits import NODE, Limits
 
 Body = TypeVar("Body", bound=BaseModel)
 Result = TypeVar("Result")
@@ -23,6 +29,13 @@ SESSION_HEADER = "x-session-id"
 JSON = "application/json"
 MAX_DIGITS = 20
 """Digits of a Content-Length: `int` raises on a text with thousands of them."""
+MAX_NODES = 200_000
+"""Objects, lists and fields of a JSON body: they take much more memory and time than text."""
+SLOW_SECONDS = 0.5
+SLOW_RATE = 10_000
+"""A body is slow if it has come for longer, and with fewer bytes a second."""
+LARGE = 65_536
+"""Bytes of a body that is parsed and validated in a thread, so that no other client waits."""
 
 
 class ClientGone(Exception):
@@ -50,18 +63,113 @@ def authorize(request: Request) -> str:
     return owner
 
 
+class BodyLimiter:
+    """Bounds what the bodies of all requests take together, while they are read and answered.
+
+    Args:
+        limits: of the server.
+
+    Attributes:
+        worker: the one thread that parses large bodies.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._bytes = 0
+        self._reading: defaultdict[str, list[IncomingBody]] = defaultdict(list)
+        self.worker = ThreadPoolExecutor(1, "weir-bodies")
+
+    def add(self, request: Request, size: int) -> None:
+        """Count bytes of a body until its request ends.
+
+        Raises:
+            APIError: the bodies of all requests are too large together.
+        """
+        if self._bytes + size > self._limits.bodies:
+            raise rate_limited("the requests under way are too large together")
+        self._bytes += size
+        at_end(request.scope, lambda: self._remove(size))
+
+    def _remove(self, size: int) -> None:
+        self._bytes -= size
+
+    def end_slow(self, address: str) -> None:
+        """End a slow body of an address that has many, or they could hold all its places."""
+        bodies = self._reading.get(address, [])
+        slow = next((body for body in bodies if body.is_slow), None)
+        if len(bodies) >= self._limits.reading and slow is not None:
+            bodies.remove(slow)
+            slow.end()
+
+    @contextmanager
+    def reading(self, address: str, seconds: float) -> Iterator[IncomingBody]:
+        """Count a body of an address while it is read, for so many seconds at most."""
+        body, bodies = IncomingBody(seconds), self._reading[address]
+        bodies.append(body)
+        try:
+            yield body
+        finally:
+            if body in bodies:
+                bodies.remove(body)
+            if not bodies:
+                self._reading.pop(address, None)
+
+
+class IncomingBody:
+    """A body that is being read.
+
+    Args:
+        seconds: in which all of it must come.
+
+    Attributes:
+        size: bytes so far.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.size = 0
+        self._loop = asyncio.get_running_loop()
+        self._began = self._loop.time()
+        self._until = self._began + seconds
+        self._timeout = asyncio.timeout_at(None)
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether it comes so slowly that others may take its place."""
+        seconds = self._loop.time() - self._began
+        return seconds > SLOW_SECONDS and self.size < SLOW_RATE * seconds
+
+    def timeout(self) -> asyncio.Timeout:
+        """A context for waiting for the next part."""
+        self._timeout = asyncio.timeout_at(self._until)
+        return self._timeout
+
+    def end(self) -> None:
+        """Wait for it no longer."""
+        self._until = self._loop.time()
+        with suppress(RuntimeError):  # nothing is waited for just now
+            self._timeout.reschedule(self._until)
+
+
+def address_of(request: Request) -> str:
+    """The network address of a client; empty where it has none."""
+    return request.client.host if request.client else ""
+
+
 def begin_request(request: Request, owner: str) -> EngineClient:
-    """Count a request as one of its owner's until it ends.
+    """Count a request as one of its owner's, or of its address without keys, until it ends.
 
     Raises:
         APIError: there are too many already.
     """
     client: EngineClient = request.app.state.client
+    holder = owner or address_of(request)
+    limiter: BodyLimiter = request.app.state.bodies
+    limiter.end_slow(address_of(request))
     try:
-        client.begin_request(owner)
+        client.begin_request(holder)
     except Busy as error:
         raise rate_limited(str(error)) from None
-    at_end(request.scope, lambda: client.end_request(owner))
+    at_end(request.scope, lambda: client.end_request(holder))
     return client
 
 
@@ -80,10 +188,7 @@ async def read_chunks(
         APIError: it is too large, of another type, or comes too slowly.
         ClientGone: the client has hung up.
     """
-    if request.headers.get("content-type", "").partition(";")[0].strip() != media_type:
-        # Pages in a browser may send anything else to any address without asking.
-        what = "JSON" if media_type == JSON else "a file"
-        raise APIError(415, f"the body must be {what}: Content-Type: {media_type}")
+    _check_headers(request, media_type)
     too_large = APIError(
         413,
         f"the body may have {limit:,} bytes",
@@ -93,24 +198,44 @@ async def read_chunks(
     length = request.headers.get("content-length", "0")
     if not length.isdecimal() or len(length) > MAX_DIGITS or int(length) > limit:
         raise too_large
-    read, until = 0, asyncio.get_running_loop().time() + seconds
+    limiter: BodyLimiter = request.app.state.bodies
     parts = request.stream()
     try:
-        while True:
-            async with asyncio.timeout_at(until):
-                chunk = await anext(parts, None)
-            if chunk is None:
-                return
-            read += len(chunk)
-            if read > limit:
-                raise too_large
-            yield chunk
+        with limiter.reading(address_of(request), seconds) as body:
+            while True:
+                async with body.timeout():
+                    chunk = await anext(parts, None)
+                if chunk is None:
+                    return
+                body.size += len(chunk)
+                if body.size > limit:
+                    raise too_large
+                yield chunk
     except TimeoutError:
         raise APIError(
             408, "the body did not come in time", headers={"Connection": "close"}
         ) from None
     except ClientDisconnect:
         raise ClientGone from None
+
+
+def _check_headers(request: Request, media_type: str) -> None:
+    """Refuse bodies of another media type, character set or encoding."""
+    named = Message()
+    named["content-type"] = request.headers.get("content-type", "")
+    # Pages in a browser may send anything else to any address without asking.
+    if named.get_content_type() != media_type:
+        what = "JSON" if media_type == JSON else "a file"
+        raise APIError(415, f"the body must be {what}: Content-Type: {media_type}")
+    charset = named.get_content_charset("utf-8")
+    if charset not in ("utf-8", "utf8", "us-ascii"):
+        raise APIError(415, "the body must be in UTF-8: leave charset out of Content-Type")
+    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise APIError(
+            415,
+            "the body must not be compressed: leave Content-Encoding out",
+            headers={"Accept-Encoding": "identity"},
+        )
 
 
 async def read_body(request: Request, kind: type[Body], owner: str) -> Body:
@@ -123,15 +248,78 @@ async def read_body(request: Request, kind: type[Body], owner: str) -> Body:
         ClientGone: the client has hung up.
     """
     limits = begin_request(request, owner).limits
-    read = bytearray()
+    limiter: BodyLimiter = request.app.state.bodies
+    read, counter = bytearray(), NodeCounter(limits.prompt)
     optional = not any(field.is_required() for field in kind.model_fields.values())
     if not (optional and _has_no_body(request)):
         async for chunk in read_chunks(request, JSON, limits.body, limits.stall):
+            nodes = counter.nodes
+            counter.feed(chunk)
+            limiter.add(request, len(chunk) + NODE * (counter.nodes - nodes))
             read += chunk
+    if not read and optional:
+        read += b"{}"
+    if len(read) < LARGE:
+        return parse_body(read, kind)
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(limiter.worker, parse_body, read, kind)
+
+
+def parse_body(data: bytes | bytearray, kind: type[Body]) -> Body:
+    """Parse and validate the body of a request.
+
+    Raises:
+        APIError: it is wrong.
+    """
     try:
-        return kind.model_validate_json(bytes(read) or (b"{}" if optional else b""))
+        value = from_json(data, cache_strings="keys")
+    except ValueError as error:
+        raise invalid_json(str(error)) from None
+    try:
+        return kind.model_validate(value)
     except ValidationError as error:
         raise invalid_body(error) from None
+
+
+class NodeCounter:
+    """Counts the objects, lists and fields of JSON while it comes, before anything is parsed.
+
+    Args:
+        numbers: entries of lists that are allowed beside them, for prompts of token ids.
+
+    Attributes:
+        nodes: objects, lists and fields so far.
+        commas: between entries.
+    """
+
+    def __init__(self, numbers: int) -> None:
+        self._most = MAX_NODES + numbers
+        self.nodes = self.commas = 0
+        self._in_string = False
+        self._backslash = b""
+
+    def feed(self, chunk: bytes) -> None:
+        """Count what is outside of strings in the next part.
+
+        Raises:
+            APIError: there are too many.
+        """
+        chunk = self._backslash + chunk
+        self._backslash = b"\\" * ((len(chunk) - len(chunk.rstrip(b"\\"))) % 2)
+        chunk = chunk[: len(chunk) - len(self._backslash)]
+        parts = chunk.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        outside = b"".join(parts[self._in_string :: 2])
+        self._in_string ^= len(parts) % 2 == 0
+        self.nodes += sum(outside.count(mark) for mark in b"{[:")
+        self.commas += outside.count(b",")
+        if self.nodes > MAX_NODES or self.commas > self._most:
+            raise APIError(
+                413,
+                f"the body may have {MAX_NODES:,} objects, lists and fields, and lists of "
+                f"{self._most:,} entries together",
+                code="request_too_large",
+                headers={"Connection": "close"},
+            )
 
 
 def _has_no_body(request: Request) -> bool:

@@ -72,8 +72,8 @@ class ResponseRenderer:
 
     def failure(self, error: APIError) -> bytes:
         """Write that the response has failed."""
-        told = error.body["error"]
-        failed = {"code": told["code"] or "server_error", "message": told["message"]}
+        facts = error.body["error"]
+        failed = {"code": facts["code"] or "server_error", "message": facts["message"]}
         response = {**self._response("failed", []), "error": failed}
         return self._encode([("response.failed", {"response": response})])
 
@@ -150,7 +150,7 @@ class ResponseRenderer:
         }
 
     def _usage(self) -> dict[str, Any]:
-        """What the response took, in the fields of responses."""
+        """Token usage, in the fields of the Responses API."""
         usage = usage_of(self._generation)
         read, cached = usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
         written = read - cached if self._body.is_stored else 0

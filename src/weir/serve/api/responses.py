@@ -13,7 +13,7 @@ from weir.serve.api.errors import APIError, not_found
 from weir.serve.api.generation import make_request, send, start
 from weir.serve.api.middleware import at_end
 from weir.serve.api.models import check_model
-from weir.serve.api.openapi import takes
+from weir.serve.api.openapi import describe_body
 from weir.serve.api.output_format import add_constraint, check_tools
 from weir.serve.api.requests import SESSION_HEADER, authorize, named_session, read_body
 from weir.serve.api.response_object import ResponseRenderer
@@ -29,9 +29,9 @@ from weir.serve.sessions import ConversationLocked, StoredResponse
 router = APIRouter()
 
 
-@router.post("/v1/responses", openapi_extra=takes(ResponseBody, streams=True))
+@router.post("/v1/responses", openapi_extra=describe_body(ResponseBody, streams=True))
 async def respond(request: Request, owner: str = Depends(authorize)) -> Response:
-    """Answer what is said after an earlier response, in a conversation, or by itself."""
+    """Create a response: alone, after a previous one, or in a conversation."""
     client: EngineClient = request.app.state.client
     session = named_session(request)
     body = await read_body(request, ResponseBody, owner)
@@ -42,7 +42,7 @@ async def respond(request: Request, owner: str = Depends(authorize)) -> Response
     turn = ResponseTurn(
         client,
         owner,
-        body.items,
+        await asyncio.to_thread(getattr, body, "items"),  # there may be many
         body.instructions,
         body.previous_response_id,
         body.named,
@@ -52,11 +52,15 @@ async def respond(request: Request, owner: str = Depends(authorize)) -> Response
     )
     limit = ("max_output_tokens", body.max_output_tokens)
     default = client.limits.answer_default
-    wanted = make_request(client, body, partial(_match, turn), limit, body.logprobs, default)
+    generation_request = make_request(
+        client, body, partial(_match, turn), limit, body.logprobs, default
+    )
     tools = check_tools(client, body.offer)
     param = "text.format.schema"
-    wanted = await add_constraint(request, body.response_format, tools, wanted, param)
-    generation = await start(request, wanted, "input")
+    generation_request = await add_constraint(
+        request, body.response_format, tools, generation_request, param
+    )
+    generation = await start(request, generation_request, "input")
     renderer = ResponseRenderer(body, turn, generation)
     saved_in = generation.prompt.session
     headers = {} if saved_in is None else {SESSION_HEADER: saved_in}
@@ -67,7 +71,7 @@ async def respond(request: Request, owner: str = Depends(authorize)) -> Response
 async def retrieve(
     name: str, request: Request, owner: str = Depends(authorize), stream: bool = False
 ) -> dict[str, Any]:
-    """A stored response, as its client was told of it."""
+    """Retrieve a stored response."""
     found = await _found(request, owner, name)
     if stream:
         raise APIError(400, "only responses in the background are streamed again", param="stream")
@@ -76,7 +80,7 @@ async def retrieve(
 
 @router.delete("/v1/responses/{name}")
 async def delete(name: str, request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
-    """Delete a response, its text and its state; those that continue it stay."""
+    """Delete a response and its state. Responses that continue it stay."""
     client: EngineClient = request.app.state.client
     await _found(request, owner, name)
     await run_in_thread(lambda: client.responses.delete_responses(owner, [name]))
@@ -86,14 +90,14 @@ async def delete(name: str, request: Request, owner: str = Depends(authorize)) -
 
 @router.post("/v1/responses/{name}/cancel")
 async def cancel(name: str, request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
-    """Refused: whoever waits for a response cancels it by hanging up."""
+    """Not supported: close the connection to cancel a response."""
     await _found(request, owner, name)
     raise APIError(400, "Cannot cancel a synchronous response.", param="response_id")
 
 
 @router.post("/v1/responses/compact")
 async def compact(owner: str = Depends(authorize)) -> dict[str, Any]:
-    """Refused: what is said is never too long, and nothing has to be summarized."""
+    """Not supported: no conversation is too long, so nothing is compacted."""
     raise APIError(404, "nothing is compacted here: no conversation is too long", code="not_found")
 
 
@@ -104,7 +108,7 @@ async def input_items(
     page: Annotated[PageQuery, Depends()],
     owner: str = Depends(authorize),
 ) -> dict[str, Any]:
-    """The input items of a response, without what came before them."""
+    """List the input items of a response, without those of previous responses."""
     return page.to_json(page.cut((await _found(request, owner, name)).input))
 
 
@@ -152,7 +156,7 @@ def _match(turn: ResponseTurn) -> Prompt:
         raise APIError(404, str(error), param=named, code=code) from None
     except StrayResult as error:
         param = result_param("input", turn.items, error) or named
-        raise APIError(400, str(error), param=param, code="invalid_value") from None
+        raise APIError(400, str(error), param=param) from None
     except HistoryNotKept as error:
         raise APIError(400, str(error), param="input", code="history_not_kept") from None
 

@@ -13,8 +13,8 @@ from pydantic import Field, StringConstraints
 from starlette.responses import Response
 
 from weir.errors import WeirError
-from weir.serve.api.errors import APIError, conflict, not_found, rate_limited
-from weir.serve.api.openapi import takes
+from weir.serve.api.errors import APIError, conflict, not_found, rate_limited, storage_full
+from weir.serve.api.openapi import describe_body
 from weir.serve.api.requests import (
     SESSION_NAME,
     authorize,
@@ -28,14 +28,14 @@ from weir.serve.api.schemas.items import PageQuery
 from weir.serve.api.sse import EventStream
 from weir.serve.client import EngineClient
 from weir.serve.engine import Busy
-from weir.serve.sessions import NameTaken, SessionSummary, TurnRecord
+from weir.serve.sessions import DISK_FULL, NameTaken, SessionSummary, StorageFull, TurnRecord
 from weir.serve.sessions.manager import HeldByConversation, UnknownSession
 
 FILE = "application/octet-stream"
 CHUNK = 2**18
 """Bytes of a file that are read at once."""
 FILE_PATIENCE = 20
-"""How many times as long as a JSON body a file may take."""
+"""Time that a file may take, as a multiple of a JSON body's."""
 
 BINARY = {FILE: {"schema": {"type": "string", "format": "binary"}}}
 
@@ -45,14 +45,14 @@ Turn = Annotated[str, StringConstraints(pattern=r"^(resp_)?[0-9a-f]{32}$")]
 
 
 class ForkBody(Strict):
-    """`POST /v1/sessions/{name}/fork`."""
+    """Request body of `POST /v1/sessions/{name}/fork`."""
 
     turn: Turn | None = None
     id: Annotated[str, StringConstraints(pattern=f"^{SESSION_NAME.pattern}$")] | None = None
 
 
 class RewindBody(Strict):
-    """`POST /v1/sessions/{name}/rewind`."""
+    """Request body of `POST /v1/sessions/{name}/rewind`."""
 
     turn: Turn
 
@@ -69,7 +69,7 @@ class TurnPage(PageQuery):
 
 @router.get("/v1/sessions")
 async def sessions(request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
-    """All sessions, most recently used first."""
+    """List all sessions, most recently used first."""
     client: EngineClient = request.app.state.client
     found = await asyncio.to_thread(client.store.list_sessions, owner)
     # A session that was imported or forked is new in the store, but its turns are not.
@@ -81,7 +81,7 @@ async def sessions(request: Request, owner: str = Depends(authorize)) -> dict[st
     "/v1/sessions/import", openapi_extra={"requestBody": {"required": True, "content": BINARY}}
 )
 async def take_in(request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
-    """Import a session from a file, as a new one."""
+    """Import a session from a file, as a new session."""
     client = begin_request(request, owner)
     limits = client.limits
     with client.store.make_scratch_folder() as folder:
@@ -96,7 +96,7 @@ async def take_in(request: Request, owner: str = Depends(authorize)) -> dict[str
 
 @router.get("/v1/sessions/{name}")
 async def session(name: str, request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
-    """One session."""
+    """Retrieve a session."""
     client: EngineClient = request.app.state.client
     found = await asyncio.to_thread(client.store.get_session, owner, name)
     if found is None:
@@ -106,7 +106,7 @@ async def session(name: str, request: Request, owner: str = Depends(authorize)) 
 
 @router.delete("/v1/sessions/{name}")
 async def delete(name: str, request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
-    """Delete a session, with the turns that are in no other."""
+    """Delete a session, and its turns that no other session has."""
     client: EngineClient = request.app.state.client
     if not await run_in_thread(lambda: client.sessions.delete(owner, name)):
         raise not_found("session")
@@ -120,13 +120,13 @@ async def turns(
     page: Annotated[TurnPage, Depends()],
     owner: str = Depends(authorize),
 ) -> dict[str, Any]:
-    """The turns of a session that are kept, in pages."""
+    """List the saved turns of a session, in pages."""
     client: EngineClient = request.app.state.client
     records, path = await run_in_thread(lambda: client.sessions.list_turns(owner, name))
     return page.to_json(page.cut([turn_object(record, record.node in path) for record in records]))
 
 
-@router.post("/v1/sessions/{name}/fork", openapi_extra=takes(ForkBody))
+@router.post("/v1/sessions/{name}/fork", openapi_extra=describe_body(ForkBody))
 async def fork(name: str, request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
     """Fork a session at one of its turns."""
     body = await read_body(request, ForkBody, owner)
@@ -137,7 +137,7 @@ async def fork(name: str, request: Request, owner: str = Depends(authorize)) -> 
     )
 
 
-@router.post("/v1/sessions/{name}/rewind", openapi_extra=takes(RewindBody))
+@router.post("/v1/sessions/{name}/rewind", openapi_extra=describe_body(RewindBody))
 async def rewind(name: str, request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
     """Rewind a session to one of its turns."""
     body = await read_body(request, RewindBody, owner)
@@ -193,12 +193,14 @@ async def run_in_thread(work: Callable[[], Result]) -> Result:
         raise conflict(str(error), "already_exists", param="id") from None
     except HeldByConversation as error:
         raise conflict(str(error), "is_conversation") from None
+    except StorageFull:
+        raise storage_full(DISK_FULL) from None
     except WeirError as error:
-        raise APIError(400, str(error), code="invalid_value") from None
+        raise APIError(400, str(error)) from None
 
 
 def session_object(session: SessionSummary) -> dict[str, Any]:
-    """A session as JSON."""
+    """A session as a JSON object."""
     return {
         "id": session.id,
         "object": "session",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from weir.errors import WeirError
+from weir.serve.sessions import free_bytes
 
 
 def open_storage(place: str) -> Storage:
@@ -74,6 +75,10 @@ class Storage:
             return None
         return found
 
+    def has_room(self, size: int) -> bool:
+        """Whether so many bytes can be written, as far as is known."""
+        return True
+
     def list_names(self, path: str) -> list[str]:
         """The files in a folder, sorted; none if there is no folder."""
         try:
@@ -129,6 +134,10 @@ class LocalStorage(Storage):
         part = self._write_part(path, data)
         os.replace(part, Path(self._root) / path)
         _sync(part.parent)
+
+    def has_room(self, size: int) -> bool:
+        """Whether the file system has so many bytes left."""
+        return free_bytes(Path(self._root)) >= size
 
     def _write_part(self, path: str, data: bytes) -> Path:
         """Write and sync a file beside the one that is meant."""

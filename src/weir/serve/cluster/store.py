@@ -32,6 +32,7 @@ from weir.serve.cluster.ledger import TAKEN, Ledger, LedgerPage
 from weir.serve.cluster.storage import Storage
 from weir.serve.messages import Message
 from weir.serve.sessions import (
+    DISK_FULL,
     AnsweredElsewhere,
     BackgroundWriter,
     Checkpoint,
@@ -42,11 +43,13 @@ from weir.serve.sessions import (
     OnSaved,
     RowFormat,
     SessionSummary,
+    StorageFull,
     TurnRecord,
     TurnTokens,
     decode_checkpoint,
     encode_checkpoint,
     find_path,
+    is_full,
 )
 
 KEPT = 8
@@ -203,6 +206,19 @@ class SharedStore:
             self._near.save(checkpoint, record, _ignore)
             self._publish(record.owner, record.session, [record])
             self._forget(record.owner, record.session, turns[: -self._kept])
+
+    def check_room(self, turns: int) -> None:
+        """Refuse turns that could not be kept, before they are answered.
+
+        Raises:
+            StorageFull: there is no room for so many turns.
+        """
+        if not self._storage.has_room(turns * self._row_format.turn_bytes):
+            raise StorageFull(DISK_FULL)
+
+    def is_full(self) -> bool:
+        """Whether the storage has no room for one more turn."""
+        return not self._storage.has_room(self._row_format.turn_bytes)
 
     def drop(self, node: str) -> None:
         """Forget a turn on this replica."""
@@ -395,6 +411,8 @@ class SharedStore:
             self._storage.write(f"{folder}/{record.node}.safetensors", snapshot)
             self._storage.write(f"{folder}/{record.node}.json", _record_to_json(record))
         except OSError as error:
+            if is_full(error):
+                raise StorageFull(DISK_FULL) from None
             reason = error.strerror or error
             raise WeirError(f"the turn cannot be kept in the shared folder: {reason}") from None
 

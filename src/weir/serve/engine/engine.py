@@ -244,9 +244,10 @@ class Engine:
         """Feed a chunk of each prompt; sample the first token of answers whose prompt is read."""
         if not batch:
             return
-        size = self.scheduler.prefill_chunk
+        most = self.scheduler.prefill_chunk
+        sizes = {one: min(most, self.cache.room(one.row) or most) for one in batch}
         try:
-            fed, logits = self._run({sequence: sequence.unread[:size] for sequence in batch})
+            fed, logits = self._run({one: one.unread[:size] for one, size in sizes.items()})
         except Exception as error:
             if len(batch) == 1 or self.cache.broken:
                 self._fail_batch(batch, error)
@@ -256,6 +257,7 @@ class Engine:
             return
         ready = []
         for at, sequence in enumerate(fed):
+            size = sizes[sequence]
             sequence.num_read += len(sequence.unread[:size])
             sequence.unread = sequence.unread[size:]
             if sequence.unread:

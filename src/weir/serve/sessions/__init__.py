@@ -21,12 +21,14 @@ from weir.serve.sessions.leases import (
 )
 from weir.serve.sessions.memory_store import MemoryStore
 from weir.serve.sessions.records import (
+    DISK_FULL,
     Checkpoint,
     LazyCheckpoint,
     NameTaken,
     OnSaved,
     SessionStore,
     SessionSummary,
+    StorageFull,
     TurnRecord,
     TurnTokens,
     find_path,
@@ -35,10 +37,12 @@ from weir.serve.sessions.records import (
 )
 from weir.serve.sessions.responses import ResponseStore, StoredConversation, StoredResponse
 from weir.serve.sessions.snapshot import RowFormat, decode_checkpoint, encode_checkpoint
+from weir.serve.sessions.snapshot_folder import free_bytes, is_full
 from weir.serve.sessions.sqlite_store import SQLiteStore
 from weir.serve.sessions.writer import BackgroundWriter
 
 __all__ = [
+    "DISK_FULL",
     "AcquireLease",
     "AnsweredElsewhere",
     "BackgroundWriter",
@@ -58,6 +62,7 @@ __all__ = [
     "SessionLease",
     "SessionStore",
     "SessionSummary",
+    "StorageFull",
     "StoredConversation",
     "StoredResponse",
     "TurnRecord",
@@ -68,7 +73,9 @@ __all__ = [
     "decode_checkpoint",
     "encode_checkpoint",
     "find_path",
+    "free_bytes",
     "input_item",
+    "is_full",
     "messages_of",
     "new_id",
     "pack_ids",

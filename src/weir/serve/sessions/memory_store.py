@@ -47,6 +47,16 @@ class MemoryStore:
             checkpoint, _ = self._turns[node] = self._turns.pop(node)
             return checkpoint
 
+    def holds(self, node: str) -> bool:
+        """Whether a turn is kept."""
+        with self._lock:
+            return node in self._turns
+
+    def turns(self) -> list[tuple[Checkpoint, TurnRecord]]:
+        """All turns, the oldest first."""
+        with self._lock:
+            return sorted(self._turns.values(), key=lambda turn: turn[1].created)
+
     def save(self, checkpoint: Checkpoint, record: TurnRecord, done: OnSaved) -> None:
         """Save a turn, and call `done` at once."""
         self._save(checkpoint, record)
@@ -60,6 +70,13 @@ class MemoryStore:
             self._sessions.setdefault((record.owner, record.session), []).append(record.node)
             while len(self._turns) > self._most:
                 self.drop(next(iter(self._turns)))
+
+    def check_room(self, turns: int) -> None:
+        """Accept any number of turns: old ones make room."""
+
+    def is_full(self) -> bool:
+        """Whether there is no room, which never happens."""
+        return False
 
     def drop(self, node: str) -> None:
         """Delete a turn, if there is one of that name."""

@@ -26,6 +26,16 @@ class NameTaken(WeirError):
     """The owner already has a session of this name."""
 
 
+class StorageFull(WeirError):
+    """Nothing can be kept until there is room."""
+
+
+DISK_FULL = (
+    "the disk that keeps sessions is full, so no turn is answered that would have to be kept; "
+    "delete sessions or make room"
+)
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """The end of a turn, with everything needed to continue from there.
@@ -176,6 +186,16 @@ class SessionStore(Protocol):
 
     def save(self, checkpoint: Checkpoint, record: TurnRecord, done: OnSaved) -> None:
         """Save a turn as the newest of its session, and call `done`, perhaps in another thread."""
+
+    def check_room(self, turns: int) -> None:
+        """Refuse turns that could not be kept, before they are answered; drops old ones if it may.
+
+        Raises:
+            StorageFull: there is no room for so many turns.
+        """
+
+    def is_full(self) -> bool:
+        """Whether the disk has no room for one more turn."""
 
     def drop(self, node: str) -> None:
         """Delete a turn, if there is one of that name.

@@ -19,10 +19,15 @@ from typing import Any
 from weir.errors import WeirError
 from weir.serve.sessions.database import Database, fetch_all, fetch_one
 from weir.serve.sessions.items import Item, new_id
+from weir.serve.sessions.records import DISK_FULL, StorageFull
+from weir.serve.sessions.snapshot_folder import free_bytes, is_full
 
 VERSION = 1
 OVERHEAD = 500
 """Bytes that a row takes beside its text, roughly."""
+
+ROOM = 2**18
+"""Bytes that must be free before a response is answered."""
 
 _TABLES = """
 CREATE TABLE responses (
@@ -118,11 +123,21 @@ class ResponseStore:
 
     def __init__(self, path: Path | None = None, most: int = 64_000_000) -> None:
         self._tables = Database(path, begin=True, tables=_TABLES, version=VERSION)
+        self._path = path
         self._most = most
 
     def close(self) -> None:
         """Close the file."""
         self._tables.close()
+
+    def check_room(self) -> None:
+        """Refuse a response that could not be kept, before it is answered.
+
+        Raises:
+            StorageFull: the disk has no room for one.
+        """
+        if self._path is not None and free_bytes(self._path.parent) < ROOM:
+            raise StorageFull(DISK_FULL)
 
     # --- responses
 
@@ -353,6 +368,8 @@ class ResponseStore:
             with self._tables.writing() as db:
                 yield db
         except sqlite3.Error as error:
+            if is_full(error):
+                raise StorageFull(DISK_FULL) from None
             raise WeirError(f"it cannot be kept: {error}") from None
 
     def _append(

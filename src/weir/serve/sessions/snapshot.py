@@ -20,6 +20,7 @@ from weir.cache import (
     StreamingCache,
     ValidationError,
     check_state,
+    cut_rows,
     integer,
     list_of,
     record,
@@ -30,8 +31,11 @@ from weir.models import fingerprint
 from weir.policies import Policy
 from weir.serve.sessions.records import Checkpoint
 
-FORMAT = 3
+FORMAT = 4
+"""Of what is written; format 3, which had whole buffers, is read too."""
 KEY = "weir_node"
+OVERHEAD = 2**18
+"""Bytes that a turn takes beside its row, roughly."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,11 @@ class RowFormat:
         cache = StreamingCache(model, policy, chunk=chunk)
         vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
         return cls(fingerprint(model), cache.kind, cache.plans, vocabulary)
+
+    @property
+    def turn_bytes(self) -> int:
+        """Bytes that a saved turn may take: a full row, names, messages, pages of a database."""
+        return sum(plan.slab.nbytes() for plan in self.plans) + OVERHEAD
 
     def to_json(self) -> dict[str, Any]:
         """The model and kind, as a store or a file states them."""
@@ -129,7 +138,7 @@ def decode_foreign(row_format: RowFormat, data: bytes) -> Checkpoint:
     token = integer(0, row_format.vocabulary - 1)
     try:
         record(
-            format=integer(FORMAT, FORMAT),
+            format=integer(FORMAT - 1, FORMAT),
             model=_accept,
             kind=_accept,
             row=_accept,
@@ -159,8 +168,12 @@ def _decode(row_format: RowFormat, data: bytes) -> tuple[dict[str, Any], RowStat
     except (SafetensorError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise WeirError(f"it is damaged or no snapshot of weir ({quote(str(error))})") from None
     found = facts.get("format") if isinstance(facts, dict) else facts
-    if found != FORMAT:
-        raise WeirError(f"it has the format {quote(found)}, and this weir reads {FORMAT}")
+    if found not in (FORMAT - 1, FORMAT):
+        raise WeirError(
+            f"it has the format {quote(found)}, and this weir reads {FORMAT - 1} and {FORMAT}"
+        )
+    if found < FORMAT:
+        tensors = cut_rows(row_format.plans, facts.get("row"), tensors)
     return facts, RowState(row_format.kind, facts.get("row"), tensors)
 
 

@@ -28,6 +28,17 @@ def new_name() -> str:
     return f"{secrets.token_hex(16)}.safetensors"
 
 
+def is_full(error: Exception) -> bool:
+    """Whether an error says that a disk has no room, or a user no quota."""
+    return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "is full" in str(error)
+
+
+def free_bytes(folder: Path | int) -> int:
+    """Bytes that the disk of a folder has left, as far as it says."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
 class SnapshotFolder:
     """A folder, open until `close`; created if missing.
 
@@ -42,6 +53,7 @@ class SnapshotFolder:
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
         self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self._refused = False  # whether the last write found no room
 
     def close(self) -> None:
         """Close the folder."""
@@ -69,6 +81,34 @@ class SnapshotFolder:
             return None
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
+    def free_bytes(self) -> int:
+        """Bytes that the disk has left, as far as it says."""
+        return free_bytes(self._fd)
+
+    def has_room(self, size: int) -> bool:
+        """Whether files of `size` bytes together can be written now.
+
+        A disk may refuse what it says is free, by quotas. So after a write that failed for lack of
+        room this tries to set the bytes aside.
+        """
+        if self.free_bytes() < size:
+            return False
+        if not self._refused:
+            return True
+        part = f"{secrets.token_hex(16)}.part"
+        try:
+            fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._fd)
+            try:
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(fd, 0, size)
+            finally:
+                os.close(fd)
+                self._unlink(part)
+        except OSError:
+            return False
+        self._refused = False
+        return True
+
     def write(self, name: str, data: bytes) -> None:
         """Write a file; once this returns, it survives a power cut.
 
@@ -78,8 +118,8 @@ class SnapshotFolder:
         _check(name)
         part = f"{name.partition('.')[0]}.part"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(part, flags, 0o600, dir_fd=self._fd)
         try:
+            fd = os.open(part, flags, 0o600, dir_fd=self._fd)
             try:
                 left = memoryview(data)
                 while left:
@@ -89,7 +129,8 @@ class SnapshotFolder:
                 os.close(fd)
             os.rename(part, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
             os.fsync(self._fd)
-        except Exception:
+        except Exception as error:
+            self._refused = is_full(error)
             for left_over in (part, name):
                 with contextlib.suppress(OSError):
                     self._unlink(left_over)

@@ -9,7 +9,6 @@ a row without its file. Knows nothing about owners or sessions.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import logging
@@ -23,12 +22,17 @@ from pathlib import Path
 
 from weir.errors import WeirError, quote
 from weir.serve.sessions.database import Database, fetch_all, fetch_one
-from weir.serve.sessions.records import Checkpoint, LazyCheckpoint
+from weir.serve.sessions.records import Checkpoint, LazyCheckpoint, StorageFull
 from weir.serve.sessions.snapshot import RowFormat, decode_checkpoint, encode_checkpoint
-from weir.serve.sessions.snapshot_folder import DiskReserve, SnapshotFolder, lock_file, new_name
+from weir.serve.sessions.snapshot_folder import (
+    DiskReserve,
+    SnapshotFolder,
+    is_full,
+    lock_file,
+    new_name,
+)
 
 _log = logging.getLogger(__name__)
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -224,6 +228,46 @@ class SQLiteCheckpoints:
         with self._uses_lock:
             return dict(self._uses)
 
+    # --- room
+
+    def has_room(self, size: int) -> bool:
+        """Whether the disk has room for so many bytes."""
+        return self._files.has_room(size)
+
+    def make_room(self, size: int, keep: int) -> bool:
+        """Delete the least recently used checkpoints until the disk has room for `size` bytes.
+
+        Nothing is deleted without a limit, which says that old checkpoints may go, and nothing
+        where that would not help: there are too few, or the disk refuses bytes that are free.
+
+        Args:
+            size: bytes that are needed.
+            keep: number of checkpoints that stay, the most recently used ones.
+
+        Returns:
+            Whether there is room.
+        """
+        if self.has_room(size) or self._limit is None:
+            return self.has_room(size)
+        with self._exclusive:
+            uses = self.unwritten_uses()
+            with self._db.reading() as db:
+                rows = fetch_all(db, "SELECT name, bytes, used FROM nodes")
+            rows.sort(key=lambda row: max(row["used"], uses.get(row["name"], 0)))
+            rows = rows[: max(0, len(rows) - keep)]
+            missing = size - self._files.free_bytes()
+            if sum(row["bytes"] for row in rows) < missing:
+                return False
+            while rows and missing > 0:
+                gone = []
+                while rows and missing > 0:
+                    gone.append(rows.pop(0))
+                    missing -= gone[-1]["bytes"]
+                with contextlib.suppress(WeirError):
+                    self.delete([row["name"] for row in gone])
+                missing = size - self._files.free_bytes()
+            return self.has_room(size)
+
     # --- writing
 
     @contextmanager
@@ -335,7 +379,7 @@ class SQLiteCheckpoints:
             try:
                 files = self._delete_rows(names)
             except sqlite3.OperationalError as error:
-                if not _is_full(error):
+                if not is_full(error):
                     raise
                 # Deleting takes room too: free the files and the reserve, then try once more.
                 with self._db.reading() as db:
@@ -369,17 +413,13 @@ class SQLiteCheckpoints:
 
     def refusal(self, error: Exception) -> WeirError:
         """Turn an error of the disk or the database into a WeirError."""
-        if _is_full(error):
-            return WeirError(
+        if is_full(error):
+            return StorageFull(
                 f"the disk of {self.folder} is full, so the turn is not kept; delete sessions or "
                 "make room"
             )
         reason = getattr(error, "strerror", None) or error
         return WeirError(f"the turn cannot be kept in {self.folder}: {reason}")
-
-
-def _is_full(error: Exception) -> bool:
-    return getattr(error, "errno", None) in _FULL or "is full" in str(error)
 
 
 def _not_kept() -> WeirError:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import shutil
 import sqlite3
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
@@ -23,11 +24,14 @@ from weir.errors import WeirError
 from weir.policies import Policy
 from weir.serve.messages import Message
 from weir.serve.sessions.database import fetch_all, fetch_one
+from weir.serve.sessions.memory_store import MemoryStore
 from weir.serve.sessions.records import (
+    DISK_FULL,
     Checkpoint,
     NameTaken,
     OnSaved,
     SessionSummary,
+    StorageFull,
     TurnRecord,
     TurnTokens,
 )
@@ -35,7 +39,9 @@ from weir.serve.sessions.snapshot import RowFormat
 from weir.serve.sessions.sqlite_checkpoints import SQLiteCheckpoints
 from weir.serve.sessions.writer import BackgroundWriter
 
+_log = logging.getLogger(__name__)
 SCRATCH = "moving"
+NO_TEXT = "the name of this session is no text"
 _KEPT = "node, owner, parent, chain, messages, last, seen, usage, created, ids"
 _COLUMNS = f"""{_KEPT}, (
     SELECT session FROM members WHERE members.node = records.node ORDER BY members.number LIMIT 1
@@ -50,8 +56,10 @@ class SQLiteStore:
         model: model of the rows.
         policy: policy of the rows.
         chunk: chunk of the rows; None for the one that the policy was measured with, or 64.
-        limit: bytes of all snapshots; past it the least recently used turns are deleted. None for
-            no limit.
+        limit: bytes of all snapshots; past it, or where the disk is full before, the least
+            recently used turns are deleted. None for no limit: nothing is ever deleted.
+        keep: turns that are not deleted for a full disk, and as many that it is full for go on in
+            memory until there is room.
         queue: turns that may wait to be written; `save` of one more waits.
 
     Raises:
@@ -67,9 +75,14 @@ class SQLiteStore:
         *,
         chunk: int | None = None,
         limit: int | None = None,
+        keep: int = 0,
         queue: int = 2,
     ) -> None:
         row_format = RowFormat.of(model, policy, chunk)
+        self._turn_bytes = row_format.turn_bytes
+        self._keep = keep
+        self._memory = MemoryStore(keep)  # turns that the disk had no room for
+        self._was_full = False
         self.checkpoints = SQLiteCheckpoints(Path(folder), row_format, limit)
         self._scratch = self.checkpoints.folder / SCRATCH
         shutil.rmtree(self._scratch, ignore_errors=True)  # leftovers of a killed process
@@ -89,30 +102,74 @@ class SQLiteStore:
     def close(self) -> None:
         """Write all pending turns, and release the folder."""
         self._writer.close()
+        with contextlib.suppress(WeirError):
+            self._write_remembered()
         self.checkpoints.close()
 
     # --- saving
 
     def load(self, node: str) -> Checkpoint:
         """A checkpoint; its state is read from disk when it is first needed."""
+        if self._memory.holds(node):
+            return self._memory.load(node)
         return self.checkpoints.load(node)
+
+    def check_room(self, turns: int) -> None:
+        """Refuse turns that could not be kept, before they are answered; drops old ones if it may.
+
+        Raises:
+            StorageFull: there is no room for so many turns, and none go on in memory.
+        """
+        full = not self.checkpoints.make_room(turns * self._turn_bytes, self._keep)
+        if full and not self._was_full:
+            more = f"; up to {self._keep} turns go on in memory" if self._keep else ""
+            _log.warning("%s: %s%s", self.checkpoints.folder, DISK_FULL, more)
+        self._was_full = full
+        if full and not self._keep:
+            raise StorageFull(DISK_FULL)
+
+    def is_full(self) -> bool:
+        """Whether the disk has no room for one more turn."""
+        return not self.checkpoints.has_room(self._turn_bytes)
 
     def save(self, checkpoint: Checkpoint, record: TurnRecord, done: OnSaved) -> None:
         """Save a turn in the writer's thread, which calls `done`."""
         self._writer.submit(checkpoint, record, done)
 
     def _write(self, checkpoint: Checkpoint, record: TurnRecord) -> None:
-        with self._checking_names():
-            added = [(record.node, checkpoint)]
-            with self.checkpoints.adding(added, "one turn") as db:
-                _insert(db, record)
+        _check_names(record)
+        try:
+            try:
+                self._write_remembered((checkpoint, record))
+            except StorageFull:
+                if not self.checkpoints.make_room(self._turn_bytes, self._keep):
+                    raise
+                self._write_remembered((checkpoint, record))
+        except StorageFull:
+            if not self._keep:
+                raise
+            self._memory.save(checkpoint, record, lambda error: None)
+
+    def _write_remembered(self, *more: tuple[Checkpoint, TurnRecord]) -> None:
+        """Write the turns that went on in memory, the oldest first, and then more.
+
+        Raises:
+            WeirError: the disk refuses; what is not written stays in memory.
+        """
+        with self.checkpoints.exclusive():
+            for checkpoint, record in [*self._memory.turns(), *more]:
+                added = [(record.node, checkpoint)]
+                with self.checkpoints.adding(added, "one turn") as db:
+                    _insert(db, record)
+                self._memory.drop(record.node)
 
     def import_session(
         self, records: Sequence[TurnRecord], checkpoints: Sequence[Checkpoint]
     ) -> SessionSummary:
         """Save the turns of one new session, parents first; all or none."""
         added = [(r.node, checkpoint) for r, checkpoint in zip(records, checkpoints, strict=True)]
-        with self._checking_names(), self.checkpoints.adding(added, "the session") as db:
+        _check_names(records[0])
+        with self.checkpoints.adding(added, "the session") as db:
             for record in records:
                 _insert(db, record)
         found = self.get_session(records[0].owner, records[0].session)
@@ -122,28 +179,29 @@ class SQLiteStore:
 
     def drop(self, node: str) -> None:
         """Delete a turn, if there is one of that name."""
-        self.checkpoints.delete([node])
-
-    @contextmanager
-    def _checking_names(self) -> Iterator[None]:
-        """Refuse names with lone surrogates, which SQLite cannot store."""
-        try:
-            yield
-        except UnicodeEncodeError:
-            raise WeirError("the name of this session is no text") from None
+        with self.checkpoints.exclusive():
+            self._memory.drop(node)
+            self.checkpoints.delete([node])
 
     # --- finding
 
     def find_history(self, owner: str, chain: str) -> TurnRecord | None:
         """The owner's newest turn that ends a conversation of this hash."""
-        return self._record("owner = ? AND chain = ?", owner, chain)
+        found = self._memory.find_history(owner, chain)
+        return found or self._record("owner = ? AND chain = ?", owner, chain)
 
     def find_turn(self, owner: str, node: str) -> TurnRecord | None:
         """A turn of the owner's."""
-        return self._record("owner = ? AND node = ?", owner, node)
+        found = self._memory.find_turn(owner, node)
+        return found or self._record("owner = ? AND node = ?", owner, node)
 
     def ancestry(self, owner: str, node: str) -> list[TurnTokens]:
         """The tokens that led to a turn of the owner's, as far back as its turns are kept."""
+        near = self._memory.ancestry(owner, node)
+        if near:
+            first = self._memory.find_turn(owner, near[0].node)
+            before = [] if not (first and first.parent) else self.ancestry(owner, first.parent)
+            return [*before, *near] if before and before[-1].end == near[0].start else near
         if not _is_text(owner, node):
             return []
         with self.checkpoints.reading() as db:
@@ -163,11 +221,17 @@ class SQLiteStore:
     def get_session(self, owner: str, session: str) -> SessionSummary | None:
         """A session of the owner's."""
         found = self._summaries("owner = ? AND session = ?", owner, session)
-        return found[0] if found else None
+        near = self._memory.get_session(owner, session)
+        return _join_summaries(found[0] if found else None, near)
 
     def list_sessions(self, owner: str) -> list[SessionSummary]:
         """All sessions of the owner, the least recently used first."""
-        return self._summaries("owner = ?", owner)
+        near = {one.id: one for one in self._memory.list_sessions(owner)}
+        found = {one.id: one for one in self._summaries("owner = ?", owner)}
+        # Those in memory were used last.
+        order = [name for name in found if name not in near]
+        joined = (_join_summaries(found.get(name), near.get(name)) for name in [*order, *near])
+        return [one for one in joined if one is not None]
 
     def list_turns(self, owner: str, session: str) -> list[TurnRecord]:
         """The turns of a session that are kept, in the order they came."""
@@ -181,7 +245,7 @@ class SQLiteStore:
                 owner,
                 session,
             )
-        return [_read(row) for row in found]
+        return [*map(_read, found), *self._memory.list_turns(owner, session)]
 
     def _record(self, where: str, *values: str) -> TurnRecord | None:
         """The newest record that satisfies an SQL condition."""
@@ -235,7 +299,8 @@ class SQLiteStore:
     def fork(self, owner: str, node: str, session: str) -> SessionSummary:
         """Begin a session that ends with a turn of another: that one and its ancestors."""
         if not _is_text(owner, node, session):
-            raise WeirError("the name of this session is no text")
+            raise WeirError(NO_TEXT)
+        self._write_remembered()
         try:
             with self.checkpoints.changing() as db:
                 path = fetch_all(
@@ -278,6 +343,7 @@ class SQLiteStore:
                 )
             gone = [row["node"] for row in found if row["places"] == 1]
             shared = json.dumps([row["node"] for row in found if row["places"] > 1])
+            gone += self._memory.remove_turns(owner, session, nodes)
             self.checkpoints.delete(gone)
             try:
                 with self.checkpoints.changing() as db:
@@ -295,6 +361,15 @@ class SQLiteStore:
         with contextlib.suppress(FileExistsError):
             self._scratch.mkdir(mode=0o700)
         return TemporaryDirectory(dir=self._scratch)
+
+
+def _join_summaries(
+    disk: SessionSummary | None, memory: SessionSummary | None
+) -> SessionSummary | None:
+    """A session of which the older turns are on disk and the newer ones in memory."""
+    if disk is None or memory is None:
+        return disk or memory
+    return replace(memory, turns=disk.turns + memory.turns, created=disk.created)
 
 
 def _insert(db: sqlite3.Connection, record: TurnRecord) -> None:
@@ -332,6 +407,16 @@ def _read(row: sqlite3.Row) -> TurnRecord:
     values["messages"] = tuple(Message.from_json(kept) for kept in json.loads(values["messages"]))
     values["usage"] = json.loads(values["usage"])
     return TurnRecord(**values)
+
+
+def _check_names(record: TurnRecord) -> None:
+    """Refuse names that SQLite cannot store.
+
+    Raises:
+        WeirError: the session's name has lone surrogates.
+    """
+    if not _is_text(record.owner, record.session, record.node, record.parent or ""):
+        raise WeirError(NO_TEXT)
 
 
 def _is_text(*values: str) -> bool:

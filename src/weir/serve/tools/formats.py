@@ -24,7 +24,7 @@ from weir.serve.tools.tool import Tool
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How calls are written: each as a JSON object, or as a name followed by JSON arguments.
+    """The text format of calls: each is a JSON object, or as a name followed by JSON arguments.
 
     Attributes:
         trigger: text in front of a call, or of the list of all; empty where there is none, so that
@@ -91,7 +91,7 @@ class CallFormat:
         return f"{self.trigger}{self.head(call.name)}{call.arguments}}}{self.close}"
 
     def _instructions(self, tools: Sequence[Tool]) -> str:
-        """What a system message says about tools."""
+        """The part of the system message that describes the tools."""
         functions = [tool.for_template()["function"] for tool in tools]
         call = f'{self.trigger}{{"name": NAME, "{self.key}": {{...}}}}{self.close}'
         return "\n".join(
@@ -149,7 +149,7 @@ def format_of(tokenizer: PreTrainedTokenizerBase) -> CallFormat:
 
 
 def _unknown(template: str) -> str:
-    """How a template writes calls, if in a format that is not served here."""
+    """Describe the unsupported call format of a template."""
     for mark, words in _OTHERS.items():
         if mark in template:
             return words

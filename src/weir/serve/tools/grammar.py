@@ -122,7 +122,7 @@ class _Rules:
         return f"TEXT | {until} {body}"
 
     def _body(self, parallel: bool) -> str:
-        """What follows a trigger."""
+        """The rule for the text after a trigger."""
         form = self._form
         close = self._literal(form.close)
         if not form.is_list:

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Field,
     StringConstraints,
     field_validator,
+    model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, PydanticKnownError
+
+T = TypeVar("T")
+# Validation stops at the first wrong entry: an error for each would take seconds and gigabytes.
+ListOf = Annotated[list[T], Field(fail_fast=True)]
 
 
 def _whole(value: Any) -> Any:
-    """Accept 100.0 as 100: JSON does not distinguish them, and some clients have no integers."""
+    """Accept 100.0 as 100, since some clients have no integers."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -27,10 +33,32 @@ Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 """Name of a function or a schema."""
 
 
+def bounded_dict(most: int) -> BeforeValidator:
+    """A validator that refuses objects with more entries than `most` before looking at any."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            sizes = {"max_length": most, "actual_length": len(value)}
+            raise PydanticKnownError("too_long", {"field_type": "Dictionary", **sizes})
+        return value
+
+    return BeforeValidator(check)
+
+
 class Strict(BaseModel):
-    """A body without conversions of types, and without unknown fields."""
+    """An object with no other fields than these, and no conversions of types."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_one_unknown(cls, value: Any) -> Any:
+        """Keep the first of many unknown fields: there would be an error for each."""
+        if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
+            return value
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = [name for name in value if name not in known][:1]
+        return {name: value[name] for name in value if name in known or name in unknown}
 
 
 def _list_allowed(schema: dict[str, Any], kind: type[BaseModel]) -> None:
@@ -41,11 +69,11 @@ def _list_allowed(schema: dict[str, Any], kind: type[BaseModel]) -> None:
 
 
 class KnownFields(Strict):
-    """A body with fields that are not served, but may have values that ask for nothing.
+    """An object with unsupported fields, which are accepted only with values that ask for nothing.
 
     Attributes:
-        unserved: the values that such fields may have.
-        instead: what to use instead of such a field.
+        unserved: the unsupported fields, and the values that each may have.
+        instead: what to use in place of such a field.
     """
 
     model_config = ConfigDict(json_schema_extra=_list_allowed)

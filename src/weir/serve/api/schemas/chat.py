@@ -1,7 +1,7 @@
 """Bodies of chat and text completions.
 
-As with OpenAI, unknown fields are refused. Those in `IGNORED` are accepted without effect, and
-those in `UNSERVED` only with values that ask for nothing.
+As with OpenAI, unknown fields are refused. Fields of type `Any` are accepted without effect, but
+those in `unserved` only with values that ask for nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from pydantic import (
     model_validator,
 )
 
-from weir.serve.api.schemas.base import KnownFields, Strict, Whole, unsupported
+from weir.serve.api.schemas.base import (
+    KnownFields,
+    ListOf,
+    Strict,
+    Whole,
+    bounded_dict,
+    unsupported,
+)
 from weir.serve.api.schemas.formats import (
     AllowedTools,
     FunctionTool,
@@ -33,39 +40,13 @@ from weir.serve.engine import SamplingParams
 from weir.serve.messages import Call, Message
 from weir.stream import Sampling
 
-IGNORED = (
-    "metadata",
-    "prediction",
-    "prompt_cache_key",
-    "prompt_cache_options",
-    "prompt_cache_retention",
-    "reasoning_effort",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "user",
-    "verbosity",
-)
-UNSERVED: dict[str, tuple[Any, ...]] = {
-    "audio": (None,),
-    "best_of": (None, 1),
-    "echo": (None, False),
-    "function_call": (None, "none", "auto"),
-    "functions": (None, []),
-    "modalities": (None, ["text"]),
-    "suffix": (None, ""),
-    "web_search_options": (None,),
-}
-INSTEAD = {"functions": "use tools", "function_call": "use tool_choice"}
-"""What to use instead of fields that have another name today."""
-
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 Token = Annotated[Whole, Field(ge=0, lt=2**31)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
 
 class TextPart(BaseModel):
-    """A part of a message."""
+    """Text content of a message."""
 
     model_config = ConfigDict(strict=True)
 
@@ -74,14 +55,14 @@ class TextPart(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """A message; what answers of other servers have beside their text is left aside."""
+    """A message of the conversation. Unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | ListOf[TextPart] | None = None
     name: Annotated[str, StringConstraints(max_length=64)] | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    tool_calls: Annotated[ListOf[ToolCall], Field(max_length=128)] | None = None
     tool_call_id: Annotated[str, StringConstraints(max_length=256)] | None = None
     function_call: Any = None
 
@@ -101,7 +82,7 @@ class ChatMessage(BaseModel):
         return self
 
     def message(self) -> Message:
-        """The message, as the rest of the server knows it."""
+        """Convert to the server's own type."""
         content = self.content or ""
         if not isinstance(content, str):
             content = "\n".join(part.text for part in content)
@@ -114,20 +95,20 @@ class ChatMessage(BaseModel):
 
 
 class StreamOptions(Strict):
-    """Options of a streamed answer."""
+    """Options of a streamed response."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
 class GenerationBody(KnownFields):
-    """Fields of all requests for answers: the model and the sampling parameters."""
+    """Fields of every request for a completion: the model and the sampling parameters."""
 
     model: Annotated[str, StringConstraints(max_length=512)]
     stream: bool | None = None
     seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
-    stop_token_ids: Annotated[list[Token], Field(max_length=16)] | None = None
+    stop: Stop | Annotated[ListOf[Stop], Field(max_length=4)] | None = None
+    stop_token_ids: Annotated[ListOf[Token], Field(max_length=16)] | None = None
     ignore_eos: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
@@ -136,7 +117,7 @@ class GenerationBody(KnownFields):
     presence_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10, allow_inf_nan=False)] | None = None
-    logit_bias: Annotated[dict[str, Bias], Field(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=1024), bounded_dict(1024)] | None = None
 
     @field_validator("stream_options", mode="after", check_fields=False)
     @classmethod
@@ -147,16 +128,16 @@ class GenerationBody(KnownFields):
 
     @property
     def num_answers(self) -> int:
-        """Number of requested answers."""
+        """Number of completions to generate."""
         return 1
 
     @property
     def stops(self) -> list[str]:
-        """The texts that end an answer."""
+        """The stop sequences."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
     def sampling_params(self, logprobs: int | None, seed: int) -> list[SamplingParams]:
-        """The sampling parameters of each answer; `seed` is used if the body has none."""
+        """Sampling parameters of each completion; `seed` is the default seed."""
         sampling = Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=self.top_k if self.top_k and self.top_k > 0 else None,
@@ -179,10 +160,22 @@ class GenerationBody(KnownFields):
 
 
 class CompletionBody(GenerationBody):
-    """Fields of both chat and text completions."""
+    """Fields that chat and text completions have in common."""
 
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSERVED
-    instead: ClassVar[Mapping[str, str]] = INSTEAD
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "audio": (None,),
+        "best_of": (None, 1),
+        "echo": (None, False),
+        "function_call": (None, "none", "auto"),
+        "functions": (None, []),
+        "modalities": (None, ["text"]),
+        "suffix": (None, ""),
+        "web_search_options": (None,),
+    }
+    instead: ClassVar[Mapping[str, str]] = {
+        "functions": "use tools",
+        "function_call": "use tool_choice",
+    }
 
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[Whole, Field(ge=1)] | None = None
@@ -211,30 +204,30 @@ class CompletionBody(GenerationBody):
 
     @property
     def num_answers(self) -> int:
-        """Number of requested answers."""
+        """Number of completions to generate."""
         return self.n or 1
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """Whether the last chunk of a stream has the token usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
 class ChatBody(CompletionBody):
-    """`POST /v1/chat/completions`."""
+    """Request body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[ListOf[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
+    tools: Annotated[ListOf[FunctionTool], Field(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
     @property
     def offer(self) -> ToolOffer:
-        """The tools that the body offers."""
+        """The tools of the request."""
         tools = [tool.tool() for tool in self.tools or ()]
         parallel, choice = self.parallel_tool_calls is not False, self.tool_choice
         schema, chosen = "tools[{}].function.parameters", "tool_choice.function.name"
@@ -248,9 +241,9 @@ class ChatBody(CompletionBody):
 
 
 class TextBody(CompletionBody):
-    """`POST /v1/completions`."""
+    """Request body of `POST /v1/completions`."""
 
-    prompt: str | list[Token] | list[str] | list[list[Token]]
+    prompt: str | ListOf[Token] | ListOf[str] | ListOf[ListOf[Token]]
     logprobs: Annotated[Whole, Field(ge=0, le=5)] | None = None
 
     @field_validator("prompt", mode="after")
@@ -262,12 +255,12 @@ class TextBody(CompletionBody):
 
     @property
     def only_prompt(self) -> str | list[int]:
-        """The one prompt of the body."""
+        """The prompt, without the list around it."""
         prompt: Any = self.prompt
         one: str | list[int] = prompt if isinstance(prompt, str) or _is_ids(prompt) else prompt[0]
         return one
 
 
 def _is_ids(prompt: list[Any]) -> bool:
-    """Whether a list is one prompt of tokens, and not a list of prompts."""
+    """Whether a list is one prompt of token ids, and not a list of prompts."""
     return bool(prompt) and isinstance(prompt[0], int)

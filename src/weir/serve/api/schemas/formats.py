@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from weir.serve.api.schemas.base import Arguments, Name, Strict, unsupported
+from weir.serve.api.schemas.base import Arguments, ListOf, Name, Strict, unsupported
 from weir.serve.tools import Tool
 from weir.serve.tools.grammar import CallMode
 
@@ -24,16 +24,16 @@ Description = Annotated[str, StringConstraints(max_length=65_536)]
 
 
 class JsonSchema(Strict):
-    """A schema with a name."""
+    """A named JSON schema."""
 
     name: Name
     description: Description | None = None
-    of: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
 class ResponseFormat(Strict):
-    """`response_format`."""
+    """Format of the completion: text, any JSON object, or JSON that fits a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -48,7 +48,7 @@ class ResponseFormat(Strict):
 
 
 class Function(Strict):
-    """A function that a model may call."""
+    """A function that the model may call."""
 
     name: Name
     description: Description | None = None
@@ -57,68 +57,68 @@ class Function(Strict):
 
 
 class FunctionTool(Strict):
-    """One of `tools`."""
+    """A tool: a function that the model may call."""
 
     type: Literal["function"]
     function: Function
 
     def tool(self) -> Tool:
-        """The tool, as the rest of the server knows it."""
+        """Convert to the server's own type."""
         function = self.function
         return Tool(function.name, function.description, function.parameters, bool(function.strict))
 
 
 class OfFunction(Strict):
-    """Of all kinds of tools there is one here."""
+    """An object that names its type; functions are the only one."""
 
     type: Literal["function"]
 
 
 class FlatTool(Function, OfFunction):
-    """One of `tools`, as responses have it."""
+    """A tool of the Responses API: a function that the model may call."""
 
     def tool(self) -> Tool:
-        """The tool, as the rest of the server knows it."""
+        """Convert to the server's own type."""
         return Tool(self.name, self.description, self.parameters, bool(self.strict))
 
 
 class FunctionName(Strict):
-    """Which function."""
+    """The name of a function."""
 
     name: Name
 
 
 class NamedTool(Strict):
-    """The one function that is to be called."""
+    """Makes the model call this function."""
 
     type: Literal["function"]
     function: FunctionName
 
 
 class FlatName(FunctionName, OfFunction):
-    """The same, as responses have it."""
+    """Makes the model call this function, in the Responses API."""
 
 
 class SomeTools(Strict):
-    """Of all tools those that may be called."""
+    """The tools that the model may call, and whether it must call one."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=128)]
+    tools: Annotated[ListOf[NamedTool], Field(min_length=1, max_length=128)]
 
 
 class AllowedTools(Strict):
-    """The same, as one of the choices."""
+    """Restricts the model to some of the tools."""
 
     type: Literal["allowed_tools"]
     allowed_tools: SomeTools
 
 
 class FlatAllowed(Strict):
-    """The same, as responses have it."""
+    """Restricts the model to some of the tools, in the Responses API."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[FlatName], Field(min_length=1, max_length=128)]
+    tools: Annotated[ListOf[FlatName], Field(min_length=1, max_length=128)]
 
 
 def _kind(value: Any) -> str | None:
@@ -169,7 +169,7 @@ class ToolOffer:
 
 
 class CalledFunction(BaseModel):
-    """What was called, in a message."""
+    """The function and the arguments of a tool call."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -178,7 +178,7 @@ class CalledFunction(BaseModel):
 
 
 class ToolCall(BaseModel):
-    """A call in a message."""
+    """A tool call that the model has made."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 

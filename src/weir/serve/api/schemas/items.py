@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from weir.serve.api.errors import not_found
-from weir.serve.api.schemas.base import Arguments, Name, Strict, unsupported
+from weir.serve.api.schemas.base import Arguments, ListOf, Name, Strict, bounded_dict, unsupported
 from weir.serve.messages import Call, StrayResult
 from weir.serve.sessions import Item, call_item, input_item, new_id, result_item
 
@@ -28,11 +28,12 @@ Metadata = Annotated[
         Annotated[str, StringConstraints(max_length=512)],
     ],
     Field(max_length=16),
+    bounded_dict(16),
 ]
 
 
 class ItemPart(BaseModel):
-    """A part of a message: text, which is called otherwise by who says it."""
+    """Text content of a message or of a tool result."""
 
     model_config = ConfigDict(strict=True)
 
@@ -41,13 +42,13 @@ class ItemPart(BaseModel):
 
 
 class MessageItem(BaseModel):
-    """A message; what answers have beside their text is left aside, so they may be sent back."""
+    """A message. Unknown fields are ignored, so that output items can be sent back."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ItemPart]
+    content: str | ListOf[ItemPart]
 
     @field_validator("type", mode="before")
     @classmethod
@@ -58,7 +59,7 @@ class MessageItem(BaseModel):
         return value
 
     def item(self) -> Item:
-        """The item, with an id of the server's."""
+        """Convert to an item with a new id."""
         content = self.content
         texts = [content] if isinstance(content, str) else [part.text for part in content]
         return input_item(self.role, texts)
@@ -68,7 +69,7 @@ CallId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
 class CallItem(BaseModel):
-    """A call that a model has made."""
+    """A function call that the model has made."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -78,21 +79,21 @@ class CallItem(BaseModel):
     arguments: Arguments
 
     def item(self) -> Item:
-        """The item, with an id of the server's."""
+        """Convert to an item with a new id."""
         return call_item(new_id("fc"), Call(self.call_id, self.name, self.arguments), "completed")
 
 
 class ResultItem(BaseModel):
-    """What a call has returned."""
+    """The result of a function call."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
     type: Literal["function_call_output"]
     call_id: CallId
-    output: str | list[ItemPart]
+    output: str | ListOf[ItemPart]
 
     def item(self) -> Item:
-        """The item, with an id of the server's."""
+        """Convert to an item with a new id."""
         output = self.output
         if not isinstance(output, str):
             return result_item(self.call_id, [part.model_dump() for part in output])
@@ -115,22 +116,22 @@ AnyItem = Annotated[
 
 
 class ConversationBody(Strict):
-    """`POST /v1/conversations`."""
+    """Request body of `POST /v1/conversations`."""
 
-    items: Annotated[list[AnyItem], Field(max_length=20)] | None = None
+    items: Annotated[ListOf[AnyItem], Field(max_length=20)] | None = None
     metadata: Metadata | None = None
 
 
 class MetadataBody(Strict):
-    """`POST /v1/conversations/{name}`."""
+    """Request body of `POST /v1/conversations/{name}`."""
 
     metadata: Metadata | None
 
 
 class ItemsBody(Strict):
-    """`POST /v1/conversations/{name}/items`."""
+    """Request body of `POST /v1/conversations/{name}/items`."""
 
-    items: Annotated[list[AnyItem], Field(min_length=1, max_length=20)]
+    items: Annotated[ListOf[AnyItem], Field(min_length=1, max_length=20)]
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
+from weir.serve.api.schemas.base import ListOf, Strict, Whole, unsupported
 from weir.serve.api.schemas.base import Name as SchemaName
-from weir.serve.api.schemas.base import Strict, Whole, unsupported
 from weir.serve.api.schemas.chat import GenerationBody
 from weir.serve.api.schemas.formats import (
     Description,
@@ -23,21 +23,6 @@ from weir.serve.api.schemas.formats import (
 from weir.serve.api.schemas.items import AnyItem, Metadata
 from weir.serve.sessions import Item, input_item
 
-IGNORED = (
-    "context_management",
-    "max_tool_calls",
-    "prompt_cache_options",
-    "prompt_cache_retention",
-    "reasoning",
-    "service_tier",
-    "stream_options",
-    "user",
-)
-UNSERVED: dict[str, tuple[Any, ...]] = {
-    "background": (None, False),
-    "moderation": (None,),
-    "prompt": (None,),
-}
 LOGPROBS = "message.output_text.logprobs"
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=128)]
@@ -46,17 +31,17 @@ Label = Annotated[str, StringConstraints(max_length=512)]
 
 
 class TextFormat(Strict):
-    """The form of an answer: `ResponseFormat`, with the schema's facts beside its type."""
+    """Format of the response: text, any JSON object, or JSON that fits a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: SchemaName | None = None
     description: Description | None = None
-    of: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
 
     @model_validator(mode="after")
     def _check_schema(self) -> Self:
-        fields = {"name": self.name, "schema": self.of}
+        fields = {"name": self.name, "schema": self.schema_}
         missing = " and ".join(name for name, value in fields.items() if value is None)
         if self.type == "json_schema" and missing:
             raise unsupported(f"type: json_schema needs a name and a schema; here is no {missing}")
@@ -71,29 +56,33 @@ class TextFormat(Strict):
             return ResponseFormat(type=self.type)
         return ResponseFormat(
             type=self.type,
-            json_schema=JsonSchema(name=self.name, schema=self.of, strict=self.strict),
+            json_schema=JsonSchema(name=self.name, schema=self.schema_, strict=self.strict),
         )
 
 
 class TextOptions(Strict):
-    """What an answer is to look like."""
+    """Options of the response's text."""
 
     format: TextFormat | None = None
     verbosity: Any = None
 
 
 class ConversationName(Strict):
-    """A conversation, where it is not named by its id alone."""
+    """A conversation, as an object with its id."""
 
     id: Name
 
 
 class ResponseBody(GenerationBody):
-    """`POST /v1/responses`."""
+    """Request body of `POST /v1/responses`."""
 
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSERVED
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "background": (None, False),
+        "moderation": (None,),
+        "prompt": (None,),
+    }
 
-    input: str | list[AnyItem] | None = None
+    input: str | ListOf[AnyItem] | None = None
     instructions: str | None = None
     previous_response_id: Name | None = None
     conversation: Name | ConversationName | None = None
@@ -101,12 +90,12 @@ class ResponseBody(GenerationBody):
     truncation: Literal["auto", "disabled"] | None = None
     max_output_tokens: Annotated[Whole, Field(ge=1)] | None = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
-    include: Annotated[list[str], Field(max_length=16)] | None = None
+    include: Annotated[ListOf[str], Field(max_length=16)] | None = None
     metadata: Metadata | None = None
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[FlatTool], Field(max_length=128)] | None = None
+    tools: Annotated[ListOf[FlatTool], Field(max_length=128)] | None = None
     tool_choice: FlatChoice | None = None
     parallel_tool_calls: bool | None = None
 
@@ -125,7 +114,7 @@ class ResponseBody(GenerationBody):
 
     @property
     def is_stored(self) -> bool:
-        """Whether the response is stored; it is, if the client does not say."""
+        """Whether to store the response, which is the default."""
         return self.store is not False
 
     @property
@@ -143,7 +132,7 @@ class ResponseBody(GenerationBody):
 
     @property
     def offer(self) -> ToolOffer:
-        """The tools that the body offers."""
+        """The tools of the request."""
         tools = [tool.tool() for tool in self.tools or ()]
         parallel, choice = self.parallel_tool_calls is not False, self.tool_choice
         if isinstance(choice, FlatName):

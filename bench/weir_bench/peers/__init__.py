@@ -1,0 +1,1 @@
+"""`weir bench peers`: weir beside llama.cpp, OpenVINO GenAI and transformers, on SmolLM2."""

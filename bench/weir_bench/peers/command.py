@@ -1,0 +1,125 @@
+"""`weir bench peers`: weir beside what a user would pick instead."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weir.cli.app import Command
+from weir.cli.common import AsJson, messages, output, print_json, say, waiting
+from weir.cli.runtime import collect_as_usual
+from weir.errors import WeirError
+from weir_bench.command import benches
+
+if TYPE_CHECKING:
+    from weir_bench.peers.results import Results
+
+
+@benches.command("peers", cls=Command)
+def bench_peers(
+    only: Annotated[
+        list[str] | None, typer.Option(help="Only this part; may be given again.")
+    ] = None,
+    peers: Annotated[
+        list[str] | None,
+        typer.Option("--peer", help="Only peers whose names begin so; may be given again."),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Of each peer [default: one, then all cores].")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Few peers and short texts: a few minutes.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="File for all of it as JSON, with tables beside it; a run goes on from it."
+        ),
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option(help="Measure nothing; write the tables of --out into this page.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time weir, llama.cpp, OpenVINO GenAI and transformers in turns on SmolLM2.
+
+    Parts: steps, chat, prompts, rows, start. `make peers` installs the others.
+    """
+    from weir_bench.peers.report import markdown, write_page
+    from weir_bench.peers.results import Results, read_results
+
+    if page is not None:
+        if out is None:
+            raise WeirError("--page writes the tables of a file; name it with --out")
+        write_page(read_results(out), page)
+        return
+    collect_as_usual()
+    cores = os.cpu_count() or 1
+    if threads is not None and threads > cores:
+        raise WeirError(f"--threads {threads} is more than the {cores} cores of this machine")
+    results = Results.at(out, _facts(quick))
+    _measure(results, only or [], peers or [], [threads] if threads else sorted({1, cores}), quick)
+    if out is not None:
+        _write_tables(results, out.with_suffix(".md"))
+    for who, why in results.missing.items():
+        say(f"not measured: {who}: {why}")
+    if as_json:
+        print_json(results.as_json())
+        return
+    output().print(markdown(results), markup=False, highlight=False, soft_wrap=True)
+
+
+def _measure(
+    results: Results, only: list[str], peers: list[str], threads: list[int], quick: bool
+) -> None:
+    from dataclasses import replace
+
+    from transformers.utils.logging import disable_progress_bar
+
+    from weir.models import load
+    from weir.stream import read_stream
+    from weir_bench.peers.engines import chosen, model_file
+    from weir_bench.peers.measure import QUICK, PeerPlan, measured
+
+    engines = chosen(peers)
+    if quick:
+        kept = (each for each in engines if each.main or peers)
+        engines = [replace(each, compiles=False) for each in kept]
+    disable_progress_bar()
+    plan = PeerPlan(
+        engines,
+        threads[-1:] if quick else threads,
+        say=lambda what: say(f"measuring {what}") if messages().is_terminal else None,
+        **(QUICK if quick else {}),
+    )
+    with waiting("reading the text"):
+        _, tokenizer = load(str(model_file("Q4_1")))
+    plan.ids.extend(read_stream(tokenizer, None, plan.long, None).ids.tolist())
+    for _ in measured(plan, results, only):
+        results.write()
+
+
+def _facts(quick: bool) -> dict[str, object]:
+    from weir_bench.run import machine
+
+    return {
+        "date": date.today().isoformat(),
+        "machine": {**machine(), "cores": os.cpu_count() or 1},
+        "command": shlex.join(["weir", *sys.argv[1:]]),
+        **({"quick": True} if quick else {}),
+    }
+
+
+def _write_tables(results: Results, path: Path) -> None:
+    from weir_bench.peers.report import markdown
+
+    try:
+        path.write_text(markdown(results), "utf-8")
+    except OSError as error:
+        raise WeirError(f"cannot write to {path}: {error.strerror}") from None

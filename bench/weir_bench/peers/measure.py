@@ -1,0 +1,297 @@
+"""The parts of `weir bench peers`: steps and prompts, many rows, starts and endless chats.
+
+Engines of as many bits take turns, a few steps each, so that what else the machine does meets all.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from weir.errors import WeirError
+from weir_bench.peers.chat import endless_chats
+from weir_bench.peers.engines import COMPILED, EngineSetup, model_file
+from weir_bench.peers.process import PeerProcess
+from weir_bench.peers.results import Results
+
+CLOCK = 8
+"""Steps of each in a turn."""
+REST = 0.03
+"""Seconds between turns, so that the threads of the one that waits have gone to sleep."""
+
+
+@dataclass(frozen=True)
+class PeerPlan:
+    """How peers are measured.
+
+    Attributes:
+        engines: who.
+        threads: counts that each computes with, rising.
+        ids: tokens of a text that all read.
+        say: told what is under way.
+        window: slots of weir's policy, and tokens of the chat's context.
+        behind: tokens in front of a step, rising.
+        prompt, long: tokens of prompts; the long one is for the main engines.
+        rounds: turns of each.
+        rows: conversations at once.
+        held: tokens of each of those.
+        turns: of a chat, past its window.
+    """
+
+    engines: Sequence[EngineSetup]
+    threads: Sequence[int]
+    ids: list[int] = field(default_factory=list)
+    say: Callable[[str], None] = lambda what: None
+    window: int = 1024
+    behind: tuple[int, ...] = (1024, 4096)
+    prompt: int = 1024
+    long: int = 8192
+    rounds: int = 3
+    rows: tuple[int, ...] = (1, 4, 16)
+    held: int = 256
+    turns: int = 40
+
+
+QUICK: dict[str, Any] = {
+    "window": 256,
+    "behind": (128,),
+    "prompt": 128,
+    "long": 256,
+    "rounds": 1,
+    "rows": (1, 2),
+    "held": 32,
+    "turns": 2,
+}
+"""Sizes for a run of a few minutes."""
+
+
+def steps(plan: PeerPlan, results: Results) -> None:
+    """Prompts, steps behind some tokens, and memory, by threads and bits."""
+    for threads in plan.threads:
+        for bits in sorted({each.bits for each in plan.engines}):
+            wanted = [
+                each
+                for each in plan.engines
+                if each.bits == bits and not _is_done(results, each, threads)
+            ]
+            with _running(plan, results, wanted, threads) as running:
+                _prompts(plan, results, running, threads)
+                for kind in ("", COMPILED):
+                    _steps(plan, results, running, threads, kind)
+
+
+def _is_done(results: Results, each: EngineSetup, threads: int) -> bool:
+    """Whether an engine's steps were measured to their end."""
+    last = each.name + (COMPILED if each.compiles else "")
+    return results.find("memory", who=last, threads=threads) is not None
+
+
+Running = dict[EngineSetup, PeerProcess]
+
+
+class _running:
+    """Processes of some engines, ended at the end; who cannot start is missing."""
+
+    def __init__(
+        self,
+        plan: PeerPlan,
+        results: Results,
+        engines: Sequence[EngineSetup],
+        threads: int,
+        **more: Any,
+    ) -> None:
+        self._given = plan, results, engines, threads, more
+        self._ending = ExitStack()
+
+    def __enter__(self) -> Running:
+        plan, results, engines, threads, more = self._given
+        found: Running = {}
+        for each in engines:
+            plan.say(f"{each.name}, {threads} threads")
+            try:
+                peer = each.start(threads, plan.window, plan.ids, **more)
+                found[each] = self._ending.enter_context(peer)
+                results.facts.setdefault("versions", {})[each.home or "weir"] = peer.ask("facts")
+                peer.ask("read", tokens=16)
+            except WeirError as error:
+                found.pop(each, None)
+                results.miss(each.name, error)
+        return found
+
+    def __exit__(self, *error: Any) -> None:
+        self._ending.close()
+
+
+def _in_turns(
+    results: Results, running: Running, rounds: int, do: str, **given: Any
+) -> dict[EngineSetup, list[Any]]:
+    """What each answers, asked again and again; who fails is missing from then on."""
+    found: dict[EngineSetup, list[Any]] = {each: [] for each in running}
+    for _ in range(rounds):
+        for each, peer in list(running.items()):
+            time.sleep(REST)
+            try:
+                found[each].append(peer.ask(do, **given))
+            except WeirError as error:
+                results.miss(f"{each.name}: {do} {given}", error)
+                found.pop(each, None)
+                if "ended" in str(error):
+                    running.pop(each)
+    return {each: made for each, made in found.items() if made}
+
+
+def _prompts(plan: PeerPlan, results: Results, running: Running, threads: int) -> None:
+    rounds = 2  # the first may compile kernels
+    for each, taken in _in_turns(results, running, rounds, "read", tokens=plan.prompt).items():
+        named = {"who": each.name, "threads": threads, "tokens": plan.prompt}
+        results.add("prompt", named, {"seconds": min(taken), "all": taken})
+
+
+def _steps(plan: PeerPlan, results: Results, running: Running, threads: int, kind: str) -> None:
+    """Steps and memory of all as they are; or of those compiled that can be, the others beside."""
+    named = {each: each.name + (kind if each.compiles else "") for each in running}
+    if kind and not any(each.compiles for each in running):
+        return
+    for each, peer in list(running.items()):
+        if kind and each.compiles:
+            plan.say(f"{named[each]}, {threads} threads")
+            try:
+                peer.ask("compile")
+                peer.ask("steps", behind=plan.behind[0], count=1)
+            except WeirError as error:
+                results.miss(named[each], error)
+                running.pop(each)
+    for behind in plan.behind:
+        asked = {"behind": behind, "count": CLOCK}
+        for each, taken in _in_turns(results, running, plan.rounds, "steps", **asked).items():
+            times = [seconds for turn in taken for seconds in turn]
+            facts = {
+                "who": named[each],
+                "threads": threads,
+                "behind": behind,
+                "beside": kind or None,
+            }
+            measured = {"seconds": median(times), "least": min(times), "of": len(times)}
+            results.add("step", facts, measured)
+    for each, peer in running.items():
+        if each.compiles or not kind:
+            sizes = {**peer.ask("sizes"), "peak": peer.peak, "behind": plan.behind[-1]}
+            results.add("memory", {"who": named[each], "threads": threads}, sizes)
+
+
+def long_prompts(plan: PeerPlan, results: Results) -> None:
+    """A prompt as long as the model's window, by the main engines with all threads."""
+    threads = plan.threads[-1]
+    for each in plan.engines:
+        named = {"who": each.name, "threads": threads, "tokens": plan.long}
+        if not each.main or results.find("prompt", **named):
+            continue
+        with _running(plan, results, [each], threads) as running:
+            for taken in _in_turns(results, running, 1, "read", tokens=plan.long).values():
+                results.add("prompt", named, {"seconds": taken[0], "all": taken})
+
+
+def rows(plan: PeerPlan, results: Results) -> None:
+    """Tokens a second of several conversations at once, by the main engines."""
+    threads = plan.threads[-1]
+    for each in plan.engines:
+        wanted = [
+            rows
+            for rows in plan.rows
+            if not results.find("rows", who=each.name, threads=threads, rows=rows)
+        ]
+        if not each.main or not wanted:
+            continue
+        more = {"context": plan.held + 128, "slots": max(plan.rows)}
+        with _running(plan, results, [each], threads, **more) as running:
+            for rows in wanted:
+                asked = {"rows": rows, "behind": plan.held, "count": CLOCK}
+                for taken in _in_turns(results, running, 1, "rows", **asked).values():
+                    pace = rows / median(taken[0])
+                    named = {"who": each.name, "threads": threads, "rows": rows}
+                    results.add("rows", named, {"tokens_per_second": pace})
+
+
+def starts(plan: PeerPlan, results: Results) -> None:
+    """Seconds from the command to the first token: nothing kept, then what the first start kept."""
+    threads = plan.threads[-1]
+    for each in plan.engines:
+        for kind in ("", COMPILED) if each.compiles else ("",):
+            name = each.name + kind
+            if not each.main or results.find("start", who=name, kept=True):
+                continue
+            plan.say(f"{name}, from the command to its first token")
+            with tempfile.TemporaryDirectory(prefix="weir-bench-") as kept:
+                try:
+                    for again in (False, True):
+                        if not again:
+                            _forget(model_file(each.kind))
+                        seconds = _start(plan, each, threads, Path(kept), compiled=bool(kind))
+                        named = {"who": name, "threads": threads, "kept": again}
+                        results.add("start", named, {"seconds": seconds})
+                except WeirError as error:
+                    results.miss(f"{name}: start", error)
+
+
+def _start(plan: PeerPlan, each: EngineSetup, threads: int, kept: Path, *, compiled: bool) -> float:
+    environment = {"XDG_CACHE_HOME": str(kept), "TORCHINDUCTOR_CACHE_DIR": str(kept / "inductor")}
+    more: dict[str, Any] = {"environment": environment, "kept": str(kept), "context": plan.window}
+    if compiled:
+        more["compiled"] = True
+    begun = time.perf_counter()
+    with each.start(threads, plan.window, **more) as peer:
+        peer.ask("first")
+        return time.perf_counter() - begun
+
+
+def _forget(path: Path) -> None:
+    """Have the system forget what it holds of a file in memory, where it lets one ask."""
+    if hasattr(os, "posix_fadvise"):
+        file = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(file)
+
+
+def chats(plan: PeerPlan, results: Results) -> None:
+    """An endless chat through each server, with all threads."""
+    for name, chat in endless_chats(plan.engines, plan.threads[-1], plan.window):
+        if results.find("chat", who=name):
+            continue
+        plan.say(f"{name}, a chat of {plan.turns} turns past its window")
+        try:
+            results.add("chat", {"who": name, "threads": plan.threads[-1]}, chat(plan.turns))
+        except WeirError as error:
+            results.miss(f"{name}: chat", error)
+
+
+PARTS: dict[str, Callable[[PeerPlan, Results], None]] = {
+    "steps": steps,
+    "chat": chats,
+    "prompts": long_prompts,
+    "rows": rows,
+    "start": starts,
+}
+"""In the order in which they are measured; "steps" has short prompts and memory too."""
+
+
+def measured(plan: PeerPlan, results: Results, names: Sequence[str]) -> Iterator[str]:
+    """Measure parts, one after the other, and yield their names.
+
+    Raises:
+        WeirError: there is no part of such a name.
+    """
+    for name in names:
+        if name not in PARTS:
+            raise WeirError(f"there is no part {name!r}; there are {', '.join(PARTS)}")
+    for name in names or PARTS:
+        PARTS[name](plan, results)
+        yield name

@@ -1,0 +1,150 @@
+"""A peer as a process of its own environment, which is asked in lines of JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from weir.errors import WeirError
+
+ROOT = Path(__file__).parents[3]
+HOME = ROOT / ".peers"
+"""Where `make peers` puts environments and models."""
+SIDES = Path(__file__).with_name("sides")
+WAIT = 900.0
+"""Seconds that an answer may take."""
+
+
+def python_of(home: str) -> str:
+    """The Python of a peer's environment; weir's own for "".
+
+    Raises:
+        WeirError: it is not installed.
+    """
+    if not home:
+        return sys.executable
+    python = HOME / home / "bin" / "python"
+    if not python.exists():
+        raise WeirError(f"{home} is not installed; `make peers` makes its environment")
+    return str(python)
+
+
+class PeerProcess:
+    """A peer that runs, and what it takes.
+
+    Args:
+        home: its environment.
+        script: the file in `sides` that it runs.
+        wanted: what it is to build.
+        environment: variables for it.
+
+    Raises:
+        WeirError: it is not installed, or cannot build that.
+    """
+
+    def __init__(
+        self,
+        home: str,
+        script: str,
+        wanted: Mapping[str, Any],
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        python, threads = python_of(home), str(wanted["threads"])
+        variables = {**os.environ, "OMP_NUM_THREADS": threads, **(environment or {})}
+        # Closed in `close`, like the process.
+        self._said = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [python, str(SIDES / script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            text=True,
+            env=variables,
+        )
+        self.pid = self._process.pid
+        try:
+            self._send(dict(wanted))
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, do: str, **given: Any) -> Any:
+        """Call a method of the peer.
+
+        Raises:
+            WeirError: it fails, or its process has ended.
+        """
+        return self._send({"do": do, **given})
+
+    @property
+    def peak(self) -> int:
+        """The most bytes of memory it has had; 0 where the system has no /proc."""
+        return _status(self.pid, "VmHWM")
+
+    @property
+    def memory(self) -> int:
+        """Bytes of memory it has now."""
+        return _status(self.pid, "VmRSS")
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+        self._said.close()
+
+    def __enter__(self) -> PeerProcess:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _send(self, what: dict[str, Any]) -> Any:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        try:
+            stdin.write(json.dumps(what) + "\n")
+            stdin.flush()
+        except BrokenPipeError:
+            raise WeirError(self._ended()) from None
+        until = time.monotonic() + WAIT
+        while not select.select([stdout], [], [], 1.0)[0]:
+            if time.monotonic() > until:
+                raise WeirError(f"it did not answer in {WAIT:g} seconds")
+        line = stdout.readline()
+        if not line:
+            raise WeirError(self._ended())
+        answer = json.loads(line)
+        if "error" in answer:
+            raise WeirError(answer["error"])
+        return answer["made"]
+
+    def _ended(self) -> str:
+        """Why the process has ended, in a sentence."""
+        code = self._process.wait()
+        if -code in (signal.SIGILL, signal.SIGTRAP):
+            return "it was built with instructions that this processor does not have"
+        if code < 0:
+            return f"it was ended by {signal.Signals(-code).name}"
+        self._said.seek(0)
+        lines = self._said.read().strip().splitlines() or ["it ended without a word"]
+        return lines[-1][:300]
+
+
+def _status(pid: int, name: str) -> int:
+    """A field of a process's status, in bytes."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text("ascii")
+    except OSError:
+        return 0
+    fields = dict(line.split(":", 1) for line in text.splitlines())
+    return int(fields.get(name, "0 kB").split()[0]) * 1024

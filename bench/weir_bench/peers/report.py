@@ -1,0 +1,213 @@
+"""The tables of `weir bench peers`, for its Markdown file and for docs/speed.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from weir.errors import WeirError
+from weir.evals.report import TextTable
+from weir_bench.peers.engines import COMPILED, ENGINES
+from weir_bench.peers.results import Results
+from weir_bench.report import number
+
+BEGIN, END = "<!-- weir bench peers: begin -->", "<!-- weir bench peers: end -->"
+"""Marks of what is written into a page."""
+NEAREST = (
+    (f"weir int8{COMPILED}", "llama.cpp Q8_0", 0.5, 0.7),
+    (f"weir int4{COMPILED}", "llama.cpp Q4_1", 0.5, 0.7),
+    (f"weir float32{COMPILED}", "llama.cpp Q4_1", None, None),
+    (f"weir int8{COMPILED}", "OpenVINO Q8_0", None, None),
+    (f"weir float32{COMPILED}", "transformers float32", None, None),
+)
+"""Steps that stand beside each other, and what one and all threads are to reach."""
+READ = (("weir float32", "llama.cpp Q4_1"), ("weir int8", "llama.cpp Q8_0"))
+"""Prompts that stand beside each other."""
+
+
+def markdown(results: Results) -> str:
+    """All tables, with what they were made on and what is missing."""
+    parts = [table.markdown() for table in _tables(results) if table.rows]
+    return "\n\n".join([*parts, _made_on(results)]) + "\n"
+
+
+def write_page(results: Results, page: Path) -> None:
+    """Put the tables between the marks of a page.
+
+    Raises:
+        WeirError: the page cannot be read or written, or has no marks.
+    """
+    try:
+        text = page.read_text("utf-8")
+        before, begin, rest = text.partition(BEGIN)
+        _, end, after = rest.partition(END)
+        if not begin or not end:
+            raise WeirError(f"{page} has no lines {BEGIN} and {END} to write between")
+        tables = markdown(results).replace(" | ", "|")  # the documentation's words are counted
+        page.write_text(f"{before}{begin}\n\n{tables}\n{end}{after}", "utf-8")
+    except OSError as error:
+        raise WeirError(f"cannot write to {page}: {error.strerror}") from None
+
+
+def _tables(results: Results) -> Iterator[TextTable]:
+    threads = sorted({each["threads"] for each in results.figures})
+    yield TextTable(
+        ["÷, the smaller the better", *map(_threads, threads), "target"],
+        _ratios(results, threads),
+        markup=True,
+    )
+    behind = _values(results, "step", "behind")
+    prompts = _values(results, "prompt", "tokens")
+    heads = ["ms a step; tokens/s of a prompt"]
+    heads += [f"behind {n:,}, {_threads(t)}" for n in behind for t in threads]
+    heads += [f"prompt {n:,}, {_threads(t)}" for n in prompts for t in threads]
+    rows = []
+    for name in _names():
+        cells = [
+            _cell(results.find("step", who=name, threads=t, behind=n), "seconds", 1e3)
+            for n in behind
+            for t in threads
+        ]
+        for n in prompts:
+            for t in threads:
+                found = results.find("prompt", who=name, threads=t, tokens=n)
+                cells.append(number(n / found["seconds"]) if found else "–")
+        rows.append([name, *cells])
+    yield _without_gaps(TextTable(heads, rows, markup=True))
+    yield _memory(results, threads)
+    counts = _values(results, "rows", "rows")
+    heads = ["tokens/s of conversations at once", *(f"{n}" for n in counts)]
+    heads += ["first token, nothing kept", "kept"]
+    rows = []
+    for name in _names():
+        cells = [_cell(results.find("rows", who=name, rows=n), "tokens_per_second") for n in counts]
+        for kept in (False, True):
+            found = results.find("start", who=name, kept=kept)
+            cells.append(f"{found['seconds']:.1f} s" if found else "–")
+        rows.append([name, *cells])
+    yield _without_gaps(TextTable(heads, rows, markup=True))
+    yield _chats(results)
+
+
+def _ratios(results: Results, threads: list[int]) -> list[list[str]]:
+    """Ratios that somebody asked for: steps at the least context, prompts, threads, chats."""
+    rows: list[list[str]] = []
+
+    def add(what: str, values: Sequence[float | None], targets: Sequence[float | None]) -> None:
+        if not any(values):
+            return
+        cells = []
+        for value, target in zip(values, targets, strict=True):
+            missed = value is not None and target is not None and value > target
+            text = "–" if value is None else number(value)
+            cells.append(f"**{text}**" if missed else text)
+        asked = ", ".join(f"≤ {number(target)}" for target in dict.fromkeys(targets) if target)
+        rows.append([what, *cells, asked])
+
+    behind = (_values(results, "step", "behind") or [0])[0]
+
+    def step(who: str, count: int) -> float | None:
+        return _seconds(results.find("step", who=who, threads=count, behind=behind))
+
+    def prompt(who: str, count: int, tokens: int) -> float | None:
+        return _seconds(results.find("prompt", who=who, threads=count, tokens=tokens))
+
+    for who, peer, one, many in NEAREST:
+        targets = [one if count == 1 else many for count in threads]
+        values = [_ratio(step(who, count), step(peer, count)) for count in threads]
+        add(f"step of {who} ÷ {peer}", values, targets)
+    for tokens in _values(results, "prompt", "tokens"):
+        for who, peer in READ:
+            values = [
+                _ratio(prompt(who, count, tokens), prompt(peer, count, tokens)) for count in threads
+            ]
+            add(f"prompt of {tokens:,}, time of {who} ÷ {peer}", values, [0.4] * len(threads))
+    none = [None] * (len(threads) - 1)
+    for kind in ("float32", "int8", "int4") if none else ():
+        for who in (f"weir {kind}", f"weir {kind}{COMPILED}"):
+            value = _ratio(step(who, threads[-1]), step(who, threads[0]))
+            add(f"step of {who}, {_threads(threads[-1])} ÷ one", [*none, value], [*none, 1 / 1.7])
+    chats = {each["who"]: each for each in results.figures if each["part"] == "chat"}
+    for who in (who for who in chats if who.startswith("weir")):
+        for peer in (who for who in chats if who.endswith("context shift")):
+            value = _ratio(chats[who]["first_seconds"], chats[peer]["first_seconds"])
+            what = f"endless chat, first token of a turn, {who} ÷ {peer}"
+            add(what, [*none, value], [*none, 0.7])
+    return rows
+
+
+def _seconds(found: dict[str, Any] | None) -> float | None:
+    return found["seconds"] if found else None
+
+
+def _memory(results: Results, threads: list[int]) -> TextTable:
+    rows = []
+    for name in _names():
+        found = results.find("memory", who=name, threads=threads[-1]) if threads else None
+        if found:
+            cells = [_cell(found, what, 1e-6) for what in ("weights", "cache", "peak")]
+            rows.append([name, *cells])
+    behind = (_values(results, "memory", "behind") or [0])[-1]
+    heads = [f"MB behind {behind:,} tokens", "weights", "cache", "most of the process"]
+    return TextTable(heads, rows, markup=True)
+
+
+def _chats(results: Results) -> TextTable:
+    heads = ["endless chat", "first token, last turn", "median", "tokens read a turn", "tokens/s"]
+    heads += ["MB", "sane", "its name, first turn", "last turn"]
+    rows = []
+    for each in results.figures:
+        if each["part"] == "chat":
+            name = f"{each['who']}, {each['past']} turns past the window"
+            cells = [f"{each['last_first_seconds']:.2f} s", f"{each['first_seconds']:.2f} s"]
+            cells += [number(each["read"]), number(each["tokens_per_second"])]
+            cells += [number(each["memory"] / 1e6), f"{each['sane']:.0%}"]
+            cells += [("no", "yes")[each[key]] for key in ("obeyed_first", "obeyed")]
+            rows.append([name, *cells])
+    return TextTable(heads, rows, markup=True)
+
+
+def _made_on(results: Results) -> str:
+    """What the figures were made on, and who is missing."""
+    facts = results.facts
+    machine, versions = facts["machine"], facts.get("versions", {})
+    lines = [
+        f"{facts['date']}, {machine['processor']}, {machine['cores']} cores, `{facts['command']}`; "
+        + "; ".join(f"{each['version']} ({each['built']})" for each in versions.values())
+        + "."
+    ]
+    lines += [f"- Not measured: {who}: {why}." for who, why in results.missing.items()]
+    return "\n".join(lines)
+
+
+def _names() -> Iterator[str]:
+    for each in ENGINES:
+        yield each.name
+        if each.compiles:
+            yield f"{each.name}{COMPILED}"
+
+
+def _values(results: Results, part: str, name: str) -> list[int]:
+    return sorted({each[name] for each in results.figures if each["part"] == part})
+
+
+def _cell(found: dict[str, Any] | None, name: str, scale: float = 1.0) -> str:
+    return number(found[name] * scale) if found and name in found else "–"
+
+
+def _ratio(ours: float | None, peer: float | None) -> float | None:
+    return ours / peer if ours and peer else None
+
+
+def _threads(count: int) -> str:
+    return "one thread" if count == 1 else f"{count} threads"
+
+
+def _without_gaps(table: TextTable) -> TextTable:
+    """The table without rows and columns that hold nothing."""
+    rows = [row for row in table.rows if any(cell != "–" for cell in row[1:])]
+    kept = [at for at in range(len(table.heads)) if at == 0 or any(row[at] != "–" for row in rows)]
+    return TextTable(
+        [table.heads[at] for at in kept], [[row[at] for at in kept] for row in rows], markup=True
+    )

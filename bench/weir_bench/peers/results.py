@@ -1,0 +1,103 @@
+"""What was measured so far, in a file that is written after every figure; a run goes on from it."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from weir.errors import WeirError, quote
+
+
+@dataclass
+class Results:
+    """Figures, each under a part and the facts that name it.
+
+    Attributes:
+        path: the file; None for none.
+        facts: date, machine, versions and command of the run that began it.
+        figures: each with "part", the facts that name it, and what was measured.
+        missing: peers that could not be measured, and why.
+    """
+
+    path: Path | None
+    facts: dict[str, Any] = field(default_factory=dict)
+    figures: list[dict[str, Any]] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def at(cls, path: Path | None, facts: dict[str, Any]) -> Results:
+        """Those of a file, or none yet; peers that were missing are tried again.
+
+        Raises:
+            WeirError: there is another thing in the file.
+        """
+        if path is None or not path.exists():
+            return cls(path, facts)
+        found = read_results(path)
+        sessions = [*found.facts.get("sessions", []), facts]
+        return cls(path, {**found.facts, "sessions": sessions}, found.figures)
+
+    def find(self, part: str, **named: Any) -> dict[str, Any] | None:
+        """The figure of such a name, if it was measured."""
+        wanted = {"part": part, **named}
+        for figure in self.figures:
+            if wanted.items() <= figure.items():
+                return figure
+        return None
+
+    def add(self, part: str, named: dict[str, Any], measured: dict[str, Any]) -> None:
+        """Keep a figure, in place of one of the same name, and write the file."""
+        old = self.find(part, **named)
+        if old is not None:
+            self.figures.remove(old)
+        self.figures.append({"part": part, **named, **measured})
+        self.write()
+
+    def miss(self, who: str, why: object) -> None:
+        """Keep why a peer cannot be measured, and write the file."""
+        self.missing[who] = str(why)
+        self.write()
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, as JSON can hold it."""
+        return {**self.facts, "missing": self.missing, "figures": self.figures}
+
+    def write(self) -> None:
+        """Write the file as a whole, so that none is ever half written.
+
+        Raises:
+            WeirError: it cannot be written.
+        """
+        if self.path is None:
+            return
+        part = self.path.with_suffix(".part")
+        lines = ",\n".join(f"  {json.dumps(each)}" for each in self.figures)
+        head = json.dumps({**self.facts, "missing": self.missing}, indent=1)[:-2]
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(f'{head},\n "figures": [\n{lines}\n ]\n}}\n', "utf-8")
+            os.replace(part, self.path)
+        except OSError as error:
+            raise WeirError(f"cannot write to {self.path}: {error.strerror}") from None
+
+
+def read_results(path: Path) -> Results:
+    """The results in a file.
+
+    Raises:
+        WeirError: it cannot be read, or is none of `weir bench peers`.
+    """
+    try:
+        found = json.loads(path.read_text("utf-8"))
+        return Results(
+            path, figures=found.pop("figures"), missing=found.pop("missing"), facts=found
+        )
+    except OSError as error:
+        raise WeirError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, KeyError, AttributeError):
+        raise WeirError(
+            f"{quote(str(path))} is no result of weir bench peers; name another file with --out"
+        ) from None

@@ -1,0 +1,1 @@
+"""The peers' sides: scripts that run in environments of their own, without weir."""

@@ -1,0 +1,131 @@
+"""Conversations that `weir chat` keeps as they go: a transcript each, and a saved stream.
+
+The transcript is a line of JSON for every turn, written as it is said, so that nothing is lost with
+the process. The saved stream spares `--continue` from reading it again; it is written whenever that
+takes little of the time, and at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weir.cli.common import say
+from weir.errors import WeirError
+
+if TYPE_CHECKING:
+    from weir.stream import Conversation, Transcript
+
+SAVED = 8
+"""How many of the newest conversations keep a saved stream; the others are read again."""
+SELDOM = 20
+"""A stream is saved if this many times the duration of the last save has gone by."""
+
+
+def folder() -> Path:
+    """The folder of kept conversations: below `XDG_STATE_HOME`, or `~/.local/state`."""
+    home = os.environ.get("XDG_STATE_HOME")
+    return (Path(home) if home else Path("~/.local/state").expanduser()) / "weir" / "chats"
+
+
+def session_of(transcript: Path) -> Path:
+    """The file of the saved stream that belongs to a transcript."""
+    return transcript.with_suffix(".safetensors")
+
+
+def begin(facts: dict[str, Any]) -> Transcript:
+    """Begin a transcript; one that cannot be written is kept in memory, and that is said."""
+    from weir.stream import Transcript
+
+    name = f"{datetime.now():%Y-%m-%d-%H%M%S}-{os.getpid()}"
+    try:
+        folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+        for number in range(1000):
+            try:
+                return Transcript(folder() / f"{name}-{number:03}.jsonl", facts)
+            except FileExistsError:
+                continue
+    except (OSError, RuntimeError) as error:
+        say(f"this conversation is not kept: {error}")
+    return Transcript(None, facts)
+
+
+def find_newest(model: str | None) -> Transcript:
+    """Open the newest conversation that no other process has open.
+
+    Args:
+        model: with this model; None for any.
+
+    Raises:
+        WeirError: there is none.
+    """
+    from weir.stream import Transcript
+
+    refused = ""
+    for path in sorted(folder().glob("*.jsonl"), key=lambda p: p.stat().st_mtime, reverse=True):
+        try:
+            found = Transcript.read(path)
+        except WeirError as error:
+            refused = refused or f" ({error})"
+            continue
+        if found.turns and model in (None, found.facts.get("model")):
+            return found
+        found.close()
+    of = "" if model is None else f" with {model}"
+    raise WeirError(
+        f"there is no conversation{of} to continue in {folder()}{refused}; weir chat begins one"
+    )
+
+
+class Keeper:
+    """Saves the stream of a conversation with a transcript.
+
+    Args:
+        conversation: the conversation.
+        saved: tokens of the stream as it is saved already; -1 if it is not.
+    """
+
+    def __init__(self, conversation: Conversation, saved: int = -1) -> None:
+        self.conversation = conversation
+        self._saved_at = saved
+        self._pause, self._last = 0.0, time.monotonic()
+
+    @property
+    def _path(self) -> Path | None:
+        transcript = self.conversation.transcript
+        return None if transcript is None else transcript.path
+
+    def save(self, *, last: bool = False) -> None:
+        """Save the stream if it has gone on, now and then, and at the end in any case."""
+        stream, path = self.conversation.stream, self._path
+        began = time.monotonic()
+        if path is None or stream.cache is None or stream.seen == self._saved_at:
+            return
+        if not last and began - self._last < self._pause:
+            return
+        try:
+            stream.save(session_of(path))
+            _clear(path.parent)
+        except (WeirError, OSError, KeyboardInterrupt) as error:
+            why = str(error) or "interrupted"
+            say(f"weir: {why}; the transcript {path} is whole, and --continue reads it again")
+        self._saved_at, self._last = stream.seen, time.monotonic()
+        self._pause = SELDOM * (self._last - began)
+
+
+def _clear(chats: Path) -> None:
+    """Remove the saved streams of older conversations whose transcripts can be read again."""
+    from weir.stream import Transcript
+
+    saved = sorted(chats.glob("*.safetensors"), key=lambda p: p.stat().st_mtime, reverse=True)
+    for path in saved[SAVED:]:
+        try:
+            transcript = Transcript.read(path.with_suffix(".jsonl"))
+        except (WeirError, OSError):
+            continue
+        if transcript.turns and transcript.turns[0].start == 0:
+            path.unlink(missing_ok=True)
+        transcript.close()

@@ -1,0 +1,172 @@
+"""Gates are trained: what KVzip scores, as a linear map of keys and values.
+
+The text is read in passages, and each passage twice in one go, so that every layer's attention from
+the second time to the first gives the scores (Kim et al. 2025, arXiv:2505.23416, section 3). Ridge
+regression of their logarithm gives one map a layer (KVzap, arXiv:2601.07891, has the same from
+hidden states).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from weir.errors import WeirError
+from weir.evals.capture import LayerInputs, capture_each, in_place, unrotated_keys
+from weir.models import Gate, features, window_of
+from weir.slab import attention_softmax, compute_logits
+from weir.stream import read_stream
+
+PASSAGE = 1024
+"""Tokens of a passage; half of the model's window where that is less."""
+TOKENS = 16 * PASSAGE
+LEAST = 1e-4
+"""Scores below this are as good as none."""
+RIDGE = 1e-2
+"""The penalty on weights, in parts of the mean square of what they multiply."""
+BLOCK = 256
+"""Queries whose attention is held at once."""
+
+
+@dataclass(frozen=True)
+class TrainedGates:
+    """Gates, and how well they predict.
+
+    Attributes:
+        gates: by layer.
+        explained: by layer, the share of the variance of log scores that the gate explains in
+            passages it was not trained on (R squared, mean of the heads).
+        copying: by layer, the largest mean score of its heads; near 1 in a head that copies.
+        tokens: tokens that were read.
+    """
+
+    gates: dict[int, Gate]
+    explained: dict[int, float]
+    copying: dict[int, float]
+    tokens: int
+
+
+def train_gates(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    *,
+    tokens: int = TOKENS,
+    on_step: Callable[[float], None] = lambda share: None,
+) -> TrainedGates:
+    """Train the gates of a model on a text; every fourth passage only tests them.
+
+    Raises:
+        WeirError: the model cannot be served, or the text has fewer than four passages.
+    """
+    window = window_of(model.config)
+    size = PASSAGE if window is None else min(PASSAGE, window // 2)
+    ids = read_stream(tokenizer, text, tokens).ids
+    passages = [part for part in ids.split(size) if len(part) == size]
+    if len(passages) < 4:
+        raise WeirError(
+            f"{len(ids):,} tokens are too few to train gates on: give {4 * size:,} or more"
+        )
+    sums: dict[int, list[_Sums]] = {}
+    for number, passage in enumerate(passages):
+        found = capture_each(model, torch.cat([passage, passage]), _lesson)
+        for layer, lesson in found.items():
+            if lesson is not None:
+                mine = sums.setdefault(layer, [_Sums(), _Sums()])
+                mine[number % 4 == 3].add(*lesson)
+        on_step((number + 1) / len(passages))
+    gates = {layer: Gate(learnt.solve()) for layer, (learnt, _) in sums.items()}
+    return TrainedGates(
+        gates,
+        {layer: held.explained(gates[layer].weight) for layer, (_, held) in sums.items()},
+        {layer: learnt.copying() for layer, (learnt, _) in sums.items()},
+        len(passages) * size,
+    )
+
+
+def _lesson(inputs: LayerInputs) -> tuple[Tensor, Tensor] | None:
+    """What the gate of a layer reads of the first half of a text, and its scores."""
+    if inputs.positions.window is not None:
+        return None
+    half = len(inputs) // 2
+    keys = unrotated_keys(inputs)
+    keys = inputs.keys if keys is None else keys
+    x = features(keys[:, :, :half], inputs.values[:, :, :half])[0]
+    return x, repeat_scores(inputs, half)
+
+
+def repeat_scores(inputs: LayerInputs, half: int) -> Tensor:
+    """Compute the largest share of attention that a token gets when it is read again.
+
+    Args:
+        inputs: of a layer, for a text of `half` tokens and the same text again.
+        half: tokens of the text.
+
+    Returns:
+        Over the queries of the second half and the heads of the group [half, kv_heads].
+    """
+    heads = inputs.keys.shape[1]
+    queries = in_place(inputs, inputs.queries).unflatten(1, (heads, -1))
+    keys = in_place(inputs, inputs.keys)
+    most = keys.new_zeros(heads, half)
+    for start in range(half, 2 * half, BLOCK):
+        stop = min(start + BLOCK, 2 * half)
+        place = torch.arange(stop, device=keys.device)
+        ahead = place[:, None][start:] < place
+        bias = torch.zeros(ahead.shape, device=keys.device).masked_fill_(ahead, -torch.inf)
+        bias = bias[None, None, None]
+        if inputs.positions.alibi is not None:
+            bias = bias + inputs.positions.alibi.bias(place[None, None], heads, 0, stop - 1)
+        logits = compute_logits(
+            queries[:, :, :, start:stop], keys[:, :, :stop], inputs.params, bias
+        )
+        none = keys.new_zeros(1, heads, stop)
+        shares = attention_softmax(logits, none, inputs.params)[..., :half]
+        most = most.maximum(shares.amax(dim=(2, 3))[0])
+    return most.T
+
+
+class _Sums:
+    """Sums over tokens from which a linear map is solved, float64."""
+
+    def __init__(self) -> None:
+        self.xx: Tensor | float = 0.0
+        self.xy: Tensor | float = 0.0
+        self.yy: Tensor | float = 0.0
+        self.score: Tensor | float = 0.0
+        self.count = 0
+
+    def add(self, x: Tensor, scores: Tensor) -> None:
+        """Add tokens: what is read [n, numbers], and scores [n, kv_heads]."""
+        x, y = x.double().cpu(), scores.double().cpu().clamp_min(LEAST).log()
+        self.xx, self.xy = self.xx + x.T @ x, self.xy + x.T @ y
+        self.yy, self.score = self.yy + y.square().sum(0), self.score + scores.double().cpu().sum(0)
+        self.count += len(x)
+
+    def solve(self) -> Tensor:
+        """Return the map of least squares [numbers, kv_heads], float32; its constant is free."""
+        assert isinstance(self.xx, Tensor)
+        assert isinstance(self.xy, Tensor)
+        penalty = (
+            torch.full((len(self.xx),), RIDGE, dtype=torch.float64) * self.xx.diagonal().mean()
+        )
+        penalty[-1] = 0.0
+        return torch.linalg.solve(self.xx + penalty.diag(), self.xy).float()
+
+    def explained(self, weight: Tensor) -> float:
+        """Return the share of the variance that a map explains, the mean of the heads."""
+        assert isinstance(self.xy, Tensor)
+        assert isinstance(self.xx, Tensor)
+        w = weight.double()
+        wrong = self.yy - 2 * (w * self.xy).sum(0) + (w * (self.xx @ w)).sum(0)
+        around = self.yy - self.xy[-1].square() / self.count
+        return float((1 - wrong / around).mean())
+
+    def copying(self) -> float:
+        """Return the largest mean score of a head."""
+        assert isinstance(self.score, Tensor)
+        return float(self.score.max()) / self.count

@@ -1,0 +1,134 @@
+"""Threads of kernels: PyTorch's own for what takes microseconds, Python's for what takes longer.
+
+To hand work to a thread of Python takes as long as a small product. PyTorch's operations run in
+threads of OpenMP, which wait for a while in a loop before they sleep. A kernel runs in those, and
+so they are never more than PyTorch was given: `GOMP_parallel`, as GNU's and Intel's OpenMP name
+what a compiler makes of `#pragma omp parallel`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, lru_cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from weir.kernels.cpu.compilation import compile_callback
+from weir.kernels.cpu.vectors import LONG
+
+PARTS = 2
+"""Parts of its work for each thread: one that is late leaves some of them to the others."""
+
+
+class TeamKernel:
+    """Kernel that PyTorch's threads run together, each taking part after part.
+
+    Args:
+        function: takes the address of numbers of 64 bits, of which it gets parts by `take_part`
+            until none are left; the others, from the third on, are its arguments.
+    """
+
+    def __init__(self, function: Callable[[int], None]) -> None:
+        self._function = function
+
+    def __call__(self, threads: int, *arguments: int) -> None:
+        """Run with integers as arguments, in as many threads."""
+        parts = threads * PARTS if threads > 1 else 1
+        numbers = (ctypes.c_int64 * (2 + len(arguments)))(0, parts, *arguments)
+        address = ctypes.addressof(numbers)
+        run = _callback(self._function)
+        start = None if threads == 1 else _team()
+        if start is None:
+            run.ctypes(address)
+        else:
+            start(run.address, address, threads, 0)
+
+
+@cache
+def _callback(function: Callable[[int], None]) -> Any:
+    return compile_callback(function)
+
+
+@lru_cache
+def _team() -> Any:
+    """`GOMP_parallel` of the OpenMP that PyTorch is linked with; None where it is another's."""
+    try:
+        start = ctypes.CDLL(torch._C.__file__).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    start.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint
+    start.restype = None
+    return start
+
+
+@intrinsic
+def take_part(_typing: Any, address: Any) -> Any:
+    """Take the number of the next part, of those of a `TeamKernel`."""
+
+    def write(_context: Any, builder: ir.IRBuilder, _signature: Any, given: Any) -> Any:
+        place = builder.inttoptr(given[0], LONG.as_pointer())
+        return builder.atomic_rmw("add", place, LONG(1), "monotonic")
+
+    return types.int64(types.uintp), write
+
+
+def threads_for(work: int, worth: int) -> int:
+    """Number of threads for some work, of which each gets as much as is worth it."""
+    return max(1, min(torch.get_num_threads(), work // worth))
+
+
+def run_in_threads(part: Callable[[int, int], None], count: int, most: int) -> None:
+    """Call `part(start, stop)` for ranges that make up `range(count)`, each in a thread.
+
+    Threads are Python's and stay, since to start one takes as long as many a product.
+
+    Args:
+        part: calls a kernel, which leaves the interpreter's lock; it holds what that reads, since
+            Ctrl-C ends the wait for a thread and not the thread.
+        count: one or more.
+        most: threads that are worth it; there are no more of them than PyTorch has.
+    """
+    threads = min(torch.get_num_threads(), count, most)
+    if threads <= 1:
+        part(0, count)
+        return
+    (start, stop), *others = pairwise([count * thread // threads for thread in range(threads + 1)])
+    pool = _pool(threads - 1)
+    waiting = [pool.submit(part, *cut) for cut in others]
+    part(start, stop)
+    for future in waiting:
+        future.result()
+
+
+def run_on_rows(function: Callable[..., None], arrays: Sequence[np.ndarray], most: int) -> None:
+    """Call a function with arrays that are cut along their first axis, each part in a thread."""
+
+    def part(start: int, stop: int) -> None:
+        function(*(array[start:stop] for array in arrays))
+
+    run_in_threads(part, len(arrays[0]), most)
+
+
+@lru_cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="weir kernels")
+
+
+def _forget_threads() -> None:
+    """A fork has none of its parent's threads, and OpenMP's would be waited for."""
+    global _team
+    _pool.cache_clear()
+    _team = lambda: None  # noqa: E731
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_threads)

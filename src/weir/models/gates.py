@@ -1,0 +1,104 @@
+"""Gates: a linear map a layer that predicts from keys and values how much a token will be needed.
+
+They are trained on the model at hand (`weir.evals.gates`) and lie in a file that is found by the
+model's weights, in weir's cache folder. Knows nothing about caches or pools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from weir.errors import WeirError
+from weir.models.cache_folder import cache_folder
+from weir.models.fingerprints import weights_of
+
+WEIGHT = "weight."
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The gate of one layer.
+
+    Attributes:
+        weight: by KV head, of each number of all heads' keys and values, and a constant
+            [kv_heads * (key_dim + value_dim) + 1, kv_heads], float32.
+    """
+
+    weight: Tensor
+
+    def __call__(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Predict the logarithm of the largest share of attention [batch, kv_heads, n], float32.
+
+        Args:
+            keys: without rotation, the same tokens in all heads [batch, kv_heads, n, key_dim].
+            values: [batch, kv_heads, n, value_dim].
+
+        Raises:
+            WeirError: the gate is of a layer with other heads.
+        """
+        given = features(keys, values)
+        weight = self.weight.to(given.device)
+        if weight.shape != (given.shape[2], keys.shape[1]):
+            raise WeirError(
+                f"these gates are for {weight.shape[1]} heads and {weight.shape[0] - 1} numbers of "
+                f"keys and values, and this layer has {keys.shape[1]} and {given.shape[2] - 1}; "
+                "train them anew with weir calibrate --gates"
+            )
+        return (given @ weight).transpose(1, 2)
+
+
+def features(keys: Tensor, values: Tensor) -> Tensor:
+    """Join what a gate reads: keys and values of all heads, and 1 [batch, n, numbers], float32."""
+    both = torch.cat([keys, values], dim=3).float().transpose(1, 2).flatten(2)
+    return torch.cat([both, both.new_ones(*both.shape[:2], 1)], dim=2)
+
+
+def gates_file(decoder: nn.Module, config: Any) -> Path:
+    """Return the file of a model's gates, which may not exist."""
+    return cache_folder() / "gates" / f"{weights_of(decoder, config)}.safetensors"
+
+
+def load_gates(decoder: nn.Module, config: Any) -> dict[int, Gate]:
+    """Load the gates of a model, by layer; none if it has none.
+
+    Raises:
+        WeirError: its file cannot be read.
+    """
+    path = gates_file(decoder, config)
+    if not path.is_file():
+        return {}
+    try:
+        tensors = load_file(path)
+        return {int(name.removeprefix(WEIGHT)): Gate(t.float()) for name, t in tensors.items()}
+    except (OSError, SafetensorError, ValueError) as error:
+        raise WeirError(
+            f"the gates in {path} cannot be read ({error}); delete the file and train them anew "
+            "with weir calibrate --gates"
+        ) from None
+
+
+def save_gates(decoder: nn.Module, config: Any, gates: Mapping[int, Gate]) -> Path:
+    """Save the gates of a model where `load_gates` finds them, and return the file.
+
+    Raises:
+        WeirError: it cannot be written.
+    """
+    path = gates_file(decoder, config)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        save_file(
+            {f"{WEIGHT}{layer}": gate.weight.contiguous() for layer, gate in gates.items()}, part
+        )
+        part.replace(path)
+    except OSError as error:
+        raise WeirError(f"cannot write the gates {path}: {error.strerror}") from None
+    return path

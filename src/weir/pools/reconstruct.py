@@ -1,0 +1,51 @@
+"""Tokens stay that the model needs to repeat what it has read.
+
+KVzip (Kim et al. 2025, "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction",
+arXiv:2505.23416), section 3: once the prompt is read, the model is asked to repeat it, and a slot's
+score is the largest share of attention that it gets meanwhile, over all queries and over the query
+heads of its group. It needs no question. In a stream the second reading comes after each fold,
+chunk by chunk, with the cache as it stands, and nothing is kept of it but the scores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from weir.pools.base import Fold
+from weir.pools.ranked import Ranked, check_kernel, pool_neighbors
+from weir.pools.registry import pool
+from weir.slab import Slots
+
+
+@pool("reconstruct")
+@dataclass(frozen=True)
+class Reconstruct(Ranked):
+    """Keep the tokens that a second reading of their chunk attends to most, by KV head.
+
+    The score is taken once, while the pools in front still hold the chunk: they need as many slots
+    for the newest tokens as a chunk has. It is averaged over neighboring places. Of equal scores a
+    token's own decides, and then its age: the older stays. Weights stay with their tokens.
+
+    Attributes:
+        n: how many tokens are kept.
+        kernel: over how many neighboring places of the stream scores are averaged, the token's own
+            in the middle: an odd number; 1 for none.
+    """
+
+    is_stochastic = False
+    needs_second_reading = True
+
+    n: int
+    kernel: int = 5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_kernel("reconstruct", self.kernel)
+
+    def score(self, slots: Slots, fold: Fold) -> tuple[Tensor, Tensor]:
+        """Return (the average around a token, its own score) [batch, kv_heads, slots]."""
+        assert slots.mass is not None
+        own = slots.mass.masked_fill(~slots.held, 0.0)
+        return pool_neighbors(own, slots.position, self.kernel, average=True), own

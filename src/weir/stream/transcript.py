@@ -1,0 +1,270 @@
+"""What was said in a conversation: token ids turn by turn, in a small file that grows as it goes.
+
+A stream forgets; the transcript does not. It says which turns are gone from the cache, finds what
+was said, and lets a conversation go on that ended without a saved stream. A file has one JSON
+object a line: facts about the conversation, then a turn each. A turn that begins before the end of
+the one in front of it cuts that one, which was interrupted. Knows nothing about terminals.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from weir.cache import Holding
+from weir.errors import WeirError
+from weir.stream.detokenizer import Detokenizer
+
+FORMAT = 1
+SHOWN = 80
+"""Characters of each turn's text that stay in memory."""
+
+
+@dataclass
+class Turn:
+    """One turn of a conversation.
+
+    Attributes:
+        by_user: whether the user said it, and not the model.
+        start: the place of its first token in the stream.
+        text: what was said; in a transcript its beginning.
+        ids: its tokens, with those of the template.
+    """
+
+    by_user: bool
+    start: int
+    text: str = ""
+    ids: array[int] = field(default_factory=lambda: array("I"))
+
+    @property
+    def end(self) -> int:
+        """The place after its last token."""
+        return self.start + len(self.ids)
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Consecutive turns, of all of which as much is held.
+
+    Attributes:
+        turns: numbers of its first and last turn, from 1.
+        tokens: their tokens.
+        held: the share of them that still holds slots, over layers and KV heads, 0 to 1.
+        text: the beginning of the first turn.
+    """
+
+    turns: tuple[int, int]
+    tokens: int
+    held: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """A place where a text was said.
+
+    Attributes:
+        turn: number of the turn, from 1.
+        by_user: whether the user said it.
+        shares: for each of its tokens, the share of layers and KV heads that hold it.
+        pools: names of the pools that hold some of it.
+    """
+
+    turn: int
+    by_user: bool
+    shares: tuple[float, ...]
+    pools: tuple[str, ...]
+
+
+class Transcript:
+    """The turns of a conversation, appended to a file.
+
+    Args:
+        path: a new file; None keeps the turns in memory only.
+        facts: about the conversation, as JSON: what it takes to begin it anew.
+
+    Attributes:
+        turns: all turns, oldest first; a template's tokens belong to the turns they come with.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path | None = None, facts: dict[str, Any] | None = None) -> None:
+        self.turns: list[Turn] = []
+        self.path, self.facts = path, facts or {}
+        self._file: IO[bytes] | None = None
+        if path is not None:
+            self._file = open(path, "xb", buffering=0)  # noqa: SIM115 (until `close`)
+            _lock(self._file)
+            self._append({"weir": FORMAT, **self.facts})
+
+    @classmethod
+    def read(cls, path: Path) -> Transcript:
+        """Open a transcript, to be continued.
+
+        Raises:
+            WeirError: it is damaged, or open in another process.
+            OSError: it cannot be read or written.
+        """
+        found = cls()
+        found.path, file = path, open(path, "rb+", buffering=0)  # noqa: SIM115
+        try:
+            if not _lock(file):
+                raise WeirError(f"the conversation in {path} is open in another weir chat")
+            lines = file.read().split(b"\n")
+            file.seek(-len(lines.pop()), os.SEEK_END)  # a line that was not written to its end
+            file.truncate()
+            found.facts, *turns = map(json.loads, lines)
+            if found.facts.pop("weir", None) != FORMAT:
+                raise ValueError("not of this format")
+            for turn in turns:
+                found._add(Turn(turn["user"], turn["at"], turn["text"], array("I", turn["ids"])))
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            file.close()
+            raise WeirError(f"{path} holds no conversation ({error}); remove it") from None
+        except WeirError:
+            file.close()
+            raise
+        found._file = file
+        return found
+
+    def add(self, turn: Turn) -> None:
+        """Add a turn, and write it.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._add(turn)
+        said = {"user": turn.by_user, "at": turn.start, "text": turn.text, "ids": turn.ids.tolist()}
+        self._append(said)
+
+    @property
+    def end(self) -> int:
+        """The place in the stream after the last token."""
+        return self.turns[-1].end if self.turns else 0
+
+    def after(self, seen: int) -> Iterator[Turn]:
+        """The turns that a stream has not seen, the first without what it has seen of it."""
+        for turn in self.turns:
+            if turn.end > seen:
+                cut = max(0, seen - turn.start)
+                yield Turn(turn.by_user, turn.start + cut, turn.text, turn.ids[cut:])
+
+    def passages(self, holding: Holding) -> list[Passage]:
+        """Consecutive turns of which as much is held, oldest first.
+
+        Args:
+            holding: what the stream of the conversation holds.
+        """
+        shares = held_shares(holding)
+        known = [
+            (number, turn, float(shares[turn.start : turn.end].mean()))
+            for number, turn in enumerate(self.turns, 1)
+            if turn.ids
+        ]
+
+        def alike(item: tuple[int, Turn, float]) -> float:
+            """Whole and gone turns go together, others stand alone."""
+            number, _, share = item
+            return share if share in (0.0, 1.0) else number + 1.0
+
+        found = []
+        for _, group in groupby(known, alike):
+            (first, opening, share), *rest = group
+            last = rest[-1][0] if rest else first
+            tokens = len(opening.ids) + sum(len(turn.ids) for _, turn, _ in rest)
+            found.append(Passage((first, last), tokens, share, opening.text))
+        return found
+
+    def find(
+        self, text: str, holding: Holding, tokenizer: PreTrainedTokenizerBase
+    ) -> Iterator[Found]:
+        """Find where a text was said, newest first, whatever its case.
+
+        Args:
+            text: the text.
+            holding: what the stream of the conversation holds.
+            tokenizer: the tokenizer of its model.
+        """
+        shares, wanted = held_shares(holding), text.casefold()
+        pools = {it.token: it.pools for it in holding.tokens()}
+        for number, turn in reversed(list(enumerate(self.turns, 1))):
+            pieces = _pieces(turn.ids, tokenizer)
+            ends = np.cumsum([len(piece) for piece in pieces])
+            whole, at = "".join(pieces), -1
+            while (at := whole.find(wanted, at + 1)) >= 0:
+                first, last = np.searchsorted(ends, [at, at + len(wanted) - 1], side="right")
+                place = range(turn.start + int(first), turn.start + int(last) + 1)
+                held = tuple(shares[place.start : place.stop].tolist())
+                by = dict.fromkeys(name for token in place for name in pools.get(token, ()))
+                yield Found(number, turn.by_user, held, tuple(by))
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _add(self, turn: Turn) -> None:
+        while self.turns and self.end > turn.start:
+            before = self.turns[-1]
+            before.ids = before.ids[: max(0, turn.start - before.start)]
+            if not before.ids:
+                self.turns.pop()
+        self.turns.append(replace(turn, text=turn.text[:SHOWN]))
+
+    def _append(self, facts: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(facts, ensure_ascii=False).encode() + b"\n")
+
+
+def held_shares(holding: Holding) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """The share of pairs of a layer and KV head that hold each token of a stream [seen]."""
+    held = np.zeros(holding.seen)
+    for token in holding.tokens():
+        held[token.token] = token.pairs / holding.pairs
+    return held
+
+
+def repeats(ids: Sequence[int], least: int = 4, longest: int = 64) -> int:
+    """The period in which the end of an answer repeats itself; 0 if it does not.
+
+    Args:
+        ids: tokens of the answer.
+        least: it has repeated itself so many times, over 24 tokens at least.
+        longest: no longer period is looked for.
+    """
+    tail = np.asarray(ids[-least * longest :])
+    for period in range(1, min(longest, len(tail) // least) + 1):
+        length = max(least * period, 24)
+        if length <= len(tail) and (tail[-length:-period] == tail[-length + period :]).all():
+            return period
+    return 0
+
+
+def _pieces(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The text that each token adds, in lower case."""
+    text = Detokenizer(tokenizer)
+    return [text.add(token).casefold() for token in ids]
+
+
+def _lock(file: IO[bytes]) -> bool:
+    """Whether the file is ours alone until it is closed; where nothing can be locked, it is."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,0 +1,175 @@
+"""`weir bench peers`: processes that are asked in lines, a file that a run goes on from, tables."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from weir.errors import WeirError
+from weir_bench.peers import process
+from weir_bench.peers.chat import Shifting, endless_chats, is_sane
+from weir_bench.peers.engines import COMPILED, ENGINES, EngineSetup, chosen
+from weir_bench.peers.measure import QUICK, PeerPlan, measured
+from weir_bench.peers.process import PeerProcess
+from weir_bench.peers.report import BEGIN, END, markdown, write_page
+from weir_bench.peers.results import Results, read_results
+from weir_bench.serving.talk import Reply, Talk
+
+SIDE = """
+import os, signal, sys
+sys.path.insert(0, {sides!r})
+from protocol import serve
+
+class Side:
+    def __init__(self, wanted):
+        if wanted.get("builds") is False:
+            raise ValueError("no such file")
+        print("what libraries print is no answer")
+    def facts(self):
+        return {{"version": "side 1", "built": "AVX2"}}
+    def read(self, tokens):
+        return tokens / 1000
+    def steps(self, behind, count):
+        return [0.01] * count
+    def compile(self):
+        pass
+    def rows(self, rows, behind, count):
+        return [0.02] * count
+    def first(self):
+        pass
+    def sizes(self):
+        return {{"weights": 100, "cache": 10}}
+    def die(self, number):
+        sys.stderr.write("the last words\\n")
+        sys.stderr.flush()
+        os.kill(os.getpid(), number) if number else os._exit(3)
+
+serve(Side)
+"""
+
+
+@pytest.fixture
+def side(tmp_path, monkeypatch):
+    """A peer in this environment, whose script and models lie in a folder of their own."""
+    sides = str(process.SIDES)
+    (tmp_path / "side.py").write_text(SIDE.format(sides=sides), "utf-8")
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "smollm2-Q4_1.gguf").write_bytes(b"")
+    monkeypatch.setattr(process, "SIDES", tmp_path)
+    for module in ("process", "engines"):
+        monkeypatch.setattr(f"weir_bench.peers.{module}.HOME", tmp_path)
+    return EngineSetup("side", "", "side.py", 32, "Q4_1", main=True, compiles=True)
+
+
+def test_a_peer_answers_in_lines_and_its_errors_are_answers(side):
+    with side.start(1, 64) as peer:
+        assert peer.ask("read", tokens=500) == 0.5
+        with pytest.raises(WeirError, match=r"TypeError: .*tokens"):
+            peer.ask("read")
+        assert peer.ask("steps", behind=4, count=2) == [0.01, 0.01]
+        assert peer.peak >= peer.memory > 0
+
+
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [(0, "the last words"), (4, "instructions that this processor does not have"), (9, "SIGKILL")],
+)
+def test_a_process_that_ends_says_why(side, number, told):
+    with side.start(1, 64) as peer, pytest.raises(WeirError, match=told):
+        peer.ask("die", number=number)
+
+
+def test_who_is_not_there_is_told_with_what_to_do(side, tmp_path):
+    with pytest.raises(WeirError, match="no such file"):
+        side.start(1, 64, builds=False)
+    with pytest.raises(WeirError, match="nowhere is not installed; `make peers`"):
+        PeerProcess("nowhere", "side.py", {"threads": 1})
+    (tmp_path / "models" / "smollm2-Q4_1.gguf").unlink()
+    with pytest.raises(WeirError, match=r"no smollm2-Q4_1.gguf .*`make peers`"):
+        side.start(1, 64)
+
+
+def test_a_run_writes_every_figure_and_goes_on_from_them(side, tmp_path, monkeypatch):
+    gone = EngineSetup("gone", "nowhere", "side.py", 32, "Q4_1", main=True)
+    plan = PeerPlan([side, gone], [1], list(range(64)), **QUICK)
+    path = tmp_path / "found.json"
+    facts = {"date": "today", "command": "weir", "machine": {"processor": "P", "cores": 2}}
+    parts = ("steps", "prompts", "rows", "start")
+    assert list(measured(plan, Results.at(path, facts), parts)) == list(parts)
+    found = read_results(path)
+    assert found.missing.keys() == {"gone", "gone: start"}
+    compiled = found.find("step", who=f"side{COMPILED}", threads=1, behind=128)
+    assert compiled is not None and compiled["seconds"] == 0.01
+    assert found.find("rows", who="side", rows=2)["tokens_per_second"] == 100  # type: ignore[index]
+    assert len([each for each in found.figures if each["part"] == "start"]) == 4
+    assert json.loads(path.read_text("utf-8"))["date"] == "today"
+
+    def never(*given, **more):
+        raise AssertionError("what was measured is not measured again")
+
+    monkeypatch.setattr(EngineSetup, "start", never)
+    again = Results.at(path, {**facts, "date": "tomorrow"})
+    list(measured(PeerPlan([side], [1], list(range(64)), **QUICK), again, parts))
+    assert again.figures == found.figures and not again.missing
+    with pytest.raises(WeirError, match="no part 'speed'; there are steps"):
+        list(measured(plan, again, ["speed"]))
+
+
+def test_tables_are_written_between_the_marks_of_a_page(tmp_path):
+    facts = {"date": "today", "command": "weir bench peers", "versions": {}}
+    found = Results(None, {**facts, "machine": {"processor": "P", "cores": 2}})
+    for threads in (1, 2):
+        for who, seconds in ((f"weir int8{COMPILED}", 0.03 / threads), ("llama.cpp Q8_0", 0.04)):
+            named = {"who": who, "threads": threads, "behind": 1024}
+            found.add("step", named, {"seconds": seconds})
+    found.miss("OpenVINO", "it is not installed")
+    text = markdown(found)
+    assert "| step of weir int8, compiled ÷ llama.cpp Q8_0 | **0.75** | 0.375 |" in text
+    assert "| llama.cpp Q8_0 | 40 | 40 |" in text
+    assert "- Not measured: OpenVINO: it is not installed." in text
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n", "utf-8")
+    write_page(found, page)
+    assert (
+        page.read_text("utf-8") == f"before\n{BEGIN}\n\n{text.replace(' | ', '|')}\n{END}\nafter\n"
+    )
+    page.write_text("no marks", "utf-8")
+    with pytest.raises(WeirError, match="has no lines"):
+        write_page(found, page)
+
+
+def test_a_client_that_is_refused_leaves_out_its_oldest_turns(monkeypatch):
+    async def turn(self, words, tokens):
+        if len(self.messages) > 3:
+            raise WeirError("400: request exceeds the available context size")
+        return Reply(1e9, (1e9 + 1,), 3, 2, 9, "yes")
+
+    monkeypatch.setattr(Talk, "turn", turn)
+    talk = Shifting(1, "model", messages=[{"role": "system", "content": str(n)} for n in range(6)])
+    reply = asyncio.run(talk.turn("hello", 4))
+    assert [each["content"] for each in talk.messages] == ["0", "5"]
+    assert talk.left_out == 2
+    assert reply.asked < 1e9  # the time of what was refused counts
+
+
+def test_answers_that_go_round_in_circles_are_not_sane():
+    assert is_sane("The ocean is large, and many animals live in it.")
+    assert is_sane("Yes.")
+    assert not is_sane("the moon the moon the moon the moon the moon")
+    assert not is_sane("")
+    assert not is_sane("1 2 3 4 ... %% a b c d")
+
+
+def test_every_engine_and_server_is_among_the_engines():
+    names = [each.name for each in ENGINES]
+    assert len(set(names)) == len(names)
+    assert [each.name for each in chosen(["weir", "Llama.cpp F"])][-1] == "weir int4"
+    assert {name.split(",")[0] for name, _ in endless_chats(ENGINES, 1, 64)} == {
+        "weir serve",
+        "llama.cpp Q8_0",
+        "llama.cpp Q4_1",
+    }
+    with pytest.raises(WeirError, match="no peer 'lama'"):
+        chosen(["lama"])

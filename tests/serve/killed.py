@@ -1,0 +1,65 @@
+"""Servers that are killed: each line that comes in begins one, as a copy of this process.
+
+So a start takes none of Python's, and all servers have one random model. A server says its port and
+process id; when it is dead, that is said too.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import torch  # noqa: E402
+
+torch.set_num_threads(1)  # a copy of a process has none of its threads
+
+from servers import POLICY, make_model, make_tokenizer, serving  # noqa: E402
+
+import weir  # noqa: E402
+from weir.serve import Engine, EngineClient, Limits, ResponseStore  # noqa: E402
+from weir.serve.cluster import LeaseTable, SharedStore, open_storage  # noqa: E402
+from weir.serve.sessions import RowFormat, SQLiteStore  # noqa: E402
+
+TOKENIZER = make_tokenizer()
+MODEL = make_model(TOKENIZER)
+weir.Stream(MODEL, POLICY, chunk=4).feed(
+    list(range(32))
+)  # what the first call loads is loaded once
+
+
+def serve(folder: Path, number: int, *, shared: bool) -> None:
+    if shared:
+        form = RowFormat.of(MODEL, POLICY, 4)
+        store = SharedStore(open_storage(str(folder)), LeaseTable(), f"r{number}", form)
+        engine = Engine(MODEL, POLICY, 3, store, chunk=4)
+        lease = store.acquire_lease
+        client = EngineClient(engine, TOKENIZER, "small", Limits(), acquire_lease=lease)
+    else:
+        engine = Engine(MODEL, POLICY, 3, SQLiteStore(folder, MODEL, POLICY, chunk=4), chunk=4)
+        client = EngineClient(
+            engine, TOKENIZER, "small", Limits(), ResponseStore(folder / "book.db")
+        )
+    with serving(client) as server:
+        print("up", server.port, os.getpid(), flush=True)
+        threading.Event().wait()
+
+
+def main(folder: str, kind: str) -> None:
+    for number, _ in enumerate(sys.stdin):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                serve(Path(folder), number, shared=kind == "cluster")
+            finally:
+                os._exit(1)
+        os.waitpid(pid, 0)
+        print("dead", pid, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

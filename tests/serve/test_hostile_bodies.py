@@ -1,0 +1,249 @@
+"""Bodies made to cost much: they are bounded before they are validated, and one error is enough."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import BaseModel, ValidationError
+from servers import CHATML, Server, make_client, raw, serving
+
+from weir.errors import WeirError
+from weir.serve import Limits
+from weir.serve.api import middleware, requests
+from weir.serve.api.errors import APIError
+from weir.serve.api.requests import LARGE, MAX_NODES, NodeCounter
+from weir.serve.api.schemas.chat import ChatBody, TextBody
+from weir.serve.api.schemas.items import ConversationBody
+from weir.serve.api.schemas.responses import ResponseBody
+from weir.stream import chat_template, encoding
+
+LIMITS = Limits(body=2_000_000, bodies=3_000_000, prompt=400, answer=10, reading=2)
+CHAT = "/v1/chat/completions"
+JSON = {"Content-Type": "application/json"}
+USER = {"role": "user", "content": "Hi"}
+CHAT_BODY: dict[str, Any] = {"model": "small", "messages": [USER], "max_tokens": 2}
+MANY = 5000
+HOSTILE: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
+    "messages": (ChatBody, {"messages": [0] * MANY}),
+    "parts": (ChatBody, {"messages": [{"role": "user", "content": [0] * MANY}]}),
+    "calls": (ChatBody, {"messages": [{"role": "assistant", "tool_calls": [{}] * MANY}]}),
+    "tools": (ChatBody, {"tools": [{}] * MANY}),
+    "stops": (ChatBody, {"stop": [0] * MANY}),
+    "biases": (ChatBody, {"logit_bias": {str(n): "x" for n in range(MANY)}}),
+    "fields": (ChatBody, {f"f{n}": n for n in range(MANY)}),
+    "fields of a tool": (
+        ChatBody,
+        {"tools": [{"type": "function", **{f"f{n}": n for n in range(MANY)}}]},
+    ),
+    "fractions": (TextBody, {"prompt": [1.5] * MANY}),
+    "lists of fractions": (TextBody, {"prompt": [[1.5] * MANY] * 2}),
+    "items": (ResponseBody, {"input": [0] * MANY}),
+    "parts of an item": (ResponseBody, {"input": [{"role": "user", "content": [0] * MANY}]}),
+    "include": (ResponseBody, {"include": [0] * MANY}),
+    "items of a conversation": (ConversationBody, {"items": [{}] * MANY}),
+    "metadata": (ConversationBody, {"metadata": {str(n): n for n in range(MANY)}}),
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving(make_client(rows=2, limits=LIMITS)) as server:
+        yield server
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_there_is_no_error_for_each_element(name):
+    kind, body = HOSTILE[name]
+    with pytest.raises(ValidationError) as found:
+        kind.model_validate(body)
+    assert found.value.error_count() < 20
+
+
+def count(value: Any) -> tuple[int, int]:
+    """Objects, lists and fields of a value, and the commas between its entries."""
+    below = list(value.values()) if isinstance(value, dict) else value
+    if not isinstance(below, list):
+        return 0, 0
+    nodes = 1 + (len(value) if isinstance(value, dict) else 0)
+    counts = [count(each) for each in below]
+    commas = max(0, len(below) - 1)
+    return nodes + sum(n for n, _ in counts), commas + sum(c for _, c in counts)
+
+
+def test_nodes_are_counted_outside_of_strings_however_they_arrive():
+    draw = random.Random(0)
+    strings = ["", "a", '"', "\\", '\\"', "[{,:", '\\\\",', "ü\n"]
+
+    def value(depth: int) -> Any:
+        kind = draw.randrange(4 if depth else 2)
+        if kind == 2:
+            return [value(depth - 1) for _ in range(draw.randrange(4))]
+        if kind == 3:
+            return {
+                draw.choice(strings) + str(n): value(depth - 1) for n in range(draw.randrange(4))
+            }
+        return draw.choice(strings) if kind else draw.random()
+
+    for _ in range(200):
+        made = value(4)
+        data, counter = json.dumps(made).encode(), NodeCounter(0)
+        while data:
+            at = draw.randint(1, 7)
+            counter.feed(data[:at])
+            data = data[at:]
+        assert (counter.nodes, counter.commas) == count(made)
+
+
+def test_bodies_of_too_many_nodes_are_refused_before_they_are_parsed(server, monkeypatch):
+    monkeypatch.setattr(requests, "parse_body", None)  # would fail
+    for entry, most in (("{}", MAX_NODES), ("0", MAX_NODES + LIMITS.prompt)):
+        body = b'{"messages":[' + b",".join([entry.encode()] * (most + 2)) + b"]}"
+        answer = httpx.post(f"{server.url}{CHAT}", content=body, headers=JSON, timeout=60)
+        assert answer.status_code == 413, answer.text
+        assert answer.json()["error"]["code"] == "request_too_large"
+    with pytest.raises(APIError):
+        NodeCounter(0).feed(b"[" * (MAX_NODES + 1))
+
+
+def test_large_bodies_are_parsed_beside_the_event_loop(server, monkeypatch):
+    threads = []
+    parse = requests.parse_body
+
+    def parse_body(data: bytes, kind: type[BaseModel]) -> Any:
+        threads.append(threading.current_thread().name)
+        return parse(data, kind)
+
+    monkeypatch.setattr(requests, "parse_body", parse_body)
+    for size in (10, LARGE):
+        answer = server.post(CHAT, {**CHAT_BODY, "messages": [0] * size})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "messages[0]"
+    assert not threads[0].startswith("weir-bodies")
+    assert threads[1].startswith("weir-bodies")
+
+
+def test_the_bodies_of_all_requests_are_bounded_together(server):
+    half = raw(server.port, CHAT, b" " * 1_900_000, length=1_900_001)
+    while server.engine_client.open_requests("127.0.0.1") < 1:
+        time.sleep(0.005)
+    large = {**CHAT_BODY, "user": "x" * 1_900_000}
+    while (answer := server.post(CHAT, large)).status_code == 200:
+        pass  # until all of the first has come
+    assert answer.status_code == 429
+    assert "too large together" in answer.json()["error"]["message"]
+    assert server.post(CHAT, CHAT_BODY).status_code == 200
+    half.close()
+    server.settled()
+    assert server.post(CHAT, large).status_code == 200
+
+
+def test_slow_bodies_of_one_address_end_the_oldest_of_them_and_nobody_else(server, monkeypatch):
+    monkeypatch.setattr(requests, "SLOW_SECONDS", 0)
+    half = [raw(server.port, CHAT, b"{", length=50)]
+    while server.engine_client.open_requests("127.0.0.1") < 1:
+        time.sleep(0.005)
+    half += [raw(server.port, CHAT, b"{", length=50) for _ in range(2)]
+    heard = half[0].recv(1000)  # and not after the half minute that a body may take
+    assert heard.startswith(b"HTTP/1.1 408"), heard
+    assert server.post(CHAT, CHAT_BODY).status_code == 200
+    for each in half:
+        each.close()
+    server.settled()
+
+
+def test_media_types_are_compared_as_http_says(server):
+    body = json.dumps(CHAT_BODY)
+
+    def status(content: bytes, kind: str, **more: str) -> tuple[int, str | None]:
+        headers = {"Content-Type": kind, **more}
+        answer = httpx.post(f"{server.url}{CHAT}", content=content, headers=headers, timeout=60)
+        code = answer.json()["error"]["code"] if answer.status_code != 200 else None
+        return answer.status_code, code
+
+    for kind in ("Application/JSON", "application/json; charset=UTF-8", "application/json ;x=y"):
+        assert status(body.encode(), kind) == (200, None), kind
+    assert status(body.encode(), "application/json", **{"Content-Encoding": "Identity"})[0] == 200
+    wrong = (415, "unsupported_media_type")
+    assert status(body.encode("utf-16"), "application/json; charset=utf-16") == wrong
+    assert status(body.encode(), "application/json", **{"Content-Encoding": "gzip"}) == wrong
+    assert status(body.encode(), "application/jsonx") == wrong
+
+
+def test_a_request_has_one_length(server):
+    body = json.dumps(CHAT_BODY).encode()
+    chunked = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    sent = raw(server.port, CHAT, chunked, "Transfer-Encoding: chunked", length=len(body))
+    assert sent.recv(1000).startswith(b"HTTP/1.1 400")
+    sent.close()
+
+
+def test_a_template_that_fails_is_a_400_or_ends_the_start(monkeypatch):
+    ends_at_start = CHATML + "{{ 1/0 }}"
+    with pytest.raises(WeirError, match=r"chat template of .* fails with ZeroDivisionError"):
+        make_client(template=ends_at_start)
+    monkeypatch.setattr(chat_template, "MAX_STEPS", 20_000)
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    for bad, why in (("{{ 1/0 }}", "ZeroDivisionError"), (loop, "does not come to an end")):
+        template = CHATML + "{% if messages[0].content == 'bad' %}" + bad + "{% endif %}"
+        with serving(make_client(template=template)) as server:
+            answer = server.post(CHAT, {**CHAT_BODY, "messages": [{**USER, "content": "bad"}]})
+            assert answer.status_code == 400
+            assert why in answer.json()["error"]["message"]
+            assert server.post(CHAT, CHAT_BODY).status_code == 200
+
+
+def test_a_stall_is_a_line_in_the_log(caplog, monkeypatch):
+    monkeypatch.setattr(middleware, "STALL", 0.05)
+
+    async def stall() -> None:
+        watching = asyncio.create_task(middleware.watch_stalls())
+        await asyncio.sleep(0)
+        time.sleep(0.2)
+        await asyncio.sleep(0.1)
+        watching.cancel()
+
+    monkeypatch.setattr(logging.getLogger("weir.serve"), "propagate", True)
+    with caplog.at_level("WARNING", "weir.serve"):
+        asyncio.run(stall())
+    lines = [line for line in caplog.records if line.getMessage() == "stalled"]
+    assert lines and lines[0].fields["seconds"] > 0 and lines[0].fields["ids"] == []
+
+
+def test_long_texts_leave_threads_to_short_ones(server, monkeypatch):
+    encoder = server.engine_client.renderer._encoder
+    monkeypatch.setattr(encoding, "PIECE", 200)
+    with encoder._one_piece:  # long texts wait
+        bodies = [{**CHAT_BODY, "messages": [{**USER, "content": "x" * 300}]}] * 20
+        with ThreadPoolExecutor(20) as pool:
+            waiting = [pool.submit(server.post, CHAT, body) for body in bodies]
+            while server.engine_client.open_requests("127.0.0.1") < 20:
+                time.sleep(0.005)
+            assert server.post(CHAT, CHAT_BODY).status_code == 200
+            assert not any(each.done() for each in waiting)
+            encoder._one_piece.release()
+            assert {each.result().status_code for each in waiting} == {200}
+            encoder._one_piece.acquire()
+
+
+def test_every_400_has_a_code(server):
+    bodies: list[dict[str, Any]] = [
+        {**CHAT_BODY, "messages": [{"role": "assistant", "content": "x"}]},
+        {**CHAT_BODY, "n": 100},
+        {**CHAT_BODY, "top_logprobs": 2},
+        {**CHAT_BODY, "tool_choice": "required"},
+        {**CHAT_BODY, "logit_bias": {"x": 1}},
+        {**CHAT_BODY, "stop": 5},
+    ]
+    for body in bodies:
+        answer = server.post(CHAT, body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_value"), body
