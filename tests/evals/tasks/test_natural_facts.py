@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -84,7 +86,8 @@ def test_facts_stand_where_they_are_told_and_are_all_asked_for(nano, form):
         fact = told.facts[number]
         block = nano[1].decode(told.ids[place - distance - 100 : place - distance])
         assert f"{fact.begun[4:]}{fact.answers[-1]}" in block
-        assert block.endswith("I will remember it." if form == "chat" else ".\n\n")
+        assert (" now " in f"{fact.begun} ") == (form == "changed") or "now lives" in fact.begun
+        assert block.endswith(f"{fact.answers[-1]}." if form == "chat" else ".\n\n")
     assert len({fact.begun.split()[1] for fact in told.facts}) == 5
     if form == "chat":
         text = nano[1].decode(told.ids)
@@ -124,6 +127,7 @@ def test_what_is_in_the_window_is_answered_and_nothing_else(nano, monkeypatch):
 
 @pytest.mark.parametrize(("newest", "accuracy"), [(True, 1.0), (False, 0.0)])
 def test_of_changed_facts_the_newest_counts(nano, monkeypatch, newest, accuracy):
+    monkeypatch.setattr(natural_facts, "CHANGE", re.compile("(?!)()"))  # both are told alike
     task = Facts(form="changed", distances=200, facts=3, samples=2)
     found = task.run(subject_of(nano, monkeypatch, 10_000, newest), quiet)
     assert (found["accuracy"], found["stale"]) == (accuracy, 1.0 - accuracy)

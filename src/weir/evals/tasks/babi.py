@@ -33,7 +33,7 @@ BEGINNINGS = (
 
 @dataclass(frozen=True)
 class Story:
-    """A question with all that was said before it."""
+    """A question with the sentences before it."""
 
     sentences: tuple[str, ...]
     question: str
@@ -47,7 +47,7 @@ def read_stories(path: str, most: int) -> list[Story]:
         WeirError: the file cannot be read, or a line is not of bAbI's format.
     """
     found: list[Story] = []
-    said: list[str] = []
+    sentences: list[str] = []
     answered = False
     for number, line in enumerate(read_text(Path(path).expanduser()).splitlines(), 1):
         parts = re.split(r"[|\t]", line)
@@ -55,11 +55,11 @@ def read_stories(path: str, most: int) -> list[Story]:
         if not count.isdecimal() or not text or len(parts) not in (1, 3):
             raise WeirError(f"{path}, line {number}, is not bAbI's: a number, a text, an answer")
         if count == "1":
-            said, answered = [], False
+            sentences, answered = [], False
         if len(parts) == 1:
-            said.append(text)
+            sentences.append(text)
         elif not answered:
-            found.append(Story(tuple(said), text.strip(), parts[1].strip()))
+            found.append(Story(tuple(sentences), text.strip(), parts[1].strip()))
             answered = True
             if len(found) == most:
                 break
@@ -110,8 +110,8 @@ class Babi(Task):
                 wording.ids(f"\n\n{s.question} {answer_beginning(s.question)}") for s in some
             ]
             answers = [wording.ids(f" {story.answer}") for story in some]
-            said = likeliest_answers(stream, prompts, answers)
-            right += sum(map(np.array_equal, said, answers))
+            predicted = likeliest_answers(stream, prompts, answers)
+            right += sum(map(np.array_equal, predicted, answers))
             kv_bytes = max(kv_bytes, stream.nbytes // len(some))
             progress((done + len(some)) / len(stories))
         return {**count_right(right, len(stories)), "tokens": self.length, "kv_bytes": kv_bytes}
@@ -124,13 +124,13 @@ class Babi(Task):
         Raises:
             WeirError: the story is longer than the stream.
         """
-        said = [wording.ids(f"\n{sentence}\n") for sentence in story.sentences]
-        room = self.length - len(wording.front) - sum(map(len, said))
+        sentences = [wording.ids(f"\n{sentence}\n") for sentence in story.sentences]
+        room = self.length - len(wording.front) - sum(map(len, sentences))
         if room < 0:
-            raise WeirError(f"{len(said)} facts of babi are more than {self.length} tokens")
-        cuts = np.sort(rng.integers(0, room + 1, size=len(said)))
+            raise WeirError(f"{len(sentences)} facts of babi are more than {self.length} tokens")
+        cuts = np.sort(rng.integers(0, room + 1, size=len(sentences)))
         parts = np.split(passage(book, room, rng), cuts)
-        mixed = [piece for pair in zip(parts, said, strict=False) for piece in pair]
+        mixed = [piece for pair in zip(parts, sentences, strict=False) for piece in pair]
         return np.concatenate([wording.front, *mixed, parts[-1]])
 
 

@@ -66,9 +66,9 @@ class Loop(Task):
         last = torch.from_numpy(np.stack(rows))[:, -1:]
         shares: list[list[float]] = []
         for written in range(SPAN, self.tokens + 1, SPAN):
-            said = generate_rows(stream, last, SPAN)
-            last = said[:, -1:]
-            shares.append([share_distinct(row, gram=4) for row in said.tolist()])
+            generated = generate_rows(stream, last, SPAN)
+            last = generated[:, -1:]
+            shares.append([share_distinct(row, gram=4) for row in generated.tolist()])
             progress(written / self.tokens)
         every = [share for block in shares for share in block]
         return {

@@ -7,6 +7,7 @@ beside the stream and taken back: it leaves nothing there that a later question 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
@@ -29,6 +30,8 @@ Form = Literal["sentence", "chat", "changed", "several", "rule"]
 
 BLOCK = 100
 """Tokens of a block of a stream. Facts end and questions begin where blocks end."""
+CHANGE = re.compile(r"\b(is|will|was|lives)\b")
+"""The word behind which a fact that has changed says that it is so now."""
 TOGETHER = 3
 """Facts of one sentence under `form=several`."""
 SHORTEST = 32
@@ -99,11 +102,15 @@ def _draw_answer(kind: str, rng: np.random.Generator) -> str:
 
 @dataclass(frozen=True)
 class NaturalFact:
-    """A fact in words: how it begins, its question, and its answers, the newest last."""
+    """A fact in words: how it begins, its question, and its answers, the newest last.
+
+    `earlier` is how it began before its answer changed.
+    """
 
     begun: str
     question: str
     answers: tuple[str, ...]
+    earlier: str = ""
 
 
 def draw_facts(count: int, times: int, rng: np.random.Generator) -> list[NaturalFact]:
@@ -116,18 +123,25 @@ def draw_facts(count: int, times: int, rng: np.random.Generator) -> list[Natural
         answers: dict[str, None] = {}
         while len(answers) < times:
             answers[_draw_answer(answer, rng)] = None
-        found.append(NaturalFact(begun.format(name), question.format(name), tuple(answers)))
+        begun, earlier = begun.format(name), begun.format(name)
+        if times > 1:
+            earlier = earlier.replace(" now", "")
+            begun = CHANGE.sub(r"\1 now", earlier, count=1)
+        found.append(NaturalFact(begun, question.format(name), tuple(answers), earlier))
     return found
 
 
 def draw_rule(count: int, rng: np.random.Generator) -> tuple[str, list[NaturalFact]]:
     """Draw a system turn that says who the model is, and what can be asked about it."""
-    said, facts = ["You are the receptionist of a hotel and answer the questions of guests."], []
+    sentences, facts = (
+        ["You are the receptionist of a hotel and answer the questions of guests."],
+        [],
+    )
     for kind in rng.permutation(len(RULES))[:count]:
         told, begun, question, answer = RULES[kind]
         facts.append(NaturalFact(begun, question, (_draw_answer(answer, rng),)))
-        said.append(f"{told}{facts[-1].answers[0]}.")
-    return " ".join(said), facts
+        sentences.append(f"{told}{facts[-1].answers[0]}.")
+    return " ".join(sentences), facts
 
 
 class Wording:
@@ -151,8 +165,11 @@ class Wording:
         if chat:
             check_template(tokenizer)
             self.front = self.beginning()
-            said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "@ANSWER@"}]
-            asked = [*said, {"role": "user", "content": "@TURN@"}]
+            history = [
+                {"role": "user", "content": "x"},
+                {"role": "assistant", "content": "@ANSWER@"},
+            ]
+            asked = [*history, {"role": "user", "content": "@TURN@"}]
             after = render_chat(tokenizer, asked).partition("@ANSWER@")[2]
             self._opening, _, self._closing = after.partition("@TURN@")
 
@@ -175,7 +192,7 @@ class Wording:
         """The ids that tell a sentence."""
         if self.chat:
             told = f"{self._opening}Please remember this: {sentence}{self._closing}"
-            return self.ids(f"{told}I will remember it.")
+            return self.ids(f"{told}I will remember this: {sentence}")
         return self.ids(f"\n\n{sentence}\n\n")
 
     def question(self, fact: NaturalFact) -> np.ndarray:
@@ -280,17 +297,17 @@ class Facts(Task):
                 answers = [[wording.ids(one) for one in fact.answers] for fact in facts]
                 newest = [several[-1] for several in answers]
                 likeliest = likeliest_answers(stream, [wording.question(f) for f in facts], newest)
-                for said, (*old, new) in zip(likeliest, answers, strict=True):
-                    right[distance] += bool((said == new).all())
+                for predicted, (*old, new) in zip(likeliest, answers, strict=True):
+                    right[distance] += bool((predicted == new).all())
                     asked[distance] += 1
-                    stale += any(_follows(said, one, new) for one in old)
+                    stale += any(_follows(predicted, one, new) for one in old)
                 progress((done + len(rows) * place / rows[0].length) / self.samples)
             if self.form == "rule":
                 turn = torch.from_numpy(wording.turn(LEAK))
-                said = generate_rows(stream, turn.expand(len(rows), -1), LEAK_TOKENS).numpy()
+                generated = generate_rows(stream, turn.expand(len(rows), -1), LEAK_TOKENS).numpy()
                 leaked += sum(
                     _shares_a_run(one, row.ids[: row.beginning], COPIED)
-                    for one, row in zip(said, rows, strict=True)
+                    for one, row in zip(generated, rows, strict=True)
                 )
             done += len(rows)
             kv_bytes, tokens = max(kv_bytes, stream.nbytes // len(rows)), stream.seen
@@ -352,7 +369,7 @@ class ToldFacts:
         for time in range(times):
             for group in groups:
                 place = task.before + len(told) * task.every
-                told[place] = _sentence([self.facts[n] for n in group], time)
+                told[place] = _sentence([self.facts[n] for n in group], time == times - 1)
                 if time == times - 1:
                     self.schedule += [(place + d, n, d) for n in group for d in task.tokens_back]
         return told
@@ -366,20 +383,23 @@ class ToldFacts:
         """The stream in blocks after its front tokens, which may take up the first ones."""
         wording, begin = self.wording, front
         for end in range(BLOCK, self.length + 1, BLOCK):
-            said = wording.statement(told[end]) if end in told else wording.front[:0]
+            statement = wording.statement(told[end]) if end in told else wording.front[:0]
             if end - begin < SHORTEST:
                 continue  # the next block is longer
-            yield wording.between(end - begin - len(said), self.book, self.rng)
-            yield said
+            yield wording.between(end - begin - len(statement), self.book, self.rng)
+            yield statement
             begin = end
 
 
-def _sentence(facts: list[NaturalFact], time: int) -> str:
-    """One sentence of some facts, with the answers that are told at this time."""
-    parts = [f"{fact.begun}{fact.answers[time]}" for fact in facts]
+def _sentence(facts: list[NaturalFact], last: bool) -> str:
+    """One sentence of some facts, with the last answers or the first."""
+    parts = [
+        f"{fact.begun}{fact.answers[-1]}" if last else f"{fact.earlier}{fact.answers[0]}"
+        for fact in facts
+    ]
     parts[1:] = [f"the{p[3:]}" if p.startswith("The ") else p for p in parts[1:]]
-    *first, last = parts
-    return f"{', '.join(first)}, and {last}." if first else f"{last}."
+    *others, end = parts
+    return f"{', '.join(others)}, and {end}." if others else f"{end}."
 
 
 def likeliest_answers(

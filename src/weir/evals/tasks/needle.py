@@ -124,8 +124,8 @@ class Needle(Task):
         first = stream.feed(torch.from_numpy(np.stack(rows)))[:, None]
         # Greedy decoding gives all digits exactly if each is likeliest after the right ones.
         rest = stream.feed(wanted[:, :-1], all_logits=True)
-        said = torch.cat([first, rest], dim=1).argmax(-1).cpu()
-        return (said == wanted).all(1).float().tolist(), stream.nbytes // self.samples
+        predicted = torch.cat([first, rest], dim=1).argmax(-1).cpu()
+        return (predicted == wanted).all(1).float().tolist(), stream.nbytes // self.samples
 
     def _words(
         self, subject: Subject, hay: Tensor, length: int, depth: float, rng: np.random.Generator
@@ -166,12 +166,12 @@ def exercise(
     """A prompt [length] that ends with a question, and its number [digits]."""
     name = int(rng.choice(words.names))
     number = rng.choice(words.digits, size=DIGITS)
-    said, asked = words.statement(name, number), words.question(name)
+    statement, question = words.statement(name, number), words.question(name)
     front = len(words.front)
     row = np.concatenate([words.front, passage(hay, length - front, rng)])
-    place = front + round(depth * (length - front - len(said) - len(asked)))
-    row[place : place + len(said)] = said
-    row[length - len(asked) :] = asked
+    place = front + round(depth * (length - front - len(statement) - len(question)))
+    row[place : place + len(statement)] = statement
+    row[length - len(question) :] = question
     return row, number
 
 

@@ -211,7 +211,7 @@ class ExerciseLines(LineSource):
 
     def line(self, number: int) -> Tensor:
         """A statement, "table has 482."; the start token stands in front of the first."""
-        said = torch.from_numpy(
+        lines = torch.from_numpy(
             np.stack(
                 [
                     self.words.statement(name, digits)
@@ -222,9 +222,9 @@ class ExerciseLines(LineSource):
             )
         )
         if number:
-            return said
-        front = torch.from_numpy(self.words.front).expand(len(said), -1)
-        return torch.cat([front, said], dim=1)
+            return lines
+        front = torch.from_numpy(self.words.front).expand(len(lines), -1)
+        return torch.cat([front, lines], dim=1)
 
     def question(self, number: int) -> Tensor:
         """The beginning of the statement, "table has "."""
