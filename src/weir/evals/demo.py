@@ -288,11 +288,11 @@ def read_book(
     Returns:
         {"model", "chat", "told_first" (tokens of a chat before the book), "model_window", "book",
         "tokens", "block", "story", "policies": [figures of each]}. The figures are those of `weir
-        stream`, "slots" (None for no limit), and what `BookStory.tell` returns. "story" has "told_at"
-        (a position in the stream), "said" and "away" (tokens of the statements, and of the text
-        read after them), "names" (what was asked, and the answer) and in a chat "before" (right
-        answers without the text between, under the first policy). If not every policy was asked,
-        "story" is None and the figures have no answers.
+        stream`, "slots" (None for no limit), and what `BookStory.tell` returns. "story" has
+        "told_at" (a position in the stream), "said" and "away" (tokens of the statements, and of
+        the text read after them), "names" (what was asked, and the answer) and in a chat "before"
+        (right answers without the text between, under the first policy). If not every policy was
+        asked, "story" is None and the figures have no answers.
     """
     chat = story if isinstance(story, ChatStory) else None
     meters = [PerplexityMeter(Stream(model, policy), block) for policy in policies]
