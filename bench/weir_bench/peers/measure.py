@@ -122,7 +122,7 @@ class _running:
                 peer = each.start(threads, plan.window, plan.ids, **more)
                 found[each] = self._ending.enter_context(peer)
                 results.facts.setdefault("versions", {})[each.home or "weir"] = peer.ask("facts")
-                peer.ask("read", tokens=16)
+                peer.ask("read", tokens=128)  # kernels are compiled here, not while timed
             except WeirError as error:
                 found.pop(each, None)
                 results.miss(each.name, error)
