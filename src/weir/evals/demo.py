@@ -38,7 +38,8 @@ POLICIES = (
     "streaming_llm(budget=448)",
     "h2o(budget=256)",
     "kcenter(budget=256)",
-    "weir(budget=256)",
+    "centers(budget=256)",
+    "weir(budget=448)",
 )
 """Plain attention, a window, the paper's policy at two sizes, and policies that choose tokens."""
 NAMES = 8
