@@ -143,7 +143,7 @@ def test_votes_that_were_counted_are_those_that_shares_add_up_to(monkeypatch):
         wanted = read.attention(slots)[:, :, :, -window:].sum(dim=(2, 3))
         sizes = (float(t.norm(dim=-1).max()) for t in (read.read_queries, read.whole.keys))
         bound = softmax_off(16, math.prod(sizes) * read.form.scale) + off(len(read.whole))
-        within(got, wanted, bound * read.asked.shape[2] * window)
+        within(got, wanted, bound * read.read_queries.shape[2] * window)
         counted.append(read.watched is not None)
         return got
 
