@@ -653,7 +653,7 @@ def test_bad_items_are_refused(server, client, path, body, param):
 @pytest.mark.skipif(shutil.which("llm-comply") is None, reason="llm-comply is installed by itself")
 def test_llm_comply_is_answered_as_it_wants_but_for_images():
     model, tokenizer = weir.load("nano")  # a model whose answers end
-    engine = Engine(model, "weir(budget=256)", 2, MemoryStore(32), queue=8)
+    engine = Engine(model, "weir(256)", 2, MemoryStore(32), queue=8)
     with serving(EngineClient(engine, tokenizer, "nano", Limits())) as server:
         command = ["llm-comply", "-u", f"{server.url}/v1", "-k", "none", "-m", "nano", "--json"]
         ended = subprocess.run(

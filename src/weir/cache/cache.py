@@ -67,7 +67,7 @@ class StreamingCache(Cache):
         model: the causal language model that the cache serves.
         policy: a pipe, `"sink(4) | recent(252)"`, or a named policy, `"h2o(budget=256)"`; where
             neither this nor `slots` is given, the `weir.toml` in the model's folder, or else
-            `"weir(budget=256)"`.
+            `"weir"`.
         chunk: tokens that are appended before the pipe folds them, 64 unless a policy file was
             measured with another number; the slab has `chunk` slots more
             than the policy. With 1, StreamingLLM exactly.
