@@ -47,7 +47,7 @@ def given(where: str) -> dict[str, Any]:
 @pytest.mark.parametrize("where", ["unit", "compose", "image"])
 def test_its_options_are_options_and_its_data_and_keys_are_named(where):
     options = given(where)
-    assert options["model_name"] == "nano"
+    assert options["argument"] == "nano"
     assert str(options["keys"]).endswith("/keys")
     assert options["data"].endswith("/turns")
 

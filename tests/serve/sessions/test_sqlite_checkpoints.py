@@ -360,10 +360,10 @@ def test_without_a_chunk_engine_and_store_take_that_of_the_policy_file(tmp_path)
 
 
 def test_a_store_whose_policy_stood_for_other_pools_is_refused(tmp_path):
-    with SQLiteStore(tmp_path, MODEL, "weir(24, quiet=3)", chunk=CHUNK) as one:
+    with SQLiteStore(tmp_path, MODEL, "centers(24, quiet=3)", chunk=CHUNK) as one:
         was = one.checkpoints.row_format
-    now = RowFormat.of(MODEL, "weir(24)", CHUNK)
-    renamed = {"model": was.model, "kind": {**was.kind, "policy": "weir(24)"}}
+    now = RowFormat.of(MODEL, "centers(24)", CHUNK)
+    renamed = {"model": was.model, "kind": {**was.kind, "policy": "centers(24)"}}
     with pytest.raises(WeirError, match=r"quiet=3.* here .*quiet=2"):
         now.check(renamed)
     was.check(renamed)  # the same pools by another name
