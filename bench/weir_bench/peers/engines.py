@@ -112,7 +112,7 @@ ENGINES = (
     _torch("weir int8", 8, dtype="float32", weights="int8"),
     *(_llamacpp("Q8_0", 8, flash=flash) for flash in (True, False)),
     *(_openvino("Q8_0", 8, evict=evict) for evict in (False, True)),
-    _torch("weir int4", 4, dtype="float32", weights="int4"),
+    _torch("weir int4", 4, dtype="bfloat16", weights="int4"),
     *(_llamacpp("Q4_1", 4, flash=flash) for flash in (True, False)),
     *(_openvino("Q4_1", 4, evict=evict) for evict in (False, True)),
 )

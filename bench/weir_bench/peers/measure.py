@@ -139,6 +139,8 @@ def _in_turns(
     found: dict[EngineSetup, list[Any]] = {each: [] for each in running}
     for _ in range(rounds):
         for each, peer in list(running.items()):
+            if each not in found:  # failed before
+                continue
             time.sleep(REST)
             try:
                 found[each].append(peer.ask(do, **given))
