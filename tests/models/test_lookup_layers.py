@@ -58,6 +58,13 @@ def test_models_without_training_look_nothing_up(name, kept):
     assert not kept.exists()
 
 
+def test_a_model_in_training_stays_as_it_is(fresh_llama):
+    model = fresh_llama().train()
+    model.lm_head.eval()
+    lookup_scores(model)
+    assert model.training and model.model.training and not model.lm_head.training
+
+
 def test_what_was_found_is_kept_by_the_weights(kept, monkeypatch):
     model, _ = weir.load("nano")
     lookup_layers._KNOWN.clear()

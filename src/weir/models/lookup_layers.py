@@ -86,7 +86,8 @@ def lookup_scores(model: PreTrainedModel) -> list[float]:
         return []
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size // 16, config.vocab_size, (1, count), generator=draw)
-    modules, training = attention_modules(facts.decoder), model.training
+    modules = attention_modules(facts.decoder)
+    training = [module for module in model.modules() if module.training]
     scores = {id(module): -1.0 for module in modules}
     with forward_lock_of(config), torch.no_grad():
         previous = config._attn_implementation
@@ -102,7 +103,8 @@ def lookup_scores(model: PreTrainedModel) -> list[float]:
             for module in modules:
                 vars(module).pop(_SCORES, None)
             config._attn_implementation = {"": previous}
-            model.train(training)
+            for each in training:
+                each.training = True
     layers = zip(modules, facts.layers, strict=True)
     held = [module for module, layer in layers if layer.positions.window is None] or modules
     found = [scores[id(module)] for module in held]
