@@ -91,6 +91,8 @@ def test_weir_gives_them_what_the_others_leave():
     }
     assert str(weir.Stream(model, "weir(320)").policy) == str(fitted)
     pinned = fit_to_model(weir.policy("pinned(weir(320), 8, 4)"), model)
-    assert pinned.for_layer(2, 4).slots == slots[2] + 12
+    assert pinned.for_layer(2, 4).slots == slots[2]  # no more than the window holds
+    whole = weir.policy("pinned(weir(436), 8, 4)")  # with 64 new tokens all that the window holds
+    assert fit_to_model(whole, model) is whole
     again = weir.Stream(model, str(fitted))
     assert again.policy == fitted

@@ -81,21 +81,24 @@ def choose_policy(
     )
 
 
-def fit_to_model(policy: Policy, model: PreTrainedModel) -> Policy:
+def fit_to_model(policy: Policy, model: PreTrainedModel, beside: int = 0) -> Policy:
     """Share out the budget of `weir` over a model's layers; other policies stay as they are.
 
     Args:
         policy: any policy, `weir` or another around it.
         model: one without weights will do, of which all layers get the same budget.
+        beside: slots of a layer that another policy around it holds.
     """
     if isinstance(policy, PolicyWrapper):
-        inner = fit_to_model(policy.policy, model)
+        inner = policy.policy
+        more = (policy.pipes[0].slots or 0) - (inner.pipes[0].slots or 0)
+        inner = fit_to_model(inner, model, beside + more)
         return policy if inner is policy.policy else policy.around(inner)
     if not is_weir(policy):
         return policy
     layers = describe(model).layers
     held = sum(layer.positions.window is None for layer in layers) or len(layers)
     window = window_of(model.config)
-    most = None if window is None else window - resolve_chunk(policy, None)
+    most = None if window is None else window - resolve_chunk(policy, None) - beside
     looking = find_lookup_layers(model)
     return fit_budgets(policy, held, looking, most)

@@ -308,7 +308,10 @@ def read_book(
             break
     for meter in meters:
         meter.close()
-    found = [{**meter.reading.as_json(), "slots": meter.stream.capacity} for meter in meters]
+    found = [
+        {**meter.reading.as_json(), "policy": policy, "slots": meter.stream.capacity}
+        for policy, meter in zip(policies, meters, strict=True)
+    ]
     told = None
     if story is not None and _ask_all(story, meters, found, on_ask):
         told = story.facts(len(ids))
