@@ -80,6 +80,14 @@ def test_what_was_found_is_kept_by_the_weights(kept, monkeypatch):
     lookup_layers._KNOWN.clear()
 
 
+def test_alike_measures_nothing(fresh_llama, monkeypatch):
+    monkeypatch.setattr("weir.cache.default_policy.find_lookup_layers", None)
+    stream = weir.Stream(fresh_llama(), "weir(64, layers=alike)")
+    assert stream.policy == weir.policy("weir(64)")
+    with pytest.raises(TypeError):  # what the same without it does
+        weir.Stream(fresh_llama(), "weir(64)")
+
+
 def test_weir_gives_them_what_the_others_leave():
     model, _ = weir.load("nano")
     looking = find_lookup_layers(model)

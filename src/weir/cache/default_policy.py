@@ -18,6 +18,7 @@ from weir.policies import (
     PolicyWrapper,
     fit_budgets,
     is_weir,
+    measures_layers,
     parse_policy,
     resolve_chunk,
     with_slots,
@@ -100,5 +101,5 @@ def fit_to_model(policy: Policy, model: PreTrainedModel, beside: int = 0) -> Pol
     held = sum(layer.positions.window is None for layer in layers) or len(layers)
     window = window_of(model.config)
     most = None if window is None else window - resolve_chunk(policy, None) - beside
-    looking = find_lookup_layers(model)
+    looking = find_lookup_layers(model) if measures_layers(policy) else ()
     return fit_budgets(policy, held, looking, most)

@@ -65,7 +65,7 @@ FACTS = (
     ("The favorite color of Clara is green.", "What is the favorite color of Clara?", "green"),
     ("The key lies under the carpet.", "Where does the key lie?", "carpet"),
 )
-"""What the chat tells first, what it asks at the end, and a word of the right answer."""
+"""Each fact that the chat states first, the question at the end, and a word of the right answer."""
 IN_SYSTEM = 1
 """So many of them are told in the system turn, the others in the first message."""
 RULE = " ".join([*(fact for fact, _, _ in FACTS[:IN_SYSTEM]), "You answer in one short sentence."])
@@ -178,7 +178,7 @@ class BookStory:
         return {"held": held, "answers": answers, "right": right, "knows": sum(right)}
 
     def facts(self, read: int) -> dict[str, Any]:
-        """What was told and asked, after `read` tokens of the book, as JSON."""
+        """Return the facts and questions, after `read` tokens of the book, as JSON."""
         return {
             "told_at": read,
             "said": sum(len(one.said) for one in self.names),
@@ -234,7 +234,7 @@ class ChatStory:
         return answers, [word in said for said, (_, _, word) in zip(answers, FACTS, strict=True)]
 
     def facts(self, read: int) -> dict[str, Any]:
-        """What was told and asked, with `read` tokens of text between, as JSON."""
+        """Return the facts and questions, with `read` tokens of text between, as JSON."""
         return {
             "told_at": 0,
             "said": self.said,

@@ -89,7 +89,7 @@ def train_gates(
 
 
 def _lesson(inputs: LayerInputs) -> tuple[Tensor, Tensor] | None:
-    """What the gate of a layer reads of the first half of a text, and its scores."""
+    """Return the inputs of a layer's gate for the first half of a text, and the true scores."""
     if inputs.positions.window is not None:
         return None
     half = len(inputs) // 2

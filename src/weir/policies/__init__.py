@@ -17,7 +17,7 @@ from weir.policies.registry import (
     load_plugins,
     named,
 )
-from weir.policies.weir import fit_budgets, is_weir
+from weir.policies.weir import fit_budgets, is_weir, measures_layers
 
 __all__ = [
     "EXACT",
@@ -44,6 +44,7 @@ __all__ = [
     "is_file",
     "is_weir",
     "load_plugins",
+    "measures_layers",
     "named",
     "parse_call",
     "parse_policy",

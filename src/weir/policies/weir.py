@@ -74,6 +74,11 @@ def is_weir(policy: Policy) -> bool:
     return policy.called is not None and policy.called.name == "weir"
 
 
+def measures_layers(policy: Policy) -> bool:
+    """Whether a policy that `is_weir` gives layers budgets of their own."""
+    return policy.called is not None and policy.called.given.get("layers") != "alike"
+
+
 def fit_budgets(policy: Policy, layers: int, looking: Collection[int], most: int | None) -> Policy:
     """Share out the budget of `weir` over the layers of a model.
 
@@ -92,7 +97,7 @@ def fit_budgets(policy: Policy, layers: int, looking: Collection[int], most: int
         policy = weir(**given).as_written(str(call), call)
     budget = given.pop("budget")
     near = far = budget
-    if given.get("layers") != "alike" and 0 < len(looking) < layers:
+    if measures_layers(policy) and 0 < len(looking) < layers:
         others, total = layers - len(looking), budget * layers
         far = (total - min(budget, max(budget // NEAR, LEAST_NEAR)) * others) // len(looking)
         if most is not None:

@@ -301,7 +301,7 @@ FORMATS = {
     "csv": "tables.csv",
     "latex": "tables.tex",
 }
-"""What a report is written as, and into which file."""
+"""The file name of each format of a report."""
 USUAL = ("html", "md")
 MARKS = "Bold is best, underlined second best."
 SURE = (
