@@ -18,6 +18,7 @@ from weir.errors import WeirError
 from weir_bench.serving.load import Heard, Manner, closed, percentiles, together
 from weir_bench.serving.models import words
 from weir_bench.serving.part import chosen
+from weir_bench.serving.parts.attack import START
 from weir_bench.serving.parts.compaction import ASK, Compacting
 from weir_bench.serving.parts.peer import Forgetting
 from weir_bench.serving.run import PARTS
@@ -198,6 +199,13 @@ def test_every_token_of_the_random_models_is_text_of_its_own():
 def test_without_names_all_parts_are_meant_but_the_soak():
     assert set(PARTS) - set(chosen([])) == {"soak", "attack"}
     assert chosen(["soak", "disk"]) == ["soak", "disk"]
+
+
+def test_the_attackers_process_finds_its_code(tmp_path: Path):
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", START, "1", "nano", "0"]
+    said = subprocess.check_output(command, text=True, env=bare, cwd=tmp_path)
+    assert json.loads(said)["sent"] == 0
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path: Path):

@@ -36,7 +36,7 @@ def test_json_is_one_object_and_nothing_else(capsys):
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (("bench", "serve", "--quick", "--only", "speed"), "no part 'speed'; there are comp"),
+        (("bench", "serve", "--quick", "--only", "speed"), "no part 'speed'; there are attack, "),
         (("bench", "--quick", "serve"), "--quick is of weir bench; write it behind serve"),
         (("bench", "serve", "/nowhere", "--only", "disk"), "/nowhere"),
     ],

@@ -155,7 +155,8 @@ def test_a_chat_model_is_told_facts_before_the_book_and_asked_for_them(
     page = (tmp_path / "report.html").read_text("utf-8")
     assert "What is the door code of Anna?" in page and demo.RULE in page
     table = (tmp_path / "table.md").read_text("utf-8").splitlines()
-    assert table[2].startswith("| `dense` | ") and len(table) == 4
+    assert "right after 1,100 tokens" in table[0]
+    assert table[2].startswith("| `dense` | ") and table[2].count("0 of 8") == 2 and len(table) == 4
     assert (tmp_path / "perplexity.svg").read_text("utf-8").startswith("<svg")
 
 

@@ -59,11 +59,13 @@ def test_a_page_and_its_pictures_are_written(capsys, model, text, tmp_path):
 def test_json_has_every_sections_figures(capsys, model, text, tmp_path):
     ended = run(
         capsys, "inspect", "--model", model, "--text", text, "--out", tmp_path,
-        "--only", "shares,layers", "--heads", 1, "--tokens", 450, "--json",
+        "--only", "shares,layers,kept", "--heads", 1, "--tokens", 450, "--json",
+        "--policy", "streaming_llm", "--budget", 100,
     )  # fmt: skip
     assert ended.code == 0
     facts = json.loads(ended.out)
-    assert set(facts["sections"]) == {"shares", "layers"}
+    assert set(facts["sections"]) == {"shares", "layers", "kept"}
+    assert facts["sections"]["kept"]["policy"] == "streaming_llm(budget=100)"
     assert facts["sections"]["layers"]["tokens"] == 450
     assert facts["left_out"] == {}
     assert all(Path(path).is_file() for path in facts["files"])
@@ -111,6 +113,7 @@ def test_a_model_without_attention_is_refused_in_one_line(capsys, model, text, t
         (["--layers", "all"], 2, "--layers takes whole numbers from 0 on with commas"),
         (["--only", "map"], 1, "there is no section 'map'; the sections are maps, "),
         (["--policy", "sink("], 1, "sink("),
+        (["--policy", "sink(4) | recent(8)", "--budget", "9"], 1, "budget"),
         (["--length", "4", "--only", "maps"], 1, "a map of 4 tokens shows nothing; take 8"),
         (["--text", "none.txt"], 1, "cannot read none.txt"),
     ],

@@ -115,7 +115,7 @@ def chosen(names: list[str]) -> list[str]:
     """
     for name in names:
         if name not in PARTS:
-            raise WeirError(f"there is no part {name!r}; there are {', '.join(PARTS)}")
+            raise WeirError(f"there is no part {name!r}; there are {', '.join(sorted(PARTS))}")
     return names or [name for name, each in PARTS.items() if not each.asked]
 
 

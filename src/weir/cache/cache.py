@@ -1,8 +1,4 @@
-"""`StreamingCache`: a transformers `Cache` that holds a policy's slots and no more.
-
-The interface of transformers and of users to the layers: it checks arguments, and its `LayerStack`
-holds the slots. Knows nothing about pools, nor how a call goes through the layers.
-"""
+"""`StreamingCache`: a transformers `Cache` that holds a policy's slots and no more."""
 
 from __future__ import annotations
 
@@ -735,11 +731,7 @@ class StreamingCache(Cache):
 
 
 def _check_states(states: list[RowState]) -> None:
-    """Refuse values that are no row states.
-
-    Raises:
-        WeirError: names the first such value.
-    """
+    """Refuse values that are no row states."""
     for state in states:
         if not isinstance(state, RowState):
             raise WeirError(f"a row's state is what take_row gives, not {quote(state)}")

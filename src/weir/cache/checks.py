@@ -18,13 +18,10 @@ from weir.policies import Policy
 
 
 def check_origin(policy: Policy, model: PreTrainedModel) -> None:
-    """Refuse a policy that was measured on another model.
+    """Refuse a policy that was measured on another model (WeirError).
 
-    Weights differ by number in another dtype, quantized or sharded, and the device `meta` has none:
-    then only type, shape and vocabulary are compared.
-
-    Raises:
-        WeirError: the models differ; the error says in what.
+    Only type, shape and vocabulary are compared if weights are quantized, sharded, of another dtype
+    or on `meta`, where their numbers differ or there are none.
     """
     origin = policy.origin
     if origin is None:
@@ -53,17 +50,7 @@ def _bare(value: object) -> str:
 def check_memory(
     plans: Sequence[LayerPlan], policy: Policy, batch: int, device: torch.device
 ) -> None:
-    """Refuse slots that do not fit into memory.
-
-    Args:
-        plans: every layer.
-        policy: the policy, for the error.
-        batch: rows.
-        device: the device of the slots.
-
-    Raises:
-        WeirError: the slots take more bytes than are free.
-    """
+    """Refuse slots of `batch` rows that exceed the free memory of a device (WeirError)."""
     if any(plan.spec.pipe.slots is None for plan in plans):
         return  # it grows without a limit
     needed = sum(plan.slab.nbytes(batch) for plan in plans)
@@ -80,14 +67,8 @@ PACKAGE = __name__.partition(".")[0]
 
 
 def describe_window_excess(model: PreTrainedModel, policy: Policy, chunk: int) -> str | None:
-    """Describe by how much a policy's slots and chunk exceed the model's window; None if they fit.
-
-    Positions are those in the cache. A policy without a limit is not checked.
-
-    Args:
-        model: the model.
-        policy: the policy of a cache of the model.
-        chunk: tokens between two folds.
+    """Describe by how much a policy's slots and chunk exceed the model's window; None if they fit,
+    or if the policy has no limit.
     """
     window = window_of(model.config)
     try:
@@ -130,8 +111,7 @@ MOST_KEPT = 2**25 - 2**16
 def keep_freed_memory() -> None:
     """Let glibc keep freed blocks of up to `MOST_KEPT` bytes for reuse; acts once in a process.
 
-    glibc raises its threshold when so large a tensor is freed. Nothing is written to the tensor, so
-    it takes no memory. Up to twice as much freed memory may stay with the process, as in any that
-    has freed so large a block. Other C libraries and devices are not affected.
+    glibc raises its threshold when so large a tensor is freed; the tensor is never written, so it
+    takes no memory. Up to twice as much freed memory may stay with the process.
     """
     torch.empty(MOST_KEPT, dtype=torch.uint8, device="cpu")

@@ -1,6 +1,6 @@
 """Default policy of a cache: the policy file in the model's folder, if there is one.
 
-`weir calibrate --out MODEL/weir.toml` writes it. Knows nothing about how policies are measured.
+`weir calibrate --out MODEL/weir.toml` writes it.
 """
 
 from __future__ import annotations
@@ -36,15 +36,12 @@ BESIDE = (
 
 
 def find_model_policy(model: PreTrainedModel | str, revision: str | None = None) -> Policy | None:
-    """Find the policy in a model's folder; None if there is none.
-
-    Args:
-        model: the model, or its name as `weir.load` takes it.
-        revision: the revision of a name on the Hub.
+    """Find the policy in the folder of a model, or of a name as `weir.load` takes it; None without
+    one.
 
     Raises:
-        WeirError: the file is no policy file, or was measured on another model. It is not
-            ignored: whoever put it there would not notice.
+        WeirError: the file is no policy file, or was measured on another model. It is not ignored:
+            whoever put it there would not notice.
     """
     file = sidecar_path(model, FILE, revision)
     if file is None:
@@ -64,16 +61,10 @@ def find_model_policy(model: PreTrainedModel | str, revision: str | None = None)
 def choose_policy(
     model: PreTrainedModel, policy: str | Policy | None, slots: str | None = None
 ) -> Policy:
-    """Return the given policy, or the default one.
+    """Return the given policy, or that in the model's folder, or else `DEFAULT`.
 
-    Args:
-        model: the model it is for.
-        policy: the given policy; None for that in the model's folder, or else `DEFAULT`.
-        slots: the format of its slots; without a policy it applies to `DEFAULT`, and the
-            model's folder is not searched.
-
-    Raises:
-        WeirError: as for `parse_policy`, `with_slots` and `find_model_policy`.
+    With `slots`, the format of its slots, and no policy it is `DEFAULT`. Errors are those of
+    `parse_policy`, `with_slots` and `find_model_policy`.
     """
     if policy is None and slots is None and (found := find_model_policy(model)) is not None:
         return found
@@ -85,10 +76,8 @@ def choose_policy(
 def fit_to_model(policy: Policy, model: PreTrainedModel, beside: int = 0) -> Policy:
     """Share out the budget of `weir` over a model's layers; other policies stay as they are.
 
-    Args:
-        policy: any policy, `weir` or another around it.
-        model: one without weights will do, of which all layers get the same budget.
-        beside: slots of a layer that another policy around it holds.
+    A model without weights gets the same budget in all layers; a policy around `weir` holds
+    `beside` slots of each.
     """
     if isinstance(policy, PolicyWrapper):
         inner = policy.policy

@@ -1,8 +1,7 @@
 """One call of the model through all layers: begun, attended, and finished or undone.
 
-Between the hooks, which know the model, and the layers, which know slots. A call takes effect when
-it has finished; a call that fails leaves no trace. If keys of some rows are not finite, the call is
-finished, or repeated, without these rows.
+A call takes effect when it has finished; one that fails leaves no trace. If keys of some rows are
+not finite, the call is finished, or repeated, without these rows.
 """
 
 from __future__ import annotations
@@ -53,32 +52,16 @@ class Forward:
     def rotations(
         self, kind: str | None, width: int, device: torch.device
     ) -> tuple[Tensor, Tensor] | None:
-        """Return cosines and sines at the positions of the call.
-
-        Args:
-            kind: the layer type; None where the model has only one.
-            width: numbers that the model expects for a head.
-            device: device of the results.
-
-        Returns:
-            Two tensors [batch or 1, length, width], float32; None where no layer rotates.
+        """Return cosines and sines [batch or 1, length, width], float32, for a layer type at the
+        positions of the call; None where no layer rotates.
         """
         return rotation_tables(self._rotaries, kind, self.plan.positions.to(device), width)
 
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
     ) -> Tensor:
-        """Store the new tokens of one layer and compute attention for their queries.
-
-        Args:
-            layer: index of the layer.
-            queries: [batch, heads, length, key_dim].
-            keys: [batch, kv_heads, length, key_dim].
-            values: [batch, kv_heads, length, value_dim].
-            params: how the layer attends.
-
-        Returns:
-            [batch, heads, length, value_dim].
+        """Store new keys and values [batch, kv_heads, length, dim] of one layer, and answer the
+        queries [batch, heads, length, key_dim].
         """
         stack_layer, plan = self.stack[layer], self.plan.on(queries.device)
         if not torch.is_grad_enabled():  # cheaper than a second no_grad
@@ -125,12 +108,9 @@ class Forward:
     def finish(self) -> Forward | None:
         """Finish a successful call: keep its tokens, and fold full tails.
 
-        Returns:
-            The call to repeat, without the rows whose keys or values are not finite; None if there
-            is nothing to repeat.
-
-        Raises:
-            NotFiniteError: no row has finite keys and values; the call has been undone.
+        Returns the call to repeat, without the rows whose keys or values are not finite; None if
+        there is nothing to repeat. Raises NotFiniteError, and undoes the call, if that is every
+        row.
         """
         failed = self._unfinite()
         if failed and not self.plan.step:
@@ -156,11 +136,8 @@ class Forward:
     def abandon(self, error: BaseException) -> Forward | None:
         """Undo a call that failed.
 
-        Returns:
-            The call to repeat, without the rows that caused the error; None if no row did.
-
-        Raises:
-            NotFiniteError: no row is left.
+        Returns the call to repeat, without the rows that caused the error; None if no row did.
+        Raises NotFiniteError if no row is left.
         """
         if isinstance(error, RowsNotFinite):
             return self._again({row: (error.layer, c) for row, c in error.columns.items()})
@@ -275,11 +252,7 @@ class _NoGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Refuse the gradient.
-
-        Raises:
-            WeirError: always.
-        """
+        """Refuse the gradient (WeirError)."""
         raise WeirError(
             "there are no gradients through a StreamingCache: its slots are rewritten in place; "
             "train without a cache, past_key_values=None and use_cache=False"

@@ -1,8 +1,7 @@
 """transformers' `generate()` with a cache of weir: `custom_generate=weir.generate`.
 
-transformers prepares its inputs as for its own decoding and then calls `generate`, which puts a
-cache of weir in place of the prepared one and calls transformers' decoding. Knows nothing about
-sampling.
+transformers prepares its inputs and then calls `generate`, which puts a cache of weir in place of
+the prepared one and calls transformers' decoding.
 """
 
 from __future__ import annotations
@@ -114,17 +113,7 @@ def generate(
 
 
 def _stop_criteria(more: dict[str, Any]) -> dict[str, Any]:
-    """Turn `stop_strings` and their tokenizer into a stopping criterion.
-
-    Args:
-        more: the arguments of a direct call.
-
-    Returns:
-        Arguments that replace some of those; none without `stop_strings`.
-
-    Raises:
-        WeirError: `stop_strings` come without a tokenizer.
-    """
+    """Turn a direct call's `stop_strings` and tokenizer into arguments that replace them."""
     strings, tokenizer = more.get("stop_strings"), more.get("tokenizer")
     if not strings:
         return {}
@@ -139,11 +128,7 @@ def _stop_criteria(more: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_by_hand(input_ids: Any, more: dict[str, Any]) -> None:
-    """Refuse arguments that `model.generate` would ignore or fail on.
-
-    Raises:
-        WeirError: `input_ids` is no tensor of tokens, or a streamer or an assistant is given.
-    """
+    """Refuse arguments that `model.generate` would ignore or fail on."""
     tokens = isinstance(input_ids, Tensor) and input_ids.ndim == 2
     if not tokens or input_ids.is_floating_point():
         raise WeirError(

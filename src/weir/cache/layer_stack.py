@@ -1,9 +1,7 @@
 """The layers of a cache, and the rows of its batch in all of them.
 
-A server feeds a prompt to one row and one token to each row that is generating. A call over all
-rows would compute for rows without tokens too, so a stack can be narrowed to adjacent rows, without
-copying their slots. Knows nothing about transformers' cache interface, nor how a call goes through
-the layers.
+A server feeds a prompt to one row and one token to each row that is generating, so a stack can be
+narrowed to adjacent rows, without copying their slots.
 """
 
 from __future__ import annotations
@@ -100,11 +98,7 @@ class LayerStack:
         return [plan.of(layer.state.slab) for plan, layer in both]
 
     def check_row(self, row: int) -> None:
-        """Refuse a row that does not exist.
-
-        Raises:
-            WeirError: there are no rows yet, or not this one.
-        """
+        """Refuse a row that does not exist (WeirError)."""
         batch = self.rows.batch
         if batch is None or not self.is_open:
             raise WeirError(
@@ -114,11 +108,7 @@ class LayerStack:
             raise WeirError(f"row {quote(row)} does not exist; the rows are 0 to {batch - 1}")
 
     def check_wide(self) -> None:
-        """Refuse to change the set of rows while the stack is narrowed.
-
-        Raises:
-            WeirError: the stack is narrowed.
-        """
+        """Refuse to change the set of rows while the stack is narrowed (WeirError)."""
         if any(layer.state.narrowed for layer in self._layers):
             raise WeirError("this cache is narrowed to some of its rows; leave only() first")
 
@@ -177,17 +167,10 @@ class LayerStack:
 
     @contextmanager
     def narrow(self, start: int, stop: int) -> Iterator[None]:
-        """Hold only the rows `start` to `stop` within the context, numbered from 0.
+        """Hold only the rows `start` to `stop` within the context, numbered from 0, as views.
 
-        Slots are views, so nothing is copied. Changes to these rows stay in the stack afterwards,
-        also if the last forward failed.
-
-        Args:
-            start, stop: rows that exist.
-
-        Raises:
-            WeirError: the policy has no limit, so that slots may have to be reallocated; or the
-                stack is narrowed already.
+        Changes to these rows stay, also if the last forward failed. Raises WeirError if the policy
+        has no limit, so that slots may have to be reallocated, or if the stack is narrowed already.
         """
         if any(layer.spec.pipe.slots is None for layer in self._layers):
             raise WeirError("this policy has no limit, so that its rows cannot be fed apart")

@@ -42,9 +42,6 @@ def pipes_of(policy: Policy, facts: ModelSpec) -> list[Pipe]:
     """Return the pipe of each layer, before layers with windows of their own are considered.
 
     In a model with full layers, sliding layers keep their window; the policy covers the full ones.
-
-    Raises:
-        WeirError: the policy has no pipe for a layer.
     """
     count = len(facts.layers)
     full = [index for index, layer in enumerate(facts.layers) if layer.positions.window is None]
@@ -73,18 +70,11 @@ def reach_of(pipes: list[Pipe], chunk: int, *, rolling: bool) -> int | None:
 def plan_layers(
     facts: ModelSpec, pipes: list[Pipe], chunk: int, *, seed: int, rolling: bool
 ) -> list[LayerPlan]:
-    """Plan every layer of a cache.
+    """Plan every layer of a cache, given the pipe of each (`pipes_of`) and facts read for their
+    reach.
 
-    Args:
-        facts: the model's facts, read for the reach of these pipes.
-        pipes: the pipe of each layer (`pipes_of`).
-        chunk: tokens between two folds.
-        seed: the seed of all draws.
-        rolling: whether positions are inside the cache, not in the stream.
-
-    Raises:
-        WeirError: every layer slides over fewer tokens than the policy has slots, or the slots of
-            a layer cannot have the policy's format.
+    Raises WeirError if every layer slides over fewer tokens than the policy has slots, or the slots
+    of a layer cannot have the policy's format.
     """
     limited = all(pipe.slots is not None for pipe in pipes)
     everywhere = facts.sliding is not None and limited
@@ -119,11 +109,7 @@ def plan_layers(
 
 
 def with_gates(plans: list[LayerPlan], facts: ModelSpec) -> list[LayerPlan]:
-    """Return the plans with the gates that their pools read, found by the model's weights.
-
-    Raises:
-        WeirError: there is no gate for a layer that reads one.
-    """
+    """Return the plans with the gates that their pools read; WeirError if a layer has none."""
     asked = [plan.spec.index for plan in plans if plan.spec.pipe.needs_gates]
     if not asked:
         return plans

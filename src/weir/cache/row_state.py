@@ -45,13 +45,8 @@ class RowState:
 
 
 def check_kind(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Refuse a row that cannot continue in this cache.
-
-    Args:
-        mine, theirs: `RowState.kind` of the cache and of the row.
-
-    Raises:
-        WeirError: a property differs; the error names the first.
+    """Refuse a row of kind `theirs` (`RowState.kind`) that cannot continue in a cache of kind
+    `mine`.
     """
     for name in FACTS:
         if name == "policy":
@@ -73,15 +68,10 @@ def check_kind(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 
 def unlike_policies(mine: dict[str, Any], theirs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """Compare the policies of two kinds by their pools; None if they are equal.
+    """Compare the policies of two kinds (`RowState.kind`) by their pools; None if they are equal.
 
-    For a row that was saved without pools, the policy's name stands for them.
-
-    Args:
-        mine, theirs: `RowState.kind` of a cache and of a row.
-
-    Returns:
-        The two names, or the pools if one name stands for different pools.
+    Returns the two names, or the pools if one name stands for different pools. For a row that was
+    saved without pools, the policy's name stands for them.
     """
     pools = mine["pools"], theirs.get("pools", theirs.get("policy"))
     if pools[0] == pools[1]:
@@ -107,17 +97,7 @@ def _difference(mine: dict[str, Any], theirs: Any) -> str:
 def check_state(
     plans: Sequence[LayerPlan], state: RowState, *, vocabulary: int, chunk: int, origin: int
 ) -> None:
-    """Refuse a state that no row of such a cache can have, with the checks of a session file.
-
-    Args:
-        plans: every layer of the cache, with its actual heads.
-        state: a state whose kind has been checked (`check_kind`).
-        vocabulary: the number of token ids.
-        chunk, origin: of the cache.
-
-    Raises:
-        WeirError: a fact or a tensor is invalid; the error names it.
-    """
+    """Refuse a state of a checked kind that no row of such a cache can have (WeirError)."""
     try:
         facts = state.facts
         row_facts(plans, vocabulary, chunk)(facts, "")
@@ -132,10 +112,7 @@ def cut_rows(
 ) -> dict[str, Tensor]:
     """Cut the whole buffers of a row, as earlier weirs saved them, to the slots in use.
 
-    Args:
-        plans: every layer of the cache.
-        facts: `RowState.facts`; where they are those of no row, nothing is cut.
-        tensors: `LAYER.NAME`, unchecked.
+    Facts and tensors are unchecked; if the facts are those of no row, nothing is cut.
     """
     try:
         held = [plan.spec.held(facts["lengths"][plan.spec.index]) for plan in plans]

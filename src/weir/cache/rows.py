@@ -1,8 +1,7 @@
 """Rows of a batch: the progress of each, and which columns fed to it are tokens.
 
-transformers passes columns, masks and positions; a stream counts tokens. This module translates: it
-refuses a forward that does not continue the stream of every row, separates padding from tokens, and
-cuts the tokens into chunks. Knows nothing about keys, values or layers.
+transformers passes columns, masks and positions; a stream counts tokens. Here a forward that does
+not continue every row is refused, and tokens are separated from padding.
 """
 
 from __future__ import annotations
@@ -119,20 +118,17 @@ class Rows:
         fixed: bool = False,
         twice: bool = False,
     ) -> BegunForward:
-        """Check and plan a forward.
+        """Check and plan a forward, given the decoder's arguments by name.
 
         Args:
-            given: the decoder's arguments by name.
             endings: the stop tokens.
-            vocabulary: the number of token ids.
-            chunk, prefill, origin: as for `plan_forward`; `prefill` is for a first forward only.
+            prefill: fold the first forward at once.
             without: rows whose tokens are left out.
             fixed: whether the cache was made with a number of rows, which a reset keeps.
             twice: whether chunks are read twice, so that their ids are kept.
 
         Raises:
-            WeirError: the forward does not continue the stream of every row, or every row is
-                refused.
+            WeirError: the forward does not continue the stream of every row, or no row is left.
         """
         tokens = _tokens(given)
         batch, length = tokens.shape[:2]
@@ -203,11 +199,7 @@ class Rows:
     def _repeat(
         self, ids: Tensor | None, real: Tensor | None, plan: ForwardPlan, chunk: int
     ) -> tuple[dict[int, list[int]], list[list[int]]]:
-        """Return the ids of each chunk that folds, by row, and those in the tails afterwards.
-
-        Raises:
-            WeirError: a row would fold twice, or there are no ids to repeat.
-        """
+        """Return the ids of each chunk that folds, by row, and those in the tails afterwards."""
         if ids is None:
             raise WeirError(
                 "the pool reconstruct repeats token ids, and embeddings were fed; choose a policy "
@@ -315,11 +307,7 @@ def _tokens(given: Mapping[str, Any]) -> Tensor:
 
 
 def _refuse_right_padding(real: Tensor | None) -> None:
-    """Refuse right padding for `generate`, which continues from the last column.
-
-    Raises:
-        WeirError: a row of `real` [batch, length] ends with padding.
-    """
+    """Refuse right padding for `generate`, which continues from the last column."""
     if real is None:
         return
     wrong = (real.any(dim=1) & ~real[:, -1]).nonzero()[:, 0].tolist()
@@ -333,15 +321,9 @@ def _refuse_right_padding(real: Tensor | None) -> None:
 def _check_ids(
     ids: Tensor, real: Tensor | None, vocabulary: int
 ) -> tuple[dict[int, WeirError], Tensor]:
-    """Return why ids are refused, by row, and ids that the model can look up.
+    """Return why ids [batch, length] are refused, by row, and ids that the model can look up.
 
-    Args:
-        ids: [batch, length].
-        real: which of them are tokens [batch, length], bool; None if all are.
-        vocabulary: the number of token ids.
-
-    Raises:
-        WeirError: no row is left.
+    `real` says which are tokens [batch, length], bool; None if all are.
     """
     low, high = ids.aminmax()
     if int(low) >= 0 and int(high) < vocabulary:

@@ -1,8 +1,4 @@
-"""Memory estimate of a cache, from the model's configuration alone.
-
-Bytes of a stream and of the weights, how many streams fit beside them, and the bytes that a decode
-step reads, all before a weight is loaded or a slot is allocated.
-"""
+"""Memory estimate of a cache, before a weight is loaded or a slot is allocated."""
 
 from __future__ import annotations
 

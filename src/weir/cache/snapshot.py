@@ -49,10 +49,8 @@ class Contents:
 
 
 def contents_of(layer: Layer, waiting: list[int]) -> Contents:
-    """Copy the slots of `layer`, with `waiting` tokens in each row's tail.
-
-    Raises:
-        WeirError: nothing was fed yet.
+    """Copy the slots of `layer`, with `waiting` tokens in each row's tail; WeirError before the
+    first.
     """
     if layer.state.slab is None:
         raise WeirError("nothing was fed to this cache yet")
@@ -83,12 +81,7 @@ def pool_names(spec: LayerSpec) -> tuple[str, ...]:
 
 
 def pools_of(lies: Layout, end: int) -> Tensor:
-    """Return the index in `pool_names` of each of a row's first `end` slots [end], int64.
-
-    Args:
-        lies: the layout of the row.
-        end: the end of the slots in use, with those that wait for a fold.
-    """
+    """Return the index in `pool_names` of each of a row's first `end` slots [end], int64."""
     pools = torch.full((end,), len(lies.lengths))
     for pool, start in lies.starts.items():
         pools[start : start + lies.lengths[pool]] = pool
@@ -98,8 +91,8 @@ def pools_of(lies: Layout, end: int) -> Tensor:
 def layer_report(layer: Layer, row: int, waiting: int) -> dict[str, Any]:
     """Report a layer's pipe, its bytes, a row's slots, and its pools' reports, as JSON.
 
-    "slots" are by pool, "held" is their sum; "pools" is there only if a pool has a report
-    (`Pool.report`), by its name and number. `waiting` tokens are in the row's tail.
+    "slots" are by pool, "held" is their sum; "pools" is there only if a pool has a report.
+    `waiting` tokens are in the row's tail.
     """
     pools = layer.spec.pipe.pools
     lengths = layer.state.lengths[row] if layer.state.slab is not None else [0] * len(pools)
@@ -236,17 +229,8 @@ class LayerRow:
 def snapshot_row(
     layers: Iterable[Layer], row: int, seen: int, waiting: int, origin: int
 ) -> Holding:
-    """Take a snapshot of one row in all layers.
-
-    Args:
-        layers: all layers.
-        row: which row.
-        seen: tokens of the row so far.
-        waiting: those of them that wait for a fold.
-        origin: the place in the stream of the first token.
-
-    Raises:
-        WeirError: nothing was fed yet.
+    """Take a snapshot of one row in all layers, `seen` tokens long, of which `waiting` are in the
+    tail.
     """
     parts = []
     for layer in layers:
@@ -260,11 +244,8 @@ def snapshot_row(
 
 
 def holding_in(plans: Sequence[LayerPlan], state: RowState) -> Holding:
-    """Take a snapshot of a row that was taken from a cache.
-
-    Args:
-        plans: the plans of the cache, or of another that could take the row.
-        state: the row.
+    """Take a snapshot of a row that was taken from a cache, given the plans of one that could take
+    it.
     """
     facts = state.facts
     parts = []
@@ -295,12 +276,9 @@ def _join_layers(layers: Sequence[LayerRow], seen: int, origin: int) -> Holding:
 
 
 def _pairs(at: Tensor, pair: Tensor, tokens: int) -> Tensor:
-    """Count the pairs in which each token holds a slot [tokens], int64; a pair counts once.
+    """Count the pairs of a layer and a head in which each token holds a slot [tokens], int64.
 
-    Args:
-        at: the index of each slot's token [slots].
-        pair: each slot's pair of a layer and a head [slots].
-        tokens: number of tokens.
+    `at` has the index of each slot's token, `pair` its pair [slots].
     """
     different = torch.stack([at, pair]).unique(dim=1)
     return torch.bincount(different[0], minlength=tokens)

@@ -1,7 +1,6 @@
 """Validation of row states and session facts that come from outside.
 
-A kind is a function that checks a value and raises `ValidationError` with its place. Kinds can be
-combined into kinds.
+A kind is a function that checks a value; kinds are combined into kinds.
 """
 
 from __future__ import annotations
@@ -172,18 +171,14 @@ def check_row(
     whole_prompt: bool,
     row: int | None = None,
 ) -> None:
-    """Refuse a row that no stream through such a cache can have.
+    """Refuse a row that no stream through such a cache can have; the ValidationError says what is
+    wrong.
 
     Args:
-        plans: every layer of the cache, with its actual heads.
         facts: `RowState.facts`; `row_facts` has checked each alone.
         tensors: `RowState.tensors`; none is read before its name, shape and dtype are right.
-        chunk, origin: of the cache.
         whole_prompt: the first tokens may have been folded at once, in any number.
         row: number of the row, for errors; None for the only one.
-
-    Raises:
-        ValidationError: names the fact or the tensor.
     """
     with nullcontext() if row is None else located(f"rows[{row}]"):
         _check_facts(facts, chunk=chunk, origin=origin, whole_prompt=whole_prompt)
@@ -196,11 +191,7 @@ def check_row(
 
 
 def _by_layer(tensors: Mapping[str, Tensor], layers: int) -> list[dict[str, Tensor]]:
-    """Group tensors by layer, under their own names.
-
-    Raises:
-        ValidationError: a name belongs to no layer, or a value is no tensor.
-    """
+    """Group tensors by layer, under their own names."""
     found: list[dict[str, Tensor]] = [{} for _ in range(layers)]
     for name, t in tensors.items():
         layer, _, own = str(name).partition(".")
@@ -213,16 +204,7 @@ def _by_layer(tensors: Mapping[str, Tensor], layers: int) -> list[dict[str, Tens
 
 
 def _check_facts(facts: Mapping[str, Any], *, chunk: int, origin: int, whole_prompt: bool) -> None:
-    """Refuse facts of a row that contradict each other; `row_facts` has checked each alone.
-
-    Args:
-        facts: `RowState.facts`.
-        chunk, origin: of the cache.
-        whole_prompt: the first tokens may have been folded at once, in any number.
-
-    Raises:
-        ValidationError: names the facts.
-    """
+    """Refuse facts of a row that contradict each other."""
     seen, waiting, columns = facts["seen"], facts["waiting"], facts["columns"]
     if origin + seen > FARTHEST:
         raise ValidationError(
@@ -246,16 +228,7 @@ def _check_facts(facts: Mapping[str, Any], *, chunk: int, origin: int, whole_pro
 
 
 def _check_sizes(plan: LayerPlan, found: Mapping[str, Size], lengths: Sequence[int]) -> None:
-    """Refuse tensors of one row of a layer that are not its slots in use (`LayerSpec.held`).
-
-    Args:
-        plan: the layer.
-        found: shape and dtype of each tensor, by the names of `SlabSpec.tensors`.
-        lengths: slots in use by pool.
-
-    Raises:
-        ValidationError: names the tensor.
-    """
+    """Refuse tensors of one row of a layer that are not its slots in use (`LayerSpec.held`)."""
     wanted = plan.slab.tensors(1)
     for name in found:
         if name not in wanted:
@@ -280,16 +253,8 @@ def _check_sizes(plan: LayerPlan, found: Mapping[str, Size], lengths: Sequence[i
 def _check_numbers(
     plan: LayerPlan, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], origin: int
 ) -> None:
-    """Refuse tensors of one row of a layer with numbers that no stream produces.
-
-    Args:
-        plan: the layer.
-        tensors: [1, kv_heads, ...], by the names of `SlabSpec.tensors`; of the right sizes.
-        facts: `RowState.facts`, checked.
-        origin: of the cache.
-
-    Raises:
-        ValidationError: names the tensor.
+    """Refuse tensors [1, kv_heads, ...] of a layer, of the right sizes, with numbers no stream
+    produces.
     """
     pipe, chunk = plan.spec.pipe, plan.spec.chunk
     lengths = facts["lengths"][plan.spec.index]
@@ -336,13 +301,7 @@ def _check_numbers(
 
 
 def _check_positions(position: Tensor, lies: Layout, ahead: int, chunk: int, origin: int) -> None:
-    """Check that the front holds folded tokens, run and tail rise by one, the rest is empty.
-
-    Args:
-        position: [1, kv_heads, slots].
-        lies: the layout of the row.
-        ahead: the place of the first token that has not been folded.
-    """
+    """Check that the front holds folded tokens, run and tail rise by one, and the rest is empty."""
     for kept in (position[:, :, : lies.quantized_front], position[:, :, lies.first : lies.front]):
         if not bool(((kept == EMPTY) | ((kept >= origin) & (kept < ahead))).all()):
             raise ValidationError(
@@ -363,11 +322,7 @@ def _check_positions(position: Tensor, lies: Layout, ahead: int, chunk: int, ori
 def _check_weights(name: str, weights: Tensor, empty: Tensor, used: int, chunk: int) -> None:
     """Check log-weights: valid in slots in use, 0 in waiting slots, -inf in all others.
 
-    Args:
-        name: the name of the log-weights.
-        weights: [1, kv_heads, slots].
-        empty: which slots before the tail hold no token [1, kv_heads, used].
-        used: the start of the tail.
+    `empty` says which slots before the tail hold no token [1, kv_heads, used].
     """
     kept = weights[:, :, :used]
     if not bool((kept <= MOST_WEIGHT).all()):
@@ -381,11 +336,8 @@ def _check_weights(name: str, weights: Tensor, empty: Tensor, used: int, chunk: 
 
 
 def _check_spans(spans: Tensor, origin: int, facts: Mapping[str, Any]) -> None:
-    """Check that words and images begin within the stream on three axes, with a valid reach.
-
-    Args:
-        spans: the spans of the tokens that are held [tokens, 2].
-        origin, facts: as for `_check_numbers`.
+    """Check that words and images [tokens, 2] begin within the stream on three axes, with a valid
+    reach.
     """
     clock = origin + facts["seen"] + facts["drift"]
     begins, reach = spans[:, 0], spans[:, 1]

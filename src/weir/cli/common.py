@@ -56,7 +56,8 @@ SlotsName = Annotated[
     str | None,
     typer.Option(
         "--slots",
-        help="Storage of the middle slots: exact, int8, k8v4 or fp8 [default: as the policy says]",
+        help="Storage of the middle slots: exact, int8, int4, k8v4 or fp8 [default: as the policy "
+        "says]",
     ),
 ]
 Compile = Annotated[

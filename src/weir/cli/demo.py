@@ -138,10 +138,18 @@ def _tell(result: dict[str, Any], console: Console) -> None:
     if result["chat"]:
         alone = f"{story['before']} of {len(story['names'])}"
         console.print(f"Asked before the text was pasted: {alone} right.", highlight=False)
-    console.print(f"Who still knows, {story['away']:,} tokens later:", highlight=False)
+        _tell_right(result, "soon", console)
+    _tell_right(result, "knows", console)
+
+
+def _tell_right(result: dict[str, Any], key: str, console: Console) -> None:
+    """Print the right answers of each policy after the short ("soon") or the long text."""
+    story = result["story"]
+    away = story["soon" if key == "soon" else "away"]
+    console.print(f"Who still knows, {away:,} tokens later:", highlight=False)
     widest = max(len(policy["policy"]) for policy in result["policies"])
     for policy in result["policies"]:
-        line = f"  {policy['policy']:<{widest}}  {policy['knows']} of {len(story['names'])}"
+        line = f"  {policy['policy']:<{widest}}  {policy[key]} of {len(story['names'])}"
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

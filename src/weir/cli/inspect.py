@@ -9,7 +9,9 @@ import typer
 
 from weir.cli.app import command
 from weir.cli.common import (
+    DEFAULT,
     AsJson,
+    Budget,
     ModelName,
     Seed,
     numbers,
@@ -17,6 +19,7 @@ from weir.cli.common import (
     print_json,
     progress,
     say,
+    with_given_budget,
 )
 from weir.cli.loading import Loading, load_model, loads_model
 from weir.errors import WeirError
@@ -49,6 +52,7 @@ def inspect(
         str | None,
         typer.Option(help="A pipe or a named policy, to show what it keeps."),
     ] = None,
+    budget: Budget = None,
     sequences: Annotated[
         int, typer.Option(min=1, help="Number of short sequences to average maps over.")
     ] = 256,
@@ -85,7 +89,8 @@ def inspect(
 
     names = [name.strip() for name in only.split(",") if name.strip()]
     select_sections(names)
-    if policy is not None:
+    if policy is not None or budget is not None:
+        policy = with_given_budget(policy or DEFAULT, budget)
         parse_policy(policy)
     which = numbers("--layers", layers), numbers("--heads", heads)
     words = "\n\n".join(read_books(BOOK if text is None else text))

@@ -70,6 +70,8 @@ IN_SYSTEM = 1
 """So many of them are told in the system turn, the others in the first message."""
 RULE = " ".join([*(fact for fact, _, _ in FACTS[:IN_SYSTEM]), "You answer in one short sentence."])
 """The system turn."""
+SOON = 1100
+"""Tokens of the short text after which the chat is asked as well: more than a policy's budget."""
 ANSWER = 24
 """Most tokens of an answer in the chat."""
 CALM = {"temperature": 0.0, "repetition_penalty": 1.1}
@@ -188,7 +190,7 @@ class BookStory:
 
 
 class ChatStory:
-    """A chat: a rule in the system turn, facts in the first turn, questions after a long text.
+    """A chat: facts in the first two turns, questions after a short and after a long text.
 
     Args:
         model, tokenizer: the model and its tokenizer, which has a chat template.
@@ -221,10 +223,19 @@ class ChatStory:
         return torch.tensor(talk.turn(f"Here is the beginning of a novel.\n\n{book}"))
 
     def tell(self, stream: Stream) -> dict[str, Any]:
-        """Ask the questions; returns what `BookStory.tell` does."""
+        """Ask the questions, and once more in a chat of its own, after a short text.
+
+        Returns:
+            What `BookStory.tell` returns, and "soon", the number of right answers after the short
+            text.
+        """
         answers, right = self._ask(stream)
         held = held_by_part(stream, PARTS)
-        return {"held": held, "answers": answers, "right": right, "knows": sum(right)}
+        told = {"held": held, "answers": answers, "right": right, "knows": sum(right)}
+        short = Stream(self.model, stream.policy)
+        self.begin(short)
+        short.feed(self.paste(SOON))
+        return {**told, "soon": sum(self._ask(short)[1])}
 
     def _ask(self, stream: Stream) -> tuple[list[str], list[bool]]:
         answers = []
@@ -241,6 +252,7 @@ class ChatStory:
             "away": read,
             "before": self.before,
             "in_system": IN_SYSTEM,
+            "soon": SOON,
             "names": [[question, word] for _, question, word in FACTS],
         }
 
@@ -359,7 +371,8 @@ CHAT_STORY = Template("""<h2>Who still knows?</h2>
 <p>Before the long text every policy was told $count facts, the first $system of them in the system
 turn, which only <code>pinned</code> holds on to; $away tokens later it was asked for each. Without
 the text between, $before of $count answers are right: a model that cannot answer then says nothing
-about a policy. A right answer has a tick.</p>
+about a policy. In a second chat the text between was $soon tokens short: right after it were
+$answered. A right answer has a tick.</p>
 $answers
 
 <h2>What each policy still holds</h2>
@@ -443,19 +456,16 @@ def write_excerpt(result: dict[str, Any], folder: Path) -> list[Path]:
     table, picture = folder / "table.md", folder / "perplexity.svg"
     story = result["story"]
     heads = ["policy", "perplexity", "cache"]
-    edges = (
-        [0, *([story["in_system"]] if result["chat"] else []), len(story["names"])] if story else []
-    )
     if story:
-        heads += (
-            ["of the system turn", "of the first message"] if result["chat"] else ["still knows"]
-        )
+        count = len(story["names"])
+        heads += [f"right after {story['soon']:,} tokens"] if result["chat"] else []
+        heads += [f"right after {story['away']:,} tokens"]
     rows = [
         [
             f"`{policy['policy']}`",
             f"{policy['ppl']:,.1f}",
             f"{policy['kv_bytes'] / 1e6:,.1f} MB",
-            *(f"{sum(policy['right'][a:b])} of {b - a}" for a, b in itertools.pairwise(edges)),
+            *(f"{policy[key]} of {count}" for key in ("soon", "knows") if story and key in policy),
         ]
         for policy in result["policies"]
     ]
@@ -512,6 +522,11 @@ def _story(result: dict[str, Any]) -> str:
         some=some,
         before=story.get("before"),
         system=story.get("in_system"),
+        soon=f"{story.get('soon', 0):,}",
+        answered=", ".join(
+            f"{policy.get('soon')} under <code>{html.escape(policy['policy'])}</code>"
+            for policy in result["policies"]
+        ),
         away=f"{story['away']:,}",
         seen=f"{seen:,}",
         place=f"{100 * story['told_at'] / seen:.2f}",

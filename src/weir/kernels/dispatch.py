@@ -37,7 +37,7 @@ _KERNELS = {
     ("numba", "draw_uniform"): ("weir.kernels.cpu.counter_rng", "draw_uniform"),
     ("numba", "decode_exact"): ("weir.kernels.cpu.decode", "decode_exact"),
     ("numba", "decode_quantized"): ("weir.kernels.cpu.decode_quantized", "decode_quantized"),
-    ("numba", "decode_int4"): ("weir.kernels.cpu.decode_int4", "decode_int4"),
+    ("numba", "decode_int4"): ("weir.kernels.cpu.decode", "decode_int4"),
     ("numba", "distances"): ("weir.kernels.cpu.distances", "distances"),
     ("numba", "resample"): ("weir.kernels.cpu.resample", "resample"),
     ("numba", "causal"): ("weir.kernels.cpu.causal", "causal"),
@@ -94,7 +94,7 @@ def decode_quantized(device: torch.device) -> Callable[..., Any] | None:
 
 def decode_int4(queries: torch.Tensor, width: int) -> Callable[..., Any] | None:
     """The kernel for one query a head over slots of which the first have 4 bits, rotated (see
-    `weir.kernels.cpu.decode_int4`); None where they are dequantized before they are read.
+    `weir.kernels.cpu.decode`); None where they are dequantized before they are read.
 
     Args:
         queries: [..., key_dim].

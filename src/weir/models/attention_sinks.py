@@ -1,9 +1,8 @@
 """The attention sink a model was trained with, and softmax-off-by-one for a Zero Sink.
 
-StreamingLLM (Xiao et al. 2023), section 3.3, trains models in three ways: as usual; with SoftMax_1,
-which adds one to the denominator, so that attention weights need not sum to one ("Zero Sink"); and
-with a learnable token in front of every sample. The model's configuration records the kind in plain
-JSON, so that it travels with the weights. Knows nothing about caches, and copies no model's code.
+StreamingLLM (Xiao et al. 2023), section 3.3, trains models as usual; with SoftMax_1, which adds one
+to the denominator ("Zero Sink"); or with a learnable token in front of every sample. The model's
+configuration records the kind, so that it travels with the weights.
 """
 
 from __future__ import annotations
@@ -128,11 +127,7 @@ def set_sink(config: PreTrainedConfig, kind: str, tokens: Iterable[int] = ()) ->
 
 
 def attend_by_sink(config: PreTrainedConfig) -> None:
-    """Select `zero_sink_attention` where a configuration says that its model has a Zero Sink.
-
-    Raises:
-        WeirError: as `sink_of`.
-    """
+    """Select `zero_sink_attention` where a configuration says that its model has a Zero Sink."""
     text: Any = config.get_text_config(decoder=True)
     if sink_of(config).kind == "zero":
         # Set twice: for this process, and as a plain attribute for the saved file, because
@@ -142,13 +137,8 @@ def attend_by_sink(config: PreTrainedConfig) -> None:
 
 
 def sink_at_work(config: PreTrainedConfig) -> ModelSink:
-    """Return a loaded model's sink, after checking that its attention implements it.
-
-    Args:
-        config: the loaded model's configuration.
-
-    Raises:
-        WeirError: the model was trained with a Zero Sink, and its attention has none.
+    """Return a loaded model's sink; WeirError if it is a Zero Sink that its attention does not
+    implement.
     """
     sink, text = sink_of(config), config.get_text_config(decoder=True)
     # During a call with a weir cache in another thread, the attention is weir's.
@@ -162,14 +152,10 @@ def sink_at_work(config: PreTrainedConfig) -> ModelSink:
 
 
 def begin_with_sink(tokenizer: PreTrainedTokenizerBase, sink: ModelSink) -> None:
-    """Make a tokenizer put a learnable sink's tokens in front of every text.
+    """Make a tokenizer put a learnable sink's tokens in front of every text, unless it does so
+    already.
 
-    Args:
-        tokenizer: the model's tokenizer; modified unless it does so already.
-        sink: the model's sink; any but a learnable one has no tokens, and nothing changes.
-
-    Raises:
-        WeirError: the tokenizer does not know the tokens, or cannot be changed.
+    Raises WeirError if it does not know the tokens, or cannot be changed.
     """
     count = len(sink.tokens)
     if not count or tuple(tokenizer("a")["input_ids"][:count]) == sink.tokens:

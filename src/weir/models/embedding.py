@@ -1,8 +1,4 @@
-"""Images as embeddings: the decoder's input after the model has inserted image features.
-
-The model itself makes them, whatever its family, so this module knows nothing about pixels, vision
-towers or caches.
-"""
+"""Images as embeddings: the decoder's input after the model has inserted image features."""
 
 from __future__ import annotations
 
@@ -87,13 +83,8 @@ def embed(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor:
 
 
 def mismatch(error: BaseException) -> WeirError | None:
-    """Turn a model's error about images that do not match their tokens into weir's.
-
-    Args:
-        error: the error raised by a call of the model.
-
-    Returns:
-        None for any other error.
+    """Turn a model's error about images that do not match their tokens into weir's; None for any
+    other.
     """
     text = str(error).strip()
     if not isinstance(error, ValueError) or not any(all(w in text for w in c) for c in COMPLAINTS):

@@ -1,9 +1,7 @@
 """Fingerprints of models, from their weights in memory; no weight is dequantized or loaded.
 
-A fingerprint reads some numbers of every weight: of a sharded model, numbers of the local shard; of
-a quantized one, of the quantized data; of an offloaded one, of the weights where they are stored.
-So the same model loaded in the same way has the same fingerprint; loaded in another way, it may
-have another one. Knows nothing about files, caches or streams.
+Some numbers of every weight are read: of the local shard, of the quantized data, or of an offloaded
+weight where it is stored. So the same model loaded in another way may have another fingerprint.
 """
 
 from __future__ import annotations
@@ -43,10 +41,6 @@ def weights_of(decoder: nn.Module, config: Any) -> str:
     """Return a checksum of a decoder's weights, cached until a weight is replaced or written to.
 
     A write through `weight.data`, which PyTorch does not count, is not noticed.
-
-    Args:
-        decoder: the module that caches are for.
-        config: the decoder's configuration.
     """
     settings = _position_settings(config)
     now = [

@@ -1,7 +1,6 @@
 """Lock around a model's forwards: no other thread may see what a call switches.
 
 Models made from one configuration object switch attention together, so they share one lock.
-Knows nothing about caches or attention.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ _LOOKING = threading.Lock()
 class ForwardLock:
     """Reentrant lock around calls of one configuration's models.
 
-    A class of its own, since `threading.RLock` cannot be referenced weakly. A configuration keeps
-    the same lock as long as anyone holds this object, and a waiting thread does.
+    `threading.RLock` cannot be referenced weakly. A configuration keeps the same lock as long as
+    anyone holds this object, and a waiting thread does.
     """
 
     def __init__(self, config: Any) -> None:
@@ -56,13 +55,11 @@ def forward_lock_of(config: Any) -> ForwardLock:
 
 
 def wait_for_others(module: nn.Module, taking: CodeType) -> None:
-    """Wait for calls of a module that other threads began before it had a lock.
+    """Wait for calls of a module that other threads began before it had a lock, which the caller
+    holds.
 
-    Such calls hold no lock, so the stacks of all threads are searched for them.
-
-    Args:
-        module: the module; the caller holds its lock.
-        taking: the code of the function that takes the lock; calls inside that function wait.
+    The stacks of all threads are searched for them; calls inside the function of code `taking`
+    wait.
     """
     # Whether a frame calls the module; every frame is read only once (see `_self_of`).
     judged: dict[FrameType, bool] = {}
@@ -93,8 +90,8 @@ def _self_of(frame: FrameType) -> object:
 
     Before Python 3.13, `f_locals` copies the frame's variables into a dictionary that the frame
     keeps. The other thread must not leave the frame meanwhile, or freed memory is copied. So
-    nothing may run that lets that thread continue, as freeing a tensor does. Therefore garbage
-    collection is paused, and no frame is read twice, which would free the dictionary's old content.
+    nothing may run that lets it continue, as freeing a tensor does: garbage collection is paused,
+    and no frame is read twice, which would free the dictionary's old content.
     """
     with _LOOKING:
         collecting = gc.isenabled()

@@ -1,7 +1,6 @@
 """Gates: a linear map a layer that predicts from keys and values how much a token will be needed.
 
-They are trained on the model at hand (`weir.evals.gates`) and lie in a file that is found by the
-model's weights, in weir's cache folder. Knows nothing about caches or pools.
+They are trained on the model at hand (`weir.evals.gates`) and kept in weir's cache folder.
 """
 
 from __future__ import annotations
@@ -37,12 +36,8 @@ class Gate:
     def __call__(self, keys: Tensor, values: Tensor) -> Tensor:
         """Predict the logarithm of the largest share of attention [batch, kv_heads, n], float32.
 
-        Args:
-            keys: without rotation, the same tokens in all heads [batch, kv_heads, n, key_dim].
-            values: [batch, kv_heads, n, value_dim].
-
-        Raises:
-            WeirError: the gate is of a layer with other heads.
+        Keys, without rotation, and values are of the same tokens in all heads [batch, kv_heads, n,
+        dim]; WeirError if the gate is of a layer with other heads.
         """
         given = features(keys, values)
         weight = self.weight.to(given.device)
@@ -67,11 +62,7 @@ def gates_file(decoder: nn.Module, config: Any) -> Path:
 
 
 def load_gates(decoder: nn.Module, config: Any) -> dict[int, Gate]:
-    """Load the gates of a model, by layer; none if it has none.
-
-    Raises:
-        WeirError: its file cannot be read.
-    """
+    """Load the gates of a model, by layer; {} if it has none, WeirError if they cannot be read."""
     path = gates_file(decoder, config)
     if not path.is_file():
         return {}
@@ -86,11 +77,7 @@ def load_gates(decoder: nn.Module, config: Any) -> dict[int, Gate]:
 
 
 def save_gates(decoder: nn.Module, config: Any, gates: Mapping[int, Gate]) -> Path:
-    """Save the gates of a model where `load_gates` finds them, and return the file.
-
-    Raises:
-        WeirError: it cannot be written.
-    """
+    """Save the gates of a model where `load_gates` finds them, and return the file."""
     path = gates_file(decoder, config)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

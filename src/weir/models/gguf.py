@@ -1,10 +1,8 @@
 """GGUF files as model folders: read once by transformers, then kept as safetensors.
 
-transformers' reader takes half a minute for a file of 100 MB: it walks through the vocabulary
-string by string, several times, and dequantizes every weight. Its result is therefore kept in
-weir's cache folder, as `save_pretrained` writes it, under the file's size and SHA-256; the second
-start reads that. Headers are checked here first, since transformers and the package `gguf` trust
-every size that a file declares.
+transformers takes half a minute for a file of 100 MB, so what it has read is kept in weir's cache
+folder, under the file's size and SHA-256. Headers are checked here first, since transformers and
+the package `gguf` trust every size that a file declares.
 
 Format: the GGUF specification of the ggml project, versions 2 and 3, little-endian.
 """
@@ -102,11 +100,8 @@ class _Damaged(Exception):
 def find_gguf(name: str) -> Path | None:
     """Find the GGUF file that a model's name stands for; None if there is none.
 
-    Args:
-        name: a file, a folder that holds one such file and no `config.json`, or `"smollm2"`.
-
-    Raises:
-        WeirError: the folder holds several GGUF files.
+    The name is a file, a folder that holds one such file and no `config.json`, or `"smollm2"`; of a
+    folder with several, WeirError.
     """
     if name == SMOLLM2:
         return _packaged_smollm2()
@@ -132,10 +127,8 @@ def smollm2_package() -> Path | None:
 
 
 def read_header(path: Path) -> GGUFHeader:
-    """Read and check a file's header, without vocabulary and weights.
-
-    Raises:
-        WeirError: the file is not GGUF, or it is damaged or cut off.
+    """Read and check a file's header, without vocabulary and weights; WeirError if it is none or
+    damaged.
     """
     size = path.stat().st_size
     try:
@@ -232,9 +225,8 @@ class _HeaderReader:
 def check_readable(path: Path, header: GGUFHeader) -> None:
     """Refuse a file that transformers cannot read, before half a minute is spent on it.
 
-    Raises:
-        WeirError: the package `gguf` is missing; the architecture or the quantization of a tensor
-            is unknown; or the file ends before its weights do.
+    Raises WeirError if the package `gguf` is missing, the architecture or the quantization of a
+    tensor is unknown, or the file ends before its weights do.
     """
     try:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -275,11 +267,8 @@ def check_readable(path: Path, header: GGUFHeader) -> None:
 def read_config(path: Path) -> PretrainedConfig:
     """Read a model's configuration from a file's header alone.
 
-    transformers would still walk through the vocabulary, so it gets a copy of the header without
-    one, in front of a sparse hole as large as the weights.
-
-    Raises:
-        WeirError: as `read_header` and `check_readable`.
+    transformers would walk through the vocabulary, so it gets a copy of the header without one, in
+    front of a sparse hole as large as the weights.
     """
     header = read_header(path)
     check_readable(path, header)
@@ -316,8 +305,7 @@ def _is_long(header: GGUFHeader, key: str) -> bool:
 def unpack(path: Path) -> Path:
     """Return the folder with a file's model and tokenizer, converting the file on first use.
 
-    Raises:
-        WeirError: the file cannot be read, or the cache folder has no room.
+    Raises WeirError if the file cannot be read, or the cache folder has no room.
     """
     home = cache_folder() / "gguf"
     folder = home / f"{path.stem}-{path.stat().st_size}-{_hash(path)[:16]}"

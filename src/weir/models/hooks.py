@@ -1,19 +1,16 @@
 """Hooks that route a model's forward through a weir cache.
 
-Between calls, and in calls without a weir cache, the model behaves as it did before. During a call
-with a weir cache:
+During a call with a weir cache, and in no other:
 
-- the attention implementation of its configuration is `weir`; families that have attention code of
-  their own get patched attention modules that call weir (`legacy_attention`);
-- its rotary embedding returns cosines and sines of weir's own positions, exact at any distance, so
-  that queries and keys arrive rotated as weir needs them;
-- its decoder gets no attention mask and small positions: weir has read the real ones, and the model
-  builds nothing from them that grows with the stream.
+- the attention implementation of the model's configuration is `weir`; families with attention code
+  of their own get patched attention modules that call weir (`legacy_attention`);
+- its rotary embedding returns cosines and sines of weir's own positions;
+- its decoder gets no attention mask and small positions, so that it builds nothing that grows with
+  the stream.
 
-All calls of a model take turns, also those without a weir cache, so that no thread sees what
-another one has switched. The hooks are removed with the model's last cache, and copies of the model
-do not have them. A cache is a `cache.StreamingCache` and a call under way a
-`cache.forward.Forward`, which this module does not import, being below them.
+All calls of a model take turns, so that no thread sees what another one has switched. The hooks are
+removed with the model's last cache, and copies of the model do not have them. A cache is a
+`StreamingCache` and a call under way a `Forward`, of rooms above this one.
 """
 
 from __future__ import annotations
@@ -215,9 +212,8 @@ class Attachment:
             self.facts.config._attn_implementation = {"": name}
 
     def _rotate(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return cosines and sines [batch or 1, length, the model's width], float32.
-
-        They are float32 in any model, so that only the rotated key is rounded to half precision.
+        """Return cosines and sines [batch or 1, length, the model's width], float32 in any model,
+        so that only the rotated key is rounded to half precision.
         """
         output = own(*args, **kwargs)
         if self.running is None:
@@ -251,10 +247,7 @@ def _refuse_weightless(decoder: Any) -> None:
 
 
 def attach(model: PreTrainedModel, cache: Any) -> Attachment:
-    """Attach a cache to a model and return the model's attachment, made with its first cache.
-
-    A model and its base model share one decoder and therefore one attachment.
-    """
+    """Attach a cache to a model and return the attachment of the model's decoder."""
     facts = describe(model)
     note_missing_kernels(model.device.type)
     with _MAKING:
@@ -351,14 +344,10 @@ def weir_attention(
 ) -> tuple[Tensor, None]:
     """Attention function for transformers, used in calls with a weir cache.
 
-    Args:
-        query: rotated to its position [batch, heads, length, key_dim].
-        key, value: of the new tokens only [batch, kv_heads, length, dim]. `key` carries the cache
-            and layer as a mark left by `StreamingCache.update`, or in a tuple (`Step.update`);
-            `module.layer_idx` would not do, since a module does not know the cache of its call.
-
-    Returns:
-        ([batch, length, heads, value_dim], None).
+    Takes queries rotated to their positions [batch, heads, length, key_dim], and keys and values of
+    the new tokens only [batch, kv_heads, length, dim]. `key` carries the cache and layer as a mark
+    left by `StreamingCache.update`, or in a tuple (`Step.update`), since a module does not know the
+    cache of its call. Returns ([batch, length, heads, value_dim], None).
     """
     if isinstance(key, tuple):  # from a compiled step, which cannot mark a tensor
         cache, layer, key = key

@@ -1,9 +1,7 @@
 """Images in a stream: which models have them, which weir streams, and which calls it refuses.
 
-In the models named here, image tokens are tokens like any other once the model has replaced their
-embeddings with image features: attention is causal, and every token has one position, or one on
-each of three axes (`mrope`). The model does that replacement; weir knows nothing about pixels. This
-module knows nothing about caches.
+In these models image tokens are tokens like any other once the model has replaced their embeddings
+with image features: attention is causal, and every token has one position, or three (`mrope`).
 """
 
 from __future__ import annotations
@@ -50,16 +48,9 @@ class Images:
     axes: bool = False
 
     def check(self, given: Mapping[str, Any]) -> None:
-        """Refuse a call whose images cannot be streamed or do not match its ids.
+        """Refuse a call whose images cannot be streamed or do not match its ids (WeirError).
 
         In a call of one token, an image token counts as one that the model itself has generated.
-
-        Args:
-            given: the decoder's arguments by name.
-
-        Raises:
-            WeirError: the model's images are refused, there are images without image tokens, or
-                image tokens without images.
         """
         pictures = bool(pictures_in(given))
         if not self.causal:
@@ -80,11 +71,7 @@ class Images:
             self.check_words(ids)
 
     def check_words(self, ids: Tensor) -> None:
-        """Refuse image tokens among ids that came without an image.
-
-        Raises:
-            WeirError: there is an image token.
-        """
+        """Refuse image tokens among ids that came without an image (WeirError)."""
         if self.in_ids(ids).any():
             if not self.causal:
                 raise self.refusal
@@ -111,11 +98,7 @@ class Images:
 def pictures_in(given: Mapping[str, Any]) -> list[str]:
     """Return the names of the decoder's arguments that carry images.
 
-    `generate()` passes the vision tower's features in every call; without images that argument is
-    an empty mapping.
-
-    Args:
-        given: the arguments by name.
+    `generate()` passes the vision tower's features in every call; without images they are empty.
     """
 
     def brings(value: Any) -> bool:
@@ -127,11 +110,7 @@ def pictures_in(given: Mapping[str, Any]) -> list[str]:
 
 
 def images_of(config: Any) -> Images | None:
-    """Describe the images of a model with this configuration; None for a text model.
-
-    Args:
-        config: configuration of the multimodal model.
-    """
+    """Describe the images of a multimodal model; None for a text model."""
     kind = config.model_type
     if kind not in CAUSAL | TEXT_ONLY:
         return None

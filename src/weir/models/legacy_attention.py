@@ -1,11 +1,8 @@
 """Attention of families outside transformers' attention interface: Falcon, MPT and Bloom.
 
-Their attention modules score, mask and sum by themselves, so the switch that `hooks` sets for other
-families has no effect on them. While weir is attached, the `forward` of these modules is replaced,
-on that one model object. In a call with a weir cache it makes queries, keys and values as the
-family does, lets weir attend, and projects the result. In any other call the family's own runs.
-
-Knows how each family lays out its projections, and nothing about caches or policies.
+While weir is attached, the `forward` of their attention modules is replaced: in a call with a weir
+cache it makes queries, keys and values as the family does, lets weir attend, and projects the
+result. In any other call the family's own runs.
 """
 
 from __future__ import annotations
@@ -38,21 +35,11 @@ Attend = Callable[[int, Tensor, Tensor, Tensor, AttentionParams], Tensor]
 
 
 def falcon(module: Any, attend: Attend, hidden: Tensor) -> tuple[Tensor, None]:
-    """Forward of a `FalconAttention`, in any of its four architectures.
+    """Forward of a `FalconAttention`, in any of its four architectures, for `hidden` [batch,
+    length, dim].
 
-    One projection makes queries, keys and values, group by group: a KV head's queries, then its
-    key, then its value. With multi-query attention all heads are one group; without it each head is
-    a group; the new decoder architecture configures the number of groups. In the latter,
-    transformers repeats keys and values for every query head before caching them; here each is
-    stored once.
-
-    Args:
-        module: the attention module.
-        attend: `Runner.attend`.
-        hidden: [batch, length, hidden].
-
-    Returns:
-        ([batch, length, hidden], None): the module's output, and no attention weights.
+    One projection makes queries, keys and values, group by group. transformers may repeat keys and
+    values for every query head before caching them; here each is stored once.
     """
     queries, keys, values = split_groups(
         module.query_key_value(hidden), module.num_kv_heads, module.head_dim
@@ -63,15 +50,7 @@ def falcon(module: Any, attend: Attend, hidden: Tensor) -> tuple[Tensor, None]:
 
 
 def bloom(module: Any, attend: Attend, hidden: Tensor, residual: Tensor) -> tuple[Tensor, None]:
-    """Forward of a `BloomAttention`, which adds the residual itself.
-
-    Args:
-        module, attend, hidden: as for `falcon`.
-        residual: added to the output [batch, length, hidden].
-
-    Returns:
-        ([batch, length, hidden], None).
-    """
+    """Forward of a `BloomAttention`, which adds the residual [batch, length, dim] itself."""
     queries, keys, values = split_groups(
         module.query_key_value(hidden), module.num_heads, module.head_dim
     )
@@ -81,9 +60,8 @@ def bloom(module: Any, attend: Attend, hidden: Tensor, residual: Tensor) -> tupl
 
 
 def mpt(module: Any, attend: Attend, hidden: Tensor) -> tuple[Tensor, None]:
-    """Forward of an `MptAttention`; arguments as for `falcon`.
-
-    The projection holds all queries, then all keys, then all values; some models clip them.
+    """Forward of an `MptAttention`: all queries, then all keys, then all values; some models clip
+    them.
     """
     mixed = module.Wqkv(hidden)
     if module.clip_qkv:
@@ -105,16 +83,9 @@ FORWARDS: dict[str, Callable[..., tuple[Tensor, None]]] = {
 
 
 def split_groups(mixed: Tensor, kv_heads: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Split a projection that holds, per KV head, its queries, its key and its value.
-
-    Args:
-        mixed: [batch, length, kv_heads * (group + 2) * dim].
-        kv_heads: number of KV heads.
-        dim: numbers of a head.
-
-    Returns:
-        Queries [batch, kv_heads * group, length, dim], keys and values
-        [batch, kv_heads, length, dim].
+    """Split a projection [batch, length, kv_heads * (group + 2) * dim], a KV head's queries, key
+    and value in a row, into queries [batch, heads, length, dim], keys and values [batch, kv_heads,
+    length, dim].
     """
     split = mixed.unflatten(2, (kv_heads, -1, dim)).permute(0, 2, 3, 1, 4)
     return split[:, :, :-2].flatten(1, 2), split[:, :, -2], split[:, :, -1]
@@ -128,16 +99,9 @@ def merge_heads(out: Tensor) -> Tensor:
 def install(
     kind: str, decoder: nn.Module, attentions: tuple[nn.Module, ...], runner: Runner
 ) -> Callable[[], None]:
-    """Replace the forwards of a model's attention modules.
+    """Replace the forwards of a model's attention modules, for types in `FORWARDS`.
 
-    Args:
-        kind: the model type; nothing is done for types that `FORWARDS` does not have.
-        decoder: the module that builds what its layers share.
-        attentions: the attention modules of all layers.
-        runner: tells at each call whether weir attends.
-
-    Returns:
-        A function that restores the model.
+    Returns a function that restores the model.
     """
     patches: list[MethodPatch] = []
     if kind in FORWARDS:
@@ -159,15 +123,8 @@ def install(
 def mask_for(kind: str, alibi: bool, tokens: Tensor) -> Tensor | None:
     """Return the smallest mask a decoder accepts, so that it builds nothing as long as the stream.
 
-    weir has read the real mask and masks by itself. Most decoders ask their attention
-    implementation for a mask and get none. MPT requires one, and uses a 4D mask unchanged. Falcon,
-    and Bloom in older versions of transformers, build biases for the columns of their mask; without
-    a mask they would build them for the whole stream.
-
-    Args:
-        kind: the model type.
-        alibi: whether the model uses ALiBi.
-        tokens: ids [batch, length] or embeddings [batch, length, hidden].
+    Most decoders ask their attention implementation for a mask and get none. MPT uses a 4D mask
+    unchanged. Falcon, and Bloom in older transformers, build biases for the columns of their mask.
     """
     if kind == "mpt":
         return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)

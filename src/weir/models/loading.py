@@ -113,14 +113,7 @@ def load_encoder(
 
 
 def is_encoder(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> bool:
-    """Return whether a model is an encoder: one for masked tokens, not configured as a decoder.
-
-    Args:
-        name, revision, trust_remote_code: as for `load`.
-
-    Raises:
-        WeirError: there is no such model, or its configuration cannot be read.
-    """
+    """Return whether a model is an encoder: one for masked tokens, not configured as a decoder."""
     config = _Source(name, revision, trust_remote_code).config()
     decodes = getattr(config, "is_decoder", False) or config.is_encoder_decoder
     return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not decodes
@@ -128,21 +121,15 @@ def is_encoder(name: str, *, revision: str | None = None, trust_remote_code: boo
 
 @dataclass(frozen=True)
 class _Source:
-    """Source of a model's files, and whether code among them may run.
-
-    Attributes:
-        name, revision, trust_remote_code: as for `load`.
-    """
+    """Source of a model's files, and whether code among them may run."""
 
     name: str
     revision: str | None = None
     trust_remote_code: bool = False
 
     def read(self, kind: Any, beginning: str, place: str, **more: Any) -> Any:
-        """Load the files at a place with one of transformers' Auto classes.
-
-        Raises:
-            WeirError: it cannot; the message starts with `beginning`.
+        """Load the files at a place with one of transformers' Auto classes; errors start with
+        `beginning`.
         """
         with _report_as(beginning):
             found = kind.from_pretrained(
@@ -159,11 +146,7 @@ class _Source:
         return found
 
     def config(self) -> Any:
-        """Read the model's configuration.
-
-        Raises:
-            WeirError: there is no such model, or its configuration cannot be read.
-        """
+        """Read the model's configuration."""
         if (file := find_gguf(self.name)) is not None:
             return read_config(file)
         place, where = _place(self.name)
@@ -232,19 +215,9 @@ def skeleton(
 ) -> PreTrainedModel:
     """Make a causal language model without weights: shapes only, on the device `meta`.
 
-    Args:
-        name: `"nano"`, a folder, a `config.json`, a `.gguf` file, or a Hub id; weights are not
-            needed.
-        dtype: dtype of the weights; "auto" is what `load` would take: the configuration's, or
-            float32 if it has none.
-        device: device that the model would be loaded to; by default a GPU if there is one.
-        device_map: accepted as by `load`, and ignored.
-        revision, trust_remote_code: as for `load`.
-        weights: as for `load`; the shapes are then those of quantized weights.
-
-    Raises:
-        WeirError: there is no configuration, it is not one of a causal language model, or it
-            declares more layers than any model has (`DEEPEST`).
+    Arguments as for `load`; the name may also be a `config.json`, and no weights are needed. Raises
+    WeirError if there is no configuration, or it declares more layers than any model has
+    (`DEEPEST`).
     """
     wanted = _dtype(name, dtype, device or default_device())
     source = _Source(name, revision, trust_remote_code)
@@ -299,10 +272,8 @@ def load_processor(
 def drop_kernels(config: PreTrainedConfig) -> Iterator[str]:
     """Drop what a configuration's parts name as attention or experts, but for PyTorch's own.
 
-    transformers loads kernels from the Hub by these names, with no word of remote code.
-
-    Yields:
-        Each name that was dropped.
+    transformers loads kernels from the Hub by these names, with no word of remote code. Yields
+    each.
     """
     for key, known in _WITHOUT_KERNELS.items():
         named = getattr(config, key, None)
@@ -335,13 +306,7 @@ def is_local(name: str) -> bool:
 def sidecar_path(
     model: PreTrainedModel | str, name: str, revision: str | None = None
 ) -> str | None:
-    """Return the path of a file beside a model; None if there is no such file.
-
-    Args:
-        model: the model, which knows where it was read; or its name, as `load` takes it.
-        name: name of the file.
-        revision: as for `load`, for a Hub id given as a name.
-    """
+    """Return the path of a file beside a model, given or found by its name; None without one."""
     place: str | None
     if isinstance(model, str):
         place = str(ASSETS / "nano") if model == "nano" else str(find_gguf(model) or model)

@@ -1,8 +1,7 @@
 """Which layers of a model look up earlier occurrences of what they read.
 
 Heads of such layers find an earlier occurrence of a token, or of its context, and copy what
-followed (Olsson et al. 2022, "In-context Learning and Induction Heads", arXiv:2209.11895). They
-need every token that they ever may look up, and other layers hardly look so far.
+followed (Olsson et al. 2022, "In-context Learning and Induction Heads", arXiv:2209.11895).
 """
 
 from __future__ import annotations
@@ -42,11 +41,9 @@ _KNOWN: weakref.WeakKeyDictionary[PreTrainedModel, tuple[int, ...]] = weakref.We
 def find_lookup_layers(model: PreTrainedModel) -> tuple[int, ...]:
     """Find the layers of a model that look up earlier tokens (`lookup_scores`).
 
-    The result is kept for the model, and by its weights in `cache_folder`.
-
-    Returns:
-        Their numbers among the layers that a policy holds, from 0; none of a model without weights,
-        or where scores cannot be measured.
+    Returns their numbers among the layers that a policy holds, from 0; none of a model without
+    weights, or where scores cannot be measured. They are kept by the model's weights in
+    `cache_folder`.
     """
     if model not in _KNOWN:
         _KNOWN[model] = _find(model)
@@ -68,16 +65,12 @@ def _find(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 def lookup_scores(model: PreTrainedModel) -> list[float]:
-    """Measure how much each layer looks up earlier tokens, from 0 to 1.
+    """Measure how much each layer that a policy holds looks up earlier tokens, from 0 to 1.
 
     The model reads random tokens twice. Of each KV head, every token's largest share of attention
     from the second reading is averaged over the tokens, as KVzip (Kim et al. 2025, section 3.2;
-    arXiv:2505.23416) scores them; a layer has the score of its best head. That takes as long as a
-    prompt of 256 tokens.
-
-    Returns:
-        The score of each layer that a policy holds; none where the model is too small to be asked,
-        or is outside transformers' attention interface.
+    arXiv:2505.23416) scores them; a layer has the score of its best head. Returns none where the
+    model is too small to be asked, or outside transformers' attention interface.
     """
     facts = describe(model)
     window, config = window_of(model.config), model.config.get_text_config(decoder=True)

@@ -1,9 +1,7 @@
 """Free memory, a model's size, and weights in huge pages.
 
-A decode step reads all weights in order, and the processor has to look up the address of every
-page. Linux's usual pages have 4 KB, and memory-mapped files, which is how transformers loads
-weights, have no larger ones. With pages of 2 MB a sum over a weight was a quarter faster on one
-machine (`docs/speed.md`). Knows nothing about caches.
+A decode step reads all weights, in Linux from pages of 4 KB. With pages of 2 MB a sum over a weight
+was a quarter faster on one machine (`docs/speed.md`).
 """
 
 from __future__ import annotations
@@ -84,17 +82,11 @@ def _stored(t: Tensor) -> int:
 @torch.inference_mode(False)  # tensors made in inference mode can never be trained
 @torch.no_grad()
 def move_to_huge_pages(weights: Iterable[Tensor]) -> int:
-    """Move tensors into memory with large pages, one after the other.
+    """Move contiguous CPU tensors into memory with large pages, and return the bytes moved now.
 
-    Each tensor stays the same object with the same numbers, and can be changed, saved and moved on.
-    Its old memory is freed unless a view or a `detach()` holds it, which no longer follows the
-    tensor. Nothing happens where Linux offers no large pages or has too little memory.
-
-    Args:
-        weights: contiguous CPU tensors that share memory with no others.
-
-    Returns:
-        The number of bytes moved now; tensors moved before do not count.
+    Each stays the same object. Its old memory is freed unless a view or a `detach()` holds it,
+    which no longer follows the tensor. Nothing happens without large pages or with too little
+    memory.
     """
     free = free_memory(torch.device("cpu"))
     moving = [

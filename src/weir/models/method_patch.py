@@ -1,8 +1,4 @@
-"""Replacement of a method on one module object, not on copies of it.
-
-The patch is stored in the module's `__dict__`, which is copied and pickled with the module. A copy
-must not refer to the patch, so it gets its class's method back. Knows nothing about weir.
-"""
+"""Replacement of a method on one module object, not on copies of it."""
 
 from __future__ import annotations
 
@@ -14,11 +10,7 @@ from torch import nn
 
 
 class MethodPatch:
-    """Call `around(own, *args, **kwargs)` in place of a module's method.
-
-    Attributes:
-        own: the original method.
-    """
+    """Call `around(own, *args, **kwargs)` in place of a module's method, which stays as `own`."""
 
     def __init__(self, module: nn.Module, name: str, around: Callable[..., Any]) -> None:
         self._module, self._name = module, name
@@ -43,10 +35,8 @@ class MethodPatch:
         return around(self.own, *args, **kwargs)
 
     def __reduce__(self) -> Any:
-        """Restore the original method in a copy or a pickle of the module.
-
-        That is the class's method, or another library's replacement of it. Unpickling needs no
-        weir.
+        """Restore the class's method, or another library's replacement of it, in a copy or a
+        pickle.
         """
         if self._before is None:
             return getattr, (self._module, self._name)

@@ -1,7 +1,7 @@
 """Description of a model: positions and windows of its layers, and whether weir can serve it.
 
-All supported families keep keys and values of every token and attend to them by softmax; rotary
-embeddings are half-split. Any other model is refused in one sentence.
+All families keep keys and values of every token and attend to them by softmax; rotary embeddings
+are half-split. Any other model is refused in one sentence.
 """
 
 from __future__ import annotations
@@ -119,14 +119,9 @@ class StopTokens:
 
 
 def describe(model: PreTrainedModel, reach: int | None = None) -> ModelSpec:
-    """Describe a model.
+    """Describe a causal language model; WeirError if weir cannot serve it.
 
-    Args:
-        model: a causal language model.
-        reach: the highest position attention will meet, if known; some RoPE scalings depend on it.
-
-    Raises:
-        WeirError: weir cannot serve the model; the message says why.
+    `reach` is the highest position attention will meet, if known; some RoPE scalings depend on it.
     """
     model = transformers_model(model)
     config = model.config.get_text_config(decoder=True)
@@ -173,9 +168,7 @@ def _describe(model: PreTrainedModel, config: Any, reach: int | None) -> ModelSp
 def transformers_model(model: object) -> PreTrainedModel:
     """Return the transformers model to serve: `model`, or the one inside a PEFT adapter.
 
-    Raises:
-        WeirError: there is none, or it is wrapped in a way that weir cannot serve; the message says
-            what to do instead.
+    Raises WeirError if there is none, or it is wrapped in a way that weir cannot serve.
     """
     kind = type(model).__name__
     if isinstance(model, PreTrainedModel):
@@ -206,10 +199,8 @@ _INSTEAD_OF_COMPILING = (
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Return the device for token ids: that of the weights, or that of accelerate's hook.
-
-    Raises:
-        WeirError: the model has no weights anywhere.
+    """Return the device for token ids: that of the weights, or of accelerate's hook; WeirError on
+    `meta`.
     """
     device = model.device
     if device.type != "meta":
@@ -261,11 +252,7 @@ def _refuse(model: PreTrainedModel, config: Any) -> None:
 
 
 def _refuse_closed(kind: str, modules: list[nn.Module]) -> None:
-    """Refuse attention that cannot be switched to weir's, such as Nemotron's in transformers 5.12.
-
-    Raises:
-        WeirError: the module's source file does not use transformers' attention interface.
-    """
+    """Refuse attention that does not use transformers' interface, such as Nemotron's in 5.12."""
     if kind in OWN_FAMILIES:
         return
     written_in = (sys.modules[part.__module__] for part in type(modules[0]).__mro__)
@@ -277,11 +264,7 @@ def _refuse_closed(kind: str, modules: list[nn.Module]) -> None:
 
 
 def _sink(config: Any) -> ModelSink:
-    """Return the model's sink, after checking that its attention implements it.
-
-    Raises:
-        WeirError: the attention does not match the configuration.
-    """
+    """Return the model's sink, after checking that its attention implements it."""
     if sink_of(config).kind == "zero" and config.model_type in OWN_FAMILIES | SUNK:
         raise WeirError(
             f"the attention of {config.model_type} takes no Zero Sink, and the model's "
@@ -320,9 +303,8 @@ def _heads(config: Any, module: Any, dtype: torch.dtype) -> tuple[Heads, int]:
 
 
 def _shares(module: nn.Module) -> tuple[int, int]:
-    """Return over how many processes an attention module's heads are split, and this one's index.
-
-    Heads are split by a `tp_plan`; without one the result is (1, 0).
+    """Return over how many processes a `tp_plan` splits an attention module's heads, and this one's
+    index.
     """
     p: Any
     part: Any
@@ -360,13 +342,7 @@ def _has_alibi(config: Any) -> bool:
 
 
 def read_rotary(module: nn.Module, kind: str | None, reach: int | None) -> Rotary:
-    """Read the rotary embedding of one layer type.
-
-    Args:
-        module: a model's `rotary_emb`.
-        kind: the layer type, for models that rotate layer types differently.
-        reach: as in `describe`.
-    """
+    """Read the rotary embedding of one layer type from a model's `rotary_emb`."""
     several = kind is not None and hasattr(module, f"{kind}_inv_freq")
     prefix = f"{kind}_" if several else ""
     frequencies = getattr(module, f"{prefix}inv_freq")
@@ -394,14 +370,7 @@ def _sections(module: Any) -> tuple[int, ...] | None:
 
 
 def read_alibi(config: Any, decoder: Any) -> Alibi:
-    """Read ALiBi slopes as a model computes them (Press, Smith and Lewis 2022).
-
-    The slopes are the model's own biases at distance 1, so they are exact to the last bit.
-
-    Args:
-        config: configuration of a Bloom, Falcon or MPT model.
-        decoder: the model's decoder.
-    """
+    """Read ALiBi slopes (Press, Smith and Lewis 2022): the model's own biases at distance 1."""
     device = next(decoder.parameters()).device
     if device.type == "meta":  # offloaded, or described before it is loaded
         device = torch.device("cpu")
@@ -426,25 +395,13 @@ def read_alibi(config: Any, decoder: Any) -> Alibi:
 
 
 def window_of(config: PreTrainedConfig) -> int | None:
-    """Return the length of the window a model was trained on; None where it does not say.
-
-    Args:
-        config: the model's configuration; of one with several parts, the text decoder's is read.
-    """
+    """Return the length of the window a model was trained on; None where it does not say."""
     text = config.get_text_config(decoder=True)
     return next((int(size) for name in WINDOW_NAMES if (size := getattr(text, name, None))), None)
 
 
 def check_ids(ids: Tensor, vocabulary: int) -> None:
-    """Refuse token ids for which a model has no embedding.
-
-    Args:
-        ids: integers, at least one, in any shape.
-        vocabulary: ids run from 0 to this, exclusive.
-
-    Raises:
-        WeirError: one of them is out of range.
-    """
+    """Refuse token ids that are not from 0 to `vocabulary`, exclusive (WeirError)."""
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocabulary:
         raise out_of_range(low if low < 0 else high, vocabulary)

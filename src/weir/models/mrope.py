@@ -1,9 +1,8 @@
 """Multimodal rotary positions (M-RoPE): positions of image tokens on three axes.
 
 In Qwen2-VL and related models (Wang et al. 2024, section 2.1) a text token advances time, height
-and width alike; the tokens of an image spread over height and width, those of a video over time as
-well. Here each token has offsets within its own text token or image, so that a stream may be cut
-anywhere; the cache knows where each begins. This module knows nothing about caches.
+and width alike; the tokens of an image or video spread over them. Here each token has offsets
+within its own text token or image, so that a stream may be cut anywhere.
 """
 
 from __future__ import annotations
@@ -84,12 +83,9 @@ def offsets(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor | None:
 
 
 def note_sizes(kind: str) -> Callable[..., Any]:
-    """Make a patch for a vision tower's method that records image sizes on the features.
+    """Make a patch for a vision tower's method that records the sizes of a kind, image or video.
 
     `generate` passes features instead of pixels to the decoder, without their sizes.
-
-    Args:
-        kind: image or video.
     """
 
     def around(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -105,11 +101,7 @@ def note_sizes(kind: str) -> Callable[..., Any]:
 
 
 def _sizes(kind: str, given: Mapping[str, Any]) -> list[list[int]]:
-    """Return the patches of each image, or video, in time, height and width.
-
-    Raises:
-        WeirError: sizes are missing or not valid.
-    """
+    """Return the patches of each image, or video, in time, height and width."""
     name = f"{kind}_grid_thw"
     sizes = given.get(name)
     if sizes is None:
@@ -134,13 +126,8 @@ def _sizes(kind: str, given: Mapping[str, Any]) -> list[list[int]]:
 
 
 def check_sizes(given: Mapping[str, Any]) -> None:
-    """Refuse pixels whose sizes are missing or do not match, before the model reads them.
-
-    Args:
-        given: the arguments by name.
-
-    Raises:
-        WeirError: sizes are missing or wrong; the message names the argument.
+    """Refuse pixels whose sizes are missing or do not match, before the model reads them
+    (WeirError).
     """
     for kind, name in _PIXELS.items():
         pixels, sizes = given.get(name), given.get(f"{kind}_grid_thw")
@@ -159,11 +146,7 @@ def check_sizes(given: Mapping[str, Any]) -> None:
 
 
 def _each(model: PreTrainedModel, kind: str, given: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yield the offsets of each image, or of each video [pieces, 5].
-
-    Raises:
-        WeirError: sizes are missing or not valid.
-    """
+    """Yield the offsets of each image, or of each video [pieces, 5]."""
     sizes = _sizes(kind, given)
     seconds = _seconds(given, len(sizes)) if kind == "video" else None
     merged = model.config.vision_config.spatial_merge_size**2
@@ -182,11 +165,7 @@ def _each(model: PreTrainedModel, kind: str, given: Mapping[str, Any]) -> Iterat
 
 
 def _seconds(given: Mapping[str, Any], videos: int) -> Tensor | None:
-    """Return the duration of a piece of each video [videos]; None where it is not given.
-
-    Raises:
-        WeirError: some videos have no duration, or one is not valid.
-    """
+    """Return the duration of a piece of each video [videos]; None where it is not given."""
     durations = given.get("second_per_grid_ts")
     if durations is None:
         return None

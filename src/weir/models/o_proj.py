@@ -1,8 +1,6 @@
 """Output projection of attention (`o_proj`), for pools that score tokens by their values.
 
-A value v adds W_o v to a layer's output, so methods that score tokens by their values measure W_o v
-(CriticalKV, CAOTE, DefensiveKV). This module finds W_o in the attention modules of the families
-that weir serves; it knows nothing about caches.
+A value v adds W_o v to a layer's output; CriticalKV, CAOTE and DefensiveKV measure it.
 """
 
 from __future__ import annotations
@@ -27,10 +25,6 @@ class OutputProjection:
     """The output projection of one attention module, for a pool.
 
     Does not keep the model alive. The factors are computed once per device and kept.
-
-    Args:
-        attention: a layer's attention module.
-        heads: the layer's attention sizes; of a model split over processes, this process's share.
     """
 
     def __init__(self, attention: nn.Module, heads: Heads) -> None:
@@ -41,13 +35,8 @@ class OutputProjection:
     def __call__(self, value_dim: int, device: torch.device) -> Tensor | None:
         """Return factors R with |R x| = |W_o x|, for each query head's part W_o of the projection.
 
-        Args:
-            value_dim: numbers of a value.
-            device: device of the result.
-
-        Returns:
-            [kv_heads, group, value_dim, value_dim], float32; None where the weights cannot be read:
-            they are quantized or offloaded, or have another name in this family.
+        [kv_heads, group, value_dim, value_dim], float32; None where the weights cannot be read:
+        they are quantized or offloaded, or have another name in this family.
         """
         if device not in self._known:
             found = self._factors(value_dim)
@@ -55,9 +44,8 @@ class OutputProjection:
         return self._known[device]
 
     def parts(self, value_dim: int, device: torch.device) -> Tensor | None:
-        """Return W_o of each query head [kv_heads, group, hidden, value_dim], a view of the weight.
-
-        Arguments, and None, as for factors.
+        """Return W_o of each query head [kv_heads, group, hidden, value_dim], a view of the weight,
+        or None.
         """
         attention = self._attention()
         weight = None if attention is None else output_weight(attention)
@@ -81,8 +69,7 @@ class OutputProjection:
 def output_weight(attention: nn.Module) -> Tensor | None:
     """Return W_o of an attention module [hidden, heads * value_dim]; None where it is unreadable.
 
-    With a PEFT adapter it is the weight below the adapter; with heads split over processes
-    (`tp_plan`), this process's columns.
+    With a PEFT adapter it is the weight below; with a `tp_plan`, this process's columns.
     """
     projection: Any = next((getattr(attention, n) for n in _NAMES if hasattr(attention, n)), None)
     projection = getattr(projection, "base_layer", projection)

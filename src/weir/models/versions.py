@@ -1,8 +1,4 @@
-"""Check of the PyTorch and transformers versions, made on import.
-
-`weir.models` imports this file first: the others import names that releases out of range may lack,
-and an ImportError would not say why.
-"""
+"""Check of the PyTorch and transformers versions, before anything is imported from them."""
 
 from __future__ import annotations
 
@@ -19,11 +15,7 @@ TRANSFORMERS = ("5.12", "6")
 
 
 def check_versions() -> None:
-    """Refuse unsupported versions of PyTorch and transformers.
-
-    Raises:
-        WeirError: one of them is out of range; the message has both versions and a pip command.
-    """
+    """Refuse unsupported versions of PyTorch and transformers (WeirError)."""
     first, beyond = map(Version, TRANSFORMERS)
     # Pre-releases and builds from source count as the release.
     ours = Version(Version(transformers.__version__).base_version)

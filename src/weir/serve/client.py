@@ -56,12 +56,7 @@ class GenerationRequest:
     Attributes:
         match: finds the prompt; called in a thread, and again if the turn that the prompt continues
             is dropped before it starts.
-        sampling: parameters of each answer.
-        max_tokens: tokens of an answer.
-        stops: texts that end an answer.
-        stop_ids: tokens that end an answer.
         constraint: makes for each answer the format that it is held to; None for any text.
-        tools: functions that the answers may call.
         calls_only: whether an answer consists of calls and has no text.
     """
 
@@ -80,11 +75,7 @@ class ServerClosing(WeirError):
 
 
 class GenerationFailed(Exception):
-    """An answer failed.
-
-    Attributes:
-        error: why.
-    """
+    """An answer failed."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -93,16 +84,7 @@ class GenerationFailed(Exception):
 
 @dataclass(eq=False)
 class Generation:
-    """The answers to a request while they are made.
-
-    Attributes:
-        request: what was asked.
-        prompt: what is fed.
-        sequences: one for each answer.
-        queue: of their events.
-        running: the answers that have not ended.
-        finished: how the others have ended.
-    """
+    """The answers to a request while they are made."""
 
     request: GenerationRequest
     prompt: Prompt
@@ -177,20 +159,11 @@ class EngineClient:
 
     Args:
         engine: its thread is run by this client from `open` on.
-        tokenizer: of the model.
-        name: of the model, as clients call it.
-        limits: of what clients may ask.
         responses: keeps responses and conversations; in memory where none is given.
         acquire_lease: leases sessions, where other servers may answer them too.
 
     Attributes:
-        store: keeps the turns of sessions, for the engine too.
-        renderer: makes tokens of messages.
-        matcher: makes prompts of histories.
-        sessions: manages saved sessions.
-        locks: let one request at a time work on a conversation.
         is_replica: whether other servers have the same sessions.
-        stop_ids: tokens that end an answer.
         failure: why the engine has stopped by itself, if it did.
     """
 
@@ -297,9 +270,7 @@ class EngineClient:
         """Submit a request to the engine.
 
         Args:
-            request: what is asked.
             prompt: from `request.match`; its lease is released here or by `Generation.close`.
-            loop: where the events are taken.
 
         Raises:
             Busy: the engine's queue is full.

@@ -23,10 +23,7 @@ class MemoryEstimate:
     """The memory of a server.
 
     Attributes:
-        weights: bytes of the model.
         row: bytes of one row, and of one checkpoint.
-        rows: number of rows.
-        kept: number of checkpoints in memory.
         free: bytes that are free before anything is loaded; None if unknown.
     """
 
@@ -54,9 +51,6 @@ def estimate_memory(
     """Estimate the memory of a server.
 
     Args:
-        model_name: nano, a folder, or a Hugging Face Hub id.
-        policy, chunk: of every row.
-        rows: sequences that run at once.
         kept: checkpoints in memory; None for `DEFAULT_KEPT`, or as many as fit into half of what is
             left.
         loading: arguments of `load`. With a device map, free memory is unknown.

@@ -25,8 +25,6 @@ class Call:
     """A call of one of the client's functions.
 
     Attributes:
-        id: by which its result is sent back.
-        name: of the function.
         arguments: a JSON object, unless the model was cut short.
     """
 
@@ -48,9 +46,7 @@ class Message:
 
     Attributes:
         role: "system", "user", "assistant" or "tool".
-        content: its text.
         name: of the author, or of the function whose result it is; None for most.
-        calls: that an assistant's message makes.
         result: the id of the call whose result it is.
         place: the index of that call among those made last before it.
     """
@@ -140,7 +136,6 @@ def link_results(messages: Sequence[Message], before: Sequence[Message] = ()) ->
     """Fill in `name` and `place` of tool results.
 
     Args:
-        messages: as a client sent them.
         before: what was said right before.
 
     Raises:
@@ -200,7 +195,6 @@ def hash_prefixes(root: str, messages: Sequence[Message]) -> list[str]:
 
     Args:
         root: hash of what comes before: of an earlier prefix, or of the model and how it is served.
-        messages: what follows.
 
     Returns:
         For each message the hash of the prefix that ends with it, in hexadecimal.
@@ -217,6 +211,5 @@ def call_id(node: str, number: int) -> str:
 
     Args:
         node: id of the turn that makes it, which cannot be told from the result.
-        number: index of the call in the turn's answer.
     """
     return f"call_{hashlib.sha256(f'{node} {number}'.encode()).hexdigest()[:24]}"

@@ -25,14 +25,11 @@ class Prompt:
 
     Attributes:
         owner: hash of the client's key; empty where the server needs none.
-        ids: tokens to feed.
         parent: the saved turn that they continue; None at the beginning of a stream.
         session: the session that the new turn belongs to; None if it is not saved.
-        hash: of all messages up to here.
         messages: those that are new since `parent`.
         beginning: how many of `ids` are the stream's beginning, which stays; without `parent` only.
         header: how many at the end of `ids` are the header of the answer.
-        lease: on its session, where other servers may have that.
     """
 
     owner: str
@@ -60,12 +57,7 @@ class PromptMatcher:
     """Makes prompts of histories, for one model.
 
     Args:
-        renderer: of the model.
-        store: of saved turns.
-        limits: of the server.
         root: hash that sets histories of this model and policy apart from others.
-        vocabulary: number of tokens that the model knows.
-        acquire_lease: leases sessions, where other servers may answer them too.
     """
 
     def __init__(
@@ -94,9 +86,6 @@ class PromptMatcher:
         """Make a prompt that starts at the longest saved prefix of a history.
 
         Args:
-            owner: only turns of this owner are looked at.
-            messages: the whole history, the last of which is to be answered.
-            session: the session that the turn belongs to, if the client names one.
             tools: functions described to the model; with others, a history is another one.
 
         Raises:
@@ -142,10 +131,7 @@ class PromptMatcher:
         """Make a prompt that continues a saved turn.
 
         Args:
-            parent: the saved turn.
-            messages: what is said after it.
             session: the session that the new turn belongs to, if not the parent's.
-            tools: functions that were described to the model.
 
         Returns:
             None if the template cannot render these messages without those before.

@@ -33,7 +33,6 @@ class RecalledToken:
     Attributes:
         at: its place in the stream, from 0.
         text: of the token; None if its id is no longer known.
-        special: whether it is a special token.
         pools: for each of `RowMemory.pools`, how many pairs of a layer and a KV head hold it there.
     """
 
@@ -50,7 +49,6 @@ class PoolUsage:
     Attributes:
         name: its name; the last is "new", of tokens that wait for the next fold.
         slots: in use, the mean over layers and KV heads.
-        tokens: that it holds in any layer and KV head.
     """
 
     name: str
@@ -64,15 +62,8 @@ class RowMemory:
 
     Attributes:
         doing: of a running turn: "reading" or "answering"; None between turns.
-        seen: tokens of the stream so far.
         read: those of them that the row has read: all but the last of an answer.
-        folds: of the row so far.
-        bytes: of the row, which never change.
         bytes_uncompressed: that keys and values of all tokens read would take.
-        pairs: number of pairs of a layer and a KV head.
-        pools: in the order of the pipe.
-        held: tokens that any pair holds.
-        tokens: those of them that are listed, and the latest of the stream, in its order.
     """
 
     doing: str | None
@@ -92,9 +83,7 @@ class RecallSource:
     """A row, and what is known of the tokens that were fed to it.
 
     Attributes:
-        holding: what it holds.
         turns: the tokens of its stream, by turns, as far back as they are kept.
-        doing: as in `RowMemory`.
     """
 
     holding: Holding
@@ -112,14 +101,7 @@ class RecallSource:
 def running_row(
     store: SessionStore, owner: str, sequence: Sequence, inspection: RowInspection
 ) -> RecallSource:
-    """The row of a running sequence.
-
-    Args:
-        store: has the turns before it.
-        owner: of the session.
-        sequence: that is running.
-        inspection: of its row.
-    """
+    """The row of a running sequence."""
     turns = [] if sequence.parent is None else store.ancestry(owner, sequence.parent)
     if sequence.parent is None or turns:
         ids = [*sequence.prompt_ids, *inspection.output_ids]
@@ -140,12 +122,7 @@ def saved_row(store: SessionStore, owner: str, node: str, plans: list[LayerPlan]
 
 
 class Recaller:
-    """Lists what rows of one cache remember.
-
-    Args:
-        cache: that the rows belong to; only its dimensions are read.
-        tokenizer: of its model.
-    """
+    """Lists what rows of one cache remember."""
 
     def __init__(self, cache: StreamingCache, tokenizer: PreTrainedTokenizerBase) -> None:
         self._chunk = cache.chunk
@@ -162,7 +139,6 @@ class Recaller:
         """List what a row remembers.
 
         Args:
-            source: the row.
             most: number of held tokens that are listed: those that most layers and heads hold.
             latest: number of tokens at the end of the stream that are listed, held or not.
         """

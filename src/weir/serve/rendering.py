@@ -23,7 +23,6 @@ class RenderedPrompt:
     """Messages as tokens.
 
     Attributes:
-        ids: tokens to feed.
         beginning: how many of them are the conversation's beginning, where they start one.
         header: how many at their end are the header of the answer to come.
     """
@@ -37,9 +36,6 @@ class PromptRenderer:
     """Renders messages for one model. Called from any thread.
 
     Args:
-        tokenizer: of the model.
-        stop_ids: tokens that end an answer.
-        sink: the start token that the model was trained with.
         most: tokens that a prompt may have; None for any number.
 
     Raises:
@@ -113,9 +109,7 @@ class PromptRenderer:
         """Render what follows an answer.
 
         Args:
-            messages: what is new.
             last: the last token of the answer.
-            tools: as they were described at the beginning.
 
         Returns:
             None if the template cannot render these messages without those before.

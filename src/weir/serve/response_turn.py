@@ -32,15 +32,10 @@ class ResponseTurn:
     """The turn of one response.
 
     Attributes:
-        client: of the engine.
-        owner: hash of the HTTP client's key.
-        items: the input.
         instructions: a system message in front of the history; None for none.
-        previous: the response that is continued.
         conversation: the conversation that is continued, which is locked meanwhile.
         session: the session that the turn belongs to, if the HTTP client names one.
         is_stored: whether the response can be continued and retrieved.
-        tools: functions that are described to the model.
     """
 
     client: EngineClient
@@ -84,7 +79,6 @@ class ResponseTurn:
 
         Args:
             session: of its turn; None if that is not saved.
-            body: of the response.
 
         Raises:
             WeirError: it cannot be stored; then the turn is forgotten too.
@@ -189,11 +183,8 @@ class ResponseTurn:
         """The prompt that continues a saved turn, if the template can render it.
 
         Args:
-            record: of the turn.
-            items: what is said after it.
             history: all messages up to the turn's end; called only if a tool result belongs to a
                 call of an earlier turn.
-            session: that the new turn belongs to.
         """
         new = messages_of(items)
         try:

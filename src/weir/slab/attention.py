@@ -3,16 +3,10 @@
     z(q) = sum_i e^(l_i + a_i) v_i / (e^s + sum_i e^(l_i + b_i))
     l_i = softcap(<q, k_i> * scale) + bias_i
 
-where s is the sink logit of the query's head, of models that have such (of others -inf). Whatever
-filled the slots, this is all that reads them:
-
-- `two_weight_attention` is the formula as it stands, for every model and all weights.
-- `split_attention` takes both sums from one set of exponentials; for logits without a cap.
-- `fused_attention` is PyTorch's; for logits without a cap, where a = b in every slot.
-- a kernel of a GPU, which `selection.py` finds, does decode steps; for every model and all weights.
-
-All bound the error of an answer by rounding, whatever the logits are: no slot is given a weight
-that it does not have. Knows nothing about pools or streams.
+where s is the sink logit of the query's head (-inf without sinks). Every version bounds the error
+of an answer by rounding, whatever the logits are. Unless said otherwise, queries are [batch,
+kv_heads, group, length, key_dim], keys and values [batch, kv_heads, slots, dim], weights [batch,
+kv_heads, slots], and a bias broadcasts with [batch, kv_heads, group, length, slots].
 """
 
 from __future__ import annotations
@@ -32,9 +26,8 @@ class AttentionParams:
     Attributes:
         scale: factor of the logits, usually 1/sqrt(key_dim).
         softcap: logits become softcap * tanh(logits / softcap); None for no capping.
-        sinks: logits, one per query head, that take part in the denominator only
-            [kv_heads, group], float32; None for none. gpt-oss has learned its own; zeros are a
-            Zero Sink (StreamingLLM, section 3.3).
+        sinks: logits in the denominator only [kv_heads, group], float32; None for none. gpt-oss has
+            learned its own; zeros are a Zero Sink (StreamingLLM, section 3.3).
     """
 
     scale: float
@@ -51,19 +44,10 @@ def two_weight_attention(
     params: AttentionParams,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """The formula above, in float32, of float64 in float64; what every kernel must equal.
+    """The formula above in float32, of float64 in float64; every kernel must equal it.
 
-    Args:
-        queries: [batch, kv_heads, group, length, key_dim]; `group` query heads share a KV head.
-        keys: [batch, kv_heads, slots, key_dim].
-        values: [batch, kv_heads, slots, value_dim].
-        a, b: log-weights [batch, kv_heads, slots]; -inf leaves a slot out of a sum.
-        params: the layer's scale, capping and sink logits.
-        bias: added to the logits, -inf where a query must not look; broadcasts with
-            [batch, kv_heads, group, length, slots].
-
-    Returns:
-        [batch, kv_heads, group, length, value_dim]; zero for a query that sees nothing.
+    A log-weight of -inf leaves a slot out of a sum, a bias of -inf hides a slot from a query.
+    Returns [batch, kv_heads, group, length, value_dim], zero for a query that sees nothing.
     """
     logits = _logits(queries, keys, params, bias)
     above, below = logits + _per_slot(a), logits + _per_slot(b)
@@ -81,10 +65,8 @@ def two_weight_attention(
 def attention_mass(
     queries: Tensor, keys: Tensor, b: Tensor, params: AttentionParams, bias: Tensor | None = None
 ) -> Tensor:
-    """The attention each slot receives [batch, kv_heads, slots], float32.
-
-    The softmax of the denominator, summed over the queries and over the query heads of the group.
-    Arguments as in `two_weight_attention`.
+    """The attention each slot receives [batch, kv_heads, slots], float32: the softmax of the
+    denominator, summed over the queries and over the query heads of the group.
     """
     if params.softcap is None and params.sinks is None and keys.device.type == "cpu":
         found = _plain_mass(queries, keys, b, params, bias)
@@ -108,9 +90,7 @@ def attention_mass(
 def _plain_mass(
     queries: Tensor, keys: Tensor, b: Tensor, params: AttentionParams, bias: Tensor | None
 ) -> Tensor:
-    """`attention_mass` without capping and sinks, by one softmax, which is faster; NaN where a
-    query sees nothing.
-    """
+    """`attention_mass` without capping and sinks by one softmax; NaN where a query sees nothing."""
     return _received(_softmax_in_place(_flat_logits(queries, keys, params, b, bias)), b)
 
 
@@ -125,10 +105,10 @@ class AttentionResult(NamedTuple):
 
     Attributes:
         answers: [batch, kv_heads, group, length, value_dim].
-        received: the attention that each slot received, as `attention_mass` has it, from equally
-            many queries at a time [batch, kv_heads, parts, slots], float32; None if not observed.
-        shares: the share of each query's attention that every slot has
-            [batch, kv_heads, group, length, slots], float32; None if not kept.
+        received: `attention_mass` from equally many queries at a time
+            [batch, kv_heads, parts, slots], float32; None if not observed.
+        shares: each slot's share of each query's attention [batch, kv_heads, group, length, slots],
+            float32; None if not kept.
     """
 
     answers: Tensor
@@ -156,19 +136,11 @@ def observed_attention(
     params: AttentionParams,
     bias: Tensor | None,
 ) -> AttentionResult | None:
-    """Compute answers and the attention received, by plain products around one softmax.
+    """Compute answers and the attention received by plain products around one softmax.
 
-    On a CPU that takes as long as `fused_attention`, and spares whoever asks for shares or mass a
-    product of their own. The mass is that of `attention_mass` bit for bit: the same operations.
-
-    Args:
-        queries, keys, values, params: as in `two_weight_attention`; float32, and a form without
-            capping and sinks.
-        bias: as there; or over the last of the slots alone, when it is zero for all others.
-        b: the log-weights, the same in both sums [batch, kv_heads, slots].
-
-    Returns:
-        None where a query sees nothing.
+    On a CPU this takes as long as `fused_attention`, and the mass has the bits of `attention_mass`.
+    For float32 without capping and sinks, with a = b. The bias may cover the last slots alone, if
+    it is zero for all others. Returns None where a query sees nothing.
     """
     weights = _softmax_in_place(_flat_logits(queries, keys, params, b, bias))
     mass = _received(weights, b)
@@ -182,24 +154,16 @@ def observed_attention(
 def compute_logits(
     queries: Tensor, keys: Tensor, params: AttentionParams, bias: Tensor | None = None
 ) -> Tensor:
-    """Logits before weights, a new tensor [batch, kv_heads, group, length, slots], float32.
-
-    Arguments as in `two_weight_attention`.
-    """
+    """Logits before weights, a new tensor [batch, kv_heads, group, length, slots], float32."""
     return _logits(queries, keys, params, bias).float()
 
 
 def attention_weights(logits: Tensor, b: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor]:
-    """Compute each slot's share of each query's attention, and the queries' denominators.
+    """Compute the share of each slot in each query's attention, and the denominators.
 
-    Args:
-        logits: of `compute_logits` over all slots [batch, kv_heads, group, length, slots].
-        b: log-weights [batch, kv_heads, slots].
-        params: the layer's sink logits, which count in the denominators.
-
-    Returns:
-        Shares of the shape of `logits`, 0 where a query sees nothing; and the logarithm of each
-        denominator [batch, kv_heads, group, length], -inf there. Both float32.
+    Returns shares of the shape of `logits` (`compute_logits` over all slots), 0 where a query sees
+    nothing, and the logarithm of each denominator, sinks included [batch, kv_heads, group, length],
+    -inf there. Both float32.
     """
     below = logits + _per_slot(b)
     top = below.amax(dim=-1, keepdim=True)
@@ -212,10 +176,7 @@ def attention_weights(logits: Tensor, b: Tensor, params: AttentionParams) -> tup
 
 
 def attention_softmax(logits: Tensor, b: Tensor, params: AttentionParams) -> Tensor:
-    """The first of `attention_weights`, alone: without sinks one softmax, which is the faster.
-
-    Arguments as there.
-    """
+    """The shares of `attention_weights` alone; without sinks one softmax, which is faster."""
     if params.sinks is not None or logits.device.type != "cpu":
         return attention_weights(logits, b, params)[0]
     weights = _softmax_in_place(logits + _per_slot(b))
@@ -225,15 +186,9 @@ def attention_softmax(logits: Tensor, b: Tensor, params: AttentionParams) -> Ten
 
 
 def attention_shares(logits: Tensor, b: Tensor, lse: Tensor) -> Tensor:
-    """Compute the share of each query's attention that some slots receive.
+    """The share of some slots in each query's attention, of the shape of their `logits`, float32.
 
-    Args:
-        logits: of `compute_logits` over these slots [batch, kv_heads, group, length, slots].
-        b: their log-weights [batch, kv_heads, slots].
-        lse: the denominators over all slots, as `attention_weights` gives them.
-
-    Returns:
-        Of the shape of `logits`, float32; 0 where a query sees nothing.
+    `lse` has the denominators over all slots (`attention_weights`); 0 where a query sees nothing.
     """
     below = logits + _per_slot(b)
     return below.sub_(lse.masked_fill(lse.isneginf(), 0.0)[..., None]).exp_()
@@ -246,10 +201,9 @@ def fused_attention(
     params: AttentionParams,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """PyTorch's fused attention; arguments as in `two_weight_attention`, without a and b.
+    """PyTorch's fused attention, for a = b; the weights are part of `bias`.
 
-    Weights that are the same in both sums, a = b, are added to `bias`. Sink logits, which PyTorch's
-    has no place for, take one softmax of one column more instead.
+    With sink logits, which PyTorch's has no place for, it is one softmax over one more column.
     """
     batch, kv_heads, group, length, _ = queries.shape
     if params.sinks is not None:
@@ -302,12 +256,6 @@ def split_weights(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(m, e^(a-m), e^(b-m)) where m = max(a, b): the weights as `split_attention` reads them.
 
     Of the two factors the larger is 1; both are 0 in an empty slot, where a = b = -inf.
-
-    Args:
-        a, b: log-weights [batch, kv_heads, slots].
-
-    Returns:
-        Three tensors of that shape: the mask m, and a slot's factors in numerator and denominator.
     """
     mask = torch.maximum(a, b)
     empty = mask.isneginf()
@@ -325,23 +273,13 @@ def split_attention(
     params: AttentionParams,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Compute both sums from one softmax, precise as the formula; for logits without a cap.
+    """Compute both sums from one softmax, as precise as the formula; for logits without a cap.
 
         p = softmax(l + m),  z(q) = sum_i p_i e^(a_i-m_i) v_i / sum_i p_i e^(b_i-m_i)
 
-    A slot of the numerator alone (b = -inf) adds nothing to the denominator, however large its
-    logit is, and one of the denominator alone nothing to the numerator. So what rounds are logits,
-    and sums of terms of one sign, as in `two_weight_attention`; as there, a sum that is below e^-87
-    of the other is lost.
-
-    Args:
-        queries, keys, values, bias: as in `two_weight_attention`.
-        mask, numerator, denominator: of `split_weights` [batch, kv_heads, slots]; a mask of -inf
-            leaves a slot out of both sums.
-        params: the layer's scale and sink logits; it has no capping.
-
-    Returns:
-        [batch, kv_heads, group, length, value_dim]; zero for a query that sees nothing.
+    A slot of one sum alone adds nothing to the other, however large its logit is, so what rounds
+    are logits and sums of terms of one sign, as in `two_weight_attention`; as there, a sum below
+    e^-87 of the other is lost. Arguments are those of `split_weights`.
     """
     batch, kv_heads, group, length, _ = queries.shape
     slots = keys.shape[2]
@@ -369,12 +307,8 @@ def _flat_logits(
 ) -> Tensor:
     """A new tensor [batch * kv_heads, group * length, slots], without capping.
 
-    Each KV head of a row is a matrix of its own, because PyTorch multiplies three dimensions with
-    less overhead than four, and in a decode step calls cost more than what they compute.
-
-    Args:
-        mask: added to the logits of each slot [batch, kv_heads, slots]; None for nothing.
-        bias: as in `two_weight_attention`, or over the last of the slots alone.
+    Three dimensions because PyTorch multiplies them with less overhead than four, which counts in a
+    decode step. The bias may cover the last slots alone.
     """
     batch, kv_heads, group, length, key_dim = queries.shape
     slots = keys.shape[2]
@@ -395,8 +329,7 @@ def _flat_logits(
 def _softmax_in_place(logits: Tensor) -> Tensor:
     """A softmax over the last dimension, written over the logits unless gradients flow; on a CPU.
 
-    Logits are the largest tensors of a piece. A second one beside them is memory that the system
-    takes back and hands out again page by page, which takes longer than the softmax.
+    A second tensor of that size takes longer to allocate than the softmax takes.
     """
     if logits.requires_grad:
         return logits.softmax(dim=-1)
@@ -406,15 +339,9 @@ def _softmax_in_place(logits: Tensor) -> Tensor:
 def _softmax_with_sinks(
     logits: Tensor, sinks: Tensor, batch: int, length: int
 ) -> tuple[Tensor, Tensor]:
-    """A softmax over the slots and each head's sink.
+    """A softmax of logits [batch * kv_heads, group * length, slots] over the slots and a sink each.
 
-    Args:
-        logits: [batch * kv_heads, group * length, slots].
-        sinks: [kv_heads, group].
-        batch, length: rows, and queries of each head.
-
-    Returns:
-        The weights of the slots, and those of the sinks [batch * kv_heads, group * length, 1].
+    Returns the weights of the slots, and of the sinks [batch * kv_heads, group * length, 1].
     """
     column = sinks.repeat(batch, 1).repeat_interleave(length, dim=1)[:, :, None]
     weights = torch.cat([logits, column], dim=2).softmax(dim=2)

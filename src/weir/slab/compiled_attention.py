@@ -1,8 +1,8 @@
 """Attention of one query a head in compiled CPU code: loops over the slots.
 
-PyTorch's fused attention is made for many queries. With one, calls of it take several times as long
-as to read keys and values does. Here the query heads of a KV head share one loop over its keys and
-one over its values, in the program of the step. The formula is that of `slab.attention`.
+PyTorch's fused attention is made for many queries; with one, a call takes several times as long as
+to read keys and values. Here the heads of a group share one loop over the keys and one over the
+values.
 """
 
 from __future__ import annotations
@@ -33,18 +33,10 @@ def attend_in_loops(
     params: AttentionParams,
     factors: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """`two_weight_attention`, in float32.
+    """`two_weight_attention` of queries [batch, kv_heads, group, 1, key_dim], in float32.
 
-    Args:
-        queries: [batch, kv_heads, group, 1, key_dim].
-        keys, values: [batch, kv_heads, slots, dim].
-        mask: log-weights of both sums [batch, kv_heads, slots]; -inf leaves a slot out.
-        params: the layer's scale, capping and sink logits.
-        factors: what a slot's weight is multiplied with in numerator and in denominator, as in
-            `split_attention` [batch, kv_heads, slots]; None for 1.
-
-    Returns:
-        [batch, kv_heads, group, 1, value_dim]; zero for a query that sees nothing.
+    `mask` [batch, kv_heads, slots] has the log-weights of both sums, -inf for slots left out;
+    `factors` those of numerator and denominator, as in `split_attention`; None for 1.
     """
     above, below = (None, None) if factors is None else factors
     out: Tensor = _ATTEND(

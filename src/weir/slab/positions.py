@@ -1,20 +1,15 @@
 """Positions: rotary embeddings at any place of an endless stream, ALiBi, and the rolling frame.
 
-Knows nothing about caches or models; `models` reads a model's frequencies and slopes.
-
-The *rolling frame* implements StreamingLLM's "positions inside the cache" (Xiao et al. 2024,
-section 3.2) without rotating every key again. Attention depends on differences of positions only.
-So the newest tokens (the run) keep their positions in the stream, and older tokens (the front) are
-shifted until the newest of them directly precedes the run. Keys of the run are rotated once, when
-they arrive; keys of the front are rotated from their unshifted copies (masters) at each fold.
-Angles are reduced to one turn in float64, so position 4,000,000 is as exact as position 0.
+The *rolling frame* is StreamingLLM's "positions inside the cache" (Xiao et al. 2024, section 3.2)
+without rotating every key again. The newest tokens (the run) keep their positions in the stream,
+and older tokens (the front) are shifted until the newest of them directly precedes the run: at each
+fold their keys are rotated from unshifted copies (masters). Angles are reduced to one turn in
+float64, so position 4,000,000 is as exact as position 0.
 
 Models with *three axes* (Qwen2-VL's M-RoPE: Wang et al. 2024, section 2.1) rotate some pairs of
-dimensions by a position in time, others by height and width. A text token has the same position on
-all three axes. The patches of an image spread over height and width from the position where the
-image begins, and the next text token follows its longer side. Each token has a *span*: the position
-where its text token or image begins, and its extent. A shift is the same on all axes, so it moves a
-key like any other, and the geometry of an image is preserved.
+dimensions by a position in time, others by height and width; of a text token all three are the
+same. Each token has a *span*: the position where its text token or image begins, and its extent. A
+shift is the same on all axes, so it preserves the geometry of an image.
 """
 
 from __future__ import annotations
@@ -69,13 +64,9 @@ class Rotary:
     def tables(self, positions: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """Compute scaled cosines and sines for a model that applies its rotary embedding itself.
 
-        Args:
-            positions: [...]; for a model with three axes also [batch, length, 3].
-            width: size of the last dimension: rotary_dim / 2, or rotary_dim with both halves alike,
-                as most models of transformers expect it.
-
-        Returns:
-            Cosines and sines [..., width], float32.
+        Positions are [...], for three axes also [batch, length, 3]; `width` is rotary_dim / 2, or
+        rotary_dim with both halves alike, as most models expect it. Returns two [..., width],
+        float32.
         """
         if self.sections is not None and positions.ndim == 3:
             positions = positions[..., self._axes.to(positions.device)]
@@ -95,10 +86,10 @@ class Rotary:
         return turns.sub_(turns.round()).to(torch.float32).mul_(2 * math.pi)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate queries or keys [batch, heads, n, dim] to `positions` [batch, 1 or heads, n].
+        """Rotate and scale queries or keys [batch, heads, n, dim] to `positions` [batch, 1 or
+        heads, n].
 
-        The result is scaled. All layers of a forward pass the same tensor of positions, so its
-        rotation is computed once.
+        All layers of a forward pass the same tensor of positions, so its rotation is computed once.
         """
         for known, turn in self._memo:
             if known is positions:
@@ -112,9 +103,7 @@ class Rotary:
     def move(self, keys: Tensor, by: Tensor, out: Tensor | None = None) -> Tensor:
         """Shift rotated keys [batch, heads, n, dim] by `by` positions [batch or 1, heads or 1, n].
 
-        Args:
-            keys, by: tensors that share no memory with `out`.
-            out: the tensor to write to; None for a new one.
+        `out` is the tensor to write to, which shares no memory with the others; None for a new one.
         """
         turned = kernels.rotate_keys(keys)
         if turned is not None and (out is None or out.dtype == keys.dtype):
@@ -155,15 +144,9 @@ class Rotation(NamedTuple):
 def rotation_tables(
     rotaries: Mapping[str | None, Rotary], kind: str | None, positions: Tensor, width: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Compute `Rotary.tables` for the layers of one type.
+    """Compute `Rotary.tables` for the layers of one type; None if no layer has a rotary embedding.
 
-    Args:
-        rotaries: rotary embeddings by type of layer.
-        kind: the type; the first rotary embedding serves types without one.
-        positions, width: as for `Rotary.tables`.
-
-    Returns:
-        Cosines and sines [..., width], float32; None if no layer has a rotary embedding.
+    Of a type that has none of its own, it is the first rotary embedding's.
     """
     if not rotaries:
         return None
@@ -189,17 +172,11 @@ class Alibi:
     def bias(
         self, places: Tensor, kv_heads: int, first: Tensor | int, newest: Tensor | int
     ) -> Tensor:
-        """Compute the bias on the logits of slots at the positions `places`.
+        """Compute the bias [batch or 1, kv_heads, group, 1, slots], float32, of slots at `places`.
 
-        Args:
-            places: [batch or 1, kv_heads or 1, slots], int64.
-            kv_heads: number of KV heads.
-            first: position of the cache's first token, broadcasts with `places`; used only with
-                `rounding`.
-            newest: a position near the queries, broadcasts with `places`.
-
-        Returns:
-            [batch or 1, kv_heads, group, 1, slots], float32.
+        `places` is [batch or 1, kv_heads or 1, slots], int64, and broadcasts with `first`, the
+        position of the cache's first token, which only `rounding` needs, and `newest`, a position
+        near the queries.
         """
         slopes = self.slopes.to(places.device).view(kv_heads, -1)[None, :, :, None, None]
         if self.rounding is None:
@@ -215,14 +192,10 @@ class Alibi:
 def roll_positions(positions: Tensor, first_of_run: Tensor) -> Tensor:
     """Compute the positions of front tokens in the rolling frame.
 
-    Args:
-        positions: positions in the stream [batch, kv_heads, front], int64; -1 for empty slots.
-        first_of_run: position of the first token of the run [batch], int64.
-
-    Returns:
-        Consecutive positions of the same shape, in the order of the stream, the last directly
-        before the run. Slots with the same token share a position; those of empty slots are
-        undefined.
+    `positions` in the stream are [batch, kv_heads, front], int64, -1 for empty slots; the run
+    begins at `first_of_run` [batch]. Returns consecutive positions in the order of the stream, the
+    last directly before the run; slots with the same token share one, those of empty slots are
+    undefined.
     """
     if bool((positions[:, :, 1:] > positions[:, :, :-1]).all()):
         # Most pools keep their slots in order; this is several times as fast as sorting.
@@ -237,20 +210,13 @@ def roll_positions(positions: Tensor, first_of_run: Tensor) -> Tensor:
 
 
 def shift_spans(positions: Tensor, spans: Tensor, begin: Tensor) -> Tensor:
-    """Compute the shifts of front tokens in the rolling frame on three axes.
+    """Compute the shifts of front tokens in the rolling frame on three axes [batch, kv_heads,
+    front].
 
-    The distance between a token and the run is the sum of the extents of the text tokens and images
-    between them; an image counts in full while one of its patches is held. For text alone the
-    result is that of `roll_positions`.
-
-    Args:
-        positions: positions in the stream [batch, kv_heads, front], int64; -1 for empty slots.
-        spans: spans on the axes [batch, kv_heads, front, 2], int64.
-        begin: position on the axes where the run's first text token or image begins [batch], int64.
-
-    Returns:
-        Shifts [batch, kv_heads, front], the same on all axes; 0 for patches of the image that the
-        run begins with. Those of empty slots are undefined.
+    Between a token and the run lie the extents of the text tokens and images between them; an image
+    counts in full while one of its patches is held. For text alone the result is `roll_positions`'.
+    The shift is 0 for patches of the image that the run begins with, and undefined for empty slots.
+    `spans` are [batch, kv_heads, front, 2], int64; the run begins at `begin` [batch] on the axes.
     """
     empty = positions < 0
     first, reach = spans[..., 0].masked_fill(empty, -1), spans[..., 1].masked_fill(empty, 0)

@@ -1,22 +1,17 @@
 """Quantization of keys and values to 8 or 4 bits, its error bounds, and dequantization.
 
-A vector x of a slot is written as numbers c of few bits and the largest number of the vector, or of
-each group in it, its *peak*:
+A vector x is written as numbers c of few bits and the largest number of the vector, or of each
+group in it, its *peak*:
 
     step = peak / levels,  c = round(x / step),  read as c * step
 
 Quantizing is a projection: what was read is quantized to the same numbers again, bit for bit, in
-every dtype. So pools are handed keys and values as they are read, return what stays, and however
-often a slot is packed anew, nothing is lost but what was lost the first time. What makes it so: the
-peak is rounded to bfloat16 before it is used, and the largest number of a vector is always the last
-level, so that the peak of what was read is that peak again.
+every dtype, so nothing more is lost however often a slot is packed anew. What makes it so: the peak
+is rounded to bfloat16 before it is used, and the largest number is always the last level.
 
-Four bits are too few for a key as it is: a few large numbers make all steps too long. Such codes
-round the *rotated* vector, its product with a Hadamard matrix, over whose numbers large ones are
-spread (QuaRot, Ashkboos et al. 2024, section 3; arXiv:2404.00456). The matrix is orthogonal and its
-own inverse, so attention may as well rotate queries and answers (`hadamard`).
-
-Nothing here knows about slabs or attention.
+Four-bit codes round the *rotated* vector, its product with a Hadamard matrix, over whose numbers
+large ones are spread (QuaRot, Ashkboos et al. 2024, section 3; arXiv:2404.00456). The matrix is
+orthogonal and its own inverse, so attention may as well rotate queries and answers (`hadamard`).
 """
 
 from __future__ import annotations
@@ -143,14 +138,9 @@ def whole_bytes(code: Code) -> bool:
 
 
 def quantize(x: Tensor, code: Code) -> tuple[Tensor, Tensor]:
-    """Vectors in steps, each number within `code.bound` of them.
+    """Quantize finite vectors x [..., dim], each number within `code.bound` steps.
 
-    Args:
-        x: finite numbers [..., dim].
-        code: how they are to be written.
-
-    Returns:
-        The numbers [..., `code.stored(dim)`], and the peaks [..., `code.peaks(dim)`], bfloat16.
+    Returns the numbers [..., `code.stored(dim)`], and the peaks [..., `code.peaks(dim)`], bfloat16.
     """
     if code.rotated:
         # What is read, the numbers times the matrix, is within the range of the dtype too.
@@ -256,8 +246,8 @@ def _by_blocks(x: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _transform(x: Tensor) -> Tensor:
-    """`hadamard` of float32 vectors, by sums and differences whose order depends on nothing else,
-    so that a vector has the same bits whatever lies beside it.
+    """`hadamard` of float32 vectors by sums in a fixed order: a vector has the same bits whatever
+    lies beside it.
     """
     dim = x.shape[-1]
     size = block_size(dim)
@@ -275,8 +265,8 @@ def _coarse(peaks: Tensor) -> Tensor:
     """Peaks with three bits behind the point.
 
     Neighbors are 1/16 to 1/8 apart, so a number within 1/32 of a peak is rounded to it. In bfloat16
-    each number that is read is off by 2^-9 of itself, so their sums in a block of n by 2^-9 of the
-    vector's length at most, that is sqrt(n) 2^-9 of the peak: 1/32 for 256.
+    each number read is off by 2^-9 of itself, so sums in a block of n by sqrt(n) 2^-9 of the peak:
+    1/32 for 256.
     """
     mantissa, exponent = torch.frexp(peaks)
     return torch.ldexp((mantissa * 16).round() / 16, exponent).to(PEAK)

@@ -1,7 +1,4 @@
-"""The quantized slots of a slab: their keys, values and masters, written and read.
-
-Knows the formats (`quantization`), and nothing about pools, models or attention.
-"""
+"""The quantized slots of a slab: their keys, values and masters, written and read."""
 
 from __future__ import annotations
 
@@ -35,10 +32,9 @@ def quantized_buffers(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
 class QuantizedStorage:
     """Buffers of quantized slots, a view of them or a copy.
 
-    Of each of `keys`, `values` and `masters` there are the numbers as they are stored and the
-    peaks. Keys are what attention reads. Where keys move, masters are the keys as they were said:
-    they are quantized once, and what attention reads is made from them at each fold and quantized
-    for itself, so that a key is off by two roundings however often it has moved.
+    Keys are what attention reads. Where keys move, masters are the keys as they came, quantized
+    once; what attention reads is made from them at each fold, so a key is off by two roundings
+    however often it has moved.
 
     Attributes:
         format: how they are written.
@@ -68,11 +64,8 @@ class QuantizedStorage:
         return {CODED + name: t for name, t in self.buffers.items()}
 
     def keys(self, start: int, stop: int, behind: Tensor | None = None) -> Tensor:
-        """As attention reads them [batch, kv_heads, stop - start, key_dim], in new memory.
-
-        Args:
-            start, stop: which slots.
-            behind: exact keys that are to lie behind them.
+        """Keys as attention reads them [batch, kv_heads, stop - start, key_dim], in new memory;
+        exact ones (`behind`) come behind them.
         """
         return self._read(KEYS, start, stop, behind)
 
@@ -90,9 +83,7 @@ class QuantizedStorage:
         self._write(VALUES, start, values)
 
     def put(self, start: int, other: QuantizedStorage, *, front: bool) -> None:
-        """Take over other slots of the same format as they are written; the front's keys go to
-        masters.
-        """
+        """Copy slots of the same format as they are written; the front's keys go to masters."""
         keys = MASTERS if front and MASTERS in self.buffers else KEYS
         for mine, theirs in ((keys, KEYS), (VALUES, VALUES)):
             for kind in ("", "_peaks"):
@@ -129,8 +120,8 @@ class QuantizedStorage:
 
     @property
     def stored(self) -> tuple[tuple[Tensor, Tensor, int], tuple[Tensor, Tensor, int]]:
-        """Of keys and of values the numbers as they are stored [batch, kv_heads, slots, stored],
-        the peaks [batch, kv_heads, slots, groups], and how many steps make a peak.
+        """Of keys and of values the numbers [batch, kv_heads, slots, stored], the peaks [batch,
+        kv_heads, slots, groups], and the levels of a peak.
         """
         keys, values = (
             (self.buffers[n], self.buffers[f"{n}_peaks"], self._code(n).levels)
@@ -141,8 +132,8 @@ class QuantizedStorage:
     def bytes_of(
         self, start: int, stop: int
     ) -> tuple[kernels.QuantizedVectors, kernels.QuantizedVectors] | None:
-        """`stored` of some slots, where keys and values are whole numbers of 8 bits with one peak
-        each; None where they are not.
+        """`stored` of some slots if each number is a whole one in a byte with one peak a vector,
+        else None.
         """
         if not (whole_bytes(self.format.keys) and whole_bytes(self.format.values)):
             return None
@@ -190,12 +181,9 @@ class QuantizedStorage:
 def read_slots(
     keys: Tensor, values: Tensor, quantized: QuantizedStorage | None, start: int, stop: int
 ) -> tuple[Tensor, Tensor]:
-    """Read slots as attention does: views where all are exact, otherwise in new memory.
+    """Read slots `start` to `stop`, quantized ones counted first, as attention does.
 
-    Args:
-        keys, values: all exact slots [batch, kv_heads, slots, dim].
-        quantized: those in front of them; None for none.
-        start, stop: which slots, quantized ones counted first.
+    Views where all are exact, otherwise new memory [batch, kv_heads, stop - start, dim].
     """
     first = 0 if quantized is None else len(quantized)
     begin, end = max(0, start - first), max(0, stop - first)
@@ -215,8 +203,7 @@ class QuantizedSlots(Slots):
     """Slots that are made of pieces; to pools they are slots like any other.
 
     Attributes:
-        pieces: keys and values as they are stored, a piece after the other; None once others were
-            put in their place.
+        pieces: keys and values as they are stored; None once others were put in their place.
     """
 
     pieces: list[Piece] | None = None
@@ -293,9 +280,7 @@ class QuantizedSlots(Slots):
         return QuantizedSlots.of([self.pieces[0].map(lambda t: pick(t, index))], others)
 
     def as_stored(self, change: Callable[[Tensor], Tensor]) -> Slots:
-        """The same slots, each of the tensors they are stored in put through `change`, which leaves
-        its numbers as they are.
-        """
+        """The same slots, with each tensor they are stored in copied by `change`."""
         if self.pieces is None:
             return self.map(change)
         pieces: list[Piece] = [

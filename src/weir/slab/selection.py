@@ -1,8 +1,7 @@
 """Selection of the function that computes a call of attention.
 
-`select_attention` is asked once a call, with what is known before a number is computed, and answers
-with one function of (queries, slots, params, bias). Each equals `two_weight_attention`, the
-readable reference, to rounding.
+`select_attention` is asked once a call, before a number is computed. What it gives equals
+`two_weight_attention`, the readable reference, to rounding.
 """
 
 from __future__ import annotations
@@ -93,8 +92,8 @@ class AttendedSlots:
         return bias[..., self.start :]
 
     def as_stored(self) -> tuple[tuple[Tensor, Tensor], _Stored | None]:
-        """Exact keys and values, and the quantized ones in front of them for a kernel that reads
-        8 bits; where they are of another format, all are exact.
+        """Exact keys and values, and the quantized ones in front of them for a kernel that reads 8
+        bits; of another format, all are read as exact.
         """
         stored = None
         if self.quantized is not None and self.start < self.first:
@@ -127,14 +126,12 @@ def select_attention(
     observe: Observe = "",
     by: By = "kernels",
 ) -> Attend:
-    """Choose the function for a call of attention.
+    """Choose the function for a call of attention; only shapes, dtypes and devices are read.
 
     Args:
-        queries, slots, params, bias: of the call; only shapes, dtypes and devices are read.
-        causal: the queries are of the last slots, and the bias says no more than that each sees
-            all slots up to its own.
-        observe: what is asked for beside the answers. The result has it where that takes no longer
-            than to ask for it later, and holds no more than `AT_ONCE` logits.
+        causal: the queries are of the last slots, and each sees all slots up to its own.
+        observe: asked for beside the answers. The result has it where that takes no longer than to
+            ask for it later, and holds no more than `AT_ONCE` logits.
         by: what may answer.
     """
     uncapped = params.softcap is None
@@ -235,6 +232,10 @@ def _in_loops(
     """For compiled steps, which have masked their weights and know no bias."""
     mask, *factors = slots.split or (slots.b,)
     rotated = slots.quantized is not None and slots.quantized.format.rotated
+    plain = not factors and params.softcap is None and params.sinks is None
+    sizes = queries.shape[4], slots.values.shape[3]
+    if rotated and plain and _has_int4_kernel(queries.device.type, *sizes):
+        return _by_rotated_kernel(_decode_int4_in_step, queries, slots, params, None)
     if rotated:  # the few exact slots, in place of all the others at every step
         queries, slots = hadamard(queries.float()), slots.rotated()
     out = attend_in_loops(queries, *slots.read(), mask, params, factors or None)
@@ -344,6 +345,72 @@ def _by_rotated_kernel(
         queries, hadamard(queries), *held, params.scale, (slots.start, slots.stop)
     )
     return AttentionResult((hadamard(rotated) + exact).to(slots.values.dtype))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # nothing to trace
+def _has_int4_kernel(device: str, dim: int, width: int) -> bool:
+    return kernels.decode_int4(torch.empty(dim, device=device), width) is not None
+
+
+def _decode_int4_in_step(
+    queries: Tensor,
+    rotated: Tensor,
+    coded: tuple[kernels.QuantizedVectors, kernels.QuantizedVectors],
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    scale: float,
+    slots: tuple[int, int],
+) -> tuple[Tensor, Tensor]:
+    """The kernel `decode_int4` as an operator of a compiled step."""
+    (of_keys, peaks, levels), (of_values, value_peaks, value_levels) = coded
+    stored = of_keys, peaks, levels, of_values, value_peaks, value_levels
+    rotated_share, exact_share = torch.ops.weir.decode_int4.default(
+        queries, rotated, *stored, keys, values, mask, scale, *slots
+    )
+    return rotated_share, exact_share
+
+
+def _call_decode_int4(
+    queries: Tensor,
+    rotated: Tensor,
+    of_keys: Tensor,
+    peaks: Tensor,
+    levels: int,
+    of_values: Tensor,
+    value_peaks: Tensor,
+    value_levels: int,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    scale: float,
+    start: int,
+    stop: int,
+) -> tuple[Tensor, Tensor]:
+    kernel = kernels.decode_int4(queries, values.shape[3])
+    assert kernel is not None
+    coded = (of_keys, peaks, levels), (of_values, value_peaks, value_levels)
+    shares: tuple[Tensor, Tensor] = kernel(
+        queries, rotated, coded, keys, values, mask, scale, (start, stop)
+    )
+    return shares
+
+
+def _like_decode_int4(queries: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    values = others[8]
+    shape = *queries.shape[:4], values.shape[3]
+    return queries.new_empty(shape), queries.new_empty(shape)
+
+
+# Not `torch.library.custom_op`: its checks take as long as a small product, in every call.
+torch.library.define(
+    "weir::decode_int4",
+    "(Tensor queries, Tensor rotated, Tensor of_keys, Tensor peaks, int levels, Tensor of_values, "
+    "Tensor value_peaks, int value_levels, Tensor keys, Tensor values, Tensor mask, float scale, "
+    "int start, int stop) -> (Tensor, Tensor)",
+)
+torch.library.impl("weir::decode_int4", "CPU", _call_decode_int4)
+torch.library.register_fake("weir::decode_int4", _like_decode_int4)
 
 
 def _mask_of(slots: AttendedSlots, bias: Tensor | None) -> Tensor | None:

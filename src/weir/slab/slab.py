@@ -1,17 +1,13 @@
 """The slots of one layer: fixed buffers, and views of them for pools.
 
-Knows nothing about policies, models or how attention is computed.
-
 The layout of a row, from slot 0 on::
 
     | front: pools whose tokens lost their neighbors | run: recent tokens, unbroken | tail | free |
 
-If pools have quantized slots, a region of fixed size for them comes first: those of the front,
-those of the run, and empty ones. The exact slots follow, as above.
-
-The *tail* holds the tokens since the last fold. Keys of the run and of the tail are rotated once,
-to their place in the stream. Keys of the front move closer to the present as the stream goes on:
-each fold rotates them from a *master*, the original key, so that errors do not accumulate.
+Quantized slots, if pools have any, come first in a region of fixed size: those of the front, those
+of the run, and empty ones. The *tail* holds the tokens since the last fold. Keys of the run and of
+the tail are rotated once, to their place in the stream; each fold rotates keys of the front from a
+*master*, the original key, so that errors do not accumulate.
 """
 
 from __future__ import annotations
@@ -182,9 +178,8 @@ class Slab:
         self.values.narrow(2, start, count).copy_(values)
 
     def append_each(self, keys: Tensor, values: Tensor, lines: Tensor) -> None:
-        """Put one token of each row, [batch, kv_heads, 1, dim], where `slot_lines` says.
-
-        The lines are those of the slots in a buffer as long as `keys`.
+        """Put one token of each row [batch, kv_heads, 1, dim] at the `slot_lines` of a buffer like
+        `keys`.
         """
         if self.first:
             lines = lines - self.first
@@ -249,8 +244,8 @@ class Slab:
     def open_tail(self, start: int, seen: Tensor, chunk: int) -> None:
         """Prepare `chunk` slots from `start` on for the next tokens, and empty the rest.
 
-        `seen` [batch] is each row's next place in the stream. Slots that wait for a token already
-        carry its position: it lies in the future of every query until the token is there.
+        Slots that wait already carry the position of their token, counted from each row's next
+        place `seen` [batch]: the future of every query until the token is there.
         """
         stop = start + chunk
         steps = torch.arange(chunk, device=self.position.device)
@@ -304,12 +299,10 @@ class Slab:
     def put_row(
         self, row: int, tensors: dict[str, Tensor], held: Mapping[str, tuple[slice, ...]]
     ) -> None:
-        """Overwrite a row with the slots in use of a slab of one row, and empty all others.
+        """Overwrite a row with the slots in use of a slab of one row (`cut_slots`), and empty all
+        others.
 
-        Args:
-            row: to overwrite.
-            tensors: those slots (`cut_slots`), and whole buffers.
-            held: slots in use, by the names of buffers.
+        `held` names those slots by the names of buffers.
         """
         for name, t in self.tensors().items():
             if name not in held:
@@ -357,15 +350,8 @@ class Slab:
 
 
 def slot_lines(slots: Tensor, kv_heads: int, size: int) -> Tensor:
-    """Return the line of one slot of each row, a buffer being one long list of lines.
-
-    Args:
-        slots: the slot of each row [batch], int64.
-        kv_heads: heads of the buffer.
-        size: slots of a row of the buffer.
-
-    Returns:
-        [batch * kv_heads], int64.
+    """The line of one slot [batch] of each row in a buffer of `size` slots a row, seen as a list of
+    lines [batch * kv_heads], int64.
     """
     heads = torch.arange(slots.shape[0] * kv_heads, device=slots.device).view(-1, kv_heads)
     return (heads * size + slots[:, None]).flatten()
@@ -384,10 +370,7 @@ def merge_groups(queries: Tensor) -> Tensor:
 
 
 def copy_if_shared(slots: Slots, shared: set[int]) -> Slots:
-    """Copy the tensors of slots whose memory begins at one of the `shared` addresses.
-
-    Slots to be written into a slab may be views of slots that are overwritten before.
-    """
+    """Copy the tensors of slots whose memory begins at one of the `shared` addresses."""
 
     def own(t: Tensor) -> Tensor:
         return t.clone() if t.untyped_storage().data_ptr() in shared else t
@@ -425,11 +408,7 @@ LARGE_PAGE = 2**21
 def allocate(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
 ) -> Tensor:
-    """`torch.empty` on large pages, for tensors that live long and are read often.
-
-    A large page can hold the end of one tensor and the start of the next, if all are allocated
-    before one is written.
-    """
+    """`torch.empty` on large pages, for tensors that live long and are read often."""
     made = torch.empty(shape, dtype=dtype, device=device)
     real = type(made) is Tensor and made.device.type == "cpu"  # others have no address
     if real and made.nbytes >= LARGE_PAGE // 2:

@@ -1,8 +1,4 @@
-"""Slots: what pools pass around, a view of a slab's rows or tokens on their way between pools.
-
-Knows nothing about policies, models or how attention is computed; of the slab only that a view of
-it can be taken.
-"""
+"""Slots: what pools pass around, a view of a slab's rows or tokens on their way between pools."""
 
 from __future__ import annotations
 
@@ -166,14 +162,8 @@ class Slots:
 
 
 def pick(t: Tensor, index: Tensor) -> Tensor:
-    """The slots of `t` that `index` names.
-
-    Args:
-        t: [batch, heads, slots] or [batch, heads, slots, dim], a view of a slab, say.
-        index: [batch, heads, n], int64, from 0 on.
-
-    Returns:
-        [batch, heads, n] or [batch, heads, n, dim].
+    """The slots of `t` [batch, heads, slots(, dim)] that `index` [batch, heads, n], from 0 on,
+    names.
     """
     if t.ndim == 3:
         return t.gather(2, index)

@@ -1,9 +1,4 @@
-"""Names, shapes, dtypes and bytes of a layer's buffers, before they are allocated.
-
-Everything that must know sizes ahead reads them here: a cache before it allocates, `weir size`
-before a model is loaded, a session file before a tensor of it is read. Knows nothing about
-policies or models.
-"""
+"""Names, shapes, dtypes and bytes of a layer's buffers, before they are allocated."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Atomic replacement of a file, which also clears what killed writes have left.
 
-The new file is written in a folder of its own beside the old one, `NAME.xxxxxxxx.part`, and then
-takes its place. The writer holds a lock on that folder, which the system drops with the process; so
-a folder without a lock was left by a killed process, and the next write to the same file clears it.
-Knows nothing about what is written.
+The new file is written in a folder of its own, `NAME.xxxxxxxx.part`, which the writer locks. The
+system drops the lock with the process, so a folder without a lock can be cleared.
 """
 
 from __future__ import annotations
@@ -25,10 +23,8 @@ PART = ".part"
 def replace_atomically(path: Path) -> Iterator[Path]:
     """Yield the path of a file that replaces `path` when the block ends without an error.
 
-    Several processes may write to one path at once: the last to end is the one that stays.
-
-    Raises:
-        OSError: it cannot be written there, or the old path is no file.
+    Several processes may write at once: the last to end wins. Raises OSError if it cannot be
+    written.
     """
     _clear(path)
     folder, lock = _own_folder(path)

@@ -1,8 +1,7 @@
 """Chat templates: the ids of a whole conversation, or of the messages after an answer.
 
 Templates rewrite earlier messages, and a tokenizer may split a text into other tokens than the
-model generated. So tokens that were fed are never rendered again; only new messages are. Knows
-nothing about streams.
+model generated. So only new messages are rendered, never tokens that were fed.
 """
 
 from __future__ import annotations
@@ -44,10 +43,8 @@ class ChatTemplate:
     A model without a chat template continues the text of all messages, each on a line of its own.
 
     Args:
-        tokenizer: the tokenizer of the model.
         ends: the tokens that end an answer.
         tools: functions that the model may call, as JSON schemas.
-        encoder: tokenizes what the template makes.
     """
 
     def __init__(
@@ -72,30 +69,21 @@ class ChatTemplate:
         return self._tokenizer.chat_template is not None
 
     def whole(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """Render a conversation from its beginning, up to where the model is to answer.
+        """Render messages, each with "role" and "content", from the beginning up to the model's
+        answer.
 
-        Args:
-            messages: each with its "role" and "content".
-
-        Raises:
-            WeirError: the template refuses them.
+        Raises WeirError if the template refuses them.
         """
         if not self.templated:
             return self._encoder.encode(self._lines(messages), special=True)
         return self._encoder.encode(self._render(messages))
 
     def after(self, messages: Sequence[dict[str, Any]], last: int | None) -> list[int] | None:
-        """Render messages that come after an answer, up to where the model is to answer again.
+        """Render messages that come after an answer, whose last token is `last`, up to the next
+        answer.
 
-        Args:
-            messages: as for `whole`.
-            last: the last token of the answer before them; None if it is not known.
-
-        Returns:
-            Their ids; None if the template hides earlier answers, so that none can be continued.
-
-        Raises:
-            WeirError: the template refuses them.
+        Returns None if the template hides earlier answers, so that none can be continued; raises
+        WeirError if it refuses the messages.
         """
         if not self.templated:
             text = self._lines(messages)
@@ -109,14 +97,9 @@ class ChatTemplate:
         return self._drop_end(self._encoder.encode(after), last) if found else None
 
     def beginning(self, messages: Sequence[dict[str, Any]], ids: Sequence[int]) -> int:
-        """Count the ids of a conversation before the first words that are not instructions.
-
-        They are the start token, the system turn, the tools, and the template's tokens in front of
-        a user's words.
-
-        Args:
-            messages: as for `whole`.
-            ids: their ids, from `whole`.
+        """Count the ids of a conversation (`whole`) before the first words that are not
+        instructions: the start token, the system turn, the tools, and the template's tokens in
+        front of a user's words.
         """
         roles = [message["role"] for message in messages]
         first = next((i for i, role in enumerate(roles) if role not in SYSTEM), None)
@@ -129,11 +112,7 @@ class ChatTemplate:
             return 0  # not known: the template does not take a system turn and a user's
 
     def header(self, ids: Sequence[int]) -> int:
-        """Count the last ids that the template puts between the last words and an answer.
-
-        Args:
-            ids: from `whole` or `after`.
-        """
+        """Count the last ids that the template puts between the last words and an answer."""
         return _count_common(ids[::-1], self._header[::-1])
 
     @cached_property
@@ -182,15 +161,10 @@ def render_chat(
 ) -> str:
     """Render a conversation as text with a model's chat template.
 
-    Args:
-        tokenizer: the tokenizer of the model; it has a template.
-        turns: messages, each with its "role" and "content".
-        add_generation_prompt: whether the text ends where the model is to answer; otherwise the
-            last turn is left open, to be continued.
-        tools: functions that the model may call, as JSON schemas.
+    Without `add_generation_prompt` the last turn is left open, to be continued.
 
     Raises:
-        WeirError: the template refuses them, as those do that want roles to alternate.
+        WeirError: the template refuses the turns, as those do that want roles to alternate.
         BrokenTemplate: the template fails, or does not come to an end.
     """
     name = tokenizer.name_or_path or "this model"

@@ -1,8 +1,4 @@
-"""A conversation over one `Stream`: only new tokens are ever fed.
-
-The history is in the cache alone, so a conversation of any length takes no more memory than a short
-one, but for a transcript where one is wanted. Knows nothing about terminals.
-"""
+"""A conversation over one `Stream`: only new tokens are ever fed."""
 
 from __future__ import annotations
 
@@ -30,21 +26,19 @@ logits, the second from the first step, which may be compiled."""
 class Conversation:
     """Turns of a user and a model.
 
-    With a chat template, each turn is the text the template adds for it. A model without one
-    continues the text, up to the end of a paragraph. The tokens of a learnable sink, if the model
-    has one, come before the first turn, whatever the template says. A policy that keeps a stream's
-    beginning (`pinned`) is given its end: before the user's first words.
+    With a chat template, each turn is the text the template adds for it; a model without one
+    continues the text, up to the end of a paragraph. The tokens of a learnable sink come before the
+    first turn. A policy that keeps a stream's beginning (`pinned`) is given its end: before the
+    user's first words.
 
     Args:
         stream: the stream; a restored one continues its conversation.
-        tokenizer: the tokenizer of the stream's model.
         system: the system message; it stays for good only under a policy that keeps the beginning.
         transcript: takes every turn as it is said; None for none.
 
     Attributes:
         repeats: the tokens that the last answer repeated over and over at its end; 0 for none.
-        rate: tokens per second of the last answer, after its first step, in which a model whose
-            steps are compiled may be compiled.
+        rate: tokens per second of the last answer, after its first step, which may be compiled.
     """
 
     def __init__(
@@ -63,17 +57,11 @@ class Conversation:
     def say(
         self, text: str, *, max_new_tokens: int = 256, **sampling: Any
     ) -> Generator[str, None, None]:
-        """Feed the user's words and yield the answer piece by piece.
+        """Feed the user's words and yield the answer piece by piece; closing it leaves the stream
+        whole.
 
-        Closing the iterator at any point leaves the stream whole.
-
-        Args:
-            text: what the user says.
-            max_new_tokens: the most tokens of the answer.
-            sampling: temperature, top_k, top_p, repetition_penalty, as for `Stream.generate`.
-
-        Raises:
-            WeirError: the text makes no tokens, or cannot be written in UTF-8.
+        Sampling is as for `Stream.generate`. Raises WeirError if the text makes no tokens, or
+        cannot be written in UTF-8.
         """
         ids = self.turn(text)
         if not ids:
@@ -123,10 +111,8 @@ class Conversation:
             self.stream.feed(turn.ids.tolist())
 
     def turn(self, text: str) -> list[int]:
-        """Return the ids of a turn of the user, up to where the model is to answer.
-
-        Raises:
-            WeirError: the text cannot be written in UTF-8.
+        """Return the ids of a turn of the user, up to the model's answer; WeirError if it is not
+        UTF-8.
         """
         try:
             text.encode("utf-8")
@@ -143,12 +129,7 @@ class Conversation:
         return ChatTemplate(self.tokenizer, self.stream.ends)
 
     def _feed(self, text: str, ids: list[int]) -> None:
-        """Feed a turn, with marks for a policy that keeps the beginning and a turn's header.
-
-        Args:
-            text: the user's words.
-            ids: the ids of the turn.
-        """
+        """Feed a turn, with marks for a policy that keeps the beginning and a turn's header."""
         cache = self.stream.cache
         if cache is None or not any(pipe.needs_marks for pipe in self.stream.policy.pipes):
             self.stream.feed(ids)
@@ -165,11 +146,7 @@ class Conversation:
         self.stream.feed(ids)
 
     def load(self, path: str | Path) -> None:
-        """Continue a saved stream.
-
-        Raises:
-            WeirError: the file is missing, damaged or of another model.
-        """
+        """Continue a saved stream; WeirError if the file is damaged or of another model."""
         self.stream = Stream.restore(self.stream.model, path)
 
 
@@ -179,17 +156,9 @@ def count_beginning(
     system: str | None = None,
     text: str = "x",
 ) -> int:
-    """Count the tokens of a conversation before the user's first words.
-
-    They are the system message, and the tokens of the template and of a learnable sink.
-
-    Args:
-        model, tokenizer: the model and its tokenizer.
-        system: the system message.
-        text: the user's first words.
-
-    Raises:
-        WeirError: the template refuses a system turn.
+    """Count the tokens of a conversation before the user's first words: those of the system
+    message, of the template and of a learnable sink. WeirError if the template refuses a system
+    turn.
     """
     turns, messages = ChatTemplate(tokenizer, ()), _opening(system, text)
     ids = turns.whole(messages)

@@ -1,8 +1,4 @@
-"""Incremental detokenization: an answer as text while its tokens arrive, up to a stop text.
-
-Only whole characters are returned, and a token takes the same time however long the answer is.
-Knows nothing about models or streams.
-"""
+"""Incremental detokenization: an answer as text while its tokens arrive, up to a stop text."""
 
 from __future__ import annotations
 
@@ -24,7 +20,6 @@ class Detokenizer:
     later tokens change the text of earlier ones, the text already returned stays.
 
     Args:
-        tokenizer: the tokenizer of the model.
         stops: texts that end the answer and are no part of it; empty ones are ignored.
         kept: special tokens that are part of the text.
 
@@ -99,8 +94,8 @@ def describe_tokens(
 ) -> list[tuple[str, bool]]:
     """Return the text of each token, and whether it is a special token.
 
-    A character of several tokens is the text of the last of them. Characters that cannot be shown,
-    such as NUL, become U+FFFD.
+    A character of several tokens is the text of the last of them; one that cannot be shown is
+    U+FFFD.
     """
     text = Detokenizer(tokenizer)
     found = []

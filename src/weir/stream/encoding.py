@@ -1,8 +1,8 @@
 """Text into tokens: control tokens only where the template puts them, long texts in pieces.
 
-A tokenizer takes `<|im_end|>` for the control token wherever it stands, also in what a user says,
-who could end the turn with it and speak as the system. So such texts are marked before the template
-is rendered, and the text is cut at the marks before it is tokenized. Knows nothing about messages.
+A tokenizer takes `<|im_end|>` for the control token also in what a user says, who could end the
+turn with it and speak as the system. So such texts are marked before the template is rendered, and
+the text is cut at the marks before it is tokenized.
 """
 
 from __future__ import annotations
@@ -45,12 +45,7 @@ class PromptTooLong(WeirError):
 
 
 class PromptEncoder:
-    """Tokenizes prompts for one model. Called from any thread.
-
-    Args:
-        tokenizer: of the model.
-        most: tokens that a prompt may have; None for any number.
-    """
+    """Tokenizes prompts for one model, of `most` tokens if not None. Called from any thread."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, most: int | None = None) -> None:
         self._tokenizer = tokenizer
@@ -71,10 +66,8 @@ class PromptEncoder:
     def mark(self, value: Any, *, trusted: bool = False) -> Any:
         """Mark the control tokens in all texts of a value of JSON.
 
-        Args:
-            value: what a template is rendered with.
-            trusted: whether the texts may have tokens that only the template makes control tokens,
-                such as `<think>` in an answer.
+        `trusted` texts may have tokens that only the template makes control tokens, such as
+        `<think>`.
         """
         if isinstance(value, str):
             pattern = self._special if trusted else self._named
@@ -92,14 +85,10 @@ class PromptEncoder:
         return value
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Tokenize a text.
+        """Tokenize a text, apart where there are marks; PromptTooLong if it has more tokens than it
+        may.
 
-        Args:
-            text: where there are marks, the texts around them are tokenized apart.
-            special: add the tokens that the tokenizer puts around a text, such as a start token.
-
-        Raises:
-            PromptTooLong: it has more tokens than it may.
+        `special` adds the tokens that the tokenizer puts around a text, such as a start token.
         """
         if special and MARK not in text and len(text) <= PIECE:
             return self._checked(self._encode(text, special=True))
@@ -185,9 +174,8 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _pattern(texts: Collection[str]) -> re.Pattern[str] | None:
-    """A pattern of any of some texts; one letter alone cannot be cut.
-
-    Texts with the same beginning share it, so that no character is looked at for each of them.
+    """A pattern of any of some texts; those with the same beginning share it. One letter cannot be
+    cut.
     """
     tree: dict[str, Any] = {}
     for text in texts:

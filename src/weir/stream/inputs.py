@@ -1,8 +1,4 @@
-"""Inputs of a stream: token ids in any form, embeddings in their place, or a processor's output.
-
-Ids come as lists, arrays, tensors or a tokenizer's output. Embeddings are vectors as the decoder
-reads them: of words, of pieces of an image, or learned ones. Knows nothing about caches.
-"""
+"""Inputs of a stream: token ids in any form, embeddings in their place, or a processor's output."""
 
 from __future__ import annotations
 
@@ -34,18 +30,10 @@ NOTHING = "zero tokens were fed; a stream needs at least one"
 
 
 def read_ids(given: Tokens | None, vocabulary: int) -> Tensor:
-    """Check token ids, and return them as a tensor.
+    """Check token ids [length] or [batch, length], and return them [batch, length], int64.
 
-    Args:
-        given: ids [length] or [batch, length], or what a tokenizer returned, without padding; None
-            is refused like anything else that is no ids.
-        vocabulary: ids run from 0 to this, exclusive.
-
-    Returns:
-        [batch, length], int64, where they were.
-
-    Raises:
-        WeirError: they are no ids, none at all, out of range, or padded.
+    A tokenizer's output will do, without padding. Raises WeirError if they are no ids, none at all,
+    padded, or not from 0 to `vocabulary`, exclusive.
     """
     if isinstance(given, str):
         raise WeirError("text is not token ids; write tokenizer(text).input_ids")
@@ -68,8 +56,7 @@ def read_ids(given: Tokens | None, vocabulary: int) -> Tensor:
 def pieces_of(given: Iterator[int], size: int) -> Iterator[list[int]]:
     """Yield the ids of an iterator in pieces of `size`, never reading further ahead.
 
-    Raises:
-        WeirError: it yields something else, or nothing at all.
+    Raises WeirError if it yields something else, or nothing at all.
     """
     last: list[int] | None = None
     while piece := list(itertools.islice(given, size)):
@@ -88,10 +75,8 @@ def _index(token: Any) -> int:
 
 
 def read_stops(given: int | Sequence[int]) -> set[int]:
-    """Return the ids of tokens that end an answer, from one or several.
-
-    Raises:
-        WeirError: they are no ids.
+    """Return the ids of tokens that end an answer, from one or several; WeirError if they are no
+    ids.
     """
     found: Any = [given] if is_count(given) else given
     try:
@@ -108,11 +93,7 @@ def is_count(value: object) -> bool:
 
 
 def _tensor(given: Any) -> Tensor:
-    """Make a tensor of numbers.
-
-    Raises:
-        WeirError: they are none, or rows of them have different lengths.
-    """
+    """Make a tensor of numbers."""
     try:
         # A copy, since torch would warn about sharing an array that nobody may write to.
         return torch.tensor(given) if isinstance(given, np.ndarray) else torch.as_tensor(given)
@@ -124,11 +105,7 @@ def _tensor(given: Any) -> Tensor:
 
 
 def _of_tokenizer(given: Mapping[str, Any]) -> Any:
-    """Take the ids from a tokenizer's output.
-
-    Raises:
-        WeirError: it has none, or some of them are padding.
-    """
+    """Take the ids from a tokenizer's output."""
     if "input_ids" not in given:
         raise WeirError(f"token ids are looked for in 'input_ids', and {list(given)} has none")
     mask = given.get("attention_mask")
@@ -207,15 +184,12 @@ def read_inputs(
     Args:
         given: as for `read_ids`, or the output of the model's processor, with pixels.
         embeddings: [length, width] or [batch, length, width]; `given` has their ids, or is None.
-        model: the model that will read them.
         images: the facts about the model's images; None if it sees none.
-        vocabulary: ids run from 0 to this, exclusive.
         within: with embeddings, their offsets [length, 5] or [batch, length, 5]
             (`models.offsets`); None for words.
 
     Raises:
-        WeirError: there are none, ids, embeddings or offsets are not the model's, or images and
-            image tokens do not match.
+        WeirError: there are none, or ids, embeddings, offsets or images do not fit.
     """
     if embeddings is not None:
         inputs = _with_embeddings(given, embeddings, model, vocabulary)
@@ -260,11 +234,7 @@ def _with_embeddings(
 
 
 def _check_embeddings(embeddings: object, model: PreTrainedModel) -> Tensor:
-    """Check embeddings, and return them [batch, length, width].
-
-    Raises:
-        WeirError: they are none, of another width or dtype, or not finite.
-    """
+    """Check embeddings, and return them [batch, length, width]."""
     weight: Any = model.get_input_embeddings().weight
     width, dtype = weight.shape[1], _name(weight.dtype)
     if not isinstance(embeddings, Tensor):
@@ -299,11 +269,7 @@ def _check_embeddings(embeddings: object, model: PreTrainedModel) -> Tensor:
 def _check_offsets(
     within: object, inputs: Inputs, model: PreTrainedModel, images: Images | None
 ) -> Tensor:
-    """Check offsets as `models.offsets` makes them, and return them [batch, length, 5], int64.
-
-    Raises:
-        WeirError: they are not, or the model has one axis.
-    """
+    """Check offsets as `models.offsets` makes them, and return them [batch, length, 5], int64."""
     if images is None or not images.axes:
         raise WeirError(f"the tokens of a {type(model).__name__} have one place each, no offsets")
     wanted = [*inputs.ids.shape, 5]

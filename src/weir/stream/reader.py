@@ -1,9 +1,8 @@
 """Readers of a stream's tokens: a model over a cache, or over its window anew for each token.
 
 The second is StreamingLLM's quality oracle, sliding window with re-computation (Xiao et al. 2024,
-Figure 1c): the model reads the last `budget` tokens, or the first tokens of the stream and the last
-that fit, at positions 0 to budget - 1, in plain forwards without any of weir's attention. Knows
-nothing about how texts are cut, scored or continued.
+Figure 1c): plain forwards over the last `budget` tokens, or the first and the last, at positions 0
+to budget - 1.
 """
 
 from __future__ import annotations
@@ -58,18 +57,14 @@ class Reader(ABC):
     def read(
         self, piece: Inputs, all_logits: bool, start: int, refused: dict[int, NotFiniteError]
     ) -> Tensor | None:
-        """Read the next tokens of all rows that were not refused.
-
-        Rows that are refused now are added to `refused`; their tokens before the bad one are read.
+        """Read the next tokens of all rows that were not refused, and return logits [batch, length
+        or 1, vocabulary]; None if no row is left.
 
         Args:
-            piece: the tokens.
             all_logits: whether to return logits after every token, not only the last.
             start: how many tokens of the call came before the piece.
-            refused: by row, the error after which its tokens are no longer read.
-
-        Returns:
-            Logits [batch, length or 1, vocabulary]; None if no row is left.
+            refused: by row, the error after which its tokens are no longer read; rows refused now
+                are added, and their tokens before the bad one are read.
 
         Raises:
             NotFiniteError: the model computes NaN from the tokens, and the row is not known.
@@ -192,11 +187,8 @@ class Recomputation(Reader):
     """
 
     def __init__(self, model: PreTrainedModel, policy: Recompute) -> None:
-        """Check that the model can read windows of the policy.
-
-        Raises:
-            WeirError: they are longer than the model's own, or its attention lacks the sink that it
-                was trained with.
+        """Refuse windows longer than the model's own, or attention without the sink it was trained
+        with.
         """
         config = transformers_model(model).config.get_text_config(decoder=True)
         sink_at_work(config)
@@ -226,8 +218,7 @@ class Recomputation(Reader):
     def forward(self, ids: Tensor, all_logits: bool) -> Tensor:
         """Return logits after the new tokens `ids` [batch, n]: [batch, n, vocabulary], or the last.
 
-        Raises:
-            NotFiniteError: some are no numbers; the window is as it was.
+        Raises NotFiniteError if some are no numbers; the window is as it was.
         """
         before = ids[:, :0] if self.held is None else self.held
         text = torch.cat([before, ids], dim=1)
@@ -258,9 +249,7 @@ class Recomputation(Reader):
     ) -> Tensor:
         """See `Reader.read`; token by token if some logits are NaN, and all rows alike.
 
-        Raises:
-            NotFiniteError: naming the token; those before it were read.
-            WeirError: embeddings were fed.
+        Raises NotFiniteError with the token, or WeirError if embeddings were fed.
         """
         if piece.embeddings is not None:
             raise WeirError(

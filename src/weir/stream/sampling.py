@@ -1,7 +1,4 @@
-"""Sampling: from logits to the next token, the likeliest or one drawn.
-
-Knows nothing about models, streams or the text of tokens.
-"""
+"""Sampling: from logits to the next token, the likeliest or one drawn."""
 
 from __future__ import annotations
 
@@ -61,19 +58,11 @@ class Sampling:
     def pick(
         self, logits: Tensor, generator: torch.Generator | Sequence[torch.Generator]
     ) -> Tensor:
-        """Choose the next token of each row [rows, 1], int64.
+        """Choose the next token of each row of logits [rows, vocabulary]; [rows, 1], int64.
 
-        A row is the same to the last bit whatever rows are beside it, where it has a generator of
-        its own.
-
-        Args:
-            logits: of the tokens that may come next [rows, vocabulary].
-            generator: the generator of the draws, on the CPU; one for all rows, or one for each.
-                Not used if the temperature is 0.
-
-        Raises:
-            WeirError: the logits are not finite, so that no token can be drawn; no generator has
-                moved.
+        `generator`, on the CPU, is one for all rows, or one for each: then a row is the same to the
+        last bit whatever rows are beside it. Raises WeirError, and moves no generator, if logits
+        are not finite.
         """
         temperature = float(min(self.temperature, HOTTEST))
         if temperature == 0:
@@ -105,11 +94,8 @@ def _likeliest(logits: Tensor) -> Tensor:
 def _draw(chances: Tensor, generator: torch.Generator | Sequence[torch.Generator]) -> Tensor:
     """One draw from each row of `chances` [rows, vocabulary], float32; [rows, 1].
 
-    It is `torch.multinomial`'s for one draw, to the last bit: the largest of the chances, each
-    divided by a draw from the exponential distribution. `torch.multinomial` takes one generator.
-
-    Raises:
-        WeirError: chances are no numbers.
+    To the last bit `torch.multinomial`'s, which takes one generator: the largest of the chances,
+    each divided by a draw from the exponential distribution.
     """
     _check(chances)
     waits = torch.empty_like(chances)
@@ -130,8 +116,8 @@ def _nucleus(logits: Tensor, part: float) -> Tensor:
     """Logits [rows, vocabulary] with -inf for all but the likeliest that make up `part`.
 
     A token stays if those likelier than it have less than `part` together (Holtzman et al. 2020,
-    "The Curious Case of Neural Text Degeneration", section 3.1), and the likeliest always does. To
-    sort the whole vocabulary takes longer than all else; mostly a few tokens are enough.
+    "The Curious Case of Neural Text Degeneration", section 3.1). Sorting the whole vocabulary takes
+    longer than all else; mostly a few tokens are enough.
     """
     chances = logits.softmax(dim=-1)
     _check(chances)  # of no numbers some might stay that are
@@ -167,11 +153,7 @@ def _cool(logits: Tensor, temperature: float) -> Tensor:
 
 
 def check_penalty(penalty: object) -> None:
-    """Refuse a penalty that is not a number over 0.
-
-    Raises:
-        WeirError: it is no number over 0.
-    """
+    """Refuse a penalty that is not a number over 0 (WeirError)."""
     is_number = isinstance(penalty, Real) and not isinstance(penalty, bool)
     if not is_number or not 0 < float(penalty) < math.inf:  # type: ignore[arg-type]
         raise WeirError(f"repetition_penalty must be a number over 0, not {quote(penalty)}")
@@ -182,10 +164,6 @@ class RepetitionPenalty:
 
     Keskar et al. 2019, "CTRL: A Conditional Transformer Language Model for Controllable
     Generation", section 4.1, as transformers has it for logits of either sign.
-
-    Args:
-        penalty: over 1 makes them less likely, 1 leaves them.
-        before: the tokens that came before.
     """
 
     def __init__(self, penalty: float, before: Iterable[int] = ()) -> None:
@@ -201,10 +179,8 @@ class RepetitionPenalty:
             self._index = torch.cat([self._index, self._index.new_tensor([token])])
 
     def penalize(self, logits: Tensor) -> Tensor:
-        """Divide positive logits of the tokens by the penalty, and multiply negative ones.
-
-        Args:
-            logits: of the tokens that may come next [..., vocabulary]; they stay as they are.
+        """Divide positive logits [..., vocabulary] of the tokens by the penalty, and multiply
+        negative ones.
         """
         self._index = index = self._index.to(logits.device)
         some = logits[..., index]

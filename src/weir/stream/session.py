@@ -1,9 +1,8 @@
 """Sessions on disk: a stream's tensors and facts in one safetensors file.
 
-An interrupted save leaves the old file whole (`replace_atomically`). A checksum over the whole file
-reveals a single changed bit. A right checksum proves nothing about the contents, so facts are
-validated and rows checked against the cache they are for (`weir.cache.check_row`), and no tensor is
-copied out of the file before its name, shape and dtype are known to be right.
+A checksum over the whole file reveals a single changed bit, but proves nothing about the contents:
+facts are validated and rows checked against the cache they are for (`weir.cache.check_row`), and no
+tensor is copied before its name, shape and dtype are known to be right.
 """
 
 from __future__ import annotations
@@ -64,8 +63,7 @@ class Session:
 
     Attributes:
         model: the model's fingerprint.
-        policy, seed: what the stream was made with, and
-        made_with: the rest of it, as its cache says it.
+        policy, seed, made_with: what the stream was made with.
         last: the last token of each row.
         generator: the state of the stream's random numbers.
         logits: after the last token [batch, vocabulary]; None before the first.
@@ -120,10 +118,8 @@ def _facts(each_row: Kind = _anything, vocabulary: int = FARTHEST, rows: int | N
 
 
 def write(path: str | Path, session: Session, kind: dict[str, Any]) -> None:
-    """Write a session, whole or not at all; `kind` is that of its cache (`RowState.kind`).
-
-    Raises:
-        WeirError: the file cannot be written.
+    """Write a session, whole or not at all (WeirError); `kind` is that of its cache
+    (`RowState.kind`).
     """
     facts = {
         "model": session.model,
@@ -143,11 +139,7 @@ def write(path: str | Path, session: Session, kind: dict[str, Any]) -> None:
 
 
 def write_file(path: str | Path, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Write facts and tensors with their checksum, whole or not at all.
-
-    Raises:
-        WeirError: the file cannot be written.
-    """
+    """Write facts and tensors with their checksum, whole or not at all (WeirError)."""
     path = _path(path)
     written = json.dumps({"format": FORMAT, **facts})
     kept = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
@@ -175,11 +167,8 @@ class SessionFile:
     """
 
     def __init__(self, path: str | Path) -> None:
-        """Open a file.
-
-        Raises:
-            WeirError: it is missing, no regular file, damaged, not a session of weir, of another
-                weir, or has facts that no session has.
+        """Open a file; WeirError if it is none, damaged, no session, or has facts that no session
+        has.
         """
         self.path = _path(path)
         check_regular(self.path, "a session")
@@ -208,11 +197,7 @@ class SessionFile:
         self.facts: dict[str, Any] = facts
 
     def check_model(self, model: PreTrainedModel) -> None:
-        """Refuse a session of another model.
-
-        Raises:
-            WeirError: naming what differs.
-        """
+        """Refuse a session of another model (WeirError)."""
         mine, theirs = fingerprint(model), self.facts["model"]
         differ = [name for name, value in mine.items() if theirs[name] != value]
         if differ:
@@ -224,10 +209,8 @@ class SessionFile:
         """The policy it was saved under; its pools, if its name stands for others by now.
 
         A file of an earlier weir does not say which pools those were: it goes on under what the
-        name stands for now, and under `weir`, whose rule has changed, it says so.
-
-        Raises:
-            WeirError: it cannot be read, or another one was expected.
+        name stands for now, and logs that of `weir`. Raises WeirError if another policy was
+        expected.
         """
         name, kind = self.facts["policy"], self.facts["kind"]
         pools = kind.get("pools") if isinstance(kind, dict) else None
@@ -254,13 +237,8 @@ class SessionFile:
         return saved
 
     def read(self, cache: StreamingCache, policy: Policy, vocabulary: int) -> Session:
-        """The session, for a cache that was made as it says and is empty.
-
-        Its rows are of this cache's model, which has been checked; their tensors are still in the
-        file, to be copied from there.
-
-        Raises:
-            WeirError: a fact or a tensor is not what such a cache can have.
+        """The session, for an empty cache that was made as it says; WeirError if the cache cannot
+        have it.
         """
         facts, made = self.facts, self.facts["made_with"]
         plans = cache.plans
@@ -338,11 +316,7 @@ class SessionFile:
 
 
 def _check_stream(tensors: _Tensors, rows: int, vocabulary: int) -> None:
-    """Refuse tensors of the stream that are not those of so many rows.
-
-    Raises:
-        Wrong: naming the tensor.
-    """
+    """Refuse tensors of the stream that are not those of so many rows."""
     state = torch.Generator().get_state()
     wanted: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {
         "generator": (tuple(state.shape), (state.dtype,))

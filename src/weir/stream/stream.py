@@ -1,8 +1,4 @@
-"""`Stream`: an endless stream of tokens through one model in constant memory.
-
-Tokens in, or images, or embeddings; logits out; what happens between is the cache's business. Knows
-nothing about text.
-"""
+"""`Stream`: an endless stream of tokens through one model in constant memory."""
 
 from __future__ import annotations
 
@@ -424,11 +420,7 @@ class Stream:
 
 
 def _check_head(model: object) -> None:
-    """Refuse a base model: a stream answers with logits.
-
-    Raises:
-        WeirError: the model makes none.
-    """
+    """Refuse a base model: a stream answers with logits."""
     served = transformers_model(model)
     if served.get_output_embeddings() is None:
         kind = type(served).__name__

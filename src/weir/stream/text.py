@@ -1,7 +1,6 @@
 """Files of text as token ids: plain or xz-compressed UTF-8, one or many books to a file.
 
-A byte order mark is dropped and lines end with a line feed, whatever editor wrote the file: what a
-model reads, and what it costs, are the text's and not the editor's.
+A byte order mark is dropped and lines end with a line feed, whatever editor wrote the file.
 """
 
 from __future__ import annotations
@@ -25,13 +24,10 @@ STANDARD_INPUT = "-"
 
 
 def read_text(path: str | Path) -> str:
-    """The whole text of a file, plain or `.xz`, as UTF-8; without a mark, lines ending with LF.
+    """The whole text of a file, plain or `.xz`, or of standard input for `-`, which can be read
+    once.
 
-    Args:
-        path: the file; `-` is standard input, which can be read once.
-
-    Raises:
-        WeirError: the file is missing, is not UTF-8 (the byte is named), is damaged or is empty.
+    Raises WeirError if it is missing, not UTF-8 (with the byte), damaged or empty.
     """
     if str(path) == STANDARD_INPUT:
         return _decoded(sys.stdin.buffer.read(), Path("standard input"))
@@ -44,11 +40,7 @@ def read_text(path: str | Path) -> str:
 
 
 def _decoded(raw: bytes, path: Path) -> str:
-    """The text that the bytes of a file are.
-
-    Raises:
-        WeirError: they are none; the file is named.
-    """
+    """The text that the bytes of a file are."""
     try:
         text = (lzma.decompress(raw) if path.suffix == ".xz" else raw).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -63,11 +55,7 @@ def _decoded(raw: bytes, path: Path) -> str:
 
 
 def read_books(path: str | Path) -> list[str]:
-    """The books of a file: one, or several parted by a line that holds a NUL byte.
-
-    Raises:
-        WeirError: as `read_text`.
-    """
+    """The books of a file: one, or several parted by a line that holds a NUL byte."""
     books = (book.strip("\n") for book in read_text(path).split(BOOK_SEPARATOR))
     return [book for book in books if book]
 
@@ -78,16 +66,9 @@ def encode(
     most: int | None = None,
     start: str | None = None,
 ) -> Tensor:
-    """The ids of a text [tokens], with the start token the tokenizer puts in front.
+    """The ids of a text [tokens], at most `most`, with the start token the tokenizer puts in front.
 
-    Args:
-        tokenizer: of the model that will read.
-        text: the text.
-        most: at most so many ids.
-        start: stands in front in place of the start token; StreamingLLM tries four line breaks.
-
-    Raises:
-        WeirError: the text makes no tokens to predict.
+    `start` stands in front in its place. Raises WeirError if there is no token to predict.
     """
     # So many characters are enough for prose; for spaces or dashes without end it takes more.
     size = len(text) if most is None else 16 * most
@@ -123,10 +104,7 @@ class Books:
     edges: tuple[int, ...]
 
     def pieces(self, most: int) -> Iterator[Tensor]:
-        """The stream in pieces of `most` tokens; one that would run into the next book is shorter.
-
-        Books thus end where pieces do.
-        """
+        """The stream in pieces of `most` tokens; a piece ends where a book does."""
         for begin, end in pairwise(self.edges):
             yield from self.ids[begin:end].split(most)
 
@@ -137,17 +115,10 @@ def read_stream(
     most: int | None = None,
     start: str | None = None,
 ) -> Books:
-    """The books of a file, concatenated as StreamingLLM does with PG-19.
+    """The books of a file, concatenated as StreamingLLM does with PG-19; at most `most` tokens.
 
-    Args:
-        tokenizer: of the model that will read.
-        path: the file, plain or `.xz`, its books parted by lines that hold a NUL byte; None for the
-            packaged excerpt.
-        most: at most so many tokens.
-        start: stands in front in place of the start token.
-
-    Raises:
-        WeirError: no file is named, it cannot be read, or makes no tokens to predict.
+    Without a path it is the packaged excerpt; `start` stands in front in place of the start token.
+    Raises WeirError if the file cannot be read, or makes no tokens to predict.
     """
     if path == "":
         raise WeirError("no text is named: give the path of a file, or leave text out")

@@ -1,9 +1,9 @@
 """What was said in a conversation: token ids turn by turn, in a small file that grows as it goes.
 
-A stream forgets; the transcript does not. It says which turns are gone from the cache, finds what
-was said, and lets a conversation go on that ended without a saved stream. A file has one JSON
-object a line: facts about the conversation, then a turn each. A turn that begins before the end of
-the one in front of it cuts that one, which was interrupted. Knows nothing about terminals.
+It says which turns are gone from the cache, finds what was said, and lets a conversation go on
+without a saved stream. A file has one JSON object a line: facts about the conversation, then a turn
+each. A turn that begins before the end of the one in front of it cuts that one, which was
+interrupted.
 """
 
 from __future__ import annotations
@@ -95,9 +95,6 @@ class Transcript:
 
     Attributes:
         turns: all turns, oldest first; a template's tokens belong to the turns they come with.
-
-    Raises:
-        OSError: the file cannot be written.
     """
 
     def __init__(self, path: Path | None = None, facts: dict[str, Any] | None = None) -> None:
@@ -111,11 +108,8 @@ class Transcript:
 
     @classmethod
     def read(cls, path: Path) -> Transcript:
-        """Open a transcript, to be continued.
-
-        Raises:
-            WeirError: it is damaged, or open in another process.
-            OSError: it cannot be read or written.
+        """Open a transcript, to be continued; WeirError if it is damaged, or open in another
+        process.
         """
         found = cls()
         found.path, file = path, open(path, "rb+", buffering=0)  # noqa: SIM115
@@ -140,11 +134,7 @@ class Transcript:
         return found
 
     def add(self, turn: Turn) -> None:
-        """Add a turn, and write it.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Add a turn, and write it."""
         self._add(turn)
         said = {"user": turn.by_user, "at": turn.start, "text": turn.text, "ids": turn.ids.tolist()}
         self._append(said)
@@ -162,11 +152,7 @@ class Transcript:
                 yield Turn(turn.by_user, turn.start + cut, turn.text, turn.ids[cut:])
 
     def passages(self, holding: Holding) -> list[Passage]:
-        """Consecutive turns of which as much is held, oldest first.
-
-        Args:
-            holding: what the stream of the conversation holds.
-        """
+        """Consecutive turns of which as much is held, oldest first."""
         shares = held_shares(holding)
         known = [
             (number, turn, float(shares[turn.start : turn.end].mean()))
@@ -190,13 +176,7 @@ class Transcript:
     def find(
         self, text: str, holding: Holding, tokenizer: PreTrainedTokenizerBase
     ) -> Iterator[Found]:
-        """Find where a text was said, newest first, whatever its case.
-
-        Args:
-            text: the text.
-            holding: what the stream of the conversation holds.
-            tokenizer: the tokenizer of its model.
-        """
+        """Find where a text was said, newest first, whatever its case."""
         shares, wanted = held_shares(holding), text.casefold()
         pools = {it.token: it.pools for it in holding.tokens()}
         for number, turn in reversed(list(enumerate(self.turns, 1))):
@@ -240,10 +220,7 @@ def held_shares(holding: Holding) -> np.ndarray[Any, np.dtype[np.float64]]:
 def repeats(ids: Sequence[int], least: int = 4, longest: int = 64) -> int:
     """The period in which the end of an answer repeats itself; 0 if it does not.
 
-    Args:
-        ids: tokens of the answer.
-        least: it has repeated itself so many times, over 24 tokens at least.
-        longest: no longer period is looked for.
+    It has come at least `least` times, over 24 tokens or more; none over `longest` is looked for.
     """
     tail = np.asarray(ids[-least * longest :])
     for period in range(1, min(longest, len(tail) // least) + 1):

@@ -14,6 +14,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from weir.errors import WeirError
@@ -32,7 +33,13 @@ PROMPT = 4000
 """Tokens that a request may feed: to read a million would be the model's own work."""
 SIZES = (1_000, 60_000, 1_000_000, 4_000_000, 15_900_000)
 CHAT, TEXT, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-START = "import sys; from weir_bench.serving.parts.attack import main; main(*sys.argv[1:])"
+START = f"""
+import sys
+sys.path.append({str(Path(__file__).parents[3])!r})
+from weir_bench.serving.parts.attack import main
+main(*sys.argv[1:])
+"""
+"""The script of the attackers' process, which finds this package in a clone."""
 
 
 @part("attack", "hostile requests for --minutes beside four honest clients", asked=True)

@@ -1,8 +1,4 @@
-"""Attention of a layer: rotated queries and keys, masks, and whole prompts.
-
-The layer knows which tokens have come; `weir.slab.selection` knows only tensors. This module is
-between the two.
-"""
+"""Attention of a layer: rotated queries and keys, masks, and whole prompts."""
 
 from __future__ import annotations
 
@@ -33,14 +29,8 @@ QUERY_BLOCK = 256
 def rotate_to_positions(
     spec: LayerSpec, slab: Slab, queries: Tensor, keys: Tensor, segment: Segment
 ) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys to their places in the stream, as attention reads them.
-
-    Args:
-        spec: the layer.
-        slab: the layer's slots, before the segment is stored.
-        queries: [batch, kv_heads, group, width, key_dim].
-        keys: [batch, kv_heads, width, key_dim].
-        segment: their tokens.
+    """Rotate queries [batch, kv_heads, group, width, key_dim] and keys of a segment to their
+    places.
     """
     if spec.positions.rotary is not None and not spec.positions.placed:
         queries, keys = _rotate(spec.positions.rotary, queries, keys, segment.positions)
@@ -79,17 +69,9 @@ def mask_of_piece(
 ) -> Tensor | None:
     """Compute the bias on the logits of a segment's queries over the first `stop` slots.
 
-    Args:
-        positions: the positions of the layer.
-        slab: the slots, the tokens of the segment among them.
-        segment: the queries' tokens.
-        stop: slots of the longest row.
-        dtype: the dtype of a mask without ALiBi.
-        in_step: all rows have one layout; the segment's tokens are the last of the `stop` slots.
-
-    Returns:
-        -inf for slots that a query must not see; broadcasts with
-        [batch, kv_heads, group, width, slots]. None if every query sees every slot.
+    With `in_step` all rows have one layout, and the segment's tokens are the last of the slots.
+    Returns -inf for slots that a query must not see, broadcasting with [batch, kv_heads, group,
+    width, slots]; None if every query sees every slot.
     """
     width, window = segment.width, positions.window
     bias: Tensor | None = None
@@ -108,18 +90,7 @@ def mask_of_piece(
 def mask_of_step(
     positions: LayerPositions, slab: Slab, segment: Segment, ends: StepEnds, dtype: torch.dtype
 ) -> Tensor | None:
-    """Compute the bias on the logits of one query a row, if rows end in different slots.
-
-    Args:
-        positions: the positions of the layer.
-        slab: the slots, the token of each row among them.
-        segment: one token of each row.
-        ends: the slots of those tokens; a row does not see the slots behind its own.
-        dtype: the dtype of a mask without ALiBi.
-
-    Returns:
-        As `mask_of_piece`, over the slots up to the last of `ends`.
-    """
+    """Compute the bias on the logits of one query a row, if rows end in different slots."""
     return _add_alibi(ends.mask(positions.window, dtype), positions, slab, segment, ends.stop)
 
 
@@ -169,19 +140,11 @@ def attend_prompt(
     segment: Segment,
     answers: bool = True,
 ) -> tuple[Tensor, Slots]:
-    """Answer every query of a prompt from all tokens before it.
+    """Answer every query of a prompt from all tokens before it; without `answers` they are zeros.
 
-    Args:
-        spec: the layer; a pool of its pipe may read the attention that tokens receive.
-        queries: rotated [batch, kv_heads, group, width, key_dim].
-        keys: rotated [batch, kv_heads, width, key_dim].
-        values: [batch, kv_heads, width, value_dim].
-        params: how the layer attends.
-        segment: the prompt's tokens; rows may have fewer than `width`.
-        answers: whether to compute the answers; if not, they are zeros.
-
-    Returns:
-        Answers [batch, kv_heads, group, width, value_dim], and the tokens.
+    Takes rotated queries [batch, kv_heads, group, width, key_dim], rotated keys and values [batch,
+    kv_heads, width, dim]; rows may have fewer tokens. Returns answers [batch, kv_heads, group,
+    width, value_dim], and the tokens.
     """
     kv_heads, width, positions = keys.shape[1], segment.width, spec.positions
     zeros = torch.zeros(keys.shape[:3], device=keys.device)

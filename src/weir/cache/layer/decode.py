@@ -1,8 +1,7 @@
 """Compiled decode step of one layer: one token a row, in buffers of constant shape.
 
-Between folds all shapes are constant, so one compiled program serves an endless stream: a token of
-each row goes into the slot that waits for it, and attention reads the whole slab through a mask
-that ends at that slot. Rows may end in different slots. Knows nothing about models.
+A token of each row goes into the slot that waits for it, and attention reads the whole slab through
+a mask that ends at that slot, so one compiled program serves an endless stream.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ class DecodeSlots:
     Attributes:
         keys, values: all exact slots [batch, kv_heads, slots, dim].
         quantized: quantized slots, which come first; None for none.
-        a, b: log-weights [batch, kv_heads, slots]; a is None if it equals b
-            everywhere.
+        a, b: log-weights [batch, kv_heads, slots]; a is None if it equals b everywhere.
         split: both as `split_attention` reads them; None if a equals b.
         queries: the buffer of queries that wait for the fold; None if none do.
         unasked: number of tokens of a tail that share the first place of that buffer
@@ -60,8 +58,8 @@ class DecodeSlots:
     def of(cls, slab: Slab, spec: LayerSpec) -> DecodeSlots | None:
         """Make the decode slots of a layer; None if its steps cannot be compiled.
 
-        They cannot if shapes are not constant, and in rare cases: queries scaled by the number of
-        tokens, linear biases, or rotations that the model leaves to weir.
+        Shapes have to be constant; and queries scaled by the number of tokens, linear biases, and
+        rotations that the model leaves to weir are not compiled.
         """
         pipe, positions = spec.pipe, spec.positions
         if pipe.slots is None or pipe.log_n or positions.alibi is not None:
@@ -89,18 +87,13 @@ class DecodeSlots:
         waiting: Tensor,
         largest: Tensor,
     ) -> Tensor:
-        """Store one token of each row and answer its queries.
+        """Store one token of each row and answer its queries [batch, heads, 1, key_dim].
 
         Args:
-            queries: [batch, heads, 1, key_dim].
             keys, values: [batch, kv_heads, 1, dim].
-            params: how the layer attends.
             ends: the slot of each row's token [batch], int64.
             waiting: tokens in each row's tail before it [batch], int64.
             largest: output; the largest absolute key or value of each row [batch], float32.
-
-        Returns:
-            [batch, heads, 1, value_dim].
         """
         looped = uses_loops(
             queries, keys.shape[1]

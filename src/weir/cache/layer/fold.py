@@ -1,8 +1,4 @@
-"""A fold of one layer: the pipe selects the slots to keep, and the slab is compacted.
-
-The layer says when to fold; the pools say what to keep. Rows that are not due are not touched.
-Knows nothing about models.
-"""
+"""A fold of one layer: the pipe selects the slots to keep, and the slab is compacted."""
 
 from __future__ import annotations
 
@@ -44,9 +40,8 @@ class Pending:
     Attributes:
         segment, params: the segment, and how the layer attends.
         arrivals: a whole prompt [batch, ...] to fold in place of the tail.
-        mass: the attention each slot received from the segment [batch, kv_heads, slots], if the
-            segment is the whole tail and the mass is known; otherwise the fold computes it if a
-            pool asks.
+        mass: the attention each slot received from the segment [batch, kv_heads, slots], if it is
+            the whole tail and the mass is known; otherwise the fold computes it if a pool asks.
         observed: the attention of such a segment's queries, if pools ask for it.
     """
 
@@ -59,23 +54,14 @@ class Pending:
 
 @dataclass(frozen=True)
 class Folding:
-    """The fold of a layer.
-
-    Attributes:
-        spec: the layer.
-    """
+    """The fold of a layer described by `spec`."""
 
     spec: LayerSpec
 
     # A fold makes hundreds of small tensors, and each costs less without gradients.
     @torch.inference_mode()
     def fold(self, state: LayerState, pending: Pending) -> None:
-        """Fold the rows that are due; rows of the same layout fold together.
-
-        Args:
-            state: the layer's slots and lengths; rewritten for the rows that fold.
-            pending: the last segment, which says which rows are due.
-        """
+        """Fold the rows that are due; rows of the same layout fold together."""
         slab, lengths, segment, params = state.slab, state.lengths, pending.segment, pending.params
         arrivals = pending.arrivals
         assert slab is not None
@@ -133,10 +119,7 @@ class Folding:
         state.refresh()
 
     def _marks_key(self, segment: Segment, row: int, arrived: int) -> tuple[Any, ...]:
-        """Return the part of a row's marks that decides how many tokens its pools keep.
-
-        Rows for which it is equal fold together.
-        """
+        """Return the part of a row's marks that decides how many tokens its pools keep."""
         pipe = self.spec.pipe
         if not pipe.needs_marks:
             return ()
@@ -172,10 +155,7 @@ class Folding:
         params: AttentionParams,
         observed: AttentionResult | None,
     ) -> ObservedAttention:
-        """The attention of the last queries over a slab of one layout, before it is compacted.
-
-        Lazy: nothing is computed until a pool asks.
-        """
+        """The attention of the last queries over a slab of one layout, computed if a pool asks."""
         spec = self.spec
         return ObservedAttention(
             partial(_join_all, slab, lies, new),
@@ -260,13 +240,10 @@ class Folding:
                 )
 
     def roll(self, slab: Slab, lies: Layout, ahead: Tensor, clock: Tensor | None = None) -> None:
-        """Move the front up to the run, in the rolling frame.
+        """Move the front of rows of one layout up to the run, in the rolling frame.
 
-        Args:
-            slab: rows of one layout.
-            lies: their layout.
-            ahead: each row's next place in the stream [batch], int64.
-            clock: each row's next place on three axes [batch], int64; read if slots have spans.
+        `ahead` is each row's next place in the stream [batch], int64; `clock` that on three axes,
+        read if slots have spans.
         """
         exact, quantized = slice(lies.first, lies.front), slice(0, lies.quantized_front)
         position = _in_front(slab.position, lies)
@@ -289,9 +266,8 @@ class Folding:
                 slab.frame[:, :, run] = slab.position[:, :, run]
 
     def frame(self, slab: Slab, lies: Layout, ahead: Tensor, clock: Tensor | None = None) -> Tensor:
-        """Compute the front's positions in the frame, exact slots first, then quantized ones.
-
-        Arguments as in `roll`; the result is [batch, kv_heads, front].
+        """Compute the front's positions in the frame [batch, kv_heads, front]: exact slots, then
+        quantized.
         """
         position = _in_front(slab.position, lies)
         if slab.span is not None and position.shape[2]:

@@ -1,14 +1,9 @@
 """One layer's stream: append, attend, and commit when a forward has succeeded.
 
-Between folds a token is written into the tail and attention reads the slab; when the tail is full
-the layer folds (`fold`). All it knows of a model is its `LayerSpec` and the `AttentionParams` of
-a call.
-
 A forward that fails in a later layer, or makes keys that are not finite, must leave no trace. It
-writes only into tail slots that wait for a token anyway; everything else (attention received, the
-fold) waits in `Layer._pending` until the forward has succeeded. A forward that is longer than the
-free part of the tail must commit all but its last segment on the way; the layer then keeps a copy
-of its slots until the forward ends.
+writes only into tail slots that wait for a token anyway; the fold and the attention received wait
+in `Layer._pending` until it has succeeded. A forward that is longer than the free part of the tail
+commits all but its last segment on the way, and the layer keeps a copy of its slots until it ends.
 """
 
 from __future__ import annotations
@@ -57,8 +52,7 @@ class Layer:
         params: the parameters of the last attention call; None before the first token. A compiled
             step has them in its graph, and its fold reads them here.
         unchecked: tensors of the last forward, [batch, ...] each, whose numbers must be finite (or
-            true) and have not been checked yet. A check waits for the accelerator, and on a CPU one
-            check of all layers at the end of a step is cheaper than one a layer.
+            true). One check of all layers at the end of a step is cheaper than one a layer.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -88,14 +82,10 @@ class Layer:
         prefill: bool = False,
         answers: bool = True,
     ) -> Tensor:
-        """Call `attend` and `commit` for tokens of rows that are in step.
+        """Call `attend` and `commit` for tokens of rows that are in step; see there.
 
-        Args:
-            queries, keys, values, params: as for `attend`.
-            seen, waiting: tokens that each row has seen, and tokens in its tail.
-            prefill: attend exactly to all tokens and fold them once.
-            answers: with `prefill`, whether to compute answers; if not, the tokens are only stored
-                and the result is zeros.
+        `seen` tokens came before, `waiting` of them in the tail. `prefill` attends to all tokens
+        exactly and folds them once, without `answers` only storing them.
         """
         batch, length = keys.shape[0], keys.shape[2]
         plan = plan_forward(
@@ -125,18 +115,12 @@ class Layer:
 
         Args:
             queries: [batch, heads, length, key_dim], unrotated unless `spec.positions.placed`.
-            keys: [batch, kv_heads, length, key_dim], rotated as the queries are.
-            values: [batch, kv_heads, length, value_dim].
-            params: how the layer attends.
-            plan: how the forward is cut into segments.
+            keys, values: [batch, kv_heads, length, dim], keys rotated as the queries are.
             answers: whether to answer the queries of a whole prompt; others always are.
 
-        Returns:
-            [batch, heads, length, value_dim]; columns without a token are undefined.
-
         Raises:
-            RowsNotFinite: keys or values of tokens are infinite or NaN; in a step of one token a
-                row the check is at its end (`unfinite`).
+            RowsNotFinite: keys or values are infinite or NaN; in a step the check is at its end
+                (`unfinite`).
             WeirError: keys differ in dtype, device or shape from those before.
         """
         self.params = params
@@ -198,10 +182,7 @@ class Layer:
             self.unchecked = [finite_columns(keys, values)]
 
     def unfinite(self, plan: ForwardPlan) -> dict[int, int]:
-        """Find the first column of each row that is not finite in the last forward; {} if all are.
-
-        In a step of one token a row, rows without a token are listed too.
-        """
+        """Find each row's first column that is not finite in the last forward; {} if all are."""
         if not self.unchecked:
             return {}
         if self.unchecked[0].dtype == torch.bool:
@@ -240,10 +221,8 @@ class Layer:
     def commit_step(self, segment: Segment, largest: Tensor | None) -> None:
         """Note that a compiled step has stored and answered a segment, as `attend` would have.
 
-        Args:
-            segment: one token of each row.
-            largest: the largest absolute number among each row's keys and values [batch]; None
-                if all are known to be finite.
+        `largest` is the largest absolute number among each row's keys and values [batch]; None if
+        all are known to be finite.
         """
         assert self.params is not None
         self.unchecked = [] if largest is None else [largest]
@@ -312,8 +291,7 @@ class Layer:
     ) -> Tensor:
         """Store one token of each row in the slot that waits for it, and attend.
 
-        A row without a token writes to its slot too but does not advance: its next token overwrites
-        what was written.
+        A row without a token writes too; its next token overwrites what was written.
         """
         slab, spec = self.state.slab, self.spec
         assert slab is not None
@@ -396,10 +374,9 @@ class Layer:
         plan: ForwardPlan,
         rows: Sequence[int],
     ) -> Tensor:
-        """Answer a second reading of some rows' last tokens, and keep what they were given.
+        """Answer a second reading of the last tokens of `rows`, and keep what they were given.
 
-        Nothing else changes: the tokens that are repeated take no slot. Arguments as for `attend`;
-        other rows than `rows` are not answered.
+        Arguments as for `attend`; the tokens take no slot, and other rows are not answered.
         """
         batch, heads, length, _ = queries.shape
         queries = queries.view(batch, keys.shape[1], heads // keys.shape[1], length, -1)
@@ -432,9 +409,8 @@ class Layer:
         segment: Segment,
         answers: bool,
     ) -> Tensor:
-        """Attend causally over a whole prompt, then fold once.
-
-        The fold comes at once, so that only one layer at a time holds the prompt.
+        """Attend causally over a whole prompt, then fold at once: only one layer at a time holds
+        the prompt.
         """
         assert self.state.slab is not None
         queries, keys = rotate_to_positions(self.spec, self.state.slab, queries, keys, segment)

@@ -1,7 +1,4 @@
-"""State of a batch's rows in one layer, and how rows come and go.
-
-Knows nothing about how the layer attends or when it folds.
-"""
+"""State of a batch's rows in one layer, and how rows come and go."""
 
 from __future__ import annotations
 
@@ -42,10 +39,9 @@ class LayerState:
         slab: the slots; None before the first token.
         lengths: slots in use, per row and per pool of the pipe.
         seeds: the seed of each row's draws.
-        plain: whether every slot in use holds one token of weight 1, so that attention can
-            skip the weights.
-        first: the first slot that attention reads; the first exact slot while no row has quantized
-            ones.
+        plain: whether every slot in use holds one token of weight 1, so that attention can skip the
+            weights.
+        first: the first slot that attention reads: an exact one while no row has quantized ones.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -69,17 +65,10 @@ class LayerState:
         device: torch.device,
         seeds: list[int] | None = None,
     ) -> None:
-        """Allocate the slots of a batch without tokens.
+        """Allocate the slots of rows that begin at `start` [batch], int64; WeirError without the
+        memory.
 
-        Args:
-            heads: the sizes of the layer's attention.
-            batch: rows.
-            start: each row's first place in the stream [batch], int64.
-            device: the device of the slots.
-            seeds: the seed of each row's draws; None for the layer's.
-
-        Raises:
-            WeirError: there is not enough memory.
+        `seeds` are those of each row's draws; None for the layer's.
         """
         spec = self.spec.slab(heads)
         try:

@@ -1,9 +1,7 @@
 """Queries that wait in the slab, and the attention that slots receive from them.
 
-Some pools read the last queries when they fold; others, such as H2O, rank tokens by the attention
-received. Both need it only at the next fold, and until then no slot moves. So the queries wait in
-the slab, and the fold computes one matrix product instead of one in every step. Knows nothing about
-the pools that read the sums.
+Pools read the last queries, or the attention received, only when they fold, and until then no slot
+moves. So the fold computes one matrix product in place of one in every step.
 """
 
 from __future__ import annotations
@@ -18,14 +16,7 @@ from weir.slab import AT_ONCE, AttentionParams, Slab, attention_mass, merge_grou
 
 
 def store_queries(slab: Slab, spec: LayerSpec, queries: Tensor, segment: Segment) -> None:
-    """Store a segment's queries behind those of the tail, if a pool reads them.
-
-    Args:
-        slab: its `queries` has a place for each query that the next fold reads, in order.
-        spec: the layer.
-        queries: [batch, kv_heads, group, width, key_dim].
-        segment: the tokens of the queries; rows may be at different places.
-    """
+    """Store queries [batch, kv_heads, group, width, key_dim] of a segment behind the tail's."""
     if slab.queries is None:
         return
     unasked = spec.chunk - spec.keeps_queries  # first queries of a tail, which no fold reads
@@ -61,9 +52,7 @@ def last_queries(slab: Slab, wanted: int) -> Tensor | None:
 
 
 def keep_older_queries(slab: Slab, chunk: int) -> None:
-    """Make room for the queries of the next `chunk` tokens after a fold; older queries that the
-    next fold reads move up.
-    """
+    """Make room for the queries of the next `chunk` tokens after a fold; older ones move up."""
     if slab.queries is not None and slab.queries.shape[2] > chunk:
         older = slab.queries[:, :, chunk:].clone()
         slab.queries[:, :, : older.shape[2]] = older
@@ -85,17 +74,10 @@ def tail_of(segment: Segment, rows: list[int], chunk: int) -> Segment:
 def mass_from_tail(
     slab: Slab, spec: LayerSpec, params: AttentionParams, tail: Segment, stop: int
 ) -> Tensor:
-    """Compute the attention that slots receive from the queries of the tail.
+    """Compute the attention [batch, kv_heads, stop], float32, that slots get from the tail's
+    queries.
 
-    Args:
-        slab: rows of one layout; `queries` holds the queries of their tails.
-        spec: the layer.
-        params: how the layer attends.
-        tail: the tokens of the tails (`tail_of`).
-        stop: the end of the rows' slots.
-
-    Returns:
-        [batch, kv_heads, stop], float32.
+    Takes rows of one layout, and the tokens of their tails (`tail_of`).
     """
     queries = last_queries(slab, tail.width)
     assert queries is not None

@@ -1,7 +1,6 @@
 """Plan of a forward: segments between folds, the slots that tokens go to, and masks.
 
-Layers of equal lengths share slots and masks, made once for all of them: in a step of a small model
-their cost shows. Knows nothing about weights or pools.
+Layers of equal lengths share slots and masks: in a step of a small model their cost shows.
 """
 
 from __future__ import annotations
@@ -131,9 +130,8 @@ class Segment:
 
     @cached_property
     def spans(self) -> Tensor:
-        """Start of each token's word or image on three axes, and its reach [batch, width, 2].
-
-        int64; undefined for a model with one axis.
+        """Start of each token's word or image on three axes, and its reach [batch, width, 2],
+        int64.
         """
         if self.pictured is not None:
             return self.pictured
@@ -248,13 +246,9 @@ def plan_forward(
 
     Args:
         real: which columns hold tokens [batch, length], bool; None if all do.
-        batch, length: rows and columns of the forward.
-        seen, waiting: per row, tokens seen and tokens in the tail [batch].
-        chunk: tokens between two folds of a row.
-        device: the device of the plan's tensors.
+        seen, waiting: tokens seen and tokens in the tail, by row.
         prefill: one segment, all of it folded at once.
         origin: the place in the stream of a row's first token.
-        marks: the marks of each row; None for no marks.
     """
     marks = [Marks()] * batch if marks is None else marks
     if real is None and length == 1 and not prefill:  # a decode step
@@ -313,16 +307,11 @@ def _positions(real: Tensor | None, length: int, begin: list[int], device: torch
 def place_on_axes(
     plan: ForwardPlan, drift: list[int], offsets: Tensor | None, real: Tensor | None
 ) -> tuple[ForwardPlan, list[int]]:
-    """Set the places of a plan's tokens on three axes.
+    """Set the places of a plan's tokens on three axes; returns the plan, and each row's drift after
+    it.
 
-    Args:
-        plan: the plan of the forward.
-        drift: the drift of each row before the forward.
-        offsets: of each column [batch, length, 5], as `models.offsets` has them; None for words.
-        real: which columns hold tokens [batch, length], bool; None if all do.
-
-    Returns:
-        The plan, and the drift of each row after the forward.
+    `offsets` are of each column [batch, length, 5] (`models.offsets`), None for words; `real` says
+    which columns hold tokens [batch, length], None if all do.
     """
     if not plan.segments or (offsets is None and not any(drift)):
         return plan, drift

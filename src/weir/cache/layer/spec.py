@@ -1,8 +1,7 @@
 """Where the slots of each pool lie in a row of the slab.
 
 Quantized slots come first, in a region of fixed size: those of the front, those of the run, then
-empty ones. The exact slots follow without a gap: front, run and tail. Knows nothing about what is
-in a slot.
+empty ones. The exact slots follow without a gap: front, run and tail.
 """
 
 from __future__ import annotations
@@ -48,9 +47,7 @@ class Layout:
 
     @property
     def packed(self) -> Layout:
-        """The layout of the slots in use alone (`LayerSpec.held`), without the empty ones between
-        quantized and exact slots.
-        """
+        """The layout of the slots in use alone (`LayerSpec.held`), without empty ones."""
         gap = self.first - self.quantized
         starts = {pool: at - gap if at >= self.first else at for pool, at in self.starts.items()}
         return replace(
@@ -75,13 +72,7 @@ def _build_layout(
     first: int,
     lengths: tuple[int, ...],
 ) -> Layout:
-    """`lay_out`, cached by plain numbers: once pools are full, all rows and folds share a layout.
-
-    Args:
-        in_front, in_run, quantized: the pools of the front, of the run and of quantized slots.
-        first: the first exact slot.
-        lengths: slots in use, by pool.
-    """
+    """`lay_out`, cached by plain numbers: once pools are full, rows and folds share a layout."""
     exact = [pool for pool in (*in_front, *in_run) if pool not in quantized]
     starts: dict[int, int] = {}
     ends = []
@@ -147,27 +138,23 @@ class LayerSpec:
 
     @property
     def keeps_queries(self) -> int:
-        """Number of queries that wait in the slab: the last ones, which pools read, or those of the
-        whole tail if the attention received is summed, whichever is more.
+        """Number of queries that wait in the slab: the last ones, or those of the whole tail if the
+        attention received is summed, whichever is more.
         """
         return max(self.pipe.needs_queries, self.chunk if self.pipe.needs_mass else 0)
 
     def query_place(self, waiting: int) -> int:
         """Return the place of a token's query, `waiting` tokens being before it in the tail.
 
-        The last query of a full tail takes the last place. Queries that no fold reads share the
-        first place, which the first query that is read then overwrites.
+        The last query of a full tail takes the last place; queries that no fold reads share the
+        first.
         """
         return max(0, waiting + self.keeps_queries - self.chunk)
 
     def held(self, lengths: Sequence[int]) -> dict[str, tuple[slice, ...]]:
         """The slots in use of a row and its whole tail, by the names of buffers (`Slab.tensors`).
 
-        Buffers that are not named here are no longer for more slots. What is outside these slots
-        is of no use to anybody.
-
-        Args:
-            lengths: slots in use, by pool.
+        Buffers that are not named are no longer for more slots.
         """
         lies = lay_out(self.pipe, lengths)
         end = lies.used + self.chunk
@@ -185,9 +172,8 @@ class LayerSpec:
         return found
 
     def slab(self, heads: Heads) -> SlabSpec:
-        """Describe the buffers of the layer, for attention of these sizes.
-
-        A pipe without a limit starts with a few chunks and grows.
+        """Describe the buffers of the layer; a pipe without a limit starts with a few chunks and
+        grows.
         """
         pipe, positions = self.pipe, self.positions
         slots = (4 * self.chunk if pipe.slots is None else pipe.slots) + self.chunk

@@ -1,9 +1,14 @@
-"""Attention of one query a head on a CPU, over exact slots and, before them, slots of 8 bits.
+"""Attention of one query a head on a CPU, over exact slots and, before them, slots of few bits.
 
 PyTorch's fused attention is made for many queries. With one, it takes several times as long as it
 takes to read keys and values. Here each is read once, for three query heads that share it, whose
 sums stay in registers (`slot_products`). Numbers of 8 bits are widened there, and the steps go into
 logits and shares: <q, c> * step and p * step. Sums are float32.
+
+Slots of 4 bits hold rotated vectors (`weir.slab.quantization`). Instead of them, the query is
+rotated, and their share of the answer afterwards: so both kinds of slots have a query and a sum of
+their own, and one softmax. Their numbers are widened to bytes, a head after the other, which stay
+in the processor's cache.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ from weir.kernels.dispatch import QuantizedVectors
 LEAST = 8 * VECTORS
 """Numbers of a head from which on vectors fit into it."""
 Codes = tuple[int, int, float]
-"""Addresses of int8 numbers and of bfloat16 peaks of vectors, and how many steps make a peak."""
+"""Addresses of numbers of 8 or 4 bits and of bfloat16 peaks, and how many steps make a peak."""
 _NO_CODES = 0, 0, 1
 
 
@@ -59,6 +64,8 @@ def _attend(
     start: int,
     stop: int,
     out_at: int,
+    rotated_at: int,
+    exact_at: int,
     begun: int,
     done: int,
 ) -> None:
@@ -71,7 +78,8 @@ def _attend(
             numbers of a key and of a value.
         slots, quantized: exact slots of a head, and quantized ones.
         queries_at: float32 [heads, group, dim].
-        key_codes, value_codes: of the quantized slots [heads, quantized, dim].
+        key_codes, value_codes: of the quantized slots, 8 bits [heads, quantized, dim] or, where
+            queries are rotated, 4 bits [heads, quantized, dim / 2].
         keys_at, values_at: of the exact slots [heads, slots, dim].
         mask_at: float32 [heads, masked], log-weights of all slots; 0 where all are 0.
         masked: slots that have one.
@@ -79,6 +87,8 @@ def _attend(
         coded: the first quantized slot that is read.
         start, stop: which exact slots are read.
         out_at: float32 [heads, group, width], which are written.
+        rotated_at: rotated queries, of quantized slots of 4 bits; 0 for slots of 8 bits.
+        exact_at: as `out_at`, for the share of the exact slots, which is then not in `out_at`.
     """
     queries = floats_at(queries_at, (heads * group, dim))
     out, mask = floats_at(out_at, (heads * group, width)), floats_at(mask_at, (heads, masked))
@@ -91,16 +101,27 @@ def _attend(
     count, first = read + exact, coded + start
     logits, power = np.empty((group, count), np.float32), np.empty(count, np.int32)
     asked = np.empty((group, (dim + lanes - 1) // lanes * lanes), np.float32)
+    rotated, shares = queries, out
+    wide, asked_codes = codes, asked
+    if rotated_at:
+        rotated = floats_at(rotated_at, (heads * group, dim))
+        shares = floats_at(exact_at, (heads * group, width))
+        wide, asked_codes = np.empty(read * max(dim, width), np.int8), np.empty_like(asked)
     steps, more = np.empty((2, read), np.float32), np.empty((group, width), np.float32)
     for head in range(begun, done):
         for member in range(group):
             pad_query(queries[head * group + member], factor, lanes, asked[member])
+            if rotated_at:
+                pad_query(rotated[head * group + member], factor, lanes, asked_codes[member])
         begin, older = head * slots + start, head * quantized + coded
         for slot in range(read):
             steps[0, slot] = as_float(peaks[older + slot]) / levels
             steps[1, slot] = as_float(value_peaks[older + slot]) / value_levels
+        older_wide = 0 if rotated_at else older
         if read:
-            dot_products(asked, codes, older, dim, logits, 0, read, lanes)
+            if rotated_at:
+                _widen(codes, older, read, dim // 2, wide)
+            dot_products(asked_codes, wide, older_wide, dim, logits, 0, read, lanes)
         if halves:
             dot_products(asked, half_keys, begin, dim, logits, read, exact, lanes)
         else:
@@ -116,23 +137,57 @@ def _attend(
             for slot in range(read):
                 row[slot] *= steps[1, slot]
         answers = out[head * group : (head + 1) * group]
-        found = more if read else answers
-        if read:
+        if rotated_at:
+            _widen(value_bytes, older, read, width // 2, wide)
+            weighted_sums(logits, 0, read, wide, 0, answers, lanes)
+        elif read:
             weighted_sums(logits, 0, read, value_bytes, older, answers, lanes)
+        found = answers
+        if rotated_at:
+            found = shares[head * group : (head + 1) * group]
+        elif read:
+            found = more
         if halves:
             weighted_sums(logits, read, exact, half_values, begin, found, lanes)
         else:
             weighted_sums(logits, read, exact, values, begin, found, lanes)
-        if read and exact:
+        if read and exact and not rotated_at:
             answers += more
 
 
+def _widen_pairs(pairs: np.ndarray, first: int, count: int, half: int, wide: np.ndarray) -> None:
+    """Slots of two numbers to a byte, that at i and that at i + half, as bytes of one.
+
+    A number from 0 to 15 stands for itself less 8: 120 more, with the highest bit turned, is that
+    byte. Four are made at once where a slot has as many.
+    """
+    stored, found = pairs[first * half : (first + count) * half], wide[: count * 2 * half]
+    if half % 4 == 0:
+        four, at = stored.view(np.uint32).reshape(count, half // 4), half // 4
+        made = found.view(np.uint32).reshape(count, half // 2)
+        for slot in range(count):
+            low, high = made[slot, :at], made[slot, at:]
+            for i in range(at):
+                low[i] = ((four[slot, i] & _LOW) + _MORE) ^ _TURN
+                high[i] = (((four[slot, i] >> _FOUR) & _LOW) + _MORE) ^ _TURN
+        return
+    one, bytes_made = stored.reshape(count, half), found.reshape(count, 2, half)
+    for slot in range(count):
+        for i in range(half):
+            pair = np.uint8(one[slot, i])
+            bytes_made[slot, 0, i] = np.int8(pair & 15) - np.int8(8)
+            bytes_made[slot, 1, i] = np.int8(pair >> 4) - np.int8(8)
+
+
+_LOW, _MORE, _TURN = np.uint32(0x0F0F0F0F), np.uint32(0x78787878), np.uint32(0x80808080)
+_FOUR = np.uint32(4)
+_widen = compile_kernel(_widen_pairs)
 _run = compile_kernel(_attend, fastmath=ATTENTION_MATH)
 
 
 def _attend_parts(address: int) -> None:
     """Answers of some heads, part after part; threads share them."""
-    n = longs_at(address, (1, 26))[0]
+    n = longs_at(address, (1, 28))[0]
     scale = doubles_at(address + 8 * 21, (1, 1))[0, 0]
     key_codes, value_codes = (n[11], n[12], float(n[13])), (n[14], n[15], float(n[16]))
     parts, heads = n[1], n[4]
@@ -141,7 +196,8 @@ def _attend_parts(address: int) -> None:
         begun, done = heads * part // parts, heads * (part + 1) // parts
         sizes = n[2], n[3], heads, n[5], n[6], n[7], n[8], n[9]
         held = n[17], n[18], n[19], n[20], scale
-        _run(*sizes, n[10], key_codes, value_codes, *held, n[22], n[23], n[24], n[25], begun, done)
+        places = n[22], n[23], n[24], n[25], n[26], n[27]
+        _run(*sizes, n[10], key_codes, value_codes, *held, *places, begun, done)
         part = take_part(address)
 
 
@@ -191,9 +247,48 @@ def decode_int8(
         coded: keys and values of the quantized slots, whole numbers of 8 bits; None for none.
         slots: the first quantized slot that is read, and which exact ones.
     """
+    return _decode(queries, None, coded, keys, values, mask, scale, slots)[0]
+
+
+def decode_int4(
+    queries: Tensor,
+    rotated: Tensor,
+    coded: tuple[QuantizedVectors, QuantizedVectors],
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    slots: tuple[int, int],
+) -> tuple[Tensor, Tensor]:
+    """The shares of the answers [batch, kv_heads, group, 1, value_dim], float32, of the quantized
+    slots, which are to be rotated, and of the exact ones. Both zero for a query that sees nothing.
+
+    Args:
+        queries, rotated: [batch, kv_heads, group, 1, key_dim], as they are and rotated.
+        coded: of keys and of values their numbers [batch, kv_heads, coded, dim / 2], two to a byte,
+            the peaks [batch, kv_heads, coded, 1], bfloat16, and how many steps make a peak.
+        keys, values, mask, scale: as in `decode_exact`; dims of `LEAST` or more.
+        slots: of all slots, from the first that is read to behind the last.
+    """
+    start, stop = slots[0], slots[1] - coded[0][0].shape[2]
+    return _decode(queries, rotated, coded, keys, values, mask, scale, (start, 0, stop))
+
+
+def _decode(
+    queries: Tensor,
+    rotated: Tensor | None,
+    coded: tuple[QuantizedVectors, QuantizedVectors] | None,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    slots: tuple[int, int, int],
+) -> tuple[Tensor, Tensor]:
+    """The answers, and where queries are rotated the exact slots' share apart."""
     batch, heads, group, _, dim = queries.shape
     (count, width), quantized = values.shape[2:], 0
     asked = queries.detach().float().contiguous()
+    turned = asked if rotated is None else rotated.detach().float().contiguous()
     if keys.dtype not in (torch.float32, torch.bfloat16):
         keys, values = keys.float(), values.float()
     keys, values = keys.contiguous(), values.contiguous()
@@ -204,6 +299,7 @@ def decode_int8(
         held = [(n.contiguous(), peaks.contiguous(), levels) for n, peaks, levels in coded]
         codes = [(n.data_ptr(), p.data_ptr(), levels) for n, p, levels in held]
     out = asked.new_empty((batch, heads, group, 1, width))
+    exact = out if rotated is None else torch.empty_like(out)
     _attend_together(
         threads_for(keys.numel() + batch * heads * quantized * dim, _WORTH_A_THREAD),
         lanes() if width >= lanes() * VECTORS else 8,
@@ -224,8 +320,10 @@ def decode_int8(
         int.from_bytes(struct.pack("d", scale), sys.byteorder, signed=True),
         *slots,
         out.data_ptr(),
+        0 if rotated is None else turned.data_ptr(),
+        exact.data_ptr(),
     )
-    return out
+    return out, exact
 
 
 def _pad(t: Tensor) -> Tensor:

@@ -40,7 +40,6 @@ def make_app(client: EngineClient, keys: Keys | None = None) -> ASGIApp:
     """Make an application, which runs the engine from its start to its end.
 
     Args:
-        client: of the engine.
         keys: of HTTP clients. Without any, only requests to this machine's own names are answered.
     """
 

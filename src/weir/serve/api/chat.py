@@ -74,13 +74,7 @@ def _match(
 
 
 class ChatRenderer:
-    """Writes chat completions.
-
-    Args:
-        body: of the request.
-        client: of the engine.
-        generation: whose answers are written.
-    """
+    """Writes chat completions."""
 
     def __init__(self, body: ChatBody, client: EngineClient, generation: Generation) -> None:
         request = generation.request

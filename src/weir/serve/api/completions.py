@@ -43,13 +43,7 @@ async def complete(request: Request, owner: str = Depends(authorize)) -> Respons
 
 
 class CompletionRenderer:
-    """Writes text completions.
-
-    Args:
-        body: of the request.
-        client: of the engine.
-        generation: whose answers are written.
-    """
+    """Writes text completions."""
 
     def __init__(self, body: TextBody, client: EngineClient, generation: Generation) -> None:
         self._body = body

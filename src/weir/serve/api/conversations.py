@@ -150,7 +150,6 @@ def _check_results(items: list[Item], before: Sequence[Item] = ()) -> None:
     """Check that tool results have their calls.
 
     Args:
-        items: that are to be added to a conversation.
         before: those that are in it. The calls of some may not be kept any more.
 
     Raises:

@@ -67,12 +67,8 @@ class APIError(Exception):
     """An error that is sent to the client.
 
     Args:
-        status: of HTTP.
-        message: what is wrong, and what to do.
         param: the part of the request that is wrong.
         code: for programs; None for the status's own.
-        kind: OpenAI's type of the error.
-        headers: sent with it.
     """
 
     def __init__(

@@ -68,9 +68,6 @@ def make_request(
     """Make the request that a body asks for, without constraint and tools.
 
     Args:
-        client: of the engine.
-        body: of the HTTP request.
-        match: finds the prompt.
         limit: the field with the number of tokens of an answer, and what it says.
         logprobs: number of most likely tokens to report with each; None for no log-probabilities.
         default: tokens of an answer if the body does not say.
@@ -113,8 +110,6 @@ async def start(http: Request, request: GenerationRequest, param: str) -> Genera
     """Start a request, and wait until its first token has come.
 
     Args:
-        http: of the client, who may hang up meanwhile.
-        request: what is asked.
         param: the field that the prompt is made of, for errors.
 
     Raises:
@@ -188,13 +183,6 @@ async def send(
     stream: bool,
 ) -> Response:
     """Send the answers of a request that has started.
-
-    Args:
-        http: of the client, who may hang up meanwhile.
-        renderer: writes the answers.
-        generation: makes them.
-        headers: beside the usual ones.
-        stream: send events.
 
     Raises:
         APIError: an answer failed before anything was sent.

@@ -16,12 +16,7 @@ _BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 
 class LogprobFormatter:
-    """Formats sampled tokens.
-
-    Args:
-        tokenizer: of the model.
-        stop_ids: tokens that end an answer, and are no part of it.
-    """
+    """Formats sampled tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer

@@ -16,11 +16,7 @@ GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
 class Metrics:
-    """Counts and times of a server.
-
-    Args:
-        client: of the engine; folds of its cache are counted from now on.
-    """
+    """Counts and times of a server."""
 
     def __init__(self, client: EngineClient) -> None:
         self.registry = CollectorRegistry()

@@ -22,12 +22,7 @@ _REFERENCE = "#/components/schemas/{model}"
 
 
 def describe_body(kind: type[BaseModel], *, streams: bool = False) -> dict[str, Any]:
-    """Describe the body of a route.
-
-    Args:
-        kind: of the body.
-        streams: whether the route can answer with events.
-    """
+    """Describe the body of a route."""
     schema = kind.model_json_schema(ref_template=_REFERENCE)
     content = {"application/json": {"schema": schema}}
     required = any(field.is_required() for field in kind.model_fields.values())

@@ -28,10 +28,6 @@ class ToolUse:
     """The tools of a request, checked.
 
     Attributes:
-        tools: all that are described to the model.
-        callable: those that it may call.
-        choice: whether it calls any.
-        parallel: whether it may make more than one call.
         params: for each of the callable, the field of the request with its schema, for errors.
     """
 
@@ -93,10 +89,6 @@ async def add_constraint(
     """Hold the answers of a request to a format; grammars are compiled in a thread.
 
     Args:
-        http: of the client.
-        response_format: the format of an answer; None for text.
-        use: of tools.
-        request: for answers in any format.
         param: the field with the schema of the format, for errors.
 
     Raises:

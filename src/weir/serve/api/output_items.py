@@ -47,15 +47,7 @@ class _Call:
 
 
 class OutputItems:
-    """The items of one response.
-
-    Args:
-        parser: of calls; None where there are no tools.
-        make_id: gives calls their ids, by their index.
-
-    Attributes:
-        done: the items that have ended.
-    """
+    """The items of one response."""
 
     def __init__(self, parser: CallParser | None, make_id: Callable[[int], str]) -> None:
         self.done: list[Item] = []
@@ -68,7 +60,6 @@ class OutputItems:
         """Add text of the answer.
 
         Args:
-            text: that comes next.
             logprobs: of its token, which go with the next text of a message.
         """
         was_calling = self._in_call

@@ -24,13 +24,7 @@ from weir.serve.tools import CallParser
 
 
 class ResponseRenderer:
-    """Writes responses.
-
-    Args:
-        body: of the request.
-        turn: stores the response before its end is told.
-        generation: whose answer is written.
-    """
+    """Writes responses."""
 
     def __init__(self, body: ResponseBody, turn: ResponseTurn, generation: Generation) -> None:
         request, client = generation.request, turn.client

@@ -26,7 +26,6 @@ def bind(host: str, port: int, keys: Keys) -> socket.socket:
     """Bind a socket to an address, for `run_app`.
 
     Args:
-        host: a name or an address.
         port: 0 takes any that is free.
         keys: of clients; without any, only a loopback address is taken.
 
@@ -54,12 +53,7 @@ def bind(host: str, port: int, keys: Keys) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that drains the engine when it is told to end.
-
-    Args:
-        config: of the server.
-        drain: waits for answers, and gives up those that take too long.
-    """
+    """A uvicorn server that drains the engine when it is told to end."""
 
     def __init__(self, config: uvicorn.Config, drain: Callable[[], None]) -> None:
         super().__init__(config)
@@ -79,10 +73,7 @@ def run_app(app: ASGIApp, bound: socket.socket, limits: Limits, drain: Callable[
     given up and their clients are told. A second SIGINT ends at once.
 
     Args:
-        app: from `make_app`.
         bound: from `bind`; closed when it returns.
-        limits: as the application's.
-        drain: `EngineClient.drain` with these seconds.
     """
     server = _Server(
         uvicorn.Config(

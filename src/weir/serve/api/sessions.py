@@ -222,7 +222,6 @@ def turn_object(record: TurnRecord, current: bool) -> dict[str, Any]:
     """A turn as JSON.
 
     Args:
-        record: the turn.
         current: whether it is the newest turn, or leads to it.
     """
     return {

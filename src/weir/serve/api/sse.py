@@ -22,9 +22,6 @@ class EventStream(Response):
         frames: what is sent; each may have many events.
         overrun: set when the client has read too little.
         stall: seconds that the client may leave what is sent unread.
-        close: called at the end, whatever it was.
-        headers: beside those of an event stream.
-        media_type: of the response.
     """
 
     def __init__(

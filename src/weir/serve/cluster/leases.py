@@ -23,7 +23,6 @@ class LeaseTable:
     Args:
         seconds: time after which a silent replica loses its leases.
         clock: seconds from any start; it may jump.
-        most: number of sessions whose last replica is remembered.
     """
 
     def __init__(

@@ -29,12 +29,9 @@ class LedgerPage:
     """The state of a session at one moment.
 
     Attributes:
-        number: number of the page.
         epoch: number of claims of the session so far.
-        replica: name of the replica that made the page, for debugging.
         turns: names of the kept turns, oldest first.
         after: `word` of the previous page; empty on the first.
-        word: random and unique to the page.
     """
 
     number: int
@@ -54,9 +51,6 @@ class Ledger:
 
     A deleted session keeps one page without turns: if its name is used again its numbers continue,
     so that a replica that comes late finds no number free.
-
-    Args:
-        storage: of all replicas.
     """
 
     def __init__(self, storage: Storage) -> None:

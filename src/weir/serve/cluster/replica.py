@@ -36,15 +36,9 @@ class Settings:
     """What every replica serves.
 
     Attributes:
-        model, policy, chunk, rows: as for `weir serve`.
         place: address of the shared storage (`open_storage`).
-        name: what clients call the model.
         most: number of turns that a replica keeps in memory.
         keys: SHA-256 hashes of the API keys.
-        limits: limits on requests.
-        deterministic: as for `weir serve`.
-        threads: PyTorch threads; None for the default.
-        loading: how the model is loaded, arguments of `weir.load`.
     """
 
     model: str
@@ -98,11 +92,7 @@ class RayLeases:
 
 @serve.ingress()
 class Replica:
-    """One engine behind OpenAI's HTTP API.
-
-    Args:
-        settings: of every replica.
-    """
+    """One engine behind OpenAI's HTTP API."""
 
     def __init__(self, settings: Settings) -> None:
         if settings.threads is not None:

@@ -95,12 +95,6 @@ def _check(address: str) -> None:
 def deploy(settings: Settings, replicas: int, host: str, port: int, routing: str) -> None:
     """Deploy replicas at an address, and wait until all of them answer.
 
-    Args:
-        settings: of every replica.
-        replicas: number of replicas.
-        host, port: address for requests, on each machine of the cluster.
-        routing: a name in `ROUTERS`.
-
     Raises:
         WeirError: the replicas do not start.
     """

@@ -38,9 +38,6 @@ class Storage:
 
     Paths are names with slashes between them.
 
-    Args:
-        address: of a folder.
-
     Raises:
         WeirError: fsspec does not know the storage, or lacks a package for it.
     """
@@ -96,9 +93,6 @@ class Storage:
 
 class LocalStorage(Storage):
     """A folder of a file system that all machines mount; fsspec alone would not sync its files.
-
-    Args:
-        root: the folder; created if missing.
 
     Raises:
         WeirError: it cannot be created.

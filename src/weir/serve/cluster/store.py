@@ -70,13 +70,7 @@ class Leases(Protocol):
 
 @dataclass(eq=False)
 class SharedLease:
-    """The right to answer a session, for one turn (`SessionLease`).
-
-    Attributes:
-        store: store of the replica.
-        session: name of the session.
-        epoch: epoch of the claim that the turn began under.
-    """
+    """The right to answer a session, for one turn (`SessionLease`)."""
 
     store: SharedStore
     session: str
@@ -95,11 +89,7 @@ class SharedStore:
     """One replica's view of the shared sessions (`SessionStore`).
 
     Args:
-        storage: storage of all replicas.
-        leases: lease table.
         replica: name of this replica, never used by another.
-        row_format: format of the rows.
-        most: number of turns in memory.
         kept: number of turns that are kept per session.
 
     Raises:

@@ -47,9 +47,7 @@ class EngineLoad:
 
     Attributes:
         rows, busy, resting: all rows, those of running sequences, those at a checkpoint.
-        waiting: sequences without a row.
         seen: tokens read and answered since the start.
-        calls: decode calls since the start.
     """
 
     rows: int
@@ -67,21 +65,12 @@ class Engine:
     else happens in the thread that calls `run`, or `step` in a test.
 
     Args:
-        model: a causal language model, which nobody else feeds meanwhile.
-        policy: of every row.
-        rows: sequences that run at once.
-        store: keeps the ends of sequences, with the records of their turns.
         chunk: tokens between two folds; None for what the policy was measured with, or 64.
         prefill_chunk: tokens of prompts that are read between two decode calls.
-        queue: sequences that may wait while no row is free.
         deterministic: an answer does not depend on what else is running: each row is read and
             decoded in calls of its own, since matrix products of other batches may round otherwise.
 
     Attributes:
-        cache: the rows.
-        runner: feeds them.
-        scheduler: decides which sequences run.
-        deterministic: as given.
         on_step: called twice a step, when listeners have got the tokens of a call.
 
     Raises:
@@ -406,10 +395,6 @@ def compile_engine(engine: Engine, **options: Any) -> None:
 
     Answers differ by rounding only. Until a program is ready, and where none can be made, steps run
     uncompiled.
-
-    Args:
-        engine: not in a step.
-        options: of `weir.compile_steps`.
 
     Raises:
         WeirError: the model cannot be compiled, whatever the compiler.

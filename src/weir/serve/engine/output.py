@@ -31,7 +31,6 @@ class StreamStats:
         seen: tokens so far, the last of the answer included.
         held: slots in use in the fullest layer, tokens that wait for a fold included.
         bytes: of the row; they never change.
-        folds: so far.
         pinned: tokens of its beginning that stay for ever.
         beginning: tokens that its beginning has.
     """
@@ -66,8 +65,6 @@ class TokenEvent:
 
     Attributes:
         answer: which of the request's answers, from 0.
-        text: what it adds to the answer; often nothing.
-        token: the token.
         at: when it was sampled, by `time.perf_counter`.
     """
 
@@ -82,11 +79,9 @@ class FinishEvent:
     """The end of an answer, which is saved.
 
     Attributes:
-        answer: which, from 0.
         text: the rest of it that was held back until now.
         reason: "stop" or "length".
         tokens: that it has, an end token included.
-        stats: of its stream.
     """
 
     answer: int
@@ -98,12 +93,7 @@ class FinishEvent:
 
 @dataclass(frozen=True)
 class FailureEvent:
-    """The failure of an answer.
-
-    Attributes:
-        answer: which, from 0.
-        error: why it failed.
-    """
+    """The failure of an answer."""
 
     answer: int
     error: Exception
@@ -116,11 +106,9 @@ class OutputQueue:
     """The events of one request, put from any thread and taken in one event loop.
 
     Args:
-        loop: where they are taken.
         size: tokens that may wait.
 
     Attributes:
-        loop: as given.
         overrun: set when more tokens came than may wait; the further ones are lost.
     """
 
@@ -214,9 +202,7 @@ class FinishedAnswer:
     """An answer that has ended.
 
     Attributes:
-        text: all of it.
         cut: whether it ran into its limit.
-        stats: of its stream.
     """
 
     text: str
@@ -228,12 +214,6 @@ class OutputProcessor:
     """The listener of one sequence: makes text of its tokens and puts events into a queue.
 
     Args:
-        answer: which of the request's answers it is, from 0.
-        cache: of the engine.
-        tokenizer: of the model.
-        stops: texts that end the answer.
-        queue: of the request.
-        notifier: wakes it after the step.
         on_saved: called when the answer is saved, before the client hears of its end.
         special: special tokens that are part of the answer's text.
 

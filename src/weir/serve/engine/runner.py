@@ -35,7 +35,6 @@ class ModelRunner:
     """Feeds tokens to rows of one cache.
 
     Args:
-        model: that the cache belongs to.
         cache: with `failures="keep"`.
 
     Attributes:
@@ -51,9 +50,6 @@ class ModelRunner:
 
     def run(self, tokens: Mapping[int, Sequence[int]]) -> StepOutput:
         """Call the model once.
-
-        Args:
-            tokens: by row, one or more.
 
         Raises:
             Exception: whatever the model raises; no row has changed, unless `cache.broken`.

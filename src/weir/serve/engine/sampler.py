@@ -27,10 +27,8 @@ class SampledToken:
     """A token of an answer.
 
     Attributes:
-        id: its id.
         logprob: the logarithm of its probability before temperature and limits; None if not asked
             for.
-        top: the most likely tokens with their log-probabilities, as many as were asked for.
     """
 
     id: int
@@ -57,15 +55,12 @@ class SamplingParams:
     """How the tokens of one answer are sampled.
 
     Attributes:
-        sampling: temperature, top-k, top-p and min-p.
         repetition: logits of tokens that came before are divided by it where they are positive and
             multiplied where not (CTRL, section 4.1); 1 leaves them.
         presence: subtracted from the logits of tokens of this answer, once.
         frequency: subtracted as often as they came.
-        bias: added to the logits of tokens.
         logprobs: number of most likely tokens to report with every token; None for no
             log-probabilities at all.
-        seed: of the draws.
 
     Raises:
         WeirError: a penalty is not a usable number.
@@ -90,13 +85,7 @@ class Sampler:
     """The sampling state of one answer.
 
     Args:
-        params: how its tokens are sampled.
         prompt_ids: tokens that the repetition penalty counts from the start.
-        constraint: the format that the answer is held to.
-
-    Attributes:
-        params, constraint: as given.
-        generator: of its draws.
     """
 
     def __init__(
@@ -150,7 +139,6 @@ class Sampler:
         """Advance by a token that was drawn.
 
         Args:
-            token: its id.
             logits: of the model [vocabulary].
             adjusted: what `adjust` made of them.
 
@@ -178,7 +166,6 @@ def sample(samplers: Sequence[Sampler], logits: Tensor) -> list[SampledToken | E
     """Sample the next token of several answers; each is what it would be alone, to the last bit.
 
     Args:
-        samplers: of each answer.
         logits: of each answer [answers, vocabulary].
 
     Returns:

@@ -17,11 +17,7 @@ class Busy(WeirError):
 
 
 class WaitQueue:
-    """Sequences without a row. Owners take turns; the sequences of one owner keep their order.
-
-    Args:
-        size: sequences that may wait.
-    """
+    """Sequences without a row. Owners take turns; the sequences of one owner keep their order."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -39,7 +35,6 @@ class WaitQueue:
         """Append a sequence.
 
         Args:
-            sequence: that is to wait.
             free: rows that are about to be given away; so many sequences do not count as waiting.
 
         Raises:
@@ -79,9 +74,6 @@ class RowAllocator:
 
     A row is free, or busy with a sequence, or resting: it stands at a checkpoint until a sequence
     continues there or another one needs the row.
-
-    Args:
-        size: number of rows.
     """
 
     def __init__(self, size: int) -> None:
@@ -166,14 +158,9 @@ class Scheduler:
     """Decides which sequences run.
 
     Args:
-        rows: sequences that run at once.
-        queue: sequences that may wait.
-        prefill_chunk: tokens of prompts that are read between two decode calls.
         deterministic: every call is over one row.
 
     Attributes:
-        waiting: sequences without a row.
-        rows: who has which row.
         running: sequences with a row, the one whose prompt was read longest ago first.
     """
 

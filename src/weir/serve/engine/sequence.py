@@ -50,25 +50,16 @@ class Sequence:
     """One answer to one prompt.
 
     Attributes:
-        id: its name, under which its end is saved.
         parent: the checkpoint it starts from; None for a new stream.
         prompt_ids: tokens to feed before the answer, one or more.
         max_tokens: tokens of the answer, 1 or more.
-        stop_ids: tokens that end the answer.
-        sampler: chooses the tokens of the answer.
-        listener: receives them.
-        owner: who asked; owners take turns.
         seed: of the row's random draws, where the stream is new.
         beginning: how many of `prompt_ids` are the stream's beginning, where it is new.
         header: how many tokens at the end of `prompt_ids` are the header of the answer.
-        forks: further answers to the same prompt, which start where it ends.
         record: makes the record that is saved with its end, from the sequence and the reason why it
             ended (`Listener.on_finish`); None if the end is not saved.
         stage: how far it has come. This and what follows is set by the engine only.
-        cancelled: whether the next step ends it.
-        row: its row of the cache; None while it waits.
         unread: tokens still to be fed before the answer.
-        num_read: tokens of the prompt fed so far.
         alone: whether its prompt must be read in a call of its own.
         output_ids: the answer so far; the last of them has not been fed yet.
         prefilled: of a fork, the state and logits [vocabulary] at the end of the prompt.

@@ -33,12 +33,7 @@ KEY = "weir_sessions"
 
 @dataclass
 class SessionArchive:
-    """Turns of a session, parents first.
-
-    Attributes:
-        records: records of the turns.
-        checkpoints: checkpoints of the same turns.
-    """
+    """Turns of a session, parents first."""
 
     records: list[TurnRecord] = field(default_factory=list)
     checkpoints: list[Checkpoint] = field(default_factory=list)
@@ -87,10 +82,6 @@ class SessionArchive:
     def write(self, path: Path, row_format: RowFormat) -> None:
         """Write the archive to a file, whole or not at all.
 
-        Args:
-            path: of the file.
-            row_format: of its rows.
-
         Raises:
             WeirError: it cannot be written.
         """
@@ -122,8 +113,6 @@ class SessionArchive:
         """Read an archive from a file.
 
         Args:
-            path: of the file.
-            row_format: that its rows must have.
             limit: maximum size in bytes; None for no limit.
 
         Raises:

@@ -66,9 +66,6 @@ class Database:
 
     Args:
         path: path of the file; None for memory.
-        begin: create the file if there is none.
-        tables: SQL statements that create the tables.
-        version: version of the tables.
 
     Raises:
         WeirError: the file is missing and may not be created, is not an ordinary file, is damaged,

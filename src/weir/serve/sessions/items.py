@@ -42,10 +42,8 @@ def answer_item(
     """Build the item of an answer.
 
     Args:
-        name: id of the item.
         text: text of the answer; None if there is none yet.
         status: "in_progress", "completed" or "incomplete".
-        logprobs: log-probabilities of the answer's tokens.
     """
     parts = [] if text is None else [answer_part(text, logprobs)]
     return {"id": name, "type": "message", "role": "assistant", "status": status, "content": parts}
@@ -61,8 +59,6 @@ def call_item(name: str, call: Call, status: str) -> Item:
 
     Args:
         name: id of the item, which differs from the call's id.
-        call: the function call.
-        status: as in `answer_item`.
     """
     return {
         "id": name,

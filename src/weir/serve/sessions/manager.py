@@ -30,13 +30,7 @@ class HeldByConversation(WeirError):
 
 
 class SessionManager:
-    """The sessions of all owners.
-
-    Args:
-        engine: the engine that answers the sessions, with their store.
-        responses: store of OpenAI's responses and conversations.
-        limits: limits on what an owner may store.
-    """
+    """The sessions of all owners."""
 
     def __init__(self, engine: Engine, responses: ResponseStore, limits: Limits) -> None:
         self._engine = engine
@@ -66,8 +60,6 @@ class SessionManager:
         """Begin a session with a turn of another and its ancestors; the other stays as it is.
 
         Args:
-            owner: owner of both sessions.
-            session: session of the turn.
             node: name of the turn; None for the newest.
             name: name of the new session; None for a random one.
 
@@ -145,9 +137,7 @@ class SessionManager:
         """Export an owner's session to a file.
 
         Args:
-            owner, session: the session to export.
             most: maximum number of newest turns; None for all.
-            path: of the file.
 
         Raises:
             UnknownSession: there is no such session.

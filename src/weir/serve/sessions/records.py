@@ -41,7 +41,6 @@ class Checkpoint:
     """The end of a turn, with everything needed to continue from there.
 
     Attributes:
-        state: state of the row.
         pending: tokens of the turn that the row has not read yet: the last of the answer.
     """
 
@@ -72,15 +71,11 @@ class TurnRecord:
     """A saved turn: its owner, its place in a conversation, and its messages.
 
     Attributes:
-        node: name of the turn and of its checkpoint.
         owner: hash of the API key of the request; empty if the server needs none.
-        session: the session it belongs to; names are unique per owner.
         parent: the turn it continues; None at the beginning of a stream.
         chain: hash of all messages up to and including its answer.
         messages: of this turn, its answer last.
-        last: the last token of its answer.
         seen: tokens of the stream so far, including `last`.
-        usage: token counts, as the client was told.
         created: when it ended, in seconds since 1970.
         ids: the tokens of this turn, prompt and answer, as `pack_ids` writes them; they end at
             `seen`. Empty if unknown.
@@ -126,9 +121,7 @@ class TurnTokens:
     """The tokens of one turn in its stream.
 
     Attributes:
-        node: the turn's name.
         end: tokens of the stream at its end.
-        ids: `TurnRecord.ids`.
     """
 
     node: str
@@ -146,14 +139,9 @@ class SessionSummary:
     """A session as lists show it, without its messages.
 
     Attributes:
-        id: its name, unique per owner.
-        head: its newest turn.
-        turns: number of kept turns.
         created: when the first kept turn ended, in seconds since 1970.
         used: when the newest turn ended.
         seen: tokens of the stream at the newest turn.
-        usage: token counts of the newest turn.
-        topic: topic of the newest turn.
     """
 
     id: str
@@ -256,7 +244,6 @@ def find_path(node: str, parents: Mapping[str, str | None]) -> list[str]:
     """A turn and its ancestors, the oldest first.
 
     Args:
-        node: the turn.
         parents: the parent of each turn; the path ends at one that is not in it.
     """
     path: dict[str, None] = {}

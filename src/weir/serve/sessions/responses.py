@@ -73,11 +73,7 @@ class StoredResponse:
 
     Attributes:
         id: `resp_` and the name of its turn.
-        session: session of its turn.
-        previous: the response it continues.
         instructions: its system message; the next response does not inherit it.
-        input: the items that it answers.
-        body: the JSON body that the client received.
     """
 
     id: str
@@ -93,12 +89,8 @@ class StoredConversation:
     """A stored conversation.
 
     Attributes:
-        id: name of the conversation.
-        created: time of creation, in seconds since 1970.
-        metadata: metadata from the client.
         head: the response whose turn has read the items up to `read`.
         read: number of the last item that was read.
-        whole: whether all its items are kept.
     """
 
     id: str
@@ -151,8 +143,6 @@ class ResponseStore:
         """Save a response.
 
         Args:
-            owner: of the response.
-            response: to save.
             conversation: conversation whose newest response this is; None for none.
             items: items of the response that the conversation does not have yet.
 
@@ -293,9 +283,7 @@ class ResponseStore:
         """List a page of a conversation's items.
 
         Args:
-            owner, conversation: the conversation to list.
             after: the item before the page; None for the first page.
-            most: maximum number of items.
             newest: whether to list the newest first.
 
         Returns:

@@ -43,9 +43,6 @@ class RowFormat:
     """The model and policy that rows of a store belong to.
 
     Attributes:
-        model: the model's fingerprint.
-        kind: kind of the rows (`RowState.kind`).
-        plans: plan of each layer of their cache.
         vocabulary: token ids run from 0 to this, exclusive.
     """
 
@@ -76,9 +73,6 @@ class RowFormat:
 
     def check(self, stated: Any) -> None:
         """Refuse rows of another model or policy.
-
-        Args:
-            stated: what claims to be the result of their format's `to_json`.
 
         Raises:
             WeirError: the rows differ; the message says in what.
@@ -125,10 +119,6 @@ def decode_checkpoint(row_format: RowFormat, data: bytes) -> Checkpoint:
 
 def decode_foreign(row_format: RowFormat, data: bytes) -> Checkpoint:
     """Decode and validate the checkpoint in an untrusted file.
-
-    Args:
-        row_format: the format that its row must have.
-        data: the whole file; no tensor is larger than what is in it.
 
     Raises:
         WeirError: it is damaged, of another model or policy, or its row is one that no stream has.

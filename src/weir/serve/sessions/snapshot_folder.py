@@ -42,9 +42,6 @@ def free_bytes(folder: Path | int) -> int:
 class SnapshotFolder:
     """A folder, open until `close`; created if missing.
 
-    Args:
-        path: of the folder; it may not be a link.
-
     Raises:
         OSError: it cannot be created or opened.
     """
@@ -182,9 +179,6 @@ def _check(name: str) -> None:
 def lock_file(path: Path) -> int:
     """Lock a file, so that other processes stay out; the system unlocks it when this one ends.
 
-    Args:
-        path: of a file that exists for its lock only.
-
     Returns:
         A descriptor; closing it unlocks the file.
 
@@ -202,12 +196,7 @@ def lock_file(path: Path) -> int:
 
 
 class DiskReserve:
-    """Room on the disk for the moment when it is full: deleting takes some too.
-
-    Args:
-        path: of a file that exists for its size only.
-        size: of it in bytes.
-    """
+    """Room on the disk for the moment when it is full: deleting takes some too."""
 
     def __init__(self, path: Path, size: int = 2**19) -> None:
         self._path = path

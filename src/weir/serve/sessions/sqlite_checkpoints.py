@@ -37,15 +37,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WrittenSnapshot:
-    """A snapshot file that is safe on disk, as its row describes it.
-
-    Attributes:
-        name: name of the checkpoint.
-        file: name of the snapshot file.
-        bytes: size of the file.
-        sha256: checksum of the file.
-        pending: tokens of `Checkpoint.pending`.
-    """
+    """A snapshot file that is safe on disk, as its row describes it."""
 
     name: str
     file: str
@@ -63,8 +55,6 @@ class SQLiteCheckpoints:
         limit: bytes of all snapshots; None for no limit. While one is written there is one more.
 
     Attributes:
-        folder: as given.
-        row_format: as given.
         nbytes: bytes of all snapshots.
 
     Raises:
@@ -241,7 +231,6 @@ class SQLiteCheckpoints:
         where that would not help: there are too few, or the disk refuses bytes that are free.
 
         Args:
-            size: bytes that are needed.
             keep: number of checkpoints that stay, the most recently used ones.
 
         Returns:

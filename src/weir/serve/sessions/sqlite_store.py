@@ -52,9 +52,6 @@ class SQLiteStore:
     """Sessions on disk (`SessionStore`), written by a thread of their own.
 
     Args:
-        folder: folder of the store; created if missing. One process at a time may use it.
-        model: model of the rows.
-        policy: policy of the rows.
         chunk: chunk of the rows; None for the one that the policy was measured with, or 64.
         limit: bytes of all snapshots; past it, or where the disk is full before, the least
             recently used turns are deleted. None for no limit: nothing is ever deleted.

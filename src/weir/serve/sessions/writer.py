@@ -21,7 +21,6 @@ class BackgroundWriter:
     """A thread that writes turns in the order they come.
 
     Args:
-        write: writes one turn, or raises an error.
         queue: maximum number of waiting turns, including the one being written.
     """
 

@@ -41,13 +41,7 @@ _LIMITS = LLParserLimits(
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model.
-
-    Args:
-        tokenizer: of the model.
-        stop_ids: tokens that end an answer.
-        vocabulary: number of logits of the model.
-    """
+    """Compiles grammars for one model."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, stop_ids: frozenset[int], vocabulary: int
@@ -62,7 +56,6 @@ class GrammarCompiler:
         """Compile a JSON schema.
 
         Args:
-            schema: draft 2020-12.
             strict: refuse keywords that are not known; otherwise they are ignored.
 
         Raises:
@@ -78,7 +71,6 @@ class GrammarCompiler:
         """Compile a grammar.
 
         Args:
-            grammar: as llguidance takes it, JSON with a list `grammars`.
             stop_when_complete: where the model has no token that ends an answer, end it as soon as
                 the grammar accepts it.
 
@@ -119,8 +111,6 @@ class CompiledGrammar:
     """A compiled grammar.
 
     Args:
-        matcher: at its beginning.
-        size: number of logits.
         tokens: number of tokens that the matcher knows, which may be larger.
         eager: whether an answer is done as soon as the grammar accepts it.
     """
@@ -142,12 +132,7 @@ class CompiledGrammar:
 
 
 class GrammarConstraint:
-    """The constraint of one answer (`weir.serve.Constraint`).
-
-    Args:
-        matcher: of this answer only.
-        size, tokens, eager: as `CompiledGrammar` has them.
-    """
+    """The constraint of one answer (`weir.serve.Constraint`)."""
 
     def __init__(self, matcher: LLMatcher, size: int, tokens: int, *, eager: bool) -> None:
         self._matcher = matcher
@@ -207,9 +192,7 @@ def add_guidance(schema: Mapping[str, Any], spaces: str, *, strict: bool) -> dic
     """Add llguidance's options to a schema, in place of any that the client sent.
 
     Args:
-        schema: of the client.
         spaces: pattern of the white space between two tokens of JSON; must be bounded.
-        strict: refuse keywords that are not known.
     """
     options = {"whitespace_pattern": spaces, "lenient": not strict}
     return {**schema, "x-guidance": options}

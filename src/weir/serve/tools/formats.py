@@ -29,7 +29,6 @@ class CallFormat:
     Attributes:
         trigger: text in front of a call, or of the list of all; empty where there is none, so that
             an answer is either text or a call.
-        close: text behind it.
         key: the key of the arguments.
         between: text between name and arguments, where a call is not one JSON object.
         parallel: whether an answer may have more than one call.

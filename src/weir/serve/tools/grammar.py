@@ -32,10 +32,7 @@ def tool_grammar(
     """Make the grammar of an answer.
 
     Args:
-        form: the format of calls.
-        tools: that may be called.
         choice: "none" for no calls, "auto" for text or calls, "required" for calls only.
-        parallel: whether there may be more than one call, where the format has that.
         newlines: whether a call may have line ends around its JSON.
         special: the texts of the format that are special tokens, with their ids.
         schema: of an answer without calls, as llguidance takes it; None for text.

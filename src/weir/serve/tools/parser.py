@@ -21,7 +21,6 @@ class TextDelta:
     """More text of the answer, or of the arguments of a call.
 
     Attributes:
-        text: the text.
         call: index of the call whose arguments it is part of; None for the answer's own text.
     """
 
@@ -31,12 +30,7 @@ class TextDelta:
 
 @dataclass(frozen=True)
 class CallStart:
-    """The start of a call.
-
-    Attributes:
-        call: its index.
-        name: of the function.
-    """
+    """The start of a call."""
 
     call: int
     name: str
@@ -44,11 +38,7 @@ class CallStart:
 
 @dataclass(frozen=True)
 class CallEnd:
-    """The end of a call, which is complete.
-
-    Attributes:
-        call: its index.
-    """
+    """The end of a call, which is complete."""
 
     call: int
 
@@ -83,10 +73,8 @@ class CallParser:
     """Parser of one answer.
 
     Attributes:
-        form: the format of its calls.
         names: of the functions that may be called; a call of another is text.
         calls_only: whether the answer consists of calls and has no text.
-        num_complete: number of calls that have ended.
     """
 
     form: CallFormat
@@ -266,12 +254,8 @@ def read_calls(
     """Parse a whole answer.
 
     Args:
-        form: the format of calls.
-        tools: that may be called.
-        text: all of the answer.
         make_id: gives calls their ids, by their index.
         cut: whether the answer ran into its limit.
-        calls_only: whether it consists of calls and has no text.
     """
     parser = CallParser(form, {tool.name for tool in tools}, calls_only)
     return join_parts([*parser.feed(text), *parser.finish(cut=cut)], make_id)

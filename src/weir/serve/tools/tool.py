@@ -14,7 +14,6 @@ class Tool:
 
     Attributes:
         name: letters, digits, `_` and `-`.
-        description: what it does, in words.
         parameters: a JSON schema of an object; None where it takes nothing.
         strict: refuse a schema of which some keyword cannot be enforced.
     """
