@@ -75,21 +75,32 @@ def test_a_full_disk_keeps_nothing_and_the_kernel_runs(written, monkeypatch):
     def full(*_args: object) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr("numba.core.caching.IndexDataCacheFile.save", full)
+    monkeypatch.setattr(compilation._CodeFiles, "save", full)
     assert written(3) == 3
 
 
-def test_what_was_kept_and_is_broken_is_made_and_kept_anew(written, tmp_path):
-    def cut_off(ending):  # as after a power cut
-        for file in (tmp_path / "kept").rglob(f"*.{ending}"):
-            file.write_bytes(file.read_bytes()[:40])
-
+def test_what_was_kept_and_is_broken_is_made_and_kept_anew(written, tmp_path, monkeypatch):
+    monkeypatch.setattr(compilation, "source_digest", lambda _path: "the same")
     assert written(4) == 4
-    cut_off("nbi")
+    assert written(5) == 4
+    (file,) = (tmp_path / "kept").rglob("*.nbc")
+    file.write_bytes(file.read_bytes()[:40])  # as after a power cut
     assert written(5) == 5
     assert written(6) == 5
-    cut_off("nbc")
-    assert written(6) == 6
+
+
+def test_code_for_two_types_that_two_processes_keep_at_once_is_kept_apart(written, tmp_path):
+    assert written(7) == 7
+    kernel, outs = sys.modules["kernel"].write, [np.zeros(1, np.int32), np.zeros(1, np.float32)]
+    for out in outs:
+        for index in (tmp_path / "kept").rglob("*.nbi"):  # none yet, as both processes see it
+            index.unlink()
+        compilation.compile_kernel(kernel)(out)
+    again = compilation.compile_kernel(kernel)
+    for out in (*outs, np.zeros(1)):
+        again(out)
+        assert out[0] == 7
+    assert sum(again.stats.cache_hits.values()) == 3
 
 
 @pytest.mark.parametrize("to_write", [False, True])

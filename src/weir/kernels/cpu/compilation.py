@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
+import pickle
 import re
+import uuid
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import lru_cache
@@ -15,6 +18,7 @@ import torch
 from numba import types
 from numba.core.caching import FunctionCache
 from numba.core.ccallback import CFunc
+from numba.core.serialize import dumps
 from numba.extending import intrinsic
 
 from weir.errors import WeirError
@@ -70,23 +74,66 @@ class _CodeCache(FunctionCache):  # type: ignore[misc, unused-ignore]
 
     def __init__(self, function: Callable[..., None]) -> None:
         super().__init__(function)
-        file = self._cache_file
         path = Path(function.__code__.co_filename)
-        file._source_stamp = file._source_stamp, source_digest(path)
+        stamp = self._impl.locator.get_source_stamp(), source_digest(path)
+        base = Path(self.cache_path, self._impl.filename_base)
+        self._cache_file = _CodeFiles(base, _digest((numba.__version__, stamp)))
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """The code for some types; None where there is none on disk, or it is broken."""
         try:
             return super().load_overload(sig, target_context)
-        except Exception:  # a broken pickle may raise anything
-            with suppress(OSError):
-                self.flush()  # or it would be in the way of the code that is kept next
+        except Exception:  # a broken pickle may raise anything; what is kept next replaces it
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Keep code for the next process, unless the disk is full: then it serves this one."""
         with suppress(OSError):
             super().save_overload(sig, data)
+
+
+class _CodeFiles:
+    """A file for each signature of a function, named after it and after the source.
+
+    numba counts files and keeps an index of them. Two processes that save two signatures at once
+    give both the same number there, and the next loads machine code for other types.
+
+    Args:
+        base: where they are, and how their names begin.
+        source: checksum of the source; files of another source are removed.
+    """
+
+    def __init__(self, base: Path, source: str) -> None:
+        self._base, self._source = base, source
+
+    def save(self, key: Any, data: Any) -> None:
+        """Keep pickled code, in one piece or not at all."""
+        path = self._path(key)
+        part = path.with_name(f"{path.name}.{uuid.uuid4().hex[:16]}")
+        try:
+            part.write_bytes(dumps((key, data)))
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+        for other in path.parent.glob(f"{glob.escape(self._base.name)}.*.nbc"):
+            if not other.name.startswith(f"{self._base.name}.{self._source}"):
+                other.unlink(missing_ok=True)
+
+    def load(self, key: Any) -> Any:
+        """The code of a signature, None if it was not kept."""
+        try:
+            found, data = pickle.loads(self._path(key).read_bytes())
+        except FileNotFoundError:
+            return None
+        return data if found == key else None
+
+    def _path(self, key: Any) -> Path:
+        return self._base.with_name(f"{self._base.name}.{self._source}.{_digest(key)}.nbc")
+
+
+def _digest(value: Any) -> str:
+    """Checksum of what is the same in every process by its `repr`."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
 # --- memory
