@@ -272,17 +272,15 @@ def _coarse(peaks: Tensor) -> Tensor:
     return torch.ldexp((mantissa * 16).round() / 16, exponent).to(PEAK)
 
 
-def _signs(size: int, device: torch.device) -> Tensor:
-    """The Hadamard matrix of ones and minus ones (Sylvester's) [size, size], float32."""
-    # The compiler makes a constant of it, and warns of functions that remember their results.
-    return (_make_signs if torch.compiler.is_compiling() else _kept_signs)(size, device)
-
-
+@lru_cache
 def _make_signs(size: int, device: torch.device) -> Tensor:
+    """The Hadamard matrix of ones and minus ones (Sylvester's) [size, size], float32."""
     signs = torch.ones(1, 1, device=device)
     while signs.shape[0] < size:
         signs = torch.cat([torch.cat([signs, signs], 1), torch.cat([signs, -signs], 1)])
     return signs
 
 
-_kept_signs = lru_cache(_make_signs)
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # or each step makes one
+def _signs(size: int, device: torch.device) -> Tensor:
+    return _make_signs(size, device)

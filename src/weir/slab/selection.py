@@ -25,7 +25,7 @@ from weir.slab.attention import (
     two_weight_attention,
 )
 from weir.slab.compiled_attention import attend_in_loops
-from weir.slab.quantization import hadamard
+from weir.slab.quantization import block_size, hadamard
 from weir.slab.quantized_slots import QuantizedStorage, read_slots
 
 AT_ONCE = 1 << 24
@@ -332,19 +332,18 @@ def _by_quantized_kernel(
 
 
 def _by_rotated_kernel(
-    kernel: Callable[..., tuple[Tensor, Tensor]],
+    kernel: Callable[..., Tensor],
     queries: Tensor,
     slots: AttendedSlots,
     params: AttentionParams,
     bias: Tensor | None,
 ) -> AttentionResult:
     assert slots.quantized is not None
-    queries = queries.float()
-    held = slots.quantized.stored, slots.keys, slots.values, _mask_of(slots, bias)
-    rotated, exact = kernel(
-        queries, hadamard(queries), *held, params.scale, (slots.start, slots.stop)
-    )
-    return AttentionResult((hadamard(rotated) + exact).to(slots.values.dtype))
+    exact, span = (slots.keys, slots.values), (slots.start, slots.stop)
+    blocks = block_size(queries.shape[4]), block_size(slots.values.shape[3])
+    mask = _mask_of(slots, bias)
+    out = kernel(queries, slots.quantized.stored, blocks, *exact, mask, params.scale, span)
+    return AttentionResult(out.to(slots.values.dtype))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # nothing to trace
@@ -354,60 +353,59 @@ def _has_int4_kernel(device: str, dim: int, width: int) -> bool:
 
 def _decode_int4_in_step(
     queries: Tensor,
-    rotated: Tensor,
     coded: tuple[kernels.QuantizedVectors, kernels.QuantizedVectors],
+    blocks: tuple[int, int],
     keys: Tensor,
     values: Tensor,
     mask: Tensor,
     scale: float,
     slots: tuple[int, int],
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """The kernel `decode_int4` as an operator of a compiled step."""
     (of_keys, peaks, levels), (of_values, value_peaks, value_levels) = coded
     stored = of_keys, peaks, levels, of_values, value_peaks, value_levels
-    rotated_share, exact_share = torch.ops.weir.decode_int4.default(
-        queries, rotated, *stored, keys, values, mask, scale, *slots
+    out: Tensor = torch.ops.weir.decode_int4.default(
+        queries, *stored, *blocks, keys, values, mask, scale, *slots
     )
-    return rotated_share, exact_share
+    return out
 
 
 def _call_decode_int4(
     queries: Tensor,
-    rotated: Tensor,
     of_keys: Tensor,
     peaks: Tensor,
     levels: int,
     of_values: Tensor,
     value_peaks: Tensor,
     value_levels: int,
+    key_block: int,
+    value_block: int,
     keys: Tensor,
     values: Tensor,
     mask: Tensor,
     scale: float,
     start: int,
     stop: int,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     kernel = kernels.decode_int4(queries, values.shape[3])
     assert kernel is not None
     coded = (of_keys, peaks, levels), (of_values, value_peaks, value_levels)
-    shares: tuple[Tensor, Tensor] = kernel(
-        queries, rotated, coded, keys, values, mask, scale, (start, stop)
-    )
-    return shares
+    blocks = key_block, value_block
+    out: Tensor = kernel(queries, coded, blocks, keys, values, mask, scale, (start, stop))
+    return out
 
 
-def _like_decode_int4(queries: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    values = others[8]
-    shape = *queries.shape[:4], values.shape[3]
-    return queries.new_empty(shape), queries.new_empty(shape)
+def _like_decode_int4(queries: Tensor, *others: Any) -> Tensor:
+    values = others[9]
+    return queries.new_empty((*queries.shape[:4], values.shape[3]), dtype=torch.float32)
 
 
 # Not `torch.library.custom_op`: its checks take as long as a small product, in every call.
 torch.library.define(
     "weir::decode_int4",
-    "(Tensor queries, Tensor rotated, Tensor of_keys, Tensor peaks, int levels, Tensor of_values, "
-    "Tensor value_peaks, int value_levels, Tensor keys, Tensor values, Tensor mask, float scale, "
-    "int start, int stop) -> (Tensor, Tensor)",
+    "(Tensor queries, Tensor of_keys, Tensor peaks, int levels, Tensor of_values, "
+    "Tensor value_peaks, int value_levels, int key_block, int value_block, Tensor keys, "
+    "Tensor values, Tensor mask, float scale, int start, int stop) -> Tensor",
 )
 torch.library.impl("weir::decode_int4", "CPU", _call_decode_int4)
 torch.library.register_fake("weir::decode_int4", _like_decode_int4)

@@ -5,10 +5,10 @@ takes to read keys and values. Here each is read once, for three query heads tha
 sums stay in registers (`slot_products`). Numbers of 8 bits are widened there, and the steps go into
 logits and shares: <q, c> * step and p * step. Sums are float32.
 
-Slots of 4 bits hold rotated vectors (`weir.slab.quantization`). Instead of them, the query is
-rotated, and their share of the answer afterwards: so both kinds of slots have a query and a sum of
-their own, and one softmax. Their numbers are widened to bytes, a head after the other, which stay
-in the processor's cache.
+Slots of 4 bits hold vectors rotated by a Hadamard matrix (`weir.slab.quantization`). The query is
+rotated in place of the keys, and their share of the answer in place of the values, by sums and
+differences of neighbors. Their numbers are widened to bytes, a head after the other, which stay in
+the processor's cache.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def _attend(
     start: int,
     stop: int,
     out_at: int,
-    rotated_at: int,
-    exact_at: int,
+    key_block: int,
+    value_block: int,
     begun: int,
     done: int,
 ) -> None:
@@ -78,8 +78,8 @@ def _attend(
             numbers of a key and of a value.
         slots, quantized: exact slots of a head, and quantized ones.
         queries_at: float32 [heads, group, dim].
-        key_codes, value_codes: of the quantized slots, 8 bits [heads, quantized, dim] or, where
-            queries are rotated, 4 bits [heads, quantized, dim / 2].
+        key_codes, value_codes: of the quantized slots, 8 bits [heads, quantized, dim] or, with
+            blocks, 4 bits [heads, quantized, dim / 2].
         keys_at, values_at: of the exact slots [heads, slots, dim].
         mask_at: float32 [heads, masked], log-weights of all slots; 0 where all are 0.
         masked: slots that have one.
@@ -87,8 +87,8 @@ def _attend(
         coded: the first quantized slot that is read.
         start, stop: which exact slots are read.
         out_at: float32 [heads, group, width], which are written.
-        rotated_at: rotated queries, of quantized slots of 4 bits; 0 for slots of 8 bits.
-        exact_at: as `out_at`, for the share of the exact slots, which is then not in `out_at`.
+        key_block, value_block: neighbors that are rotated together in quantized slots of 4 bits; 0
+            for slots of 8 bits.
     """
     queries = floats_at(queries_at, (heads * group, dim))
     out, mask = floats_at(out_at, (heads * group, width)), floats_at(mask_at, (heads, masked))
@@ -101,25 +101,25 @@ def _attend(
     count, first = read + exact, coded + start
     logits, power = np.empty((group, count), np.float32), np.empty(count, np.int32)
     asked = np.empty((group, (dim + lanes - 1) // lanes * lanes), np.float32)
-    rotated, shares = queries, out
-    wide, asked_codes = codes, asked
-    if rotated_at:
-        rotated = floats_at(rotated_at, (heads * group, dim))
-        shares = floats_at(exact_at, (heads * group, width))
+    wide, asked_codes, few = codes, asked, key_block > 0 and read > 0
+    if few:
         wide, asked_codes = np.empty(read * max(dim, width), np.int8), np.empty_like(asked)
+    turned = np.empty(dim, np.float32)
     steps, more = np.empty((2, read), np.float32), np.empty((group, width), np.float32)
     for head in range(begun, done):
         for member in range(group):
             pad_query(queries[head * group + member], factor, lanes, asked[member])
-            if rotated_at:
-                pad_query(rotated[head * group + member], factor, lanes, asked_codes[member])
+            if few:
+                turned[:] = queries[head * group + member]
+                _rotate(turned, key_block)
+                pad_query(turned, factor, lanes, asked_codes[member])
         begin, older = head * slots + start, head * quantized + coded
         for slot in range(read):
             steps[0, slot] = as_float(peaks[older + slot]) / levels
             steps[1, slot] = as_float(value_peaks[older + slot]) / value_levels
-        older_wide = 0 if rotated_at else older
+        older_wide = 0 if few else older
         if read:
-            if rotated_at:
+            if few:
                 _widen(codes, older, read, dim // 2, wide)
             dot_products(asked_codes, wide, older_wide, dim, logits, 0, read, lanes)
         if halves:
@@ -137,22 +137,32 @@ def _attend(
             for slot in range(read):
                 row[slot] *= steps[1, slot]
         answers = out[head * group : (head + 1) * group]
-        if rotated_at:
+        if few:
             _widen(value_bytes, older, read, width // 2, wide)
             weighted_sums(logits, 0, read, wide, 0, answers, lanes)
+            for member in range(group):
+                _rotate(answers[member], value_block)
         elif read:
             weighted_sums(logits, 0, read, value_bytes, older, answers, lanes)
-        found = answers
-        if rotated_at:
-            found = shares[head * group : (head + 1) * group]
-        elif read:
-            found = more
+        found = more if read else answers
         if halves:
             weighted_sums(logits, read, exact, half_values, begin, found, lanes)
         else:
             weighted_sums(logits, read, exact, values, begin, found, lanes)
-        if read and exact and not rotated_at:
+        if read and exact:
             answers += more
+
+
+def _rotate_blocks(row: np.ndarray, block: int) -> None:
+    """Multiply each block of a vector by the normalized Hadamard matrix, in place."""
+    width = 1
+    while width < block:
+        for begin in range(0, row.shape[0], 2 * width):
+            for i in range(begin, begin + width):
+                one, other = row[i], row[i + width]
+                row[i], row[i + width] = one + other, one - other
+        width *= 2
+    row /= np.float32(np.sqrt(block))
 
 
 def _widen_pairs(pairs: np.ndarray, first: int, count: int, half: int, wide: np.ndarray) -> None:
@@ -182,6 +192,7 @@ def _widen_pairs(pairs: np.ndarray, first: int, count: int, half: int, wide: np.
 _LOW, _MORE, _TURN = np.uint32(0x0F0F0F0F), np.uint32(0x78787878), np.uint32(0x80808080)
 _FOUR = np.uint32(4)
 _widen = compile_kernel(_widen_pairs)
+_rotate = compile_kernel(_rotate_blocks)
 _run = compile_kernel(_attend, fastmath=ATTENTION_MATH)
 
 
@@ -247,48 +258,45 @@ def decode_int8(
         coded: keys and values of the quantized slots, whole numbers of 8 bits; None for none.
         slots: the first quantized slot that is read, and which exact ones.
     """
-    return _decode(queries, None, coded, keys, values, mask, scale, slots)[0]
+    return _decode(queries, coded, keys, values, mask, scale, slots)
 
 
 def decode_int4(
     queries: Tensor,
-    rotated: Tensor,
     coded: tuple[QuantizedVectors, QuantizedVectors],
+    blocks: tuple[int, int],
     keys: Tensor,
     values: Tensor,
     mask: Tensor | None,
     scale: float,
     slots: tuple[int, int],
-) -> tuple[Tensor, Tensor]:
-    """The shares of the answers [batch, kv_heads, group, 1, value_dim], float32, of the quantized
-    slots, which are to be rotated, and of the exact ones. Both zero for a query that sees nothing.
+) -> Tensor:
+    """As `decode_exact`, float32, with rotated slots of 4 bits before the exact ones.
 
     Args:
-        queries, rotated: [batch, kv_heads, group, 1, key_dim], as they are and rotated.
+        queries, keys, values, mask, scale: as there; dims of `LEAST` or more.
         coded: of keys and of values their numbers [batch, kv_heads, coded, dim / 2], two to a byte,
             the peaks [batch, kv_heads, coded, 1], bfloat16, and how many steps make a peak.
-        keys, values, mask, scale: as in `decode_exact`; dims of `LEAST` or more.
+        blocks: neighbors of a key and of a value that are rotated together.
         slots: of all slots, from the first that is read to behind the last.
     """
-    start, stop = slots[0], slots[1] - coded[0][0].shape[2]
-    return _decode(queries, rotated, coded, keys, values, mask, scale, (start, 0, stop))
+    span = slots[0], 0, slots[1] - coded[0][0].shape[2]
+    return _decode(queries, coded, keys, values, mask, scale, span, blocks)
 
 
 def _decode(
     queries: Tensor,
-    rotated: Tensor | None,
     coded: tuple[QuantizedVectors, QuantizedVectors] | None,
     keys: Tensor,
     values: Tensor,
     mask: Tensor | None,
     scale: float,
     slots: tuple[int, int, int],
-) -> tuple[Tensor, Tensor]:
-    """The answers, and where queries are rotated the exact slots' share apart."""
+    blocks: tuple[int, int] = (0, 0),
+) -> Tensor:
     batch, heads, group, _, dim = queries.shape
     (count, width), quantized = values.shape[2:], 0
     asked = queries.detach().float().contiguous()
-    turned = asked if rotated is None else rotated.detach().float().contiguous()
     if keys.dtype not in (torch.float32, torch.bfloat16):
         keys, values = keys.float(), values.float()
     keys, values = keys.contiguous(), values.contiguous()
@@ -299,7 +307,6 @@ def _decode(
         held = [(n.contiguous(), peaks.contiguous(), levels) for n, peaks, levels in coded]
         codes = [(n.data_ptr(), p.data_ptr(), levels) for n, p, levels in held]
     out = asked.new_empty((batch, heads, group, 1, width))
-    exact = out if rotated is None else torch.empty_like(out)
     _attend_together(
         threads_for(keys.numel() + batch * heads * quantized * dim, _WORTH_A_THREAD),
         lanes() if width >= lanes() * VECTORS else 8,
@@ -320,10 +327,9 @@ def _decode(
         int.from_bytes(struct.pack("d", scale), sys.byteorder, signed=True),
         *slots,
         out.data_ptr(),
-        0 if rotated is None else turned.data_ptr(),
-        exact.data_ptr(),
+        *blocks,
     )
-    return out, exact
+    return out
 
 
 def _pad(t: Tensor) -> Tensor:
