@@ -416,6 +416,68 @@ def test_weights_may_be_loaded_trained_and_moved_afterwards(fresh_llama, ids, ta
     assert taken == [1] * 10
 
 
+CHANGES: dict[str, Any] = {
+    "nothing": lambda layer: None,
+    "a weight": lambda layer: setattr(
+        layer.mlp.down_proj, "weight", nn.Parameter(-layer.mlp.down_proj.weight)
+    ),
+    "the memory of a weight": lambda layer: setattr(
+        layer.mlp.up_proj.weight, "data", 2 * layer.mlp.up_proj.weight.data
+    ),
+    "numbers of a weight": lambda layer: layer.mlp.up_proj.weight.data.mul_(2),
+    "a type": lambda layer: layer.self_attn.v_proj.to(torch.float64).to(torch.float32),
+    "a number": lambda layer: setattr(layer.post_attention_layernorm, "variance_epsilon", 1.0),
+    "a module": lambda layer: setattr(layer.mlp, "act_fn", nn.Tanh()),
+    "a forward": lambda layer: setattr(layer.mlp, "forward", lambda x: x),
+    "a scale": lambda layer: setattr(layer.self_attn, "scaling", 3.0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_bound_layer_notices_changes(fresh_llama, ids, taken, monkeypatch, change: str) -> None:
+    model, text = fresh_llama(layers=2), ids(1, PROMPT + 12)
+    twin, guarded = copy.deepcopy(model), []
+    own = Compiling.run_layer
+
+    def run(self: Compiling, *args: Any) -> Any:
+        guarded.append(1)
+        return own(self, *args)
+
+    monkeypatch.setattr(Compiling, "run_layer", run)
+    compile_steps(model, backend="eager")
+    caches = [StreamingCache(each, POLICIES[1], chunk=CHUNK) for each in (model, twin)]
+    with torch.no_grad():
+        for start, stop in ((0, PROMPT), *((at, at + 1) for at in range(PROMPT, PROMPT + 12))):
+            if start == PROMPT + 6:
+                assert len(guarded) == 4  # a step that is traced, and one that is recorded
+                for each in (model, twin):
+                    CHANGES[change](each.model.layers[1])
+            found, wanted = (
+                each(input_ids=text[:, start:stop], past_key_values=cache).logits
+                for each, cache in zip((model, twin), caches, strict=True)
+            )
+            close_runs(found, wanted, model)
+    compile_steps(model, on=False)
+    assert taken == [1] * 12
+    kept = change in ("nothing", "numbers of a weight")
+    assert (len(guarded) == 4) == kept
+
+
+def test_a_bound_layer_serves_every_cache_of_its_sizes(shallow, ids, taken) -> None:
+    texts = [ids(1, PROMPT + 8, seed=seed) for seed in (1, 2)]
+    wanted = [read(shallow, POLICIES[1], text)[0] for text in texts]
+    compile_steps(shallow, backend="eager")
+    caches = [StreamingCache(shallow, POLICIES[1], chunk=CHUNK) for _ in texts]
+    found: list[list[Tensor]] = [[], []]
+    with torch.no_grad():
+        for part in zip(*(text.split([PROMPT, *[1] * 8], dim=1) for text in texts), strict=True):
+            for row, cache, of in zip(part, caches, found, strict=True):
+                of.append(shallow(input_ids=row, past_key_values=cache).logits)
+    compile_steps(shallow, on=False)
+    for mine, theirs in zip(found, wanted, strict=True):
+        close_runs(torch.cat(mine, dim=1), theirs, shallow)
+
+
 @pytest.mark.slow
 def test_modules_that_are_replaced_are_noticed(fresh_llama, ids, taken) -> None:
     model, other = fresh_llama(layers=1), fresh_llama(layers=1, seed=1)

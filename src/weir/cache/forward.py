@@ -280,6 +280,10 @@ class LayerStep:
         """The key of the layer's slots: shapes and types, each with a program of its own."""
         return self.slots.sizes
 
+    def tensors(self) -> list[Tensor]:
+        """Return all that the layer's program may read or write."""
+        return [*self.slots.tensors(), self.ends, self.waiting, self.largest]
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Any, Tensor]:

@@ -17,7 +17,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -29,6 +29,7 @@ from torch._dynamo import exc
 from torch._guards import TracingContext, tracing
 
 from weir.errors import WeirError
+from weir.models.bound_layers import BoundLayer, LayerSnapshot, ProgramCall
 from weir.models.method_patch import MethodPatch
 
 WAITING = (
@@ -57,6 +58,8 @@ class Compiling:
         refused: sizes whose steps run uncompiled.
         known: sizes that have been compiled; programs outlive the caches they were made with.
         under_way: compilations in threads, by sizes.
+        calls: where calls of programs are recorded; None for nowhere.
+        binds: whether layers are bound to their programs; not for a caller who chooses the guards.
 
     Args:
         options: for `torch.compile`.
@@ -78,7 +81,9 @@ class Compiling:
         self.under_way: dict[Hashable, _Job] = {}
         self._layers: dict[Hashable, tuple[Callable[..., Any], Callable[..., Any]]] = {}
         self._traced: list[_Program] = []
+        self.calls: list[ProgramCall] | None = None
         own = (options.get("options") or {}).get("guard_filter_fn")
+        self.binds = own is None
         self._asked = partial(_asked, own or getattr(torch.compiler, _UNASKED, None))
         try:  # what is given is taken apart
             torch.compile(lambda: None, **copy.deepcopy(dict(options)))
@@ -128,7 +133,7 @@ class Compiling:
 
     def _trace(self, graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Take a traced layer from PyTorch; `compile_traced` compiles it."""
-        self._traced.append(_Program(graph, inputs))
+        self._traced.append(_Program(graph, inputs, self))
         return self._traced[-1]
 
     def compile_traced(self, sizes: Hashable) -> None:
@@ -241,13 +246,17 @@ def _run_layer(
 class _Program:
     """A traced layer: a graph of PyTorch's operations, and a program once it is compiled."""
 
-    def __init__(self, graph: Any, inputs: Sequence[Any]) -> None:
+    def __init__(self, graph: Any, inputs: Sequence[Any], compiling: Compiling) -> None:
         self._traced: tuple[Any, Sequence[Any]] | None = (graph, inputs)
+        self._compiling = compiling
         self._context = TracingContext.try_get()
         self._run: Callable[..., Any] = graph.forward
 
     def __call__(self, *inputs: Any) -> Any:
-        return self._run(*inputs)
+        outputs = self._run(*inputs)
+        if self._compiling.calls is not None:
+            self._compiling.calls.append(ProgramCall(self, inputs, outputs))
+        return outputs
 
     def compile(self, backend: Callable[..., Any]) -> None:
         assert self._traced is not None
@@ -304,6 +313,12 @@ class Compiled:
         self._forward = forward
         self._compiling = compiling
         self._step: Any = None
+        self._layers = layers
+        self._snapshot: LayerSnapshot | None = None
+        self._sizes: Hashable = None
+        self._known = False
+        self._bound: dict[Hashable, BoundLayer] = {}
+        self._unbound: set[Hashable] = set()
         self._patches = [
             MethodPatch(layer, "forward", partial(self._run_layer, index))
             for index, layer in enumerate(layers)
@@ -336,7 +351,10 @@ class Compiled:
                     raise exc.FailOnRecompileLimitHit
                 if not how.strict:
                     _say(WAITING)
-            self._step = step
+            self._step, self._known = step, sizes in how.known
+            if self._known and not self._holds(sizes):
+                self._snapshot, self._sizes = LayerSnapshot(self._layers), sizes
+                self._bound, self._unbound = {}, set()
             output = self._forward(**{**given, "past_key_values": step})
             how.compile_traced(sizes)
         except exc.FailOnRecompileLimitHit:
@@ -356,14 +374,44 @@ class Compiled:
             self._step = None
         return output
 
+    def _holds(self, sizes: Hashable) -> bool:
+        """Return whether layers that were bound to their programs still are."""
+        return self._snapshot is not None and self._sizes == sizes and self._snapshot.holds()
+
     def _run_layer(self, index: int, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         step = self._step
         if step is None:
             return own(*args, **kwargs)
         layer = step.layers[index]
-        args = tuple(layer if each is step else each for each in args)
-        kwargs = {name: layer if each is step else each for name, each in kwargs.items()}
-        return self._compiling.run_layer(layer.sizes, own, args, kwargs)
+        given = [layer if each is step else each for each in (*args, *kwargs.values())]
+        key = index, *kwargs
+        bound = self._bound.get(key)
+        output = None if bound is None else bound(given)
+        if output is not None:
+            return output
+        args = tuple(given[: len(args)])
+        kwargs = dict(zip(kwargs, given[len(args) :], strict=True))
+        known = self._known and self._compiling.binds
+        if bound is not None or not known or key in self._unbound:
+            return self._compiling.run_layer(layer.sizes, own, args, kwargs)
+        return self._bind(key, given, layer.sizes, own, args, kwargs)
+
+    def _bind(self, key: Hashable, given: Sequence[Any], *layer: Any) -> Any:
+        """Run a layer's program, and keep where its inputs came from, for calls to come."""
+        assert self._snapshot is not None
+        calls: list[ProgramCall] = []
+        self._compiling.calls = calls
+        try:
+            output = self._compiling.run_layer(*layer)
+        finally:
+            self._compiling.calls = None
+        self._unbound.add(key)
+        if len(calls) == 1 and self._snapshot.holds():
+            with suppress(ValueError):
+                bound = BoundLayer(calls[0], given, output, self._snapshot.tensors)
+                self._snapshot.watch(bound.constants)
+                self._bound[key] = bound
+        return output
 
 
 def layers_of(decoder: nn.Module, attentions: Sequence[nn.Module]) -> list[nn.Module]:

@@ -73,9 +73,18 @@ class DecodeSlots:
 
     @property
     def sizes(self) -> Hashable:
-        """Key of a compiled graph: shapes, types, and which tensors are present."""
-        there = self.quantized is None, self.a is None, self.queries is None
-        return self.keys.shape, self.values.shape, self.keys.dtype, self.keys.device, there
+        """Key of a compiled graph: shapes, types, which tensors are present, and constants."""
+        stored = (
+            None if self.quantized is None else (self.quantized.format.name, len(self.quantized))
+        )
+        constants = stored, self.a is None, self.queries is None, self.unasked, self.window
+        return self.keys.shape, self.values.shape, self.keys.dtype, self.keys.device, constants
+
+    def tensors(self) -> list[Tensor]:
+        """Return all that a compiled step may read or write."""
+        stored = () if self.quantized is None else self.quantized.buffers.values()
+        held = self.keys, self.values, *stored, self.a, self.b, *(self.split or ()), self.queries
+        return [t for t in held if t is not None]
 
     def attend(
         self,
