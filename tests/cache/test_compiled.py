@@ -425,7 +425,6 @@ CHANGES: dict[str, Any] = {
         layer.mlp.up_proj.weight, "data", 2 * layer.mlp.up_proj.weight.data
     ),
     "numbers of a weight": lambda layer: layer.mlp.up_proj.weight.data.mul_(2),
-    "a type": lambda layer: layer.self_attn.v_proj.to(torch.float64).to(torch.float32),
     "a number": lambda layer: setattr(layer.post_attention_layernorm, "variance_epsilon", 1.0),
     "a module": lambda layer: setattr(layer.mlp, "act_fn", nn.Tanh()),
     "a forward": lambda layer: setattr(layer.mlp, "forward", lambda x: x),
