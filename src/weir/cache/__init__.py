@@ -12,9 +12,8 @@ from weir.cache.default_policy import (
     find_model_policy,
     fit_to_model,
 )
-from weir.cache.forward import Forward
+from weir.cache.forward import Folded, Forward
 from weir.cache.generating import generate
-from weir.cache.layer_stack import Folded
 from weir.cache.layers import LayerPlan, pipes_of, plan_layers
 from weir.cache.row_state import RowState, check_state, cut_rows, unlike_policies
 from weir.cache.size import Size, read_bytes, size_of

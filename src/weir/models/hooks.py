@@ -31,12 +31,11 @@ from weir.models.attention_sinks import SUNK_ATTENTION
 from weir.models.compiling import Compiled, Compiling, layers_of
 from weir.models.embedding import mismatch
 from weir.models.forward_lock import forward_lock_of, wait_for_others
-from weir.models.images import pictures_in
+from weir.models.images import OFFSETS, note_sizes, offsets, pictures_in
 from weir.models.legacy_attention import install, mask_for
 from weir.models.linear_kernels import choose_products
 from weir.models.method_patch import MethodPatch
 from weir.models.model_spec import ModelSpec, describe, input_device
-from weir.models.mrope import OFFSETS, note_sizes, offsets
 from weir.models.quantized_weights import quantizes_inputs
 from weir.slab import AttentionParams
 

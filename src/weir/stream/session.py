@@ -7,10 +7,15 @@ tensor is copied before its name, shape and dtype are known to be right.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import logging
 import os
+import re
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,7 +46,6 @@ from weir.cache import (
 from weir.errors import PolicyError, WeirError, quote
 from weir.models import fingerprint
 from weir.policies import Policy, check_regular, parse_policy, saved_policy
-from weir.stream.atomic_file import replace_atomically
 
 _log = logging.getLogger(__name__)
 
@@ -360,3 +364,60 @@ def _checksum(facts: str, tensors: dict[str, Tensor]) -> str:
         digest.update(f"{name} {t.dtype} {list(t.shape)}".encode())
         digest.update(t.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+PART = ".part"
+
+
+@contextmanager
+def replace_atomically(path: Path) -> Iterator[Path]:
+    """Yield the path of a file that replaces `path` when the block ends without an error.
+
+    The new file is written in a folder of its own, `NAME.xxxxxxxx.part`, which the writer locks.
+    The system drops the lock with the process, so the folder of a killed write can be cleared.
+    Several processes may write at once: the last to end wins. Raises OSError if it cannot be
+    written.
+    """
+    _clear(path)
+    folder, lock = _own_folder(path)
+    try:
+        new = folder / path.name
+        yield new
+        with open(new, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _own_folder(path: Path) -> tuple[Path, int]:
+    """Make a folder beside `path`, and return it with the descriptor that holds its lock."""
+    while True:
+        folder = tempfile.mkdtemp(prefix=f"{path.name}.", suffix=PART, dir=path.parent)
+        # Another process may find and clear the folder before the lock is there: then once more.
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(folder, os.O_RDONLY)
+            with contextlib.suppress(OSError):  # without locks, nothing is cleared either
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.path.exists(folder):
+                return Path(folder), lock
+            os.close(lock)
+
+
+def _clear(path: Path) -> None:
+    """Remove the folders of killed writes to `path`."""
+    name = re.compile(re.escape(path.name) + r"\.[a-z0-9_]{8}" + re.escape(PART))
+    with contextlib.suppress(OSError):
+        for left in [entry.path for entry in os.scandir(path.parent) if name.fullmatch(entry.name)]:
+            with contextlib.suppress(OSError):
+                _clear_unless_locked(left)
+
+
+def _clear_unless_locked(folder: str) -> None:
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(lock)

@@ -21,14 +21,15 @@ from weir.cache.layer.attention import (
     attend_prompt,
     mask_of_piece,
     mask_of_step,
+    read_again,
     rotate_to_positions,
+    store_last_queries,
+    store_queries,
 )
 from weir.cache.layer.decode import DecodeSlots
 from weir.cache.layer.fold import Folding, Pending
 from weir.cache.layer.layer_state import LayerState
-from weir.cache.layer.observation_window import store_last_queries, store_queries
 from weir.cache.layer.plan import ForwardPlan, Segment, plan_forward
-from weir.cache.layer.second_reading import read_again
 from weir.cache.layer.spec import LayerSpec
 from weir.errors import WeirError
 from weir.slab import AttentionParams, Heads, Observe, Slab, select_attention
