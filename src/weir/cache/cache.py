@@ -13,26 +13,27 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from weir.cache.checks import check_memory, check_origin, keep_freed_memory, warn_of_window
-from weir.cache.default_policy import choose_policy
+from weir.cache.default_policy import check_origin, choose_policy
 from weir.cache.forward import Folded, Forward, LayerStack, SecondReading
 from weir.cache.layer import Layer, place_on_axes, plan_forward
 from weir.cache.layers import (
     LayerPlan,
+    check_memory,
+    keep_freed_memory,
     pipes_of,
     plan_layers,
     reach_of,
     reads_twice,
     three_axes,
+    warn_of_window,
     with_gates,
 )
-from weir.cache.row_state import RowState, check_kind, check_state, own_tensors
+from weir.cache.row_state import RowState, check_kind, check_state
 from weir.cache.rows import BegunForward, Rows
 from weir.cache.snapshot import Contents, Holding, contents_of, layer_report, snapshot_row
 from weir.errors import WeirError, quote, shorten
 from weir.models import (
     DROPPING,
-    StopTokens,
     attach,
     describe,
     detach,
@@ -197,7 +198,7 @@ class StreamingCache(Cache):
         made = StreamingCache(
             memo.get(id(model), model), self.policy, seed=self.seed, **self.made_with
         )
-        made.put_rows(self.take_rows())
+        made.put_rows(self.take_rows(), check=False)
         return made
 
     def reset(self) -> None:
@@ -541,8 +542,12 @@ class StreamingCache(Cache):
 
     def _put(self, row: int, state: RowState) -> None:
         """Overwrite a row with a state that has been checked."""
-        own = [own_tensors(layer, state) for layer in self.stack]
-        facts = state.facts
+        facts, own = state.facts, []
+        for index, layer in enumerate(self.stack):
+            slab = layer.state.slab
+            assert slab is not None
+            mine = slab.tensors().items()  # the state may be of another device
+            own.append({n: state.tensors[f"{index}.{n}"].to(t.device) for n, t in mine})
         names = ("seen", "waiting", "claimed", "last", "ended")
         parts: list[Any] = [[facts[name]] for name in names]
         parts += [[Marks(**facts["marks"])], [facts.get("drift", 0)]]  # no drift on one axis
@@ -766,7 +771,7 @@ class StreamingCache(Cache):
             self.stack.failed, self.stack.folded, self.stack.again = {}, None, {}
         begun = self.rows.begin(
             given,
-            StopTokens.of(getattr(self._model(), "generation_config", None)),
+            generation=getattr(self._model(), "generation_config", None),
             vocabulary=self.attachment.facts.vocabulary,
             chunk=self.chunk,
             prefill=self.prefill == "full",

@@ -63,21 +63,15 @@ _Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Session:
-    """A stream apart from its model.
+    """What a stream has come to, apart from its model and what it was made with.
 
     Attributes:
-        model: the model's fingerprint.
-        policy, seed, made_with: what the stream was made with.
         last: the last token of each row.
         generator: the state of the stream's random numbers.
         logits: after the last token [batch, vocabulary]; None before the first.
         rows: of its cache; none before the first token.
     """
 
-    model: dict[str, Any]
-    policy: Policy
-    seed: int
-    made_with: dict[str, Any]
     last: list[int | None]
     generator: Tensor
     logits: Tensor | None
@@ -121,16 +115,16 @@ def _facts(each_row: Kind = _anything, vocabulary: int = FARTHEST, rows: int | N
 # --- writing
 
 
-def write(path: str | Path, session: Session, kind: dict[str, Any]) -> None:
-    """Write a session, whole or not at all (WeirError); `kind` is that of its cache
-    (`RowState.kind`).
-    """
+def write(
+    path: str | Path, session: Session, cache: StreamingCache, model: PreTrainedModel
+) -> None:
+    """Write a session of a cache and its model, whole or not at all (WeirError)."""
     facts = {
-        "model": session.model,
-        "policy": str(session.policy),
-        "seed": session.seed,
-        "made_with": session.made_with,
-        "kind": _shape(kind),
+        "model": fingerprint(model),
+        "policy": str(cache.policy),
+        "seed": cache.seed,
+        "made_with": cache.made_with,
+        "kind": _shape(cache.kind),
         "last": session.last,
         "rows": [row.facts for row in session.rows],
     }
@@ -240,7 +234,7 @@ class SessionFile:
             )
         return saved
 
-    def read(self, cache: StreamingCache, policy: Policy, vocabulary: int) -> Session:
+    def read(self, cache: StreamingCache, vocabulary: int) -> Session:
         """The session, for an empty cache that was made as it says; WeirError if the cache cannot
         have it.
         """
@@ -281,10 +275,6 @@ class SessionFile:
                 rows.append(RowState(cache.kind, found, tensors))
         logits = own.get("logits")
         return Session(
-            facts["model"],
-            policy,
-            facts["seed"],
-            made,
             facts["last"],
             own["generator"].clone(),
             None if logits is None else logits.clone(),

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from weir.cache import Contents, Holding, Positions, Prefill, StreamingCache, choose_policy
 from weir.errors import NotFiniteError, WeirError
-from weir.models import StopTokens, fingerprint, images_of, input_device, transformers_model
+from weir.models import StopTokens, images_of, input_device, transformers_model
 from weir.policies import Policy, Recompute
 from weir.stream import session
 from weir.stream.inputs import Inputs, Tokens, is_count, pieces_of, read_inputs, read_stops
@@ -328,7 +328,16 @@ class Stream:
             WeirError: the file cannot be written, there is no such row, or the policy is
                 `recompute`.
         """
-        session.write(path, self._session(row), self._cached().kind)
+        cache, logits = self._cached(), self._logits
+        rows = cache.take_rows() if row is None else [cache.take_row(row)]
+        these = slice(None) if row is None else slice(row, row + 1)
+        saved = session.Session(
+            last=self._last[these],
+            generator=self._generator.get_state(),
+            logits=None if logits is None else logits[these],
+            rows=rows,
+        )
+        session.write(path, saved, cache, transformers_model(self.model))
 
     @classmethod
     def restore(
@@ -347,35 +356,16 @@ class Stream:
         served = transformers_model(model)
         file = session.SessionFile(path)
         file.check_model(served)
-        saved = file.policy(policy)
+        saved_policy = file.policy(policy)
         with file.refusing():
-            stream = cls(model, saved, seed=file.facts["seed"], **file.facts["made_with"])
+            stream = cls(model, saved_policy, seed=file.facts["seed"], **file.facts["made_with"])
             cache = stream._cached()
-        stream._go_on(file.read(cache, saved, stream._vocabulary))
+        saved = file.read(cache, stream._vocabulary)
+        cache.put_rows(saved.rows, check=False)  # `SessionFile.read` has
+        stream._last = saved.last
+        stream._logits = None if saved.logits is None else saved.logits.to(stream._device)
+        stream._generator.set_state(saved.generator)
         return stream
-
-    def _session(self, row: int | None) -> session.Session:
-        """The stream apart from its model; of a batch one row, or all of them."""
-        cache, logits = self._cached(), self._logits
-        rows = cache.take_rows() if row is None else [cache.take_row(row)]
-        these = slice(None) if row is None else slice(row, row + 1)
-        return session.Session(
-            model=fingerprint(transformers_model(self.model)),
-            policy=self.policy,
-            seed=self.seed,
-            made_with=cache.made_with,
-            last=self.last[these],
-            generator=self._generator.get_state(),
-            logits=None if logits is None else logits[these],
-            rows=rows,
-        )
-
-    def _go_on(self, saved: session.Session) -> None:
-        """Be where a stream was that was made as this one."""
-        self._cached().put_rows(saved.rows, check=False)  # `SessionFile.read` has
-        self._last = saved.last
-        self._logits = None if saved.logits is None else saved.logits.to(self._device)
-        self._generator.set_state(saved.generator)
 
     def _cached(self) -> StreamingCache:
         if self.cache is None:

@@ -13,9 +13,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from weir.cache.layer.layer_state import LayerState
+from weir.cache.layer.layer_state import LayerSpec, LayerState
 from weir.cache.layer.plan import Segment, StepEnds
-from weir.cache.layer.spec import LayerSpec
 from weir.slab import (
     AT_ONCE,
     Alibi,

@@ -16,9 +16,8 @@ from weir.cache.layer.attention import (
     mass_from_tail,
     tail_of,
 )
-from weir.cache.layer.layer_state import LayerState
+from weir.cache.layer.layer_state import LayerSpec, LayerState, Layout, lay_out
 from weir.cache.layer.plan import Segment
-from weir.cache.layer.spec import LayerSpec, Layout, lay_out
 from weir.errors import WeirError
 from weir.pools import Fold, ObservedAttention
 from weir.slab import (

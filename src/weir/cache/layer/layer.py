@@ -28,9 +28,8 @@ from weir.cache.layer.attention import (
 )
 from weir.cache.layer.decode import DecodeSlots
 from weir.cache.layer.fold import Folding, Pending
-from weir.cache.layer.layer_state import LayerState
+from weir.cache.layer.layer_state import LayerSpec, LayerState
 from weir.cache.layer.plan import ForwardPlan, Segment, plan_forward
-from weir.cache.layer.spec import LayerSpec
 from weir.errors import WeirError
 from weir.slab import AttentionParams, Heads, Observe, Slab, select_attention
 
