@@ -17,7 +17,6 @@ from weir.cache.layer.layer_state import LayerSpec, LayerState
 from weir.cache.layer.plan import Segment, StepEnds
 from weir.slab import (
     AT_ONCE,
-    Alibi,
     AttendedSlots,
     AttentionParams,
     LayerPositions,
@@ -121,23 +120,18 @@ _cached_band = lru_cache(maxsize=8)(band)
 def _add_alibi(
     bias: Tensor | None, positions: LayerPositions, slab: Slab, segment: Segment, stop: int
 ) -> Tensor | None:
-    """Add the layer's linear biases to a mask, if it has any."""
-    if positions.alibi is None or slab.frame is None:
+    """Add the layer's linear biases to a mask, if it has any: slots are at places in the frame."""
+    alibi = positions.alibi
+    if alibi is None or slab.frame is None:
         return bias
-    frame, position = slab.frame[:, :, :stop], slab.position[:, :, :stop]
-    alibi = _alibi_bias(positions, positions.alibi, frame, position, segment)
-    return alibi if bias is None else bias + alibi
-
-
-def _alibi_bias(
-    positions: LayerPositions, alibi: Alibi, frame: Tensor, position: Tensor, segment: Segment
-) -> Tensor:
-    """Compute ALiBi for slots at their places in the frame [batch, kv_heads, slots]."""
+    frame = slab.frame[:, :, :stop]
     first: Tensor | int = 0
     if positions.rolling and alibi.rounding is not None:
         far = torch.iinfo(frame.dtype).max
-        first = frame.masked_fill(position < 0, far).amin(dim=2, keepdim=True)
-    return alibi.bias(frame, frame.shape[1], first, segment.start[:, None, None])
+        empty = slab.position[:, :, :stop] < 0
+        first = frame.masked_fill(empty, far).amin(dim=2, keepdim=True)
+    added = alibi.bias(frame, frame.shape[1], first, segment.start[:, None, None])
+    return added if bias is None else bias + added
 
 
 def attend_prompt(
@@ -199,7 +193,8 @@ def store_queries(slab: Slab, spec: LayerSpec, queries: Tensor, segment: Segment
         rows, columns, _ = segment.entries
         places = segment.tail_places - unasked
         stays = places >= 0
-        slab.store_queries_at(queries, rows[stays], places[stays], columns[stays])
+        merged = merge_groups(queries)[rows[stays], :, columns[stays]]
+        slab.queries[rows[stays], :, places[stays]] = merged
 
 
 def store_last_queries(slab: Slab, spec: LayerSpec, queries: Tensor, segment: Segment) -> None:

@@ -31,7 +31,15 @@ from weir.cache.layer.fold import Folding, Pending
 from weir.cache.layer.layer_state import LayerSpec, LayerState
 from weir.cache.layer.plan import ForwardPlan, Segment, plan_forward
 from weir.errors import WeirError
-from weir.slab import AttentionParams, Heads, Observe, Slab, select_attention
+from weir.slab import (
+    AttentionParams,
+    Heads,
+    Observe,
+    Slab,
+    merge_groups,
+    put_lines,
+    select_attention,
+)
 
 
 @dataclass(frozen=True)
@@ -312,7 +320,7 @@ class Layer:
                 slab.store_queries(queries, places.stop - 1)
             else:
                 lines = places.lines(kv_heads, slab.queries.shape[2])
-                slab.store_queries_each(queries, lines)
+                put_lines(slab.queries, merge_groups(queries), lines)
         self._note_spans(segment)
         self._pending = Pending(segment, params)
         slots = slab.attended(self.state.first, ends.stop, plain=self.state.plain)
