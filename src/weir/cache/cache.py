@@ -527,15 +527,11 @@ class StreamingCache(Cache):
             WeirError: there is no such row, or the state is of another model, policy, chunk or
                 dtype, or one that no row can have; the row is as it was.
         """
-        _check_states([state])
         self._check_whole()
         new = self.rows.batch is None and fits(row, int) and row == 0
         if not new:
             self._check_row(row)
-        if check:
-            self._check([state])
-        else:
-            check_kind(self.kind, state.kind)
+        self._check([state], numbers=check)
         if new:
             self._open(1)
         self._put(row, state)
@@ -578,12 +574,8 @@ class StreamingCache(Cache):
         if not isinstance(given, list):
             raise WeirError(f"rows are a list of what take_row gives, not {quote(states)}")
         self._check_wide()
-        _check_states(given)
-        if check:
-            self._check(given)
-        else:
-            for state in given:
-                check_kind(self.kind, state.kind)
+        if given:
+            self._check(given, numbers=check)
         self.reset()
         if not given:
             return
@@ -593,22 +585,19 @@ class StreamingCache(Cache):
         columns = max(state.facts["columns"] for state in given)
         self.stack.rows = replace(self.rows, columns=columns)
 
-    def _check(self, states: list[RowState]) -> None:
-        """Refuse states that no row of this cache can have.
-
-        Raises:
-            WeirError: a state is of another kind or invalid; the error says how.
+    def _check(self, states: list[RowState], *, numbers: bool) -> None:
+        """Refuse states of another kind, and with `numbers` those that no row of this cache can
+        have (WeirError).
         """
         kind, plans = self.kind, self._plans_now
         for state in states:
+            if not isinstance(state, RowState):
+                raise WeirError(f"a row's state is what take_row gives, not {quote(state)}")
             check_kind(kind, state.kind)
-            check_state(
-                plans,
-                state,
-                vocabulary=self.attachment.facts.vocabulary,
-                chunk=self.chunk,
-                origin=self.origin,
-            )
+            if numbers:
+                vocabulary = self.attachment.facts.vocabulary
+                limits = {"chunk": self.chunk, "origin": self.origin}
+                check_state(plans, state, vocabulary=vocabulary, **limits)
 
     def reset_row(self, row: int, *, seed: int | None = None) -> None:
         """Empty a row, for a new stream; the others stay as they are.
@@ -830,13 +819,6 @@ class StreamingCache(Cache):
         forward = SecondReading(self.stack, given, begun, self._rotaries, self.begin)
         forward.rows = self._rows_again
         return forward
-
-
-def _check_states(states: list[RowState]) -> None:
-    """Refuse values that are no row states."""
-    for state in states:
-        if not isinstance(state, RowState):
-            raise WeirError(f"a row's state is what take_row gives, not {quote(state)}")
 
 
 def _describe_heads(heads: Heads) -> list[int | str]:
