@@ -17,7 +17,7 @@ from weir.models import find_lookup_layers, lookup_layers, lookup_scores
 def kept(monkeypatch, tmp_path):
     """A folder for what is kept, and nothing shipped."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(lookup_layers, "_read_shipped", dict)
+    monkeypatch.setattr(lookup_layers, "_SHIPPED", tmp_path / "none.json")
     return tmp_path / "weir" / lookup_layers.FILE
 
 

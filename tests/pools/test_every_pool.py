@@ -15,7 +15,7 @@ from torch import Tensor
 
 import weir
 from weir.cache.layer.layer import Layer
-from weir.cache.layer.spec import LayerSpec
+from weir.cache.layer.layer_state import LayerSpec
 from weir.errors import PolicyError
 from weir.models.loading import ASSETS
 from weir.policies.grammar import policy

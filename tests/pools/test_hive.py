@@ -19,7 +19,7 @@ from transformers import DynamicCache
 
 import weir
 from weir.cache.layer.layer import Layer
-from weir.cache.layer.spec import LayerSpec
+from weir.cache.layer.layer_state import LayerSpec
 from weir.errors import PolicyError, WeirError
 from weir.policies.grammar import policy
 from weir.policies.library import buzz

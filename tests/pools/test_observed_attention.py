@@ -18,7 +18,7 @@ from torch import Tensor
 
 import weir
 from weir.cache.layer.layer import Layer
-from weir.cache.layer.spec import LayerSpec
+from weir.cache.layer.layer_state import LayerSpec
 from weir.errors import WeirError
 from weir.models.model_spec import describe
 from weir.policies.pipe import Pipe

@@ -19,8 +19,8 @@ from torch import Tensor
 
 import weir
 from weir.cache.layer.layer import Layer
+from weir.cache.layer.layer_state import LayerSpec
 from weir.cache.layer.plan import plan_forward
-from weir.cache.layer.spec import LayerSpec
 from weir.errors import WeirError
 from weir.policies.pipe import Pipe
 from weir.pools import Fold, ObservedAttention, Recent, Sink, Snap

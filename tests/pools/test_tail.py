@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 import weir
 from weir.cache.layer.layer import Layer
-from weir.cache.layer.spec import LayerSpec
+from weir.cache.layer.layer_state import LayerSpec
 from weir.errors import WeirError
 from weir.evals.capture import LayerInputs, capture
 from weir.models.gguf import find_gguf

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weir.cache.layer import lay_out
 from weir.cache.layer.fold import Folding
-from weir.cache.layer.spec import LayerSpec
+from weir.cache.layer.layer_state import LayerSpec
 from weir.policies.grammar import policy
 from weir.slab.positions import LayerPositions, Rotary, roll_positions, rotation_tables, shift_spans
 from weir.slab.slab import Slab

@@ -12,7 +12,7 @@ from weir.errors import NotFiniteError, PolicyError, WeirError
 from weir.policies.grammar import policy
 from weir.policies.library import recompute
 from weir.policies.recompute import Recompute
-from weir.stream import reader as module
+from weir.stream import recomputation as module
 
 BUDGET = 16
 LENGTH = 50

@@ -26,7 +26,7 @@ import weir
 from weir.errors import WeirError
 from weir.policies import Policy
 from weir.policies.registry import NAMED
-from weir.stream import atomic_file, session
+from weir.stream import session
 
 POLICY = "streaming_llm(24)"
 PARTLY_FULL = 203
@@ -444,7 +444,7 @@ def test_an_interrupted_save_leaves_the_old_file_whole_and_nothing_beside_it(
     if where == "save_file":
         monkeypatch.setattr(session, "save_file", broken(error))
     else:
-        monkeypatch.setattr(atomic_file.os, where.partition(".")[2], broken(error))
+        monkeypatch.setattr(session.os, where.partition(".")[2], broken(error))
     with pytest.raises((WeirError, KeyboardInterrupt)) as raised:
         stream.save(saved)
     monkeypatch.undo()

@@ -23,7 +23,7 @@ from torch import Tensor
 import weir
 from weir.errors import NotFiniteError, WeirError
 from weir.stream import session
-from weir.stream.atomic_file import replace_atomically
+from weir.stream.session import replace_atomically
 
 Facts = dict[str, Any]
 Tensors = dict[str, Tensor]

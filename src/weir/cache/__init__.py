@@ -1,36 +1,38 @@
 """A transformers `Cache` of fixed size."""
 
 # First: weir.models, which it imports, refuses releases of transformers that lack what others need.
-from weir.cache.checks import check_origin, describe_window_excess
-
-# isort: split
-from weir.cache.cache import Positions, Prefill, StreamingCache
 from weir.cache.default_policy import (
     DEFAULT,
     FILE,
+    check_origin,
     choose_policy,
     find_model_policy,
     fit_to_model,
 )
-from weir.cache.forward import Forward
+
+# isort: split
+from weir.cache.cache import Positions, Prefill, StreamingCache
+from weir.cache.forward import Folded, Forward
 from weir.cache.generating import generate
-from weir.cache.layer_stack import Folded
-from weir.cache.layers import LayerPlan, pipes_of, plan_layers
-from weir.cache.row_state import RowState, check_state, cut_rows, unlike_policies
-from weir.cache.size import Size, read_bytes, size_of
-from weir.cache.snapshot import Contents, Held, Holding, holding_in
-from weir.cache.validation import (
+from weir.cache.layers import LayerPlan, describe_window_excess, pipes_of, plan_layers
+from weir.cache.row_state import (
     FARTHEST,
     Kind,
+    RowState,
     ValidationError,
     check_row,
+    check_state,
+    cut_rows,
     integer,
     list_of,
     optional,
     record,
     row_facts,
     text,
+    unlike_policies,
 )
+from weir.cache.size import Size, read_bytes, size_of
+from weir.cache.snapshot import Contents, Held, Holding, holding_in
 
 __all__ = [
     "DEFAULT",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 import torch
@@ -13,19 +13,27 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from weir.cache.checks import check_memory, check_origin, keep_freed_memory, warn_of_window
-from weir.cache.default_policy import choose_policy
-from weir.cache.forward import Forward, SecondReading
-from weir.cache.layer import place_on_axes, plan_forward
-from weir.cache.layer_stack import Folded, LayerStack
-from weir.cache.layers import pipes_of, plan_layers, reach_of, reads_twice, with_gates
+from weir.cache.default_policy import check_origin, choose_policy
+from weir.cache.forward import Folded, Forward, LayerStack, SecondReading
+from weir.cache.layer import Layer, place_on_axes, plan_forward
+from weir.cache.layers import (
+    LayerPlan,
+    check_memory,
+    keep_freed_memory,
+    pipes_of,
+    plan_layers,
+    reach_of,
+    reads_twice,
+    three_axes,
+    warn_of_window,
+    with_gates,
+)
 from weir.cache.row_state import RowState, check_kind, check_state
 from weir.cache.rows import BegunForward, Rows
 from weir.cache.snapshot import Contents, Holding, contents_of, layer_report, snapshot_row
 from weir.errors import WeirError, quote, shorten
 from weir.models import (
     DROPPING,
-    StopTokens,
     attach,
     describe,
     detach,
@@ -156,7 +164,7 @@ class StreamingCache(Cache):
             warn_of_window(served, self.policy, chunk)
         self._kind = facts.kind
         self._model = weakref.ref(served)
-        self.stack = LayerStack(self.plans, origin)
+        self.stack = LayerStack(Layer(plan.spec) for plan in self.plans)
         self.attachment = attach(served, self)
         self._batch = batch
         self.reset()
@@ -190,7 +198,7 @@ class StreamingCache(Cache):
         made = StreamingCache(
             memo.get(id(model), model), self.policy, seed=self.seed, **self.made_with
         )
-        made.put_rows(self.take_rows())
+        made.put_rows(self.take_rows(), check=False)
         return made
 
     def reset(self) -> None:
@@ -199,7 +207,7 @@ class StreamingCache(Cache):
         Raises:
             WeirError: the cache is narrowed to some of its rows (`only`).
         """
-        self.stack.check_wide()
+        self._check_wide()
         self.stack.reset()
         if self._batch is not None:
             self._open(self._batch)
@@ -311,7 +319,7 @@ class StreamingCache(Cache):
         Raises:
             WeirError: there is no such row, none is named, or the cache is narrowed (`only`).
         """
-        self.stack.check_wide()
+        self._check_wide()
         batch = self.rows.batch
         if batch is None:
             return
@@ -321,7 +329,11 @@ class StreamingCache(Cache):
                 f"rows {quote(str(wanted))} cannot be kept: the rows are 0 to {batch - 1}, and one "
                 "at least has to stay"
             )
-        self.stack.select(wanted)
+        for layer in self.stack:
+            slab = layer.state.slab
+            if slab is not None:
+                layer.state.select_rows(torch.tensor(wanted, device=slab.keys.device))
+        self.stack.rows = self.rows.select(wanted)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times.
@@ -370,7 +382,8 @@ class StreamingCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of all slabs; fixed from the first token on."""
-        return self.stack.nbytes
+        slabs = (layer.state.slab for layer in self.stack)
+        return sum(slab.nbytes for slab in slabs if slab is not None)
 
     @property
     def waiting(self) -> list[int]:
@@ -412,7 +425,7 @@ class StreamingCache(Cache):
             WeirError: nothing was fed yet, or there is no such row.
         """
         self._check_whole()
-        self.stack.check_row(row)
+        self._check_row(row)
         return snapshot_row(
             self.stack, row, self.rows.seen[row], self.rows.waiting[row], self.origin
         )
@@ -459,7 +472,7 @@ class StreamingCache(Cache):
             "model": {
                 "kind": facts.kind,
                 "layers": len(self.stack),
-                "heads": [_describe_heads(plan.heads) for plan in self.stack.plans_now],
+                "heads": [_describe_heads(plan.heads) for plan in self._plans_now],
             },
             "weights": weights_of(facts.decoder, facts.config),
         }
@@ -470,9 +483,34 @@ class StreamingCache(Cache):
         Raises:
             WeirError: there is no such row.
         """
-        self.stack.check_row(row)
+        self._check_row(row)
         self._check_whole()
-        return self.stack.take(row, self.kind)
+        return self._take(row, self.kind)
+
+    def _take(self, row: int, kind: dict[str, Any]) -> RowState:
+        only = self.rows.select([row])
+        tensors: dict[str, Tensor] = {}
+        lengths = []
+        for index, layer in enumerate(self.stack):
+            taken, used = layer.state.take_row(row)
+            tensors |= {f"{index}.{name}": t for name, t in taken.items()}
+            lengths.append(used)
+        facts: dict[str, Any] = {
+            "columns": only.columns,
+            "seen": only.seen[0],
+            "waiting": only.waiting[0],
+            "claimed": only.claimed[0],
+            "last": only.last[0],
+            "ended": only.ended[0],
+            "seed": self.stack[0].state.seeds[row],
+            "marks": asdict(only.marks[0]),
+            "lengths": lengths,
+        }
+        if three_axes(self.plans):
+            facts["drift"] = only.drift[0]
+        if self._twice:
+            facts["tail"] = only.tail[0]
+        return RowState(kind, facts, tensors)
 
     def put_row(self, row: int, state: RowState, *, check: bool = True) -> None:
         """Overwrite a row with a state, to continue exactly as where it was taken.
@@ -489,26 +527,38 @@ class StreamingCache(Cache):
             WeirError: there is no such row, or the state is of another model, policy, chunk or
                 dtype, or one that no row can have; the row is as it was.
         """
-        _check_states([state])
         self._check_whole()
         new = self.rows.batch is None and fits(row, int) and row == 0
         if not new:
-            self.stack.check_row(row)
-        if check:
-            self._check([state])
-        else:
-            check_kind(self.kind, state.kind)
+            self._check_row(row)
+        self._check([state], numbers=check)
         if new:
             self._open(1)
-        self.stack.put(row, state)
+        self._put(row, state)
+
+    def _put(self, row: int, state: RowState) -> None:
+        """Overwrite a row with a state that has been checked."""
+        facts, own = state.facts, []
+        for index, layer in enumerate(self.stack):
+            slab = layer.state.slab
+            assert slab is not None
+            mine = slab.tensors().items()  # the state may be of another device
+            own.append({n: state.tensors[f"{index}.{n}"].to(t.device) for n, t in mine})
+        names = ("seen", "waiting", "claimed", "last", "ended")
+        parts: list[Any] = [[facts[name]] for name in names]
+        parts += [[Marks(**facts["marks"])], [facts.get("drift", 0)]]  # no drift on one axis
+        parts.append([facts.get("tail", [])])
+        for layer, tensors, lengths in zip(self.stack, own, facts["lengths"], strict=True):
+            layer.state.put_row(row, tensors, lengths, facts["seed"])
+        self.stack.rows = self.rows.with_row(row, Rows(facts["columns"], *parts))
 
     def take_rows(self) -> list[RowState]:
         """Copy the complete state of every row; none before the first token."""
         self._check_whole()
-        if self.rows.batch is None or not self.stack.is_open:
+        if self.rows.batch is None or self.stack[0].state.slab is None:
             return []
         kind = self.kind
-        return [self.stack.take(row, kind) for row in range(self.rows.batch)]
+        return [self._take(row, kind) for row in range(self.rows.batch)]
 
     def put_rows(self, states: Iterable[RowState], *, check: bool = True) -> None:
         """Replace all rows by rows of another cache.
@@ -523,38 +573,31 @@ class StreamingCache(Cache):
         given = list(states) if isinstance(states, Iterable) else states
         if not isinstance(given, list):
             raise WeirError(f"rows are a list of what take_row gives, not {quote(states)}")
-        self.stack.check_wide()
-        _check_states(given)
-        if check:
-            self._check(given)
-        else:
-            for state in given:
-                check_kind(self.kind, state.kind)
+        self._check_wide()
+        if given:
+            self._check(given, numbers=check)
         self.reset()
         if not given:
             return
         self._open(len(given))
         for row, state in enumerate(given):
-            self.stack.put(row, state)
+            self._put(row, state)
         columns = max(state.facts["columns"] for state in given)
         self.stack.rows = replace(self.rows, columns=columns)
 
-    def _check(self, states: list[RowState]) -> None:
-        """Refuse states that no row of this cache can have.
-
-        Raises:
-            WeirError: a state is of another kind or invalid; the error says how.
+    def _check(self, states: list[RowState], *, numbers: bool) -> None:
+        """Refuse states of another kind, and with `numbers` those that no row of this cache can
+        have (WeirError).
         """
-        kind, plans = self.kind, self.stack.plans_now
+        kind, plans = self.kind, self._plans_now
         for state in states:
+            if not isinstance(state, RowState):
+                raise WeirError(f"a row's state is what take_row gives, not {quote(state)}")
             check_kind(kind, state.kind)
-            check_state(
-                plans,
-                state,
-                vocabulary=self.attachment.facts.vocabulary,
-                chunk=self.chunk,
-                origin=self.origin,
-            )
+            if numbers:
+                vocabulary = self.attachment.facts.vocabulary
+                limits = {"chunk": self.chunk, "origin": self.origin}
+                check_state(plans, state, vocabulary=vocabulary, **limits)
 
     def reset_row(self, row: int, *, seed: int | None = None) -> None:
         """Empty a row, for a new stream; the others stay as they are.
@@ -569,8 +612,10 @@ class StreamingCache(Cache):
         if seed is not None and (not fits(seed, int) or seed < 0):
             raise WeirError(f"seed must be a whole number from 0 on, not {quote(seed)}")
         self._check_whole()
-        self.stack.check_row(row)
-        self.stack.empty_row(row, self.seed if seed is None else seed)
+        self._check_row(row)
+        for layer in self.stack:
+            layer.state.reset_row(row, self.origin, self.seed if seed is None else seed)
+        self.stack.rows = self.rows.with_row(row, Rows.empty(1))
 
     @property
     def marks(self) -> list[Marks]:
@@ -596,7 +641,7 @@ class StreamingCache(Cache):
         self._check_whole()
         if row == 0 and self.rows.batch is None:
             self._open(1)
-        self.stack.check_row(row)
+        self._check_row(row)
         before = self.rows.marks[row]
         if self.rows.seen[row] > self.rows.waiting[row] and before.beginning != marks.beginning:
             raise WeirError(
@@ -605,11 +650,14 @@ class StreamingCache(Cache):
             )
         self.stack.rows = self.rows.marked(row, marks)
 
-    def only(self, start: int, stop: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def only(self, start: int, stop: int) -> Iterator[None]:
         """Narrow the cache to the rows `start` to `stop` within the context, numbered from 0.
 
             with cache.only(2, 3):  # a prompt for row 2, and nothing is computed for the others
                 model(prompt, past_key_values=cache)
+
+        Nothing is copied, and changes to these rows stay, also if the last forward failed.
 
         Args:
             start: the first row.
@@ -620,15 +668,37 @@ class StreamingCache(Cache):
                 limit.
         """
         self._check_whole()
-        self.stack.check_row(start)
-        self.stack.check_row(stop - 1 if fits(stop, int) and stop > start else -1)
-        return self.stack.narrow(start, stop)
+        self._check_row(start)
+        self._check_row(stop - 1 if fits(stop, int) and stop > start else -1)
+        stack = self.stack
+        if any(layer.spec.pipe.slots is None for layer in stack):
+            raise WeirError("this policy has no limit, so that its rows cannot be fed apart")
+        if any(layer.state.narrowed for layer in stack):
+            raise WeirError("this cache is narrowed already")
+        rows = stack.rows
+        if start == 0 and stop == rows.batch:
+            yield
+            return
+        for layer in stack:
+            layer.state.narrow(start, stop)
+        stack.rows = rows.select(list(range(start, stop)))
+        try:
+            yield
+        finally:
+            for layer in stack:
+                layer.state.widen()
+            inside, stack.rows = stack.rows, rows
+            for row in range(start, stop):
+                stack.rows = stack.rows.with_row(row, inside.select([row - start]))
 
     def _open(self, batch: int) -> None:
         """Allocate the slots of `batch` empty rows."""
         check_memory(self.plans, self.policy, batch, self._device)
-        devices = [self._device_of(layer) for layer in range(len(self.plans))]
-        self.stack.open([self.seed] * batch, devices)
+        for index, (layer, plan) in enumerate(zip(self.stack, self.plans, strict=True)):
+            device = self._device_of(index)
+            start = torch.full((batch,), self.origin, dtype=torch.int64, device=device)
+            layer.state.allocate(plan.heads, batch, start, device, [self.seed] * batch)
+        self.stack.rows = Rows.empty(batch)
 
     def _device_of(self, layer: int) -> torch.device:
         """Return the device of a layer's keys."""
@@ -642,6 +712,27 @@ class StreamingCache(Cache):
         if where is not None:
             return torch.device(where)
         return self._device if held is None or held.device.type == "meta" else held.device
+
+    @property
+    def _plans_now(self) -> list[LayerPlan]:
+        """The plans, with this device's share of the heads if the model is spread by heads."""
+        both = zip(self.plans, self.stack, strict=True)
+        return [plan.of(layer.state.slab) for plan, layer in both]
+
+    def _check_row(self, row: int) -> None:
+        """Refuse a row that does not exist (WeirError)."""
+        batch = self.rows.batch
+        if batch is None or self.stack[0].state.slab is None:
+            raise WeirError(
+                "this cache has no rows yet: feed it, or make it with batch=n for n empty rows"
+            )
+        if not fits(row, int) or not 0 <= row < batch:
+            raise WeirError(f"row {quote(row)} does not exist; the rows are 0 to {batch - 1}")
+
+    def _check_wide(self) -> None:
+        """Refuse to change the set of rows while the cache is narrowed (WeirError)."""
+        if any(layer.state.narrowed for layer in self.stack):
+            raise WeirError("this cache is narrowed to some of its rows; leave only() first")
 
     def _check_whole(self) -> None:
         if self.broken:
@@ -669,7 +760,7 @@ class StreamingCache(Cache):
             self.stack.failed, self.stack.folded, self.stack.again = {}, None, {}
         begun = self.rows.begin(
             given,
-            StopTokens.of(getattr(self._model(), "generation_config", None)),
+            generation=getattr(self._model(), "generation_config", None),
             vocabulary=self.attachment.facts.vocabulary,
             chunk=self.chunk,
             prefill=self.prefill == "full",
@@ -728,13 +819,6 @@ class StreamingCache(Cache):
         forward = SecondReading(self.stack, given, begun, self._rotaries, self.begin)
         forward.rows = self._rows_again
         return forward
-
-
-def _check_states(states: list[RowState]) -> None:
-    """Refuse values that are no row states."""
-    for state in states:
-        if not isinstance(state, RowState):
-            raise WeirError(f"a row's state is what take_row gives, not {quote(state)}")
 
 
 def _describe_heads(heads: Heads) -> list[int | str]:

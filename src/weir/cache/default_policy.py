@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
-from weir.cache.checks import check_origin
-from weir.errors import WeirError
-from weir.models import describe, find_lookup_layers, sidecar_path, window_of
+from weir.errors import WeirError, quote
+from weir.models import describe, find_lookup_layers, fingerprint, sidecar_path, window_of
 from weir.policies import (
     Layered,
     Policy,
@@ -33,6 +33,36 @@ BESIDE = (
     "or give a policy"
 )
 """End of the error about a policy file that cannot be used."""
+
+
+def check_origin(policy: Policy, model: PreTrainedModel) -> None:
+    """Refuse a policy that was measured on another model (WeirError).
+
+    Only type, shape and vocabulary are compared if weights are quantized, sharded, of another dtype
+    or on `meta`, where their numbers differ or there are none.
+    """
+    origin = policy.origin
+    if origin is None:
+        return
+    mine, theirs = fingerprint(model), origin.model
+    compared = {"kind", "layers", "width", "vocabulary"}
+    numbers = all(
+        weight.device.type != "meta" and not is_traceable_wrapper_subclass(weight)
+        for weight in model.parameters()
+    )
+    if numbers and mine["dtype"] == theirs["dtype"]:
+        compared.add("weights")
+    differ = [name for name in mine if name in compared and mine[name] != theirs[name]]
+    if differ:
+        what = ", ".join(f"{name} {_bare(theirs[name])}, here {mine[name]}" for name in differ)
+        raise WeirError(
+            f"{origin.file} was calibrated for another model ({what}); run weir calibrate for this "
+            f"one{origin.told}"
+        )
+
+
+def _bare(value: object) -> str:
+    return quote(value).strip("'")
 
 
 def find_model_policy(model: PreTrainedModel | str, revision: str | None = None) -> Policy | None:

@@ -8,17 +8,55 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from weir.cache.layer import DecodeSlots, ForwardPlan, RowsNotFinite
-from weir.cache.layer_stack import Folded, LayerStack
-from weir.cache.rows import BegunForward
+from weir.cache.layer import DecodeSlots, ForwardPlan, Layer, RowsNotFinite
+from weir.cache.rows import BegunForward, Rows
 from weir.errors import NotFiniteError, WeirError
 from weir.slab import AttentionParams, Rotary, rotation_tables
+
+
+@dataclass(frozen=True)
+class Folded:
+    """The folds of one forward, passed to `StreamingCache.on_fold`.
+
+    Attributes:
+        rows: the rows that folded, in all layers.
+        seconds: time that all layers took to fold; on an accelerator, only the time to launch.
+    """
+
+    rows: tuple[int, ...]
+    seconds: float
+
+
+class LayerStack(list[Layer]):
+    """The layers of a cache, by index, and what calls change beside their slots.
+
+    Attributes:
+        rows: the progress of each row.
+        broken: whether a call was interrupted during a fold.
+        failed: by row, why its tokens of the last forward were refused.
+        folded: the folds of the last forward, until `on_fold` is called.
+        again: by row, the ids of a chunk that has folded and is to be read a second time.
+    """
+
+    rows: Rows
+    broken: bool
+    failed: dict[int, WeirError]
+    folded: Folded | None
+    again: dict[int, list[int]]
+
+    def reset(self) -> None:
+        """Forget all rows."""
+        for layer in self:
+            layer.reset()
+        self.rows = Rows()
+        self.broken, self.failed, self.folded, self.again = False, {}, None, {}
 
 
 class Forward:

@@ -108,8 +108,8 @@ class Rows:
     def begin(
         self,
         given: Mapping[str, Any],
-        endings: StopTokens,
         *,
+        generation: Any,
         vocabulary: int,
         chunk: int,
         prefill: bool,
@@ -121,7 +121,7 @@ class Rows:
         """Check and plan a forward, given the decoder's arguments by name.
 
         Args:
-            endings: the stop tokens.
+            generation: the model's generation configuration, which has the stop tokens.
             prefill: fold the first forward at once.
             without: rows whose tokens are left out.
             fixed: whether the cache was made with a number of rows, which a reset keeps.
@@ -144,7 +144,7 @@ class Rows:
         if given.get("position_ids") is not None:
             _refuse_right_padding(claimed)
         before._check_positions(given.get("position_ids"), claimed, batch)
-        ended = before._ended(ids, endings, stepping=given.get("position_ids") is not None)
+        ended = before._ended(ids, generation, stepping=given.get("position_ids") is not None)
         refused: dict[int, WeirError] = {}
         if ids is not None and (ids.device.type == "cpu" or length > 1):
             refused, ids = _check_ids(ids, claimed, vocabulary)
@@ -260,10 +260,11 @@ class Rows:
         real = mask[:, -length:].bool()
         return None if bool(real.all()) else real
 
-    def _ended(self, ids: Tensor | None, endings: StopTokens, *, stepping: bool) -> list[bool]:
+    def _ended(self, ids: Tensor | None, generation: Any, *, stepping: bool) -> list[bool]:
         """Return which rows have ended: generate() feeds them padding with mask 1."""
         if ids is None or ids.shape[1] != 1 or ids.shape[0] == 1 or not stepping:
             return [False] * len(self.ended)
+        endings = StopTokens.of(generation)
         return [
             token == endings.pad and (ended or last in endings.stops)
             for token, last, ended in zip(ids[:, 0].tolist(), self.last, self.ended, strict=True)

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from weir.cache.checks import check_origin
-from weir.cache.default_policy import DEFAULT, fit_to_model
+from weir.cache.default_policy import DEFAULT, check_origin, fit_to_model
 from weir.cache.layers import pipes_of, plan_layers, reach_of
 from weir.errors import WeirError
 from weir.models import describe, stored_bytes

@@ -201,29 +201,8 @@ class Holding:
         }
 
 
-@dataclass(frozen=True)
-class LayerRow:
-    """The slots in use of one layer of a row.
-
-    Attributes:
-        names: of its pools (`pool_names`).
-        pool: index in `names` of each slot [slots], int64.
-        position: places in the stream [kv_heads, slots], int64; -1 for none.
-        a, b: log-weights [kv_heads, slots], float32.
-    """
-
-    names: tuple[str, ...]
-    pool: Tensor
-    position: Tensor
-    a: Tensor
-    b: Tensor
-
-    @classmethod
-    def of(cls, spec: LayerSpec, lies: Layout, waiting: int, *buffers: Tensor) -> LayerRow:
-        """Cut a row's buffers `position`, `a` and `b` to the slots in use."""
-        end = lies.used + waiting
-        cut = (t[:, :end].cpu() for t in buffers)
-        return cls(pool_names(spec), pools_of(lies, end), *cut)
+Part = tuple[LayerSpec, Layout, Sequence[Tensor]]
+"""A layer of a row, and its buffers `position`, `a` and `b` [kv_heads, slots] in that layout."""
 
 
 def snapshot_row(
@@ -232,15 +211,14 @@ def snapshot_row(
     """Take a snapshot of one row in all layers, `seen` tokens long, of which `waiting` are in the
     tail.
     """
-    parts = []
+    parts: list[Part] = []
     for layer in layers:
         slab = layer.state.slab
         if slab is None:
             raise WeirError("nothing was fed to this cache yet")
-        buffers = (t[row] for t in (slab.position, slab.a, slab.b))
         lies = lay_out(layer.spec.pipe, layer.state.lengths[row])
-        parts.append(LayerRow.of(layer.spec, lies, waiting, *buffers))
-    return _join_layers(parts, seen, origin)
+        parts.append((layer.spec, lies, [t[row] for t in (slab.position, slab.a, slab.b)]))
+    return _join_layers(parts, seen, waiting, origin)
 
 
 def holding_in(plans: Sequence[LayerPlan], state: RowState) -> Holding:
@@ -248,28 +226,28 @@ def holding_in(plans: Sequence[LayerPlan], state: RowState) -> Holding:
     it.
     """
     facts = state.facts
-    parts = []
+    parts: list[Part] = []
     for plan, lengths in zip(plans, facts["lengths"], strict=True):
         names = (f"{plan.spec.index}.{name}" for name in ("position", "a", "b"))
-        buffers = (state.tensors[name][0] for name in names)
         lies = lay_out(plan.spec.pipe, lengths).packed
-        parts.append(LayerRow.of(plan.spec, lies, facts["waiting"], *buffers))
-    return _join_layers(parts, facts["seen"], state.kind["origin"])
+        parts.append((plan.spec, lies, [state.tensors[name][0] for name in names]))
+    return _join_layers(parts, facts["seen"], facts["waiting"], state.kind["origin"])
 
 
-def _join_layers(layers: Sequence[LayerRow], seen: int, origin: int) -> Holding:
-    known = dict.fromkeys(name for layer in layers for name in layer.names)
+def _join_layers(layers: Sequence[Part], seen: int, waiting: int, origin: int) -> Holding:
+    known = dict.fromkeys(name for spec, _, _ in layers for name in pool_names(spec))
     names = (*(name for name in known if name != WAITING), WAITING)
     parts: list[tuple[Tensor, ...]] = []
     pairs = 0
-    for index, layer in enumerate(layers):
-        place = layer.position
+    for index, (spec, lies, buffers) in enumerate(layers):
+        end = lies.used + waiting
+        place, a, b = (t[:, :end].cpu() for t in buffers)
         used = place >= 0
-        number = torch.tensor([names.index(name) for name in layer.names])
-        pool = number[layer.pool].expand(place.shape)
+        number = torch.tensor([names.index(name) for name in pool_names(spec)])
+        pool = number[pools_of(lies, end)].expand(place.shape)
         head = used.nonzero()[:, 0]
         here = torch.full_like(head, index)
-        parts.append((here, head, place[used] - origin, pool[used], layer.a[used], layer.b[used]))
+        parts.append((here, head, place[used] - origin, pool[used], a[used], b[used]))
         pairs += place.shape[0]
     layer_of, head, token, pool, a, b = (torch.cat(part) for part in zip(*parts, strict=True))
     return Holding(seen, pairs, names, layer_of, head, token, pool, a, b)

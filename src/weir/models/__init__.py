@@ -15,7 +15,7 @@ from weir.models.embedding import embed
 from weir.models.fingerprints import fingerprint, weights_of
 from weir.models.gates import Gate, features, load_gates, save_gates
 from weir.models.hooks import Attachment, attach, compile_steps, detach
-from weir.models.images import PICTURES, Images, images_of
+from weir.models.images import MOST_OFFSET, OFFSETS, PICTURES, Images, images_of, offsets
 from weir.models.linear_kernels import choose_products
 from weir.models.loading import (
     ASSETS,
@@ -43,7 +43,6 @@ from weir.models.model_spec import (
     transformers_model,
     window_of,
 )
-from weir.models.mrope import MOST_OFFSET, OFFSETS, offsets
 from weir.models.o_proj import OutputProjection, output_weight
 from weir.models.quantized_weights import BITS, quantize_weights
 

@@ -1,10 +1,13 @@
-"""weir's folder for files that can be made again: timings, and what was read of GGUF files."""
+"""weir's folder for files that can be made again: timings, and what was read of models."""
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 
 def cache_folder() -> Path:
@@ -15,3 +18,22 @@ def cache_folder() -> Path:
     except RuntimeError:  # the user has no home directory
         caches = Path(tempfile.gettempdir())
     return caches / "weir"
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a file of JSON by name; empty where it is missing, unreadable or something else."""
+    try:
+        found: Any = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def write_json(file: Path, facts: dict[str, Any]) -> None:
+    """Write a file of JSON atomically; nothing happens where it cannot be written."""
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
+            made = Path(scratch) / file.name
+            made.write_text(json.dumps(facts, indent=1, sort_keys=True), "utf-8")
+            made.replace(file)

@@ -13,10 +13,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from weir.errors import WeirError
 from weir.models.forward_lock import forward_lock_of
-from weir.models.images import images_of, pictures_in, unfitting
+from weir.models.images import check_sizes, images_of, pictures_in, unfitting
 from weir.models.method_patch import MethodPatch
 from weir.models.model_spec import input_device
-from weir.models.mrope import check_sizes
 
 COMPLAINTS = (
     ("do not match", "feature"),

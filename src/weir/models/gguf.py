@@ -104,7 +104,8 @@ def find_gguf(name: str) -> Path | None:
     folder with several, WeirError.
     """
     if name == SMOLLM2:
-        return _packaged_smollm2()
+        package = smollm2_package()
+        return None if package is None else next(iter(sorted(package.glob("*.gguf"))), None)
     path = Path(name).expanduser()
     if path.is_dir() and not (path / "config.json").exists():
         found = sorted(path.glob("*.gguf"))
@@ -113,11 +114,6 @@ def find_gguf(name: str) -> Path | None:
             raise WeirError(f"the folder {name} holds several GGUF files ({listed}); name one")
         return found[0] if found else None
     return path if path.is_file() and path.suffix.lower() == ".gguf" else None
-
-
-def _packaged_smollm2() -> Path | None:
-    package = smollm2_package()
-    return None if package is None else next(iter(sorted(package.glob("*.gguf"))), None)
 
 
 def smollm2_package() -> Path | None:

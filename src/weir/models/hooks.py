@@ -31,12 +31,11 @@ from weir.models.attention_sinks import SUNK_ATTENTION
 from weir.models.compiling import Compiled, Compiling, layers_of
 from weir.models.embedding import mismatch
 from weir.models.forward_lock import forward_lock_of, wait_for_others
-from weir.models.images import pictures_in
-from weir.models.legacy_attention import install, mask_for
+from weir.models.images import OFFSETS, note_sizes, offsets, pictures_in
+from weir.models.legacy_attention import install
 from weir.models.linear_kernels import choose_products
 from weir.models.method_patch import MethodPatch
 from weir.models.model_spec import ModelSpec, describe, input_device
-from weir.models.mrope import OFFSETS, note_sizes, offsets
 from weir.models.quantized_weights import quantizes_inputs
 from weir.slab import AttentionParams
 
@@ -66,29 +65,23 @@ class Attachment:
         self._lock = forward_lock_of(facts.config)
         self._attention = "weir" if facts.sink.kind != "zero" else SUNK_ATTENTION
         self._alone = False
+        self._alibi = any(layer.positions.alibi is not None for layer in facts.layers)
         self._signature = inspect.signature(facts.decoder.forward)
         self._forward = MethodPatch(facts.decoder, "forward", self._call)
-        self._rotaries = [MethodPatch(rotary, "forward", self._rotate) for rotary in facts.rotaries]
+        self._patches = [MethodPatch(rotary, "forward", self._rotate) for rotary in facts.rotaries]
         self._compiled: Compiled | None = None
         self.compile(_COMPILED.get(facts.decoder))
-        self._towers = []
         if facts.images is not None and facts.images.axes:
             for kind in ("image", "video"):
                 name = f"get_{kind}_features"
-                self._towers.append(MethodPatch(facts.decoder, name, note_sizes(kind)))
-        self._uninstall = install(facts.kind, facts.decoder, facts.attentions, self)
+                self._patches.append(MethodPatch(facts.decoder, name, note_sizes(kind)))
+        mine = facts.kind, facts.decoder, facts.attentions
+        self._patches += install(*mine, lambda: self.running)
 
     def wait(self) -> None:
         """Wait until no other thread is calling the model."""
         with self._lock:
             pass
-
-    def attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
-    ) -> Tensor:
-        """Call `Forward.attend` of the call under way."""
-        assert self.running is not None
-        return self.running.attend(layer, queries, keys, values, params)
 
     def compile(self, compiling: Compiling | None) -> None:
         """Compile decode steps from now on; None stops compiling them. No call may be under way."""
@@ -106,10 +99,9 @@ class Attachment:
 
     def leave(self) -> None:
         """Remove all hooks and restore the model."""
-        self._uninstall()
         if self._compiled is not None:
             self._compiled.remove()
-        for patch in (self._forward, *self._rotaries, *self._towers):
+        for patch in (self._forward, *self._patches):
             patch.remove()
 
     def _call(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -192,11 +184,20 @@ class Attachment:
         return given
 
     def _replaced(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return replacements for the mask and positions, which would be as long as the stream."""
+        """Return replacements for the mask and positions, which would be as long as the stream.
+
+        Most decoders ask their attention implementation for a mask and get none. MPT uses a 4D mask
+        unchanged. Falcon, and Bloom in older transformers, build biases for the columns of theirs.
+        """
         ids = given.get("input_ids")
         tokens = given["inputs_embeds"] if ids is None else ids
-        alibi = any(layer.positions.alibi is not None for layer in self.facts.layers)
-        replaced: dict[str, Any] = {"attention_mask": mask_for(self.facts.kind, alibi, tokens)}
+        replaced: dict[str, Any] = {"attention_mask": None}
+        if self.facts.kind == "mpt":
+            ones = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
+            replaced["attention_mask"] = ones
+        elif self.facts.kind in ("falcon", "bloom") and self._alibi:
+            ones = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
+            replaced["attention_mask"] = ones
         if "position_ids" in self._signature.parameters:
             # Some RoPE scalings change a model permanently when they see a high position.
             zeros = torch.zeros(1, tokens.shape[1], dtype=torch.int64, device=tokens.device)

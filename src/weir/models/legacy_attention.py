@@ -8,28 +8,13 @@ result. In any other call the family's own runs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weir.models.method_patch import MethodPatch
 from weir.slab import AttentionParams
-
-
-class Runner(Protocol):
-    """Interface to weir's attention: `hooks.Attachment`."""
-
-    @property
-    def running(self) -> object | None:
-        """The call under way with a weir cache; None in any other call."""
-
-    def attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
-    ) -> Tensor:
-        """Compute one layer's attention, as `hooks.Attending.attend`."""
-
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, AttentionParams], Tensor]
 
@@ -97,56 +82,30 @@ def merge_heads(out: Tensor) -> Tensor:
 
 
 def install(
-    kind: str, decoder: nn.Module, attentions: tuple[nn.Module, ...], runner: Runner
-) -> Callable[[], None]:
+    kind: str, decoder: nn.Module, attentions: tuple[nn.Module, ...], running: Callable[[], Any]
+) -> list[MethodPatch]:
     """Replace the forwards of a model's attention modules, for types in `FORWARDS`.
 
-    Returns a function that restores the model.
+    `running` returns the call under way with a weir cache (`cache.Forward`), None in any other.
     """
-    patches: list[MethodPatch] = []
-    if kind in FORWARDS:
-        for module in attentions:
-            patches.append(
-                MethodPatch(module, "forward", _with_weir(FORWARDS[kind], runner, module))
-            )
+
+    def with_weir(module: nn.Module) -> Callable[..., Any]:
+        def forward(own: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+            call = running()
+            if call is None:
+                return own(hidden, *args, **kwargs)
+            # The only other positional argument is the residual (Bloom).
+            return FORWARDS[kind](module, call.attend, hidden, *args)
+
+        return forward
+
+    def without_bias(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return None if running() is not None else own(*args, **kwargs)
+
+    if kind not in FORWARDS:
+        return []
+    patches = [MethodPatch(module, "forward", with_weir(module)) for module in attentions]
     if kind == "mpt":
         # MPT builds a bias for max_seq_len columns at every step, which weir does not read.
-        patches.append(MethodPatch(decoder, "build_mpt_alibi_tensor", _without_bias(runner)))
-
-    def remove_all() -> None:
-        for patch in patches:
-            patch.remove()
-
-    return remove_all
-
-
-def mask_for(kind: str, alibi: bool, tokens: Tensor) -> Tensor | None:
-    """Return the smallest mask a decoder accepts, so that it builds nothing as long as the stream.
-
-    Most decoders ask their attention implementation for a mask and get none. MPT uses a 4D mask
-    unchanged. Falcon, and Bloom in older transformers, build biases for the columns of their mask.
-    """
-    if kind == "mpt":
-        return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
-    if kind in ("falcon", "bloom") and alibi:
-        return torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
-    return None
-
-
-def _with_weir(
-    make: Callable[..., tuple[Tensor, None]], runner: Runner, module: nn.Module
-) -> Callable[..., Any]:
-    def forward(own: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if runner.running is None:
-            return own(hidden, *args, **kwargs)
-        # The only other positional argument is the residual (Bloom).
-        return make(module, runner.attend, hidden, *args)
-
-    return forward
-
-
-def _without_bias(runner: Runner) -> Callable[..., Any]:
-    def build(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return None if runner.running is not None else own(*args, **kwargs)
-
-    return build
+        patches.append(MethodPatch(decoder, "build_mpt_alibi_tensor", without_bias))
+    return patches

@@ -7,9 +7,7 @@ own weights, and the timings are kept for the next start. Knows nothing about ca
 
 from __future__ import annotations
 
-import json
 import platform
-import tempfile
 import time
 from bisect import bisect_left
 from collections import defaultdict
@@ -25,7 +23,7 @@ from torch import Tensor, nn
 
 from weir import kernels
 from weir.errors import WeirError, quote
-from weir.models.cache_folder import cache_folder
+from weir.models.cache_folder import cache_folder, read_json, write_json
 from weir.models.memory import move_to_huge_pages
 from weir.models.method_patch import MethodPatch
 
@@ -121,7 +119,9 @@ def choose_products(
     if alike:
         move_to_huge_pages(_movable(model))
     file = remembered or cache_folder() / "products.json"
-    known = _remembered(file)
+    mine = _machine()
+    before = _read(file).get(mine, {})
+    known = dict(before)
     gains: dict[str, float] = {}
     for shape, modules in alike.items():
         called, looped = [], []
@@ -137,8 +137,8 @@ def choose_products(
         if any(called) or any(looped):
             for module in modules:
                 _LinearPatch(module, kernel, _pack_choices(called, looped))
-    if gains:
-        _remember(file, known)
+    if gains and before != known:
+        write_json(file, _read(file) | {mine: known})
     return gains
 
 
@@ -421,38 +421,14 @@ def _machine() -> str:
     return f"{processor}, {capability}, {threads} threads, PyTorch {torch.__version__}, {KERNEL}"
 
 
-def _remembered(file: Path) -> dict[str, float]:
-    """Read this machine's timings; empty where the file is missing or unreadable."""
-    return dict(_read(file).get(_machine(), {}))
-
-
 def _read(file: Path) -> dict[str, dict[str, float]]:
-    try:
-        found: Any = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    if not isinstance(found, dict):
-        return {}
+    """Read the timings of every machine."""
     return {
-        machine: {str(name): float(gain) for name, gain in gains.items() if _number(gain)}
-        for machine, gains in found.items()
+        machine: {name: float(gain) for name, gain in gains.items() if _number(gain)}
+        for machine, gains in read_json(file).items()
         if isinstance(gains, dict)
     }
 
 
 def _number(gain: Any) -> bool:
     return isinstance(gain, int | float) and not isinstance(gain, bool) and 0 < gain < 1e9
-
-
-def _remember(file: Path, known: dict[str, float]) -> None:
-    """Save timings for the next process, atomically."""
-    machines = _read(file)
-    if machines.get(_machine()) == known:
-        return
-    machines[_machine()] = known
-    with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
-            made = Path(scratch) / file.name
-            made.write_text(json.dumps(machines, indent=1, sort_keys=True), "utf-8")
-            made.replace(file)

@@ -6,11 +6,9 @@ followed (Olsson et al. 2022, "In-context Learning and Induction Heads", arXiv:2
 
 from __future__ import annotations
 
-import json
 import weakref
-from contextlib import suppress
-from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import sdpa_mask
 
 from weir.errors import WeirError
-from weir.models.cache_folder import cache_folder
+from weir.models.cache_folder import cache_folder, read_json, write_json
 from weir.models.fingerprints import fingerprint
 from weir.models.forward_lock import forward_lock_of
 from weir.models.model_spec import attention_modules, describe, input_device, window_of
@@ -31,6 +29,7 @@ LOOKS_UP = 0.08
 """Score from which on a layer looks things up: 12 of the 30 of SmolLM2-135M, whose best has .93."""
 FILE = "lookup_layers.json"
 """The layers of some models, in weir's assets; a file of this name in `cache_folder` has others."""
+_SHIPPED = Path(str(files("weir"))) / "assets" / FILE
 ATTENTION = "weir_lookup_scores"
 """The name under which transformers finds `_attend`."""
 _FIRST = 8
@@ -54,13 +53,14 @@ def _find(model: PreTrainedModel) -> tuple[int, ...]:
     if any(weight.is_meta for weight in model.parameters()):
         return ()
     name = str(fingerprint(model)["weights"])
-    known = _read_shipped() | _read_kept()
+    kept = cache_folder() / FILE
+    known = _read_layers(_SHIPPED) | _read_layers(kept)
     if name not in known:
         found = [n for n, score in enumerate(lookup_scores(model)) if score >= LOOKS_UP]
         if not found:
             return ()
-        known = _read_kept() | {name: found}
-        _keep(known)
+        write_json(kept, _read_layers(kept) | {name: found})
+        return tuple(found)
     return tuple(known[name])
 
 
@@ -142,34 +142,10 @@ AttentionInterface.register(ATTENTION, _attend)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
-@cache
-def _read_shipped() -> dict[str, list[int]]:
-    return _checked(json.loads((files("weir") / "assets" / FILE).read_text(encoding="utf-8")))
-
-
-def _read_kept() -> dict[str, list[int]]:
-    """What was kept; nothing where the file is missing or broken."""
-    with suppress(OSError, ValueError):
-        return _checked(json.loads((cache_folder() / FILE).read_text(encoding="utf-8")))
-    return {}
-
-
-def _checked(read: Any) -> dict[str, list[int]]:
-    """The layers in what was read, by a digest of weights."""
-    if not isinstance(read, dict):
-        return {}
+def _read_layers(file: Path) -> dict[str, list[int]]:
+    """Read the layers of models by a digest of their weights; none where there is no such file."""
     return {
         name: layers
-        for name, layers in read.items()
+        for name, layers in read_json(file).items()
         if isinstance(layers, list) and all(type(n) is int and n >= 0 for n in layers)
     }
-
-
-def _keep(known: dict[str, list[int]]) -> None:
-    """Write what is known, where the folder can be written to."""
-    with suppress(OSError):
-        folder = cache_folder()
-        folder.mkdir(parents=True, exist_ok=True)
-        written = folder / f"{FILE}.{id(known)}"
-        written.write_text(json.dumps(known), encoding="utf-8")
-        written.replace(folder / FILE)

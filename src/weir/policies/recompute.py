@@ -1,6 +1,6 @@
 """Re-computation as a policy: what only a stream can do, and a cache refuses.
 
-`weir.stream.reader` does it.
+`weir.stream.recomputation` does it.
 """
 
 from __future__ import annotations

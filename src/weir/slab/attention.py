@@ -69,8 +69,8 @@ def attention_mass(
     denominator, summed over the queries and over the query heads of the group.
     """
     if params.softcap is None and params.sinks is None and keys.device.type == "cpu":
-        found = _plain_mass(queries, keys, b, params, bias)
-        if not bool(found.isnan().any()):
+        found = _received(_softmax_in_place(_flat_logits(queries, keys, params, b, bias)), b)
+        if not bool(found.isnan().any()):  # as it is where a query sees nothing
             return found
     below = _logits(queries, keys, params, _per_slot(b) if bias is None else bias + _per_slot(b))
     # The logits are the largest tensor of a fold: so they are written over, and one product weighs
@@ -85,13 +85,6 @@ def attention_mass(
         total = total + (params.sinks[:, :, None, None] - top).exp()
     share = (1 / total).masked_fill(total == 0, 0.0)
     return (share.flatten(2)[:, :, None] @ below.flatten(2, 3))[:, :, 0].float()
-
-
-def _plain_mass(
-    queries: Tensor, keys: Tensor, b: Tensor, params: AttentionParams, bias: Tensor | None
-) -> Tensor:
-    """`attention_mass` without capping and sinks by one softmax; NaN where a query sees nothing."""
-    return _received(_softmax_in_place(_flat_logits(queries, keys, params, b, bias)), b)
 
 
 def _received(shares: Tensor, b: Tensor) -> Tensor:

@@ -191,18 +191,6 @@ class Slab:
         assert self.queries is not None
         self.queries.narrow(2, start, queries.shape[3]).copy_(merge_groups(queries))
 
-    def store_queries_each(self, queries: Tensor, lines: Tensor) -> None:
-        """Keep one query of each row where `slot_lines` of the queries' buffer says."""
-        assert self.queries is not None
-        put_lines(self.queries, merge_groups(queries), lines)
-
-    def store_queries_at(
-        self, queries: Tensor, rows: Tensor, places: Tensor, columns: Tensor
-    ) -> None:
-        """Keep the query of column `columns[i]` of row `rows[i]` at `places[i]`, for all i."""
-        assert self.queries is not None
-        self.queries[rows, :, places] = merge_groups(queries)[rows, :, columns]
-
     def append_at(
         self, keys: Tensor, values: Tensor, rows: Tensor, slots: Tensor, columns: Tensor
     ) -> None:

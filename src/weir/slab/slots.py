@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,13 +17,6 @@ EMPTY = -1
 
 _OTHERS = ("a", "b", "position", "mass", "span")
 """The tensors of slots beside keys and values."""
-
-
-class Home(Protocol):
-    """The owner of slots that are a view: a `Slab`."""
-
-    def run(self, start: int, stop: int) -> Slots:
-        """Slots `start` to `stop`, as a view."""
 
 
 @dataclass
@@ -42,7 +35,7 @@ class Slots:
             kv_heads, slots], float32; None unless a pool of the pipe asks for it.
         span: where the token's word or image begins on three axes, and how far it reaches [batch,
             kv_heads, slots, 2], int64; None unless the model has three and slots are moved.
-        slab: the slab this is a view of, and
+        slab: the `Slab` this is a view of, and
         place: the first slot of that view; both None for slots that lie elsewhere, or whose tensors
             were replaced (`dataclasses.replace`, which is how a pool sets weights).
     """
@@ -54,7 +47,7 @@ class Slots:
     position: Tensor
     mass: Tensor | None = None
     span: Tensor | None = None
-    slab: Home | None = field(default=None, init=False)
+    slab: Any = field(default=None, init=False)
     place: int | None = field(default=None, init=False)
 
     def __len__(self) -> int:
@@ -122,7 +115,8 @@ class Slots:
         if self.slab is not None and self.slab is other.slab:
             assert self.place is not None
             if self.place + len(self) == other.place:
-                return self.slab.run(self.place, self.place + len(self) + len(other))
+                both: Slots = self.slab.run(self.place, self.place + len(self) + len(other))
+                return both
         if len(other) == 0:
             return self
         if len(self) == 0:

@@ -1,12 +1,17 @@
 """Endless streams: tokens in, logits out, on disk, as a conversation."""
 
-from weir.stream.atomic_file import replace_atomically
-from weir.stream.chat_template import BrokenTemplate, ChatTemplate, render_chat
+from weir.stream.chat_template import (
+    BrokenTemplate,
+    ChatTemplate,
+    PromptEncoder,
+    PromptTooLong,
+    render_chat,
+)
 from weir.stream.conversation import Conversation, count_beginning
 from weir.stream.detokenizer import Detokenizer, count_stop_prefix, cut_at_stop, describe_tokens
-from weir.stream.encoding import PromptEncoder, PromptTooLong
 from weir.stream.inputs import Tokens, is_count, read_ids, read_stops
 from weir.stream.sampling import RepetitionPenalty, Sampling, check_penalty
+from weir.stream.session import replace_atomically
 from weir.stream.stream import MOST_LOGITS, PIECE, Stream
 from weir.stream.text import BOOK, STANDARD_INPUT, Books, encode, read_books, read_stream, read_text
 from weir.stream.transcript import Transcript, Turn, held_shares, repeats

@@ -154,8 +154,7 @@ def _cool(logits: Tensor, temperature: float) -> Tensor:
 
 def check_penalty(penalty: object) -> None:
     """Refuse a penalty that is not a number over 0 (WeirError)."""
-    is_number = isinstance(penalty, Real) and not isinstance(penalty, bool)
-    if not is_number or not 0 < float(penalty) < math.inf:  # type: ignore[arg-type]
+    if not _is_number(penalty) or not 0 < float(penalty) < math.inf:  # type: ignore[arg-type]
         raise WeirError(f"repetition_penalty must be a number over 0, not {quote(penalty)}")
 
 

@@ -7,10 +7,15 @@ tensor is copied before its name, shape and dtype are known to be right.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import logging
 import os
+import re
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,7 +46,6 @@ from weir.cache import (
 from weir.errors import PolicyError, WeirError, quote
 from weir.models import fingerprint
 from weir.policies import Policy, check_regular, parse_policy, saved_policy
-from weir.stream.atomic_file import replace_atomically
 
 _log = logging.getLogger(__name__)
 
@@ -59,21 +63,15 @@ _Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Session:
-    """A stream apart from its model.
+    """What a stream has come to, apart from its model and what it was made with.
 
     Attributes:
-        model: the model's fingerprint.
-        policy, seed, made_with: what the stream was made with.
         last: the last token of each row.
         generator: the state of the stream's random numbers.
         logits: after the last token [batch, vocabulary]; None before the first.
         rows: of its cache; none before the first token.
     """
 
-    model: dict[str, Any]
-    policy: Policy
-    seed: int
-    made_with: dict[str, Any]
     last: list[int | None]
     generator: Tensor
     logits: Tensor | None
@@ -117,16 +115,16 @@ def _facts(each_row: Kind = _anything, vocabulary: int = FARTHEST, rows: int | N
 # --- writing
 
 
-def write(path: str | Path, session: Session, kind: dict[str, Any]) -> None:
-    """Write a session, whole or not at all (WeirError); `kind` is that of its cache
-    (`RowState.kind`).
-    """
+def write(
+    path: str | Path, session: Session, cache: StreamingCache, model: PreTrainedModel
+) -> None:
+    """Write a session of a cache and its model, whole or not at all (WeirError)."""
     facts = {
-        "model": session.model,
-        "policy": str(session.policy),
-        "seed": session.seed,
-        "made_with": session.made_with,
-        "kind": _shape(kind),
+        "model": fingerprint(model),
+        "policy": str(cache.policy),
+        "seed": cache.seed,
+        "made_with": cache.made_with,
+        "kind": _shape(cache.kind),
         "last": session.last,
         "rows": [row.facts for row in session.rows],
     }
@@ -236,7 +234,7 @@ class SessionFile:
             )
         return saved
 
-    def read(self, cache: StreamingCache, policy: Policy, vocabulary: int) -> Session:
+    def read(self, cache: StreamingCache, vocabulary: int) -> Session:
         """The session, for an empty cache that was made as it says; WeirError if the cache cannot
         have it.
         """
@@ -277,10 +275,6 @@ class SessionFile:
                 rows.append(RowState(cache.kind, found, tensors))
         logits = own.get("logits")
         return Session(
-            facts["model"],
-            policy,
-            facts["seed"],
-            made,
             facts["last"],
             own["generator"].clone(),
             None if logits is None else logits.clone(),
@@ -360,3 +354,60 @@ def _checksum(facts: str, tensors: dict[str, Tensor]) -> str:
         digest.update(f"{name} {t.dtype} {list(t.shape)}".encode())
         digest.update(t.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+PART = ".part"
+
+
+@contextmanager
+def replace_atomically(path: Path) -> Iterator[Path]:
+    """Yield the path of a file that replaces `path` when the block ends without an error.
+
+    The new file is written in a folder of its own, `NAME.xxxxxxxx.part`, which the writer locks.
+    The system drops the lock with the process, so the folder of a killed write can be cleared.
+    Several processes may write at once: the last to end wins. Raises OSError if it cannot be
+    written.
+    """
+    _clear(path)
+    folder, lock = _own_folder(path)
+    try:
+        new = folder / path.name
+        yield new
+        with open(new, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _own_folder(path: Path) -> tuple[Path, int]:
+    """Make a folder beside `path`, and return it with the descriptor that holds its lock."""
+    while True:
+        folder = tempfile.mkdtemp(prefix=f"{path.name}.", suffix=PART, dir=path.parent)
+        # Another process may find and clear the folder before the lock is there: then once more.
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(folder, os.O_RDONLY)
+            with contextlib.suppress(OSError):  # without locks, nothing is cleared either
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.path.exists(folder):
+                return Path(folder), lock
+            os.close(lock)
+
+
+def _clear(path: Path) -> None:
+    """Remove the folders of killed writes to `path`."""
+    name = re.compile(re.escape(path.name) + r"\.[a-z0-9_]{8}" + re.escape(PART))
+    with contextlib.suppress(OSError):
+        for left in [entry.path for entry in os.scandir(path.parent) if name.fullmatch(entry.name)]:
+            with contextlib.suppress(OSError):
+                _clear_unless_locked(left)
+
+
+def _clear_unless_locked(folder: str) -> None:
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(lock)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 
 from weir.cache import Contents, Holding, Positions, Prefill, StreamingCache, choose_policy
 from weir.errors import NotFiniteError, WeirError
-from weir.models import StopTokens, fingerprint, images_of, input_device, transformers_model
+from weir.models import StopTokens, images_of, input_device, transformers_model
 from weir.policies import Policy, Recompute
 from weir.stream import session
 from weir.stream.inputs import Inputs, Tokens, is_count, pieces_of, read_inputs, read_stops
-from weir.stream.reader import CacheReader, Reader, Recomputation
+from weir.stream.recomputation import Recomputation
 from weir.stream.sampling import RepetitionPenalty, Sampling, check_penalty
 
 PIECE = 512
@@ -66,11 +66,11 @@ class Stream:
         self.policy = choose_policy(served, policy, slots)
         self.seed = seed
         self.cache: StreamingCache | None = None
-        self._reader: Reader
+        self._held: StreamingCache | Recomputation
         if isinstance(self.policy, Recompute):
-            self._reader = Recomputation(model, self.policy)
+            self._held = Recomputation(model, self.policy)
         else:
-            self.cache = StreamingCache(
+            self._held = self.cache = StreamingCache(
                 model,
                 self.policy,
                 chunk=chunk,
@@ -80,12 +80,14 @@ class Stream:
                 origin=origin,
                 failures="keep",
             )
-            self._reader = CacheReader(model, self.cache)
+        # After the last token of each row: logits [batch, vocabulary]; and its id, if it has one.
+        self._logits: Tensor | None = None
+        self._last: list[int | None] = []
         # On the CPU whatever the model's device: a saved stream may go on elsewhere.
         self._generator = torch.Generator().manual_seed(seed % 2**63)
 
     def __repr__(self) -> str:
-        return f"<weir.Stream {self._reader.summary()}>"
+        return f"<weir.Stream {self._held.summary()}>"
 
     def __copy__(self) -> Stream:
         """Refused: both would feed the same cache.
@@ -106,19 +108,24 @@ class Stream:
         model = memo.get(id(self.model), self.model)
         made_with = {} if self.cache is None else self.cache.made_with
         made = Stream(model, self.policy, seed=self.seed, **made_with)
-        made._reader.take_over(self._reader)
+        if isinstance(self._held, Recomputation):
+            assert isinstance(made._held, Recomputation)
+            made._held.held, made._held.seen = self._held.held, self._held.seen
+        else:
+            made._cached().put_rows(self._cached().take_rows(), check=False)
+        made._logits, made._last = self._logits, list(self._last)
         made._generator.set_state(self._generator.get_state())
         return made
 
     @property
     def seen(self) -> int:
         """Tokens of the stream so far; in a batch, of the row that has come farthest."""
-        return self._reader.seen
+        return max(self._held.seen, default=0)
 
     @property
     def last(self) -> list[int | None]:
         """The last token of each row, None where it has no id; none before the first."""
-        return list(self._reader.last)
+        return list(self._last)
 
     @property
     def ends(self) -> set[int]:
@@ -128,7 +135,7 @@ class Stream:
     @property
     def nbytes(self) -> int:
         """Bytes of keys, values and what belongs to them; fixed from the first token on."""
-        return self._reader.nbytes
+        return self._held.nbytes
 
     @property
     def capacity(self) -> int | None:
@@ -205,7 +212,7 @@ class Stream:
             WeirError: as `feed`.
         """
         inputs = self._read_inputs(token_ids)
-        ids, before = inputs.ids, self._reader.logits
+        ids, before = inputs.ids, self._logits
         parts, done = [], 0
         for logits in self._forward(inputs, True):
             these = ids[:, done : done + logits.shape[1]]
@@ -250,7 +257,7 @@ class Stream:
         Raises:
             WeirError: nothing was fed yet, the stream is a batch, or an argument makes no sense.
         """
-        logits = self._reader.logits
+        logits = self._logits
         if logits is None:
             raise WeirError("feed at least one token before generating")
         if logits.shape[0] != 1:
@@ -272,7 +279,7 @@ class Stream:
     ) -> Iterator[int]:
         said = None if penalty == 1 else RepetitionPenalty(penalty)
         for _ in itertools.count() if limit is None else range(limit):
-            logits = self._reader.logits
+            logits = self._logits
             assert logits is not None
             if said is not None:
                 logits = said.penalize(logits)
@@ -308,7 +315,7 @@ class Stream:
         Raises:
             WeirError: there is no such row.
         """
-        return self._reader.report(row)
+        return self._held.report(row)
 
     def save(self, path: str | Path, *, row: int | None = None) -> None:
         """Write the stream to a safetensors file; an interrupted save leaves the old file whole.
@@ -321,7 +328,16 @@ class Stream:
             WeirError: the file cannot be written, there is no such row, or the policy is
                 `recompute`.
         """
-        session.write(path, self._session(row), self._cached().kind)
+        cache, logits = self._cached(), self._logits
+        rows = cache.take_rows() if row is None else [cache.take_row(row)]
+        these = slice(None) if row is None else slice(row, row + 1)
+        saved = session.Session(
+            last=self._last[these],
+            generator=self._generator.get_state(),
+            logits=None if logits is None else logits[these],
+            rows=rows,
+        )
+        session.write(path, saved, cache, transformers_model(self.model))
 
     @classmethod
     def restore(
@@ -340,35 +356,16 @@ class Stream:
         served = transformers_model(model)
         file = session.SessionFile(path)
         file.check_model(served)
-        saved = file.policy(policy)
+        saved_policy = file.policy(policy)
         with file.refusing():
-            stream = cls(model, saved, seed=file.facts["seed"], **file.facts["made_with"])
+            stream = cls(model, saved_policy, seed=file.facts["seed"], **file.facts["made_with"])
             cache = stream._cached()
-        stream._go_on(file.read(cache, saved, stream._vocabulary))
+        saved = file.read(cache, stream._vocabulary)
+        cache.put_rows(saved.rows, check=False)  # `SessionFile.read` has
+        stream._last = saved.last
+        stream._logits = None if saved.logits is None else saved.logits.to(stream._device)
+        stream._generator.set_state(saved.generator)
         return stream
-
-    def _session(self, row: int | None) -> session.Session:
-        """The stream apart from its model; of a batch one row, or all of them."""
-        cache, logits = self._cached(), self._reader.logits
-        rows = cache.take_rows() if row is None else [cache.take_row(row)]
-        these = slice(None) if row is None else slice(row, row + 1)
-        return session.Session(
-            model=fingerprint(transformers_model(self.model)),
-            policy=self.policy,
-            seed=self.seed,
-            made_with=cache.made_with,
-            last=self.last[these],
-            generator=self._generator.get_state(),
-            logits=None if logits is None else logits[these],
-            rows=rows,
-        )
-
-    def _go_on(self, saved: session.Session) -> None:
-        """Be where a stream was that was made as this one."""
-        self._cached().put_rows(saved.rows, check=False)  # `SessionFile.read` has
-        self._reader.last = saved.last
-        self._reader.logits = None if saved.logits is None else saved.logits.to(self._device)
-        self._generator.set_state(saved.generator)
 
     def _cached(self) -> StreamingCache:
         if self.cache is None:
@@ -390,7 +387,7 @@ class Stream:
         served = transformers_model(self.model)
         known = self._images, self._vocabulary
         inputs = read_inputs(token_ids, embeddings, served, *known, offsets)
-        logits = self._reader.logits
+        logits = self._logits
         if logits is not None and logits.shape[0] != inputs.rows:
             raise WeirError(f"this stream has {logits.shape[0]} rows, {inputs.rows} were fed")
         return inputs.to(self._device)
@@ -404,19 +401,107 @@ class Stream:
         size = PIECE
         if all_logits:
             size = max(1, min(size, MOST_LOGITS // (self._vocabulary * inputs.rows)))
-        if self._reader.whole_prompt and not self.seen:
+        cache = self.cache
+        if cache is not None and cache.prefill == "full" and not self.seen:
             size = len(inputs)
         refused: dict[int, NotFiniteError] = {}
         start = 0
         while start < len(inputs):
-            stop = start + min(size, self._reader.room or size)
-            logits = self._reader.read(inputs.part(start, stop), all_logits, start, refused)
+            room = None if cache is None else cache.room()
+            stop = start + min(size, room or size)
+            logits = self._read(inputs.part(start, stop), all_logits, start, refused)
             if logits is None:
                 break
             start = stop
             yield logits
         if refused:
             raise refused[min(refused)]
+
+    def _read(
+        self, piece: Inputs, all_logits: bool, start: int, refused: dict[int, NotFiniteError]
+    ) -> Tensor | None:
+        """Read the next tokens of all rows that were not refused, and return logits [batch, length
+        or 1, vocabulary]; None if no row is left.
+
+        Args:
+            all_logits: whether to return logits after every token, not only the last.
+            start: how many tokens of the call came before the piece.
+            refused: by row, the error after which its tokens are no longer read; rows refused now
+                are added, and their tokens before the bad one are read.
+
+        Raises:
+            NotFiniteError: the model computes NaN from the tokens, and the row is not known.
+        """
+        if isinstance(self._held, Recomputation):
+            return self._recompute(self._held, piece, all_logits, start)
+        try:
+            logits: Tensor | None = self._call(self._held, piece, all_logits, refused)
+        except NotFiniteError:
+            logits = None
+        failed = self._held.failed.items()
+        new = {row: error for row, error in failed if isinstance(error, NotFiniteError)}
+        if logits is not None:
+            self._keep(piece, logits, {*refused, *new})
+        for row, error in new.items():
+            place = error.place or 0
+            if place:
+                only = {other for other in range(piece.rows) if other != row}
+                before = piece.part(0, place)
+                self._keep(before, self._call(self._held, before, False, only), only)
+            refused[row] = NotFiniteError(
+                error.layer,
+                row=error.row,
+                place=start + place,
+                token=error.token,
+                from_there=True,
+            )
+        return logits
+
+    def _recompute(
+        self, window: Recomputation, piece: Inputs, all_logits: bool, start: int
+    ) -> Tensor:
+        """`_read` without a cache: token by token if some logits are NaN, and all rows alike."""
+        if piece.embeddings is not None:
+            raise WeirError(
+                "recompute reads its window anew from token ids, and takes neither images nor "
+                "embeddings; choose a policy that caches"
+            )
+        try:
+            return self._keep(piece, window.forward(piece.ids, all_logits))
+        except NotFiniteError:
+            if len(piece) == 1:
+                token = int(piece.ids[0, 0])
+                raise NotFiniteError(None, place=start, token=token, from_there=True) from None
+            tokens = [(start + at, piece.part(at, at + 1)) for at in range(len(piece))]
+            return torch.cat([self._recompute(window, it, True, at) for at, it in tokens], dim=1)
+
+    def _call(
+        self, cache: StreamingCache, piece: Inputs, all_logits: bool, without: Collection[int]
+    ) -> Tensor:
+        """Return the model's logits; rows `without` are fed nothing and have none of their own."""
+        more: dict[str, Any] = {}
+        if not (all_logits or len(piece) == 1):
+            more["logits_to_keep"] = 1
+        if without:
+            mask = torch.ones_like(piece.ids)
+            mask[list(without)] = 0
+            more["attention_mask"] = mask
+        with torch.no_grad():
+            logits: Tensor = self.model(
+                **piece.given, past_key_values=cache, use_cache=True, **more
+            ).logits
+        return logits
+
+    def _keep(self, piece: Inputs, logits: Tensor, without: Collection[int] = ()) -> Tensor:
+        """Keep the last tokens and logits of all rows but `without`, and return the logits."""
+        last, after = piece.last, logits[:, -1].clone()
+        if without:
+            before = torch.zeros_like(after) if self._logits is None else self._logits
+            for row in without:
+                after[row] = before[row]
+                last[row] = self._last[row] if self._last else 0
+        self._logits, self._last = after, last
+        return logits
 
 
 def _check_head(model: object) -> None:

@@ -7,8 +7,8 @@ import torch
 from roundings import close_runs
 
 import weir
+from weir.cache.layer import attention as tally
 from weir.cache.layer import fold
-from weir.cache.layer import observation_window as tally
 from weir.pools import observed_attention
 
 

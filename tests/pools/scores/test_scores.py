@@ -15,7 +15,7 @@ from roundings import softmax_off
 from torch import Tensor
 
 from weir.cache.layer.layer import Layer
-from weir.cache.layer.spec import LayerSpec
+from weir.cache.layer.layer_state import LayerSpec
 from weir.errors import WeirError
 from weir.policies.grammar import policy
 from weir.policies.pipe import Pipe

@@ -2,8 +2,8 @@
 
 from weir.cache.layer.decode import DecodeSlots
 from weir.cache.layer.layer import Layer, RowsNotFinite
+from weir.cache.layer.layer_state import LayerSpec, Layout, lay_out
 from weir.cache.layer.plan import ForwardPlan, Segment, place_on_axes, plan_forward
-from weir.cache.layer.spec import LayerSpec, Layout, lay_out
 
 __all__ = [
     "DecodeSlots",

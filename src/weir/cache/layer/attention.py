@@ -1,4 +1,9 @@
-"""Attention of a layer: rotated queries and keys, masks, and whole prompts."""
+"""Attention of a layer: rotated queries and keys, masks, whole prompts, and what folds will ask.
+
+Pools read the last queries, or the attention received, only when they fold, and until then no slot
+moves. So queries wait in the slab, and the fold computes one matrix product in place of one in
+every step.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +13,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from weir.cache.layer.layer_state import LayerSpec, LayerState
 from weir.cache.layer.plan import Segment, StepEnds
-from weir.cache.layer.spec import LayerSpec
 from weir.slab import (
-    Alibi,
+    AT_ONCE,
     AttendedSlots,
     AttentionParams,
     LayerPositions,
@@ -19,6 +24,9 @@ from weir.slab import (
     Slab,
     Slots,
     attention_mass,
+    attention_softmax,
+    compute_logits,
+    merge_groups,
     select_attention,
 )
 
@@ -112,23 +120,18 @@ _cached_band = lru_cache(maxsize=8)(band)
 def _add_alibi(
     bias: Tensor | None, positions: LayerPositions, slab: Slab, segment: Segment, stop: int
 ) -> Tensor | None:
-    """Add the layer's linear biases to a mask, if it has any."""
-    if positions.alibi is None or slab.frame is None:
+    """Add the layer's linear biases to a mask, if it has any: slots are at places in the frame."""
+    alibi = positions.alibi
+    if alibi is None or slab.frame is None:
         return bias
-    frame, position = slab.frame[:, :, :stop], slab.position[:, :, :stop]
-    alibi = _alibi_bias(positions, positions.alibi, frame, position, segment)
-    return alibi if bias is None else bias + alibi
-
-
-def _alibi_bias(
-    positions: LayerPositions, alibi: Alibi, frame: Tensor, position: Tensor, segment: Segment
-) -> Tensor:
-    """Compute ALiBi for slots at their places in the frame [batch, kv_heads, slots]."""
+    frame = slab.frame[:, :, :stop]
     first: Tensor | int = 0
     if positions.rolling and alibi.rounding is not None:
         far = torch.iinfo(frame.dtype).max
-        first = frame.masked_fill(position < 0, far).amin(dim=2, keepdim=True)
-    return alibi.bias(frame, frame.shape[1], first, segment.start[:, None, None])
+        empty = slab.position[:, :, :stop] < 0
+        first = frame.masked_fill(empty, far).amin(dim=2, keepdim=True)
+    added = alibi.bias(frame, frame.shape[1], first, segment.start[:, None, None])
+    return added if bias is None else bias + added
 
 
 def attend_prompt(
@@ -174,3 +177,133 @@ def attend_prompt(
     if spec.moves_on_axes:
         spans = segment.spans[:, None].expand(-1, kv_heads, -1, -1)
     return out, Slots(keys, values, zeros, zeros.clone(), position, received, spans)
+
+
+def store_queries(slab: Slab, spec: LayerSpec, queries: Tensor, segment: Segment) -> None:
+    """Store queries [batch, kv_heads, group, width, key_dim] of a segment behind the tail's."""
+    if slab.queries is None:
+        return
+    unasked = spec.chunk - spec.keeps_queries  # first queries of a tail, which no fold reads
+    if segment.in_step:
+        first = max(0, unasked - segment.waiting[0])
+        if first < segment.width:
+            place = spec.query_place(segment.waiting[0] + first)
+            slab.store_queries(queries[:, :, :, first:], place)
+    else:
+        rows, columns, _ = segment.entries
+        places = segment.tail_places - unasked
+        stays = places >= 0
+        merged = merge_groups(queries)[rows[stays], :, columns[stays]]
+        slab.queries[rows[stays], :, places[stays]] = merged
+
+
+def store_last_queries(slab: Slab, spec: LayerSpec, queries: Tensor, segment: Segment) -> None:
+    """Store the last queries of a whole prompt for the fold; arguments as in `store_queries`."""
+    if slab.queries is None:
+        return
+    wanted = spec.pipe.needs_queries
+    for row, count in enumerate(segment.counts):
+        last = queries[row : row + 1, :, :, max(0, count - wanted) : count]
+        start = slab.queries.shape[2] - last.shape[3]
+        slab.queries[row, :, start:] = merge_groups(last)[0]
+
+
+def last_queries(slab: Slab, wanted: int) -> Tensor | None:
+    """View of the last queries [batch, kv_heads, group, wanted, key_dim]; None for 0."""
+    if slab.queries is None or not wanted:
+        return None
+    last = slab.queries[:, :, slab.queries.shape[2] - wanted :]
+    return last.unflatten(3, (-1, slab.keys.shape[3])).transpose(2, 3)
+
+
+def keep_older_queries(slab: Slab, chunk: int) -> None:
+    """Make room for the queries of the next `chunk` tokens after a fold; older ones move up."""
+    if slab.queries is not None and slab.queries.shape[2] > chunk:
+        older = slab.queries[:, :, chunk:].clone()
+        slab.queries[:, :, : older.shape[2]] = older
+
+
+def tail_of(segment: Segment, rows: list[int], chunk: int) -> Segment:
+    """Build the segment of the whole tails of `rows`, which are full after `segment`."""
+    return Segment(
+        columns=segment.columns.new_zeros(len(rows), chunk),
+        counts=[chunk] * len(rows),
+        seen=[segment.seen[row] + segment.counts[row] - chunk for row in rows],
+        waiting=[0] * len(rows),
+        due=[],
+        origin=segment.origin,
+        device=segment.device,
+    )
+
+
+def mass_from_tail(
+    slab: Slab, spec: LayerSpec, params: AttentionParams, tail: Segment, stop: int
+) -> Tensor:
+    """Compute the attention [batch, kv_heads, stop], float32, that slots get from the tail's
+    queries.
+
+    Takes rows of one layout, and the tokens of their tails (`tail_of`).
+    """
+    queries = last_queries(slab, tail.width)
+    assert queries is not None
+    bias = mask_of_piece(spec.positions, slab, tail, stop, torch.float32, in_step=True)
+    keys, b = slab.read(0, stop)[0], slab.b[:, :, :stop]
+    mass = torch.zeros_like(b)
+    step = max(1, AT_ONCE // (stop * queries.shape[:3].numel()))
+    for start in range(0, tail.width, step):
+        these = slice(start, start + step)
+        mask = bias if bias is None or bias.shape[3] == 1 else bias[:, :, :, these]
+        mass += attention_mass(queries[:, :, :, these], keys, b, params, mask)
+    return mass
+
+
+def read_again(
+    state: LayerState,
+    row: int,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    params: AttentionParams,
+    segment: Segment,
+) -> Tensor:
+    """Answer the queries of repeated tokens of one row, and note what the originals were given.
+
+    After a fold the model reads the last chunk once more, with the slots as they stand, as if it
+    were asked to repeat it. Nobody keeps the repeated tokens. What stays is a number beside each
+    token of the chunk: the largest share of its attention that one of the repeated queries gave it.
+
+    Args:
+        state: the layer's slots; `Slab.mass` of the row's last tokens is set, if the pipe asks.
+        row: the row; its tail is empty.
+        queries: [1, kv_heads, group, width, key_dim], of the last `width` tokens read once more.
+        keys, values: theirs [1, kv_heads, width, dim].
+        params: how the layer attends.
+        segment: the repeated tokens, behind all others.
+
+    Returns:
+        [1, kv_heads, group, width, value_dim].
+    """
+    assert state.slab is not None
+    used, width, spec = state.used[row], segment.width, state.spec
+    slab = state.slab.view(row, row + 1).copy()
+    slab.grow(used + width)
+    slab.open_tail(used, segment.start, width)
+    queries, keys = rotate_to_positions(spec, slab, queries, keys, segment)
+    slab.append(keys, values, used)
+    if slab.span is not None:
+        slab.span.narrow(2, used, width).copy_(segment.spans[:, None])
+    stop, start = used + width, state.first
+    bias = mask_of_piece(spec.positions, slab, segment, stop, queries.dtype, in_step=True)
+    if spec.pipe.needs_second_reading:
+        mine = slab.run(start, stop)
+        some = bias if bias is None or bias.shape[4] == 1 else bias[..., start:]
+        shares = attention_softmax(compute_logits(queries, mine.keys, params, some), mine.b, params)
+        most = shares.amax(dim=(2, 3)).nan_to_num_(0.0)[:, :, : used - start]
+        mass = state.slab.mass
+        assert mass is not None
+        position = state.slab.position[row, :, start:used]
+        again = position >= segment.start - width
+        mass[row, :, start:used] = most[0].where(again, mass[row, :, start:used])
+    slots = slab.attended(start, stop)
+    attend = select_attention(queries, slots, params, bias)
+    return attend(queries, slots, params, bias).answers

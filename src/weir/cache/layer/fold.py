@@ -10,15 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weir.cache.layer.layer_state import LayerState
-from weir.cache.layer.observation_window import (
+from weir.cache.layer.attention import (
     keep_older_queries,
     last_queries,
     mass_from_tail,
     tail_of,
 )
+from weir.cache.layer.layer_state import LayerSpec, LayerState, Layout, lay_out
 from weir.cache.layer.plan import Segment
-from weir.cache.layer.spec import LayerSpec, Layout, lay_out
 from weir.errors import WeirError
 from weir.pools import Fold, ObservedAttention
 from weir.slab import (

@@ -21,17 +21,25 @@ from weir.cache.layer.attention import (
     attend_prompt,
     mask_of_piece,
     mask_of_step,
+    read_again,
     rotate_to_positions,
+    store_last_queries,
+    store_queries,
 )
 from weir.cache.layer.decode import DecodeSlots
 from weir.cache.layer.fold import Folding, Pending
-from weir.cache.layer.layer_state import LayerState
-from weir.cache.layer.observation_window import store_last_queries, store_queries
+from weir.cache.layer.layer_state import LayerSpec, LayerState
 from weir.cache.layer.plan import ForwardPlan, Segment, plan_forward
-from weir.cache.layer.second_reading import read_again
-from weir.cache.layer.spec import LayerSpec
 from weir.errors import WeirError
-from weir.slab import AttentionParams, Heads, Observe, Slab, select_attention
+from weir.slab import (
+    AttentionParams,
+    Heads,
+    Observe,
+    Slab,
+    merge_groups,
+    put_lines,
+    select_attention,
+)
 
 
 @dataclass(frozen=True)
@@ -312,7 +320,7 @@ class Layer:
                 slab.store_queries(queries, places.stop - 1)
             else:
                 lines = places.lines(kv_heads, slab.queries.shape[2])
-                slab.store_queries_each(queries, lines)
+                put_lines(slab.queries, merge_groups(queries), lines)
         self._note_spans(segment)
         self._pending = Pending(segment, params)
         slots = slab.attended(self.state.first, ends.stop, plain=self.state.plain)
