@@ -42,12 +42,7 @@ class Mark:
     process_bytes: int
 
 
-@figure(
-    "flat",
-    "a million tokens: time per token and memory by decade",
-    by_dtype=False,
-    asked=True,
-)
+@figure("flat", "a million tokens: time per token and memory by decade", by_dtype=False, asked=True)
 def flat(setting: Setting) -> Iterator[Row]:
     """Time per token far out against that at 10,000 tokens, in turns."""
     model, _ = load("nano")

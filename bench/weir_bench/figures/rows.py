@@ -88,15 +88,12 @@ class QuietRows(Weir):
             self.feed_masked(self.token.expand(rows, most), real)
 
 
-@figure(
-    "rows",
-    "a decode step of sixteen streams, in step and ragged, beside one stream's",
-)
+@figure("rows", "a decode step of sixteen streams, in step and ragged, beside one stream's")
 def rows(setting: Setting) -> Iterator[Row]:
     """`streaming_llm` on the model of the figures and on `nano`, as it is and compiled."""
     sizes = setting.sizes
     models: dict[str, tuple[list[PreTrainedModel], int]] = {
-        "": ([model_of(setting), twin_of(setting)], sizes.slots),
+        "": ([model_of(setting), twin_of(setting)], sizes.slots)
     }
     if sizes.nano:
         packaged = [load("nano", dtype=setting.dtype)[0] for _ in range(2)]

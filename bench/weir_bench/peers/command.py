@@ -9,10 +9,11 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from weir.cli.app import Command
-from weir.cli.common import AsJson, messages, output, print_json, say, waiting
+from weir.cli.common import messages, print_json, print_line, say, waiting
+from weir.cli.options import AsJson
 from weir.cli.runtime import collect_as_usual
 from weir.errors import WeirError
 from weir_bench.command import benches
@@ -23,27 +24,23 @@ if TYPE_CHECKING:
 
 @benches.command("peers", cls=Command)
 def bench_peers(
-    only: Annotated[
-        list[str] | None, typer.Option(help="Only this part; may be given again.")
-    ] = None,
+    only: Annotated[list[str] | None, Option(help="Only this part; may be given again.")] = None,
     peers: Annotated[
         list[str] | None,
-        typer.Option("--peer", help="Only peers whose names begin so; may be given again."),
+        Option("--peer", help="Only peers whose names begin so; may be given again."),
     ] = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Of each peer [default: one, then all cores].")
+        int | None, Option(min=1, help="Of each peer [default: one, then all cores].")
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Few peers and short texts: a few minutes.")
+        bool, Option("--quick", help="Few peers and short texts: a few minutes.")
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="File for all of it as JSON, with tables beside it; a run goes on from it."
-        ),
+        Option(help="File for all of it as JSON, with tables beside it; a run goes on from it."),
     ] = None,
     page: Annotated[
-        Path | None, typer.Option(help="Measure nothing; write the tables of --out into this page.")
+        Path | None, Option(help="Measure nothing; write the tables of --out into this page.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -72,7 +69,7 @@ def bench_peers(
     if as_json:
         print_json(results.as_json())
         return
-    output().print(markdown(results), markup=False, highlight=False, soft_wrap=True)
+    print_line(markdown(results))
 
 
 def _measure(

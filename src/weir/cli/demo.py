@@ -6,21 +6,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from weir.cli.app import command
-from weir.cli.common import (
-    AsJson,
-    ModelName,
-    messages,
-    output,
-    print_json,
-    progress,
-    say,
-    size,
-    waiting,
-)
+from weir.cli.common import messages, output, print_json, print_line, progress, say, size, waiting
 from weir.cli.loading import Loading, load_model, loads_model
+from weir.cli.options import AsJson, ModelName
 from weir.cli.runtime import interruptible
 from weir.errors import WeirError
 
@@ -39,12 +30,9 @@ AFTER = 1300
 @loads_model()
 def demo(
     model_name: ModelName = "nano",
-    out: Annotated[Path, typer.Option(help="Folder for result.json and report.html.")] = Path(
-        "demo-out"
-    ),
+    out: Annotated[Path, Option(help="Folder for result.json and report.html.")] = Path("demo-out"),
     tokens: Annotated[
-        int | None,
-        typer.Option(min=1000, help="Tokens of the book to read [default: past the window]"),
+        int | None, Option(min=1000, help="Tokens of the book to read [default: past the window]")
     ] = None,
     as_json: AsJson = False,
     *,
@@ -126,7 +114,7 @@ def demo(
     if as_json:
         print_json(result)
     for name in ("result.json", "report.html"):
-        console.print(f"{out / name}", markup=False, highlight=False, soft_wrap=True)
+        print_line(f"{out / name}", console)
     return interrupt.code
 
 
@@ -150,7 +138,7 @@ def _tell_right(result: dict[str, Any], key: str, console: Console) -> None:
     widest = max(len(policy["policy"]) for policy in result["policies"])
     for policy in result["policies"]:
         line = f"  {policy['policy']:<{widest}}  {policy[key]} of {len(story['names'])}"
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_line(line, console)
 
 
 def _make_folder(out: Path) -> None:

@@ -121,11 +121,7 @@ def run(
     # Read back, since saving has rounded the weights.
     saved = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     saved.to(processes.device)  # type: ignore[arg-type]
-    return {
-        **loop.figures(saved, lesson),
-        "vocabulary": len(tokenizer),
-        "recipe": asdict(recipe),
-    }
+    return {**loop.figures(saved, lesson), "vocabulary": len(tokenizer), "recipe": asdict(recipe)}
 
 
 def fitting(most: int, size: int) -> int:
