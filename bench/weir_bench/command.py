@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Context, Option
 
 from weir.cli.app import group
-from weir.cli.common import messages, print_json, print_line, print_table, say
+from weir.cli.common import make_folder, messages, print_json, print_line, print_table, say, writing
 from weir.cli.options import AsJson, say_unused, was_given
 from weir.cli.runtime import collect_as_usual
 from weir.errors import WeirError, quote, suggest
@@ -95,7 +95,7 @@ def bench(
         sizes if layers is None else replace(sizes, layers=layers),
         flat=tokens,
         policies=wanted,
-        say=lambda what: say(f"measuring {what}") if messages().is_terminal else None,
+        say=say_measuring,
     )
     made = measure(
         setting,
@@ -107,6 +107,12 @@ def bench(
         print_json({"quick": quick, **made.as_json()})
         return
     _print(made, quick)
+
+
+def say_measuring(what: str) -> None:
+    """Print what is being measured, on a terminal."""
+    if messages().is_terminal:
+        say(f"measuring {what}")
 
 
 def _policies(text: str | None) -> tuple[str, ...]:
@@ -140,29 +146,14 @@ def _check_alone(context: Context) -> None:
             )
 
 
-def make_folder(out: Path) -> None:
-    """Make a folder for figures.
-
-    Raises:
-        WeirError: it cannot be made.
-    """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise WeirError(f"cannot make the folder {out}: {error.strerror}") from None
-
-
 def _write(made: Bench, out: Path) -> None:
     from weir.evals.results import for_json
     from weir_bench.report import markdown
 
-    try:
-        (out / "bench.json").write_text(
-            json.dumps(for_json(made.as_json()), indent=1, ensure_ascii=False) + "\n", "utf-8"
-        )
+    facts = json.dumps(for_json(made.as_json()), indent=1, ensure_ascii=False)
+    with writing(out):
+        (out / "bench.json").write_text(f"{facts}\n", "utf-8")
         (out / "bench.md").write_text(markdown(made), "utf-8")
-    except OSError as error:
-        raise WeirError(f"cannot write to {out}: {error.strerror}") from None
 
 
 def _print(made: Bench, quick: bool) -> None:

@@ -20,7 +20,7 @@ from weir_bench.caches import Dynamic, Weir
 from weir_bench.figure import Row, Setting, Skipped, compare, figure
 from weir_bench.figures.decode import roofline
 from weir_bench.model import bandwidth, model_of, twin_of, weight_bytes
-from weir_bench.timing import Contender, Doing, in_turns, middle
+from weir_bench.timing import Contender, in_turns, middle
 
 POLICY = "streaming_llm"
 ROWS = 16
@@ -196,7 +196,7 @@ def products(setting: Setting) -> Iterator[Row]:
     if not gains:
         raise Skipped("there is no kernel for products here: numba is not installed")
     sizes = setting.sizes
-    reading = {"chosen": Doing(partial(_read, chosen)), "usual": Doing(partial(_read, plain))}
+    reading = {"chosen": partial(_read, chosen), "usual": partial(_read, plain)}
     read = middle(in_turns(reading, sizes.steps, warm=3))
     yield compare(
         "all weights read once, moved into large pages ÷ where they were",

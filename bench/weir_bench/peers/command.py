@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from weir.cli.app import Command
-from weir.cli.common import messages, print_json, print_line, say, waiting
+from weir.cli.common import print_json, print_line, say, waiting, writing
 from weir.cli.options import AsJson
 from weir.cli.runtime import collect_as_usual
 from weir.errors import WeirError
-from weir_bench.command import benches
+from weir_bench.command import benches, say_measuring
 
 if TYPE_CHECKING:
     from weir_bench.peers.results import Results
@@ -63,7 +63,8 @@ def bench_peers(
     results = Results.at(out, _facts(quick))
     _measure(results, only or [], peers or [], [threads] if threads else sorted({1, cores}), quick)
     if out is not None:
-        _write_tables(results, out.with_suffix(".md"))
+        with writing(tables := out.with_suffix(".md")):
+            tables.write_text(markdown(results), "utf-8")
     for who, why in results.missing.items():
         say(f"not measured: {who}: {why}")
     if as_json:
@@ -92,7 +93,7 @@ def _measure(
     plan = PeerPlan(
         engines,
         threads[-1:] if quick else threads,
-        say=lambda what: say(f"measuring {what}") if messages().is_terminal else None,
+        say=say_measuring,
         **(QUICK if quick else {}),
     )
     with waiting("reading the text"):
@@ -111,12 +112,3 @@ def _facts(quick: bool) -> dict[str, object]:
         "command": shlex.join(["weir", *sys.argv[1:]]),
         **({"quick": True} if quick else {}),
     }
-
-
-def _write_tables(results: Results, path: Path) -> None:
-    from weir_bench.peers.report import markdown
-
-    try:
-        path.write_text(markdown(results), "utf-8")
-    except OSError as error:
-        raise WeirError(f"cannot write to {path}: {error.strerror}") from None

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from weir.cli.app import Command
-from weir.cli.common import messages, output, print_json, print_line, print_table, say
+from weir.cli.common import make_folder, output, print_json, print_line, print_table, say, writing
 from weir.cli.options import AsJson
 from weir.cli.runtime import collect_as_usual
-from weir.errors import WeirError
-from weir_bench.command import benches, figures, make_folder
+from weir_bench.command import benches, figures, say_measuring
 
 if TYPE_CHECKING:
     from weir_bench.serving.load import Heard
@@ -64,9 +63,7 @@ def bench_serve(
     }
     if quick:
         given |= {"model": "tiny", **QUICK}
-    plan = Plan(
-        **given, say=lambda what: say(f"measuring {what}") if messages().is_terminal else None
-    )
+    plan = Plan(**given, say=say_measuring)
     served = measure(plan, only or [], lambda so_far: None if out is None else _write(so_far, out))
     if as_json:
         print_json({"quick": quick, **served.as_json()})
@@ -77,10 +74,8 @@ def bench_serve(
 def _write(served: Served, out: Path) -> None:
     from weir.evals.results import for_json
 
-    try:
+    with writing(out):
         out.write_text(json.dumps(for_json(served.as_json())) + "\n", "utf-8")
-    except OSError as error:
-        raise WeirError(f"cannot write to {out}: {error.strerror}") from None
 
 
 def _print(served: Served, quick: bool) -> None:

@@ -9,7 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from weir.errors import WeirError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -93,6 +96,27 @@ def print_json(facts: Any) -> None:
     from weir.evals.results import for_json
 
     sys.stdout.write(json.dumps(for_json(facts), ensure_ascii=False) + "\n")
+
+
+def make_folder(out: Path) -> None:
+    """Make a folder for results.
+
+    Raises:
+        WeirError: it cannot be made.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WeirError(f"cannot make the folder {out}: {error.strerror}") from None
+
+
+@contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """Raise a WeirError where the block cannot write to a file or folder."""
+    try:
+        yield
+    except OSError as error:
+        raise WeirError(f"cannot write to {out}: {error.strerror}") from None
 
 
 def say(text: str) -> None:
