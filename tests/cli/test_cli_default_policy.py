@@ -78,7 +78,6 @@ def test_without_any_it_is_the_default_as_large_as_the_window(
 
 def test_commands_name_the_default_that_caches_take():
     assert options.DEFAULT == DEFAULT
-    assert DEFAULT == options.DEFAULT_NAME
 
 
 def test_a_saved_conversation_keeps_its_policy(chat, measured, tmp_path):

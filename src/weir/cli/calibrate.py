@@ -33,7 +33,7 @@ def calibrate(
         Path | None, Option(help="The policy file to write, .toml; none with --gates.")
     ] = None,
     model_name: options.ModelName = "nano",
-    policy: options.PolicyText = options.DEFAULT_NAME,
+    policy: options.PolicyText = options.DEFAULT,
     budget: options.Budget = None,
     memory: Annotated[
         str | None, Option(help="Instead of a budget, memory for the cache of one stream: 2GB.")

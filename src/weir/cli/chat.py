@@ -73,7 +73,7 @@ def chat(
         Option(
             help="A pipe or a named policy, see `weir policies`; without a budget it gets what the "
             f"model's window and the memory allow, at most {MOST_SLOTS:,} slots. [default: "
-            f"weir.toml beside the model, or else {options.DEFAULT_NAME}]"
+            f"weir.toml beside the model, or else {options.DEFAULT}]"
         ),
     ] = None,
     budget: options.Budget = None,
@@ -123,7 +123,7 @@ def chat(
     # Refuse a wrong policy before anything is loaded.
     if budget is not None:
         policy = options.with_given_budget(policy or options.DEFAULT, budget)
-    wanted = with_slots(parse_policy(options.DEFAULT_NAME if policy is None else policy), slots)
+    wanted = with_slots(parse_policy(options.DEFAULT if policy is None else policy), slots)
     begun = "--session" if session is not None else "--continue" if go_on else ""
     if session is not None and go_on:
         raise WeirError("--session and --continue both go on with a conversation; give one")

@@ -24,7 +24,6 @@ from weir.cli.common import (
 )
 from weir.cli.loading import Loading, loads_model
 from weir.cli.runtime import Terminated, freeze_imports
-from weir.cli.stream import Positions
 from weir.errors import format_value
 
 if TYPE_CHECKING:
@@ -78,9 +77,7 @@ def evaluate(
         int | None,
         Option(min=1, help="Tokens between two folds; by default 64, or the protocol's."),
     ] = None,
-    positions: Annotated[
-        Positions, Option(help="Positions counted inside the cache, or in the stream.")
-    ] = Positions.rolling,
+    positions: options.PositionsName = options.Positions.rolling,
     slots: options.SlotsName = None,
     cluster: Annotated[
         str | None, Option(help="Run on Ray: local, or a cluster's address.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,17 @@ from typer import BadParameter, Context, Option
 
 from weir.cli.common import say
 
+
+class Positions(StrEnum):
+    """Values of `--positions`."""
+
+    rolling = "rolling"
+    original = "original"
+
+
+PositionsName = Annotated[
+    Positions, Option(help="Positions counted inside the cache, or in the stream.")
+]
 ModelName = Annotated[
     str, Option("--model", help="nano, smollm2, a folder, a .gguf file, or a Hub id.")
 ]
@@ -54,8 +66,6 @@ DEFAULT = "weir"
 """The default policy; repeated here, since importing its definition would import PyTorch."""
 CHUNK = 64
 """The default chunk, repeated for the same reason."""
-DEFAULT_NAME = DEFAULT.partition("(")[0]
-"""The default policy where its budget is chosen by the available room."""
 
 
 def with_given_budget(policy: str, budget: int | None) -> str:
@@ -68,7 +78,7 @@ def with_given_budget(policy: str, budget: int | None) -> str:
         return policy
     from weir.evals.notation import with_budget
 
-    return with_budget(DEFAULT_NAME if policy == DEFAULT else policy, budget)
+    return with_budget(policy, budget)
 
 
 def one_model(argument: str | None, option: str | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Context, Option
@@ -28,13 +27,6 @@ if TYPE_CHECKING:
     from weir.evals.perplexity import PerplexityResult
 
 
-class Positions(StrEnum):
-    """Values of `--positions`."""
-
-    rolling = "rolling"
-    original = "original"
-
-
 @command()
 @loads_model()
 def stream(
@@ -50,9 +42,7 @@ def stream(
     start: Annotated[
         str | None, Option(help="Text to put in front, instead of the tokenizer's start token.")
     ] = None,
-    positions: Annotated[
-        Positions, Option(help="Positions counted inside the cache, or in the stream.")
-    ] = Positions.rolling,
+    positions: options.PositionsName = options.Positions.rolling,
     seed: options.Seed = 0,
     compiled: options.Compile = False,
     as_json: options.AsJson = False,
