@@ -9,19 +9,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Context, Option
 
 from weir.cli.app import group
-from weir.cli.common import (
-    AsJson,
-    messages,
-    output,
-    print_json,
-    print_table,
-    say,
-    say_unused,
-    was_given,
-)
+from weir.cli.common import make_folder, messages, print_json, print_line, print_table, say, writing
+from weir.cli.options import AsJson, say_unused, was_given
 from weir.cli.runtime import collect_as_usual
 from weir.errors import WeirError, quote, suggest
 
@@ -45,35 +37,29 @@ benches = group("bench")
 
 @benches.callback(invoke_without_command=True)
 def bench(
-    context: typer.Context,
-    only: Annotated[
-        list[str] | None, typer.Option(help="Only this figure; may be given again.")
-    ] = None,
+    context: Context,
+    only: Annotated[list[str] | None, Option(help="Only this figure; may be given again.")] = None,
     dtype: Annotated[
-        Dtype | None,
-        typer.Option(help="Of models and caches [default: both, and with --quick float32]"),
+        Dtype | None, Option(help="Of models and caches [default: both, and with --quick float32]")
     ] = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Of PyTorch; all cores unless given.")
+        int | None, Option(min=1, help="Of PyTorch; all cores unless given.")
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="A tiny model: only whether everything runs.")
+        bool, Option("--quick", help="A tiny model: only whether everything runs.")
     ] = False,
     layers: Annotated[
-        int | None,
-        typer.Option(min=1, help="Of the model; fewer take less time [default: 30]"),
+        int | None, Option(min=1, help="Of the model; fewer take less time [default: 30]")
     ] = None,
     flat: Annotated[
-        bool, typer.Option("--flat", help="A long stream through nano, instead of the others.")
+        bool, Option("--flat", help="A long stream through nano, instead of the others.")
     ] = False,
-    tokens: Annotated[int, typer.Option(min=20_000, help="Of the long stream.")] = 1_000_000,
+    tokens: Annotated[int, Option(min=20_000, help="Of the long stream.")] = 1_000_000,
     policies: Annotated[
         str | None,
-        typer.Option(
-            help="Of the figures policies, folds and prompts, only these, with commas between."
-        ),
+        Option(help="Of the figures policies, folds and prompts, only these, with commas between."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for bench.json and bench.md.")] = None,
+    out: Annotated[Path | None, Option(help="Folder for bench.json and bench.md.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Time weir and its peers in turns, and print ratios beside their targets.
@@ -109,7 +95,7 @@ def bench(
         sizes if layers is None else replace(sizes, layers=layers),
         flat=tokens,
         policies=wanted,
-        say=lambda what: say(f"measuring {what}") if messages().is_terminal else None,
+        say=say_measuring,
     )
     made = measure(
         setting,
@@ -121,6 +107,12 @@ def bench(
         print_json({"quick": quick, **made.as_json()})
         return
     _print(made, quick)
+
+
+def say_measuring(what: str) -> None:
+    """Print what is being measured, on a terminal."""
+    if messages().is_terminal:
+        say(f"measuring {what}")
 
 
 def _policies(text: str | None) -> tuple[str, ...]:
@@ -144,7 +136,7 @@ def _policies(text: str | None) -> tuple[str, ...]:
     return names
 
 
-def _check_alone(context: typer.Context) -> None:
+def _check_alone(context: Context) -> None:
     """Refuse options of `weir bench` in front of another command: nobody would read them."""
     for name in context.params:
         if was_given(context, name):
@@ -154,29 +146,14 @@ def _check_alone(context: typer.Context) -> None:
             )
 
 
-def make_folder(out: Path) -> None:
-    """Make a folder for figures.
-
-    Raises:
-        WeirError: it cannot be made.
-    """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise WeirError(f"cannot make the folder {out}: {error.strerror}") from None
-
-
 def _write(made: Bench, out: Path) -> None:
     from weir.evals.results import for_json
     from weir_bench.report import markdown
 
-    try:
-        (out / "bench.json").write_text(
-            json.dumps(for_json(made.as_json()), indent=1, ensure_ascii=False) + "\n", "utf-8"
-        )
+    facts = json.dumps(for_json(made.as_json()), indent=1, ensure_ascii=False)
+    with writing(out):
+        (out / "bench.json").write_text(f"{facts}\n", "utf-8")
         (out / "bench.md").write_text(markdown(made), "utf-8")
-    except OSError as error:
-        raise WeirError(f"cannot write to {out}: {error.strerror}") from None
 
 
 def _print(made: Bench, quick: bool) -> None:
@@ -186,7 +163,7 @@ def _print(made: Bench, quick: bool) -> None:
     print_table(figures(made.rows, title if quick else None, targets=not quick))
     for name, dtype, why in made.skipped:
         say(f"not measured: {name} {dtype}: {why}")
-    output().print(machine_line(made), markup=False, highlight=False, soft_wrap=True)
+    print_line(machine_line(made))
 
 
 def figures(

@@ -5,9 +5,12 @@ Knows nothing about what is measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -159,7 +162,27 @@ class Skipped(Exception):
     """A figure cannot be measured here; the message says why."""
 
 
-Measure = Callable[[Setting], Iterator[Row]]
+def run_python(code: str, *arguments: str, said: str = "", name: str = "") -> str:
+    """Run Python code in a process of its own, and return its standard output.
+
+    Args:
+        code: what it runs.
+        arguments: of its command line.
+        said: its standard input.
+        name: what the message calls it; the arguments by default.
+
+    Raises:
+        Skipped: it failed, and what it said last.
+    """
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, input=said, capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+        raise Skipped(f"{name or ' '.join(arguments) or 'a script'} failed: {last}")
+    return done.stdout
+
+
+M = TypeVar("M", bound=Callable[..., Iterator[Any]])
 
 
 @dataclass(frozen=True)
@@ -167,13 +190,13 @@ class Figure:
     """A group of rows that are measured together.
 
     Attributes:
-        measure: makes the rows.
+        measure: makes the rows, of a setting.
         about: what they are about, in a line.
         by_dtype: measured once for each dtype; otherwise once.
         asked: only measured if asked for by name.
     """
 
-    measure: Measure
+    measure: Callable[..., Iterator[Any]]
     about: str
     by_dtype: bool = True
     asked: bool = False
@@ -189,32 +212,39 @@ FIGURES: dict[str, Figure] = {}
 """Every figure by its name."""
 
 
-def figure(
-    name: str, about: str, *, by_dtype: bool = True, asked: bool = False
-) -> Callable[[Measure], Measure]:
+def register(
+    figures: dict[str, Figure],
+    name: str,
+    about: str,
+    *,
+    by_dtype: bool = True,
+    asked: bool = False,
+) -> Callable[[M], M]:
     """Make what measures a figure known under a name; parameters as in `Figure`."""
 
-    def register(measure: Measure) -> Measure:
-        FIGURES[name] = Figure(measure, about, by_dtype, asked)
+    def add(measure: M) -> M:
+        figures[name] = Figure(measure, about, by_dtype, asked)
         return measure
 
-    return register
+    return add
 
 
-def chosen(names: list[str]) -> list[str]:
+figure = partial(register, FIGURES)
+
+
+def chosen(names: Sequence[str]) -> Sequence[str]:
     """The figures that are meant; without names, all that need not be asked for.
 
     Raises:
         WeirError: there is no figure of such a name.
     """
+    known = sorted(FIGURES, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
+    check_names("figure", names, known)
+    return names or [name for name in known if not FIGURES[name].asked]
+
+
+def check_names(kind: str, names: Sequence[str], known: Collection[str]) -> None:
+    """Refuse names of figures or parts that there are not."""
     for name in names:
-        if name not in FIGURES:
-            raise WeirError(
-                f"there is no figure {name!r}; there are {', '.join(sorted(FIGURES, key=_place))}"
-            )
-    return names or [name for name in sorted(FIGURES, key=_place) if not FIGURES[name].asked]
-
-
-def _place(name: str) -> int:
-    """The place of a figure in the table; last where it has none."""
-    return ORDER.index(name) if name in ORDER else len(ORDER)
+        if name not in known:
+            raise WeirError(f"there is no {kind} {name!r}; there are {', '.join(known)}")

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from weir.kernels import paths
 from weir_bench.figure import Setting, Sizes
-from weir_bench.timing import Doing, in_turns, middle
+from weir_bench.timing import in_turns, middle
 
 HEAD_DIM = 64
 GROUP = 3
@@ -66,7 +66,7 @@ def bandwidth(copied: int) -> float:
     """Bytes a second of a plain copy of `copied` bytes, read and written ones together."""
     source = torch.ones(copied // 4)
     target = torch.zeros_like(source)
-    taken = middle(in_turns({"copy": Doing(lambda: target.copy_(source))}, rounds=9))
+    taken = middle(in_turns({"copy": lambda: target.copy_(source)}, rounds=9))
     return 2 * source.nbytes / taken["copy"]
 
 

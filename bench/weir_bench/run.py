@@ -74,7 +74,7 @@ def measure(
         bench.marks = marks
         on_row(bench)
 
-    for name in chosen(list(names)):
+    for name in chosen(names):
         figure = FIGURES[name]
         for dtype in dtypes if figure.by_dtype else dtypes[:1]:
             precision = str(dtype).removeprefix("torch.") if figure.by_dtype else ""

@@ -10,6 +10,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -24,17 +25,6 @@ class Contender:
 
     def rewind(self) -> None:
         """Get ready for the next step; not timed."""
-
-
-class Doing(Contender):
-    """A function as a contender."""
-
-    def __init__(self, step: Callable[[], object]) -> None:
-        self._step = step
-
-    def step(self) -> None:
-        """Call the function."""
-        self._step()
 
 
 @contextmanager
@@ -81,14 +71,14 @@ def seconds(do: Callable[[], object]) -> float:
 
 
 def in_turns(
-    contenders: Mapping[str, Contender], rounds: int, warm: int = 1
+    contenders: Mapping[str, Contender | Callable[[], object]], rounds: int, warm: int = 1
 ) -> dict[str, list[float]]:
     """Seconds of each step of each contender.
 
     Every round begins with another contender, so that none always follows the same one.
 
     Args:
-        contenders: by name.
+        contenders: by name; a function is called.
         rounds: steps of each that are timed.
         warm: steps of each before, which are not.
     """
@@ -98,8 +88,11 @@ def in_turns(
         for turn in range(warm + rounds):
             first = turn % len(order)
             for name, contender in itertools.chain(order[first:], order[:first]):
-                took = seconds(contender.step)
-                contender.rewind()
+                if isinstance(contender, Contender):
+                    took = seconds(contender.step)
+                    contender.rewind()
+                else:
+                    took = seconds(contender)
                 if turn >= warm:
                     times[name].append(took)
     return times
@@ -108,6 +101,16 @@ def in_turns(
 def middle(times: Mapping[str, list[float]]) -> dict[str, float]:
     """The median of each contender's times."""
     return {name: median(taken) for name, taken in times.items()}
+
+
+def status_bytes(pid: int | str, name: str) -> int:
+    """A field of a process's status, in bytes; 0 where the system has no /proc."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text("ascii")
+    except OSError:
+        return 0
+    fields = dict(line.split(":", 1) for line in text.splitlines())
+    return int(fields.get(name, "0 kB").split()[0]) * 1024
 
 
 def _wait() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from weir.errors import WeirError
 from weir.policies import NAMED
-from weir_bench.figure import FIGURES, QUICK, Row, Setting, Skipped, chosen, figure
+from weir_bench.figure import FIGURES, QUICK, Row, Setting, Skipped, chosen, register
 from weir_bench.figures import flat, prompts
 from weir_bench.figures import kvpress as presses
 from weir_bench.figures.decode import PLAIN
@@ -51,20 +51,19 @@ def test_without_names_all_are_meant_that_need_not_be_asked_for():
 @pytest.fixture
 def made(monkeypatch):
     """Figures that measure nothing."""
-    monkeypatch.setattr("weir_bench.figure.FIGURES", {})
     monkeypatch.setattr("weir_bench.run.FIGURES", figures := {})
     monkeypatch.setattr("weir_bench.figure.FIGURES", figures)
 
-    @figure("both", "of each dtype")
+    @register(figures, "both", "of each dtype")
     def both(setting):
         yield row(0.5, 1.0)
         yield row(2.0 if setting.dtype == torch.bfloat16 else 0.7, 1.0)
 
-    @figure("one", "of none", by_dtype=False)
+    @register(figures, "one", "of none", by_dtype=False)
     def one(setting):
         yield row(9.0, 8.0, least=True)
 
-    @figure("none", "cannot be measured")
+    @register(figures, "none", "cannot be measured")
     def none(setting):
         raise Skipped("there is no peer")
         yield

@@ -219,8 +219,10 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path):
 OUTER = f"""
 import sys
 sys.path.append({str(Path(__file__).parents[2] / "bench")!r})
+from weir.cli.runtime import terminable
 from weir_bench.serving.server import _running
-with _running([sys.executable, "-c", "import time; time.sleep(60)"]) as (process, said):
+command = [sys.executable, "-c", "import time; time.sleep(60)"]
+with terminable(), _running(command) as (process, said):
     print(process.pid, flush=True)
     process.wait()
 """

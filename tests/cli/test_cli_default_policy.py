@@ -11,7 +11,7 @@ from terminal import CHATML, make_model, run
 
 import weir
 from weir.cache import DEFAULT
-from weir.cli import common
+from weir.cli import options
 from weir.models import fingerprint
 from weir.policies import format_policy_file
 
@@ -77,8 +77,7 @@ def test_without_any_it_is_the_default_as_large_as_the_window(
 
 
 def test_commands_name_the_default_that_caches_take():
-    assert common.DEFAULT == DEFAULT
-    assert DEFAULT == common.DEFAULT_NAME
+    assert options.DEFAULT == DEFAULT
 
 
 def test_a_saved_conversation_keeps_its_policy(chat, measured, tmp_path):

@@ -28,7 +28,7 @@ def books() -> list[str]:
 
 @pytest.fixture(scope="session")
 def tokenizer(books: list[str]) -> PreTrainedTokenizerBase:
-    return corpus.train_tokenizer(books, VOCABULARY)
+    return corpus.with_sinks(corpus.train_backend(books, VOCABULARY), 1)
 
 
 @pytest.fixture(scope="session")

@@ -76,7 +76,7 @@ def test_the_words_are_single_tokens_that_say_what_they_should(tokenizer, words)
 )
 def test_a_tokenizer_without_the_words_is_refused(text, sentence):
     with pytest.raises(WeirError, match=sentence):
-        Words.of(corpus.train_tokenizer([text], 640))
+        Words.of(corpus.with_sinks(corpus.train_backend([text], 640), 1))
 
 
 # --- books

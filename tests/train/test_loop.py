@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -270,8 +271,9 @@ def test_training_lowers_the_loss_and_writes_it_down(model, tokenizer, lesson, t
 
 def test_a_run_begun_before_there_were_shapes_goes_on_as_a_llama():
     begun = {name: value for name, value in asdict(TINY).items() if name != "shape"}
-    assert TINY.differs_from(begun) is None
-    assert replace(TINY, shape="qwen3").differs_from(begun) == "shape"
+    TINY.check_same(begun, Path("run"))
+    with pytest.raises(WeirError, match="run was begun with shape=None, not qwen3"):
+        replace(TINY, shape="qwen3").check_same(begun, Path("run"))
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from weir_bench.caches import (
 )
 from weir_bench.figure import Row, Setting, Skipped, compare, figure
 from weir_bench.model import bandwidth, model_of, twin_of, weight_bytes
-from weir_bench.timing import Contender, Doing, in_turns, middle
+from weir_bench.timing import Contender, in_turns, middle
 
 PLAIN = "streaming_llm"
 COMPILED = ", compiled"
@@ -103,8 +103,8 @@ def recompute(setting: Setting) -> Iterator[Row]:
         peer.feed(ids)
         ours = as_it_is_and_compiled(setting, PLAIN, slots)
         # A round of ours is all tokens between two folds, and the fold.
-        rounds = {name: Doing(partial(_steps, each, sizes.chunk)) for name, each in ours.items()}
-        feeding = Doing(partial(peer.feed, ids[:1]))
+        rounds = {name: partial(_steps, each, sizes.chunk) for name, each in ours.items()}
+        feeding = partial(peer.feed, ids[:1])
         times = middle(in_turns({**rounds, "peer": feeding}, sizes.slow, warm=1))
         for name in ours:
             own = times[name] / sizes.chunk

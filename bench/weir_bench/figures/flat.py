@@ -16,7 +16,7 @@ from torch import Tensor
 from weir.models import load
 from weir.stream import PIECE, Stream
 from weir_bench.figure import Row, Setting, compare, figure
-from weir_bench.timing import Doing, in_turns, seconds, undisturbed
+from weir_bench.timing import in_turns, seconds, undisturbed
 
 POLICY = "streaming_llm(budget=256)"
 EARLY = 10_000
@@ -42,20 +42,15 @@ class Mark:
     process_bytes: int
 
 
-@figure(
-    "flat",
-    "a million tokens: time per token and memory by decade",
-    by_dtype=False,
-    asked=True,
-)
+@figure("flat", "a million tokens: time per token and memory by decade", by_dtype=False, asked=True)
 def flat(setting: Setting) -> Iterator[Row]:
     """Time per token far out against that at 10,000 tokens, in turns."""
     model, _ = load("nano")
     early, late, marks = run(Stream(model, POLICY, chunk=CHUNK), setting)
     token = torch.tensor([[5]])
     both = {
-        "late": Doing(lambda: _cycle(late, token)),
-        "early": Doing(lambda: _cycle(early, token)),
+        "late": lambda: _cycle(late, token),
+        "early": lambda: _cycle(early, token),
     }
     times = {name: median(taken) / CHUNK for name, taken in in_turns(both, 40, warm=2).items()}
     first, last = marks[0], marks[-1]

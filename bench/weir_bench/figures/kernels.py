@@ -8,7 +8,7 @@ import torch
 
 from weir import kernels
 from weir_bench.figure import Row, Setting, Skipped, figure
-from weir_bench.timing import Doing, in_turns, middle
+from weir_bench.timing import in_turns, middle
 
 HEADS = 8
 DIM = 128
@@ -16,11 +16,7 @@ BATCH, SLOTS, GROUP = 32, 2048, 4
 """Of the decode kernel: one layer of a Llama of eight billion parameters, with `HEADS` KV heads."""
 
 
-@figure(
-    "kernel",
-    "the decode kernel's bandwidth beside a copy on the device",
-    by_dtype=False,
-)
+@figure("kernel", "the decode kernel's bandwidth beside a copy on the device", by_dtype=False)
 def kernel(setting: Setting) -> Iterator[Row]:
     """One layer's decode step of a Llama of eight billion parameters, bfloat16, on a GPU."""
     if not torch.cuda.is_available():
@@ -44,8 +40,8 @@ def reached(device: torch.device, batch: int, slots: int, rounds: int) -> Row:
     source = torch.empty(moved // 2, dtype=torch.uint8, device=device)  # read, and written
     target = torch.empty_like(source)
     both = {
-        "ours": Doing(lambda: decode(queries, keys, values, a, b, DIM**-0.5)),
-        "copy": Doing(lambda: target.copy_(source)),
+        "ours": lambda: decode(queries, keys, values, a, b, DIM**-0.5),
+        "copy": lambda: target.copy_(source),
     }
     times = middle(in_turns(both, rounds, warm=3))
     share = times["copy"] / times["ours"]

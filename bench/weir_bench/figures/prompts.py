@@ -7,7 +7,6 @@ which grows with the prompt unless a policy holds it back, and folds.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -20,10 +19,10 @@ from transformers import DynamicCache
 
 from weir.stream import Stream
 from weir_bench.caches import Decoding, Weir, feed_prompt, hold_prompt
-from weir_bench.figure import Row, Setting, Sizes, Skipped, compare, figure
+from weir_bench.figure import Row, Setting, Sizes, Skipped, compare, figure, run_python
 from weir_bench.figures.policies import budgeted, wanted
 from weir_bench.model import model_of
-from weir_bench.timing import Doing, in_turns
+from weir_bench.timing import in_turns, status_bytes
 
 TARGETS = {8192: 0.75, 32768: 0.3}
 ROUNDS = 3
@@ -58,7 +57,7 @@ def prompts(setting: Setting) -> Iterator[Row]:
         }
         ways["exact"] = partial(hold_prompt, exact, ids[:, :tokens])
         rounds = min(ROUNDS, sizes.slow)
-        took = in_turns({name: Doing(do) for name, do in ways.items()}, rounds, warm=0)
+        took = in_turns(ways, rounds, warm=0)
         for name, taken in took.items():
             found[name].append(median(taken))
         yield from _beside_exact(setting, tokens, {name: each[-1] for name, each in found.items()})
@@ -125,13 +124,8 @@ def _in_a_process(way: str, setting: Setting) -> int:
         "dtype": str(setting.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
     }
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD], input=json.dumps(what), capture_output=True, text=True
-    )
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
-        raise Skipped(f'prefill="{way}" failed in its process: {last}')
-    return int(json.loads(done.stdout)["bytes"])
+    said = run_python(CHILD, said=json.dumps(what), name=f'prefill="{way}"')
+    return int(json.loads(said)["bytes"])
 
 
 def child() -> None:
@@ -146,13 +140,7 @@ def child() -> None:
     # What libraries allocate once, at their first call, is not the prompt's.
     Stream(model, "streaming_llm(16)", chunk=8).feed(ids[:, :32])
     stream = Stream(model, f"streaming_llm({sizes.slots})", chunk=sizes.chunk, prefill=what["way"])
-    before = _kilobytes("VmRSS")
+    before = status_bytes("self", "VmRSS")
     CLEAR.write_text("5")  # the peak is counted from here on
     stream.feed(ids)
-    json.dump({"bytes": 1024 * (_kilobytes("VmHWM") - before)}, sys.stdout)
-
-
-def _kilobytes(name: str) -> int:
-    """A field of the process's status, in kB."""
-    lines = dict(line.split(":", 1) for line in STATUS.read_text().splitlines())
-    return int(lines[name].split()[0])
+    json.dump({"bytes": status_bytes("self", "VmHWM") - before}, sys.stdout)

@@ -20,7 +20,7 @@ from weir_bench.caches import Dynamic, Weir
 from weir_bench.figure import Row, Setting, Skipped, compare, figure
 from weir_bench.figures.decode import roofline
 from weir_bench.model import bandwidth, model_of, twin_of, weight_bytes
-from weir_bench.timing import Contender, Doing, in_turns, middle
+from weir_bench.timing import Contender, in_turns, middle
 
 POLICY = "streaming_llm"
 ROWS = 16
@@ -88,15 +88,12 @@ class QuietRows(Weir):
             self.feed_masked(self.token.expand(rows, most), real)
 
 
-@figure(
-    "rows",
-    "a decode step of sixteen streams, in step and ragged, beside one stream's",
-)
+@figure("rows", "a decode step of sixteen streams, in step and ragged, beside one stream's")
 def rows(setting: Setting) -> Iterator[Row]:
     """`streaming_llm` on the model of the figures and on `nano`, as it is and compiled."""
     sizes = setting.sizes
     models: dict[str, tuple[list[PreTrainedModel], int]] = {
-        "": ([model_of(setting), twin_of(setting)], sizes.slots),
+        "": ([model_of(setting), twin_of(setting)], sizes.slots)
     }
     if sizes.nano:
         packaged = [load("nano", dtype=setting.dtype)[0] for _ in range(2)]
@@ -199,7 +196,7 @@ def products(setting: Setting) -> Iterator[Row]:
     if not gains:
         raise Skipped("there is no kernel for products here: numba is not installed")
     sizes = setting.sizes
-    reading = {"chosen": Doing(partial(_read, chosen)), "usual": Doing(partial(_read, plain))}
+    reading = {"chosen": partial(_read, chosen), "usual": partial(_read, plain)}
     read = middle(in_turns(reading, sizes.steps, warm=3))
     yield compare(
         "all weights read once, moved into large pages ÷ where they were",

@@ -7,16 +7,14 @@ and makes one token.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from importlib import resources
 from pathlib import Path
 
-from weir_bench.figure import Row, Setting, Skipped, compare, figure
-from weir_bench.timing import Doing, in_turns, middle
+from weir_bench.figure import Row, Setting, compare, figure, run_python
+from weir_bench.timing import in_turns, middle
 
 ROUNDS = 3
 HELP = "import typer, typer.core, click"
@@ -51,38 +49,21 @@ def start(setting: Setting) -> Iterator[Row]:
         text.write_text("Once there was a river that nobody had seen the end of.\n", "utf-8")
         stream = ("stream", "--model", "nano", "--text", str(text), "--json")
         chat = "chat --model nano --policy streaming_llm(budget=64) --max-tokens 1".split()
+        one_token = partial(run_python, ONE_TOKEN)
         ways = {
-            "`weir --help`": (partial(run, MAIN, "--help"), partial(run, HELP)),
-            '`weir.load("nano")` and a token': (partial(run, OURS), partial(run, ONE_TOKEN)),
-            "`weir stream` of a line": (partial(run, MAIN, *stream), partial(run, ONE_TOKEN)),
+            "`weir --help`": (partial(run_python, MAIN, "--help"), partial(run_python, HELP)),
+            '`weir.load("nano")` and a token': (partial(run_python, OURS), one_token),
+            "`weir stream` of a line": (partial(run_python, MAIN, *stream), one_token),
             "`weir chat`, an answer of one token": (
-                partial(run, MAIN, *chat, said="Hello\n"),
-                partial(run, ONE_TOKEN),
+                partial(run_python, MAIN, *chat, said="Hello\n"),
+                one_token,
             ),
         }
         # Each start takes seconds, whatever the model; without nano one way with a model will do.
         for name, (ours, peer) in list(ways.items())[: None if setting.sizes.nano else 2]:
             setting.say(name)
-            both = {"ours": Doing(ours), "peer": Doing(peer)}
+            both = {"ours": ours, "peer": peer}
             took = middle(in_turns(both, min(ROUNDS, setting.sizes.slow), warm=0))
             what = "importing typer" if peer.args[0] == HELP else "the same by transformers alone"
             target = TARGETS.get(name, LOADED)
             yield compare(f"{name} ÷ {what}", took["ours"], took["peer"], target, unit="s")
-
-
-def run(code: str, *arguments: str, said: str = "") -> None:
-    """Run Python code in a process of its own, to its end.
-
-    Args:
-        code: what it runs.
-        arguments: of its command line.
-        said: its standard input.
-
-    Raises:
-        Skipped: it failed, and what it said last.
-    """
-    words: Sequence[str] = (sys.executable, "-c", code, *arguments)
-    done = subprocess.run(words, input=said, capture_output=True, text=True)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
-        raise Skipped(f"{' '.join(arguments) or 'a script'} failed: {last}")

@@ -9,13 +9,14 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from weir.cli.app import Command
-from weir.cli.common import AsJson, messages, output, print_json, say, waiting
+from weir.cli.common import print_json, print_line, say, waiting, writing
+from weir.cli.options import AsJson
 from weir.cli.runtime import collect_as_usual
 from weir.errors import WeirError
-from weir_bench.command import benches
+from weir_bench.command import benches, say_measuring
 
 if TYPE_CHECKING:
     from weir_bench.peers.results import Results
@@ -23,27 +24,23 @@ if TYPE_CHECKING:
 
 @benches.command("peers", cls=Command)
 def bench_peers(
-    only: Annotated[
-        list[str] | None, typer.Option(help="Only this part; may be given again.")
-    ] = None,
+    only: Annotated[list[str] | None, Option(help="Only this part; may be given again.")] = None,
     peers: Annotated[
         list[str] | None,
-        typer.Option("--peer", help="Only peers whose names begin so; may be given again."),
+        Option("--peer", help="Only peers whose names begin so; may be given again."),
     ] = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Of each peer [default: one, then all cores].")
+        int | None, Option(min=1, help="Of each peer [default: one, then all cores].")
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Few peers and short texts: a few minutes.")
+        bool, Option("--quick", help="Few peers and short texts: a few minutes.")
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="File for all of it as JSON, with tables beside it; a run goes on from it."
-        ),
+        Option(help="File for all of it as JSON, with tables beside it; a run goes on from it."),
     ] = None,
     page: Annotated[
-        Path | None, typer.Option(help="Measure nothing; write the tables of --out into this page.")
+        Path | None, Option(help="Measure nothing; write the tables of --out into this page.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -66,13 +63,14 @@ def bench_peers(
     results = Results.at(out, _facts(quick))
     _measure(results, only or [], peers or [], [threads] if threads else sorted({1, cores}), quick)
     if out is not None:
-        _write_tables(results, out.with_suffix(".md"))
+        with writing(tables := out.with_suffix(".md")):
+            tables.write_text(markdown(results), "utf-8")
     for who, why in results.missing.items():
         say(f"not measured: {who}: {why}")
     if as_json:
         print_json(results.as_json())
         return
-    output().print(markdown(results), markup=False, highlight=False, soft_wrap=True)
+    print_line(markdown(results))
 
 
 def _measure(
@@ -95,7 +93,7 @@ def _measure(
     plan = PeerPlan(
         engines,
         threads[-1:] if quick else threads,
-        say=lambda what: say(f"measuring {what}") if messages().is_terminal else None,
+        say=say_measuring,
         **(QUICK if quick else {}),
     )
     with waiting("reading the text"):
@@ -114,12 +112,3 @@ def _facts(quick: bool) -> dict[str, object]:
         "command": shlex.join(["weir", *sys.argv[1:]]),
         **({"quick": True} if quick else {}),
     }
-
-
-def _write_tables(results: Results, path: Path) -> None:
-    from weir_bench.peers.report import markdown
-
-    try:
-        path.write_text(markdown(results), "utf-8")
-    except OSError as error:
-        raise WeirError(f"cannot write to {path}: {error.strerror}") from None

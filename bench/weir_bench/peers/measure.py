@@ -9,13 +9,14 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from weir.errors import WeirError
+from weir_bench.figure import check_names
 from weir_bench.peers.chat import endless_chats
 from weir_bench.peers.engines import COMPILED, EngineSetup, model_file
 from weir_bench.peers.process import PeerProcess
@@ -99,37 +100,24 @@ def _is_done(results: Results, each: EngineSetup, threads: int) -> bool:
 Running = dict[EngineSetup, PeerProcess]
 
 
-class _running:
+@contextmanager
+def _running(
+    plan: PeerPlan, results: Results, engines: Sequence[EngineSetup], threads: int, **more: Any
+) -> Iterator[Running]:
     """Processes of some engines, ended at the end; who cannot start is missing."""
-
-    def __init__(
-        self,
-        plan: PeerPlan,
-        results: Results,
-        engines: Sequence[EngineSetup],
-        threads: int,
-        **more: Any,
-    ) -> None:
-        self._given = plan, results, engines, threads, more
-        self._ending = ExitStack()
-
-    def __enter__(self) -> Running:
-        plan, results, engines, threads, more = self._given
-        found: Running = {}
+    found: Running = {}
+    with ExitStack() as ending:
         for each in engines:
             plan.say(f"{each.name}, {threads} threads")
             try:
                 peer = each.start(threads, plan.window, plan.ids, **more)
-                found[each] = self._ending.enter_context(peer)
+                found[each] = ending.enter_context(peer)
                 results.facts.setdefault("versions", {})[each.home or "weir"] = peer.ask("facts")
                 peer.ask("read", tokens=128)  # kernels are compiled here, not while timed
             except WeirError as error:
                 found.pop(each, None)
                 results.miss(each.name, error)
-        return found
-
-    def __exit__(self, *error: Any) -> None:
-        self._ending.close()
+        yield found
 
 
 def _in_turns(
@@ -296,9 +284,7 @@ def measured(plan: PeerPlan, results: Results, names: Sequence[str]) -> Iterator
     Raises:
         WeirError: there is no part of such a name.
     """
-    for name in names:
-        if name not in PARTS:
-            raise WeirError(f"there is no part {name!r}; there are {', '.join(PARTS)}")
+    check_names("part", names, PARTS)
     for name in names or PARTS:
         PARTS[name](plan, results)
         yield name

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from weir.errors import WeirError
+from weir_bench.timing import status_bytes
 
 ROOT = Path(__file__).parents[3]
 HOME = ROOT / ".peers"
@@ -88,12 +89,12 @@ class PeerProcess:
     @property
     def peak(self) -> int:
         """The most bytes of memory it has had; 0 where the system has no /proc."""
-        return _status(self.pid, "VmHWM")
+        return status_bytes(self.pid, "VmHWM")
 
     @property
     def memory(self) -> int:
         """Bytes of memory it has now."""
-        return _status(self.pid, "VmRSS")
+        return status_bytes(self.pid, "VmRSS")
 
     def close(self) -> None:
         """End the process."""
@@ -138,13 +139,3 @@ class PeerProcess:
         self._said.seek(0)
         lines = self._said.read().strip().splitlines() or ["it ended without a word"]
         return lines[-1][:300]
-
-
-def _status(pid: int, name: str) -> int:
-    """A field of a process's status, in bytes."""
-    try:
-        text = Path(f"/proc/{pid}/status").read_text("ascii")
-    except OSError:
-        return 0
-    fields = dict(line.split(":", 1) for line in text.splitlines())
-    return int(fields.get(name, "0 kB").split()[0]) * 1024

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from weir.cli.common import writing
 from weir.errors import WeirError
 from weir.evals.report import TextTable
 from weir_bench.peers.engines import COMPILED, ENGINES
@@ -38,7 +39,7 @@ def write_page(results: Results, page: Path) -> None:
     Raises:
         WeirError: the page cannot be read or written, or has no marks.
     """
-    try:
+    with writing(page):
         text = page.read_text("utf-8")
         before, begin, rest = text.partition(BEGIN)
         _, end, after = rest.partition(END)
@@ -46,8 +47,6 @@ def write_page(results: Results, page: Path) -> None:
             raise WeirError(f"{page} has no lines {BEGIN} and {END} to write between")
         tables = markdown(results).replace(" | ", "|")  # the documentation's words are counted
         page.write_text(f"{before}{begin}\n\n{tables}\n{end}{after}", "utf-8")
-    except OSError as error:
-        raise WeirError(f"cannot write to {page}: {error.strerror}") from None
 
 
 def _tables(results: Results) -> Iterator[TextTable]:

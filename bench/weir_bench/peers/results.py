@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from weir.cli.common import writing
 from weir.errors import WeirError, quote
 
 
@@ -76,12 +77,10 @@ class Results:
         part = self.path.with_suffix(".part")
         lines = ",\n".join(f"  {json.dumps(each)}" for each in self.figures)
         head = json.dumps({**self.facts, "missing": self.missing}, indent=1)[:-2]
-        try:
+        with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             part.write_text(f'{head},\n "figures": [\n{lines}\n ]\n}}\n', "utf-8")
             os.replace(part, self.path)
-        except OSError as error:
-            raise WeirError(f"cannot write to {self.path}: {error.strerror}") from None
 
 
 def read_results(path: Path) -> Results:

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from weir.cli.app import Command
-from weir.cli.common import AsJson, messages, output, print_json, print_table, say
+from weir.cli.common import make_folder, output, print_json, print_line, print_table, say, writing
+from weir.cli.options import AsJson
 from weir.cli.runtime import collect_as_usual
-from weir.errors import WeirError
-from weir_bench.command import benches, figures, make_folder
+from weir_bench.command import benches, figures, say_measuring
 
 if TYPE_CHECKING:
     from weir_bench.serving.load import Heard
@@ -22,23 +22,21 @@ if TYPE_CHECKING:
 @benches.command("serve", cls=Command)
 def bench_serve(
     model_name: Annotated[
-        str, typer.Argument(metavar="[MODEL]", help="nano, 135m (random), a folder or a Hub id.")
+        str, Argument(metavar="[MODEL]", help="nano, 135m (random), a folder or a Hub id.")
     ] = "nano",
-    only: Annotated[
-        list[str] | None, typer.Option(help="Only this part; may be given again.")
-    ] = None,
-    sessions: Annotated[int, typer.Option(min=1, help="At once, beside one.")] = 16,
-    budget: Annotated[int, typer.Option(min=8, help="Slots of streaming_llm.")] = 256,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Of each run.")] = 10.0,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns that contenders take.")] = 3,
-    tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 128,
-    far: Annotated[int, typer.Option(min=100, help="Tokens of the long session.")] = 100_000,
-    minutes: Annotated[float, typer.Option(min=0.01, help="Of the soak, --only soak.")] = 30.0,
+    only: Annotated[list[str] | None, Option(help="Only this part; may be given again.")] = None,
+    sessions: Annotated[int, Option(min=1, help="At once, beside one.")] = 16,
+    budget: Annotated[int, Option(min=8, help="Slots of streaming_llm.")] = 256,
+    seconds: Annotated[float, Option(min=0.1, help="Of each run.")] = 10.0,
+    rounds: Annotated[int, Option(min=1, help="Turns that contenders take.")] = 3,
+    tokens: Annotated[int, Option(min=1, help="Of each answer.")] = 128,
+    far: Annotated[int, Option(min=100, help="Tokens of the long session.")] = 100_000,
+    minutes: Annotated[float, Option(min=0.01, help="Of the soak, --only soak.")] = 30.0,
     quick: Annotated[
-        bool, typer.Option("--quick", help="A tiny model: only whether everything runs.")
+        bool, Option("--quick", help="A tiny model: only whether everything runs.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(help="A file for all of it as JSON, written as it comes.")
+        Path | None, Option(help="A file for all of it as JSON, written as it comes.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -65,10 +63,7 @@ def bench_serve(
     }
     if quick:
         given |= {"model": "tiny", **QUICK}
-    plan = Plan(
-        **given,
-        say=lambda what: say(f"measuring {what}") if messages().is_terminal else None,
-    )
+    plan = Plan(**given, say=say_measuring)
     served = measure(plan, only or [], lambda so_far: None if out is None else _write(so_far, out))
     if as_json:
         print_json({"quick": quick, **served.as_json()})
@@ -79,10 +74,8 @@ def bench_serve(
 def _write(served: Served, out: Path) -> None:
     from weir.evals.results import for_json
 
-    try:
+    with writing(out):
         out.write_text(json.dumps(for_json(served.as_json())) + "\n", "utf-8")
-    except OSError as error:
-        raise WeirError(f"cannot write to {out}: {error.strerror}") from None
 
 
 def _print(served: Served, quick: bool) -> None:
@@ -104,7 +97,7 @@ def _print(served: Served, quick: bool) -> None:
     for name, model, why in served.skipped:
         say(f"not measured: {name} {model}: {why}")
     for line in (machine_line(served), served.command):
-        output().print(line, markup=False, highlight=False, soft_wrap=True)
+        print_line(line)
 
 
 def _cells(heard: Heard) -> list[str]:

@@ -6,19 +6,17 @@ N clients, each of which says the next thing when it has its answer.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import quantiles
-from typing import Any, TypeVar
+from typing import Any
 
 from weir.errors import WeirError
 from weir_bench.serving.server import Server
 from weir_bench.serving.talk import Reply, Talk, something
 
-T = TypeVar("T")
 WORK = 100_000
 """Numbers that are added up to see how busy the machine is; some two milliseconds."""
 
@@ -142,20 +140,12 @@ class Heard:
 
 def together(what: str, rounds: Sequence[Heard]) -> Heard:
     """Rounds of one contender as one run."""
-
-    def all_of(lists: Iterable[list[T]]) -> list[T]:
-        return list(itertools.chain.from_iterable(lists))
-
-    return Heard(
-        what,
-        rounds[0].clients,
-        all_of(each.spans for each in rounds),
-        all_of(each.replies for each in rounds),
-        all_of(each.errors for each in rounds),
-        all_of(each.memory for each in rounds),
-        all_of(each.work for each in rounds),
-        sum(each.worked for each in rounds),
-    )
+    lists = ("spans", "replies", "errors", "memory", "work")
+    joined: dict[str, list[Any]] = {
+        name: [item for each in rounds for item in getattr(each, name)] for name in lists
+    }
+    worked = sum(each.worked for each in rounds)
+    return Heard(what, rounds[0].clients, **joined, worked=worked)
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:

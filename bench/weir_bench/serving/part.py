@@ -6,14 +6,15 @@ Knows nothing about what is measured.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from weir.errors import WeirError
-from weir_bench.figure import Row
+from weir_bench.figure import Figure, Row, check_names, register
 from weir_bench.serving.load import Heard, Manner, closed
 from weir_bench.serving.server import Server
 from weir_bench.serving.talk import Talk
@@ -75,47 +76,18 @@ QUICK: dict[str, Any] = {
 }
 """Sizes so small that everything has run in a minute or two; the figures say nothing."""
 
-Measure = Callable[[Plan], Iterator[Row | Heard]]
+PARTS: dict[str, Figure] = {}
+"""Every part by its name: what makes rows and runs of a plan."""
+part = partial(register, PARTS)
 
 
-@dataclass(frozen=True)
-class Part:
-    """A group of rows and runs that are measured together.
-
-    Attributes:
-        measure: makes them.
-        about: what they are about, in a line.
-        asked: only measured if asked for by name.
-    """
-
-    measure: Measure
-    about: str
-    asked: bool = False
-
-
-PARTS: dict[str, Part] = {}
-"""Every part by its name."""
-
-
-def part(name: str, about: str, *, asked: bool = False) -> Callable[[Measure], Measure]:
-    """Make what measures a part known under a name; parameters as in `Part`."""
-
-    def register(measure: Measure) -> Measure:
-        PARTS[name] = Part(measure, about, asked)
-        return measure
-
-    return register
-
-
-def chosen(names: list[str]) -> list[str]:
+def chosen(names: Sequence[str]) -> Sequence[str]:
     """The parts that are meant; without names, all that need not be asked for.
 
     Raises:
         WeirError: there is no part of such a name.
     """
-    for name in names:
-        if name not in PARTS:
-            raise WeirError(f"there is no part {name!r}; there are {', '.join(sorted(PARTS))}")
+    check_names("part", names, sorted(PARTS))
     return names or [name for name, each in PARTS.items() if not each.asked]
 
 

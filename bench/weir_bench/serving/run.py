@@ -52,7 +52,7 @@ def measure(
     Raises:
         WeirError: there is no such part or model, or a server does not start.
     """
-    wanted = chosen(list(names))
+    wanted = chosen(names)
     command = shlex.join(["weir", *sys.argv[1:]])
     served = Served(machine_of(), command=command)
     with tempfile.TemporaryDirectory(prefix="weir-bench-") as scratch:

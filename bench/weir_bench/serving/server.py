@@ -6,7 +6,6 @@ import contextlib
 import os
 import queue
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from weir.errors import WeirError
+from weir_bench.timing import status_bytes
 
 WAIT = 300.0
 """Seconds that a server may take until it serves."""
@@ -42,12 +42,7 @@ class Server:
     @property
     def memory(self) -> int:
         """Bytes of its resident memory; 0 where the system has no /proc."""
-        try:
-            text = Path(f"/proc/{self._process.pid}/status").read_text("ascii")
-        except OSError:
-            return 0
-        found = re.search(r"^VmRSS:\s+(\d+) kB", text, re.MULTILINE)
-        return int(found[1]) * 1024 if found else 0
+        return status_bytes(self._process.pid, "VmRSS")
 
     @property
     def worked(self) -> float:
@@ -108,30 +103,7 @@ def transformers_serves(model: Path, *options: str | int) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def _running(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[str], queue.Queue[str]]]:
-    """A process and the lines it writes; it is ended at the end, also where `SIGTERM` is that."""
-    with _terminated(), _started(command) as running:
-        yield running
-
-
-@contextlib.contextmanager
-def _terminated() -> Iterator[None]:
-    """`SIGTERM` raises SystemExit meanwhile: else a process ends without its `finally`."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may say what a signal does
-        return
-
-    def end(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextlib.contextmanager
-def _started(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[str], queue.Queue[str]]]:
+    """A process and the lines it writes; it is ended at the end."""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,27 +77,22 @@ class Talk:
             WeirError: the server refuses, or the answer breaks off.
         """
         messages = [*self.messages, {"role": "user", "content": words}]
-        body = {**self._common(tokens), "messages": messages}
-        reply = await self._ask("/v1/chat/completions", body)
+        options = {"stream_options": {"include_usage": True}}
+        body = {"max_tokens": tokens, "messages": messages, **options}
+        heard = Listening()
+        reply = await self._ask("/v1/chat/completions", body, heard, heard.add)
         self.messages = [*messages, {"role": "assistant", "content": reply.text}]
         return reply
 
-    def _common(self, tokens: int) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "max_tokens": tokens,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **self.more,
-        }
-
-    async def _ask(self, path: str, body: dict[str, Any]) -> Reply:
-        heard = Listening()
-        data = json.dumps(body).encode()  # the client's own work is not the server's
+    async def _ask(
+        self, path: str, body: dict[str, Any], heard: Listening, add: Callable[[float, Any], None]
+    ) -> Reply:
+        """Send a request and hear all of its answer, each event by `add`."""
+        common = {"model": self.model, "temperature": 0, "stream": True, **self.more}
+        data = json.dumps({**common, **body}).encode()  # the client's own work is not the server's
         asked = time.perf_counter()
         async for when, event in self._wire.events(path, data):
-            heard.add(when, event)
+            add(when, event)
         return heard.reply(asked)
 
 
@@ -112,21 +108,9 @@ class ById(Talk):
         Raises:
             WeirError: the server refuses, or the answer breaks off.
         """
-        body = {
-            "model": self.model,
-            "input": words,
-            "previous_response_id": self.last,
-            "max_output_tokens": tokens,
-            "temperature": 0,
-            "stream": True,
-            **self.more,
-        }
+        body = {"input": words, "previous_response_id": self.last, "max_output_tokens": tokens}
         heard = Listening()
-        data = json.dumps(body).encode()
-        asked = time.perf_counter()
-        async for when, event in self._wire.events("/v1/responses", data):
-            heard.add_response(when, event)
-        reply = heard.reply(asked)
+        reply = await self._ask("/v1/responses", body, heard, heard.add_response)
         self.last = heard.id
         return reply
 

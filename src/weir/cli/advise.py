@@ -5,21 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
+from weir.cli import options
 from weir.cli.app import command
-from weir.cli.common import (
-    AsJson,
-    Chunk,
-    ModelName,
-    Seed,
-    TextPath,
-    output,
-    print_json,
-    print_table,
-    progress,
-    size,
-)
+from weir.cli.common import print_json, print_line, print_table, show_progress, size
 from weir.cli.loading import Loading, load_model, loads_model
 
 if TYPE_CHECKING:
@@ -29,17 +19,17 @@ if TYPE_CHECKING:
 @command()
 @loads_model()
 def advise(
-    text: TextPath,
-    memory: Annotated[str, typer.Option(help="Memory for the cache of one stream: 2GB, 500MB.")],
-    model_name: ModelName = "nano",
+    text: options.TextPath,
+    memory: Annotated[str, Option(help="Memory for the cache of one stream: 2GB, 500MB.")],
+    model_name: options.ModelName = "nano",
     policies: Annotated[
         str | None,
-        typer.Option(help="Policies to try, comma-separated: 'weir, weir(quiet=6), mine.toml'."),
+        Option(help="Policies to try, comma-separated: 'weir, weir(quiet=6), mine.toml'."),
     ] = None,
-    tokens: Annotated[int | None, typer.Option(min=2, help="Number of tokens to try on.")] = None,
-    chunk: Chunk = 64,
-    seed: Seed = 0,
-    as_json: AsJson = False,
+    tokens: Annotated[int | None, Option(min=2, help="Number of tokens to try on.")] = None,
+    chunk: options.Chunk = 64,
+    seed: options.Seed = 0,
+    as_json: options.AsJson = False,
     *,
     loading: Loading,
 ) -> None:
@@ -49,12 +39,7 @@ def advise(
 
     allowed = read_bytes(memory)
     model, tokenizer = load_model(model_name, loading)
-    with progress() as bar:
-        row = bar.add_task("trying", total=1, note="")
-
-        def show(policy: str, share: float) -> None:
-            bar.update(row, completed=share, note=policy)
-
+    with show_progress("trying", 1) as show:
         found = advice.advise(
             model,
             tokenizer,
@@ -64,7 +49,7 @@ def advise(
             tokens=tokens,
             chunk=chunk,
             seed=seed,
-            on_step=show,
+            on_step=lambda policy, share: show(completed=share, note=policy),
         )
     if as_json:
         facts = {"model": model_name, "memory": allowed, "best": found.best.policy}
@@ -83,7 +68,7 @@ def _print(model_name: str, found: Advice) -> None:
             f"all {found.available:,} tokens of the text fit the window of {model_name} and the "
             f"memory ({size(best.kv_bytes)}): take dense, nothing need go"
         )
-        output().print(line, markup=False, highlight=False, soft_wrap=True)
+        print_line(line)
         return
     table = Table()
     table.add_column("policy", no_wrap=True)
@@ -97,13 +82,13 @@ def _print(model_name: str, found: Advice) -> None:
         f"take {best.policy}: perplexity {best.ppl:.2f} on the first {found.tokens:,} of "
         f"{found.available:,} tokens, {size(best.kv_bytes)} of cache for one stream"
     )
-    output().print(line, markup=False, highlight=False, soft_wrap=True)
+    print_line(line)
     for why in found.left_out.values():
-        output().print(f"left out: {why}", markup=False, highlight=False, soft_wrap=True)
+        print_line(f"left out: {why}")
     idle = [one.policy for one in found.tries if not one.evicted]
     if idle:
         line = (
             f"{found.tokens:,} tokens are too few to tell: nothing was evicted under "
             f"{', '.join(idle)}, so the perplexity there is that of dense; try on more text"
         )
-        output().print(line, markup=False, highlight=False, soft_wrap=True)
+        print_line(line)

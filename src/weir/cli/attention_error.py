@@ -6,23 +6,11 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import BadParameter, Context, Option
 
+from weir.cli import options
 from weir.cli.app import command
-from weir.cli.common import (
-    AsJson,
-    Chunk,
-    ModelName,
-    TextPath,
-    numbers,
-    output,
-    print_json,
-    print_table,
-    progress,
-    say,
-    say_unused,
-    waiting,
-)
+from weir.cli.common import print_json, print_line, print_table, say, show_progress, waiting
 from weir.cli.loading import Loading, load_model, loads_model
 from weir.cli.runtime import interruptible
 from weir.errors import WeirError
@@ -38,47 +26,42 @@ MOST_SHOWN = 6
 @command("attention-error")
 @loads_model()
 def attention_error(
-    context: typer.Context,
-    text: TextPath,
-    model_name: ModelName = "nano",
+    context: Context,
+    text: options.TextPath,
+    model_name: options.ModelName = "nano",
     policy: Annotated[
-        str, typer.Option(help="Comma-separated policies: 'uniform, balancekv'.")
+        str, Option(help="Comma-separated policies: 'uniform, balancekv'.")
     ] = "uniform, balancekv",
     rates: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Shares of the middle to keep, for policies given without a budget "
             f"[default: {RATES}, if all are]"
         ),
     ] = None,
     blocks: Annotated[
-        str, typer.Option(help="Also balancekv with blocks of these sizes: 64,128,256.")
+        str, Option(help="Also balancekv with blocks of these sizes: 64,128,256.")
     ] = "",
-    layers: Annotated[str, typer.Option(help="Which layers: 0,1. By default all.")] = "",
+    layers: Annotated[str, Option(help="Which layers: 0,1. By default all.")] = "",
     tokens: Annotated[
         int | None,
-        typer.Option(min=2, help="Length of the text [default: the model's window, at most 4096]"),
+        Option(min=2, help="Length of the text [default: the model's window, at most 4096]"),
     ] = None,
     queries: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Number of last queries to compare [default: 256, at most a quarter]"
-        ),
+        Option(min=1, help="Number of last queries to compare [default: 256, at most a quarter]"),
     ] = None,
     exact: Annotated[
         int | None,
-        typer.Option(
-            min=0, help="Number of first tokens kept exact [default: 256, at most an eighth]"
-        ),
+        Option(min=0, help="Number of first tokens kept exact [default: 256, at most an eighth]"),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds.")] = 10,
+    seeds: Annotated[int, Option(min=1, help="Number of seeds.")] = 10,
     stream: Annotated[
-        bool,
-        typer.Option("--stream", help="Fold chunk by chunk (--chunk), not the whole text at once."),
+        bool, Option("--stream", help="Fold chunk by chunk (--chunk), not the whole text at once.")
     ] = False,
-    chunk: Chunk = 64,
-    plot: Annotated[Path | None, typer.Option(help="Write a plot: .svg, .png or .pdf.")] = None,
-    as_json: AsJson = False,
+    chunk: options.Chunk = 64,
+    plot: Annotated[Path | None, Option(help="Write a plot: .svg, .png or .pdf.")] = None,
+    as_json: options.AsJson = False,
     *,
     loading: Loading,
 ) -> int:
@@ -102,9 +85,11 @@ def attention_error(
     if plot is not None:
         check_plot(plot)
     if not stream:
-        say_unused(context, ("chunk",), "it is for --stream, and the text is folded at once")
+        options.say_unused(
+            context, ("chunk",), "it is for --stream, and the text is folded at once"
+        )
     names = read_policies(policy)
-    for size in numbers("--blocks", blocks):
+    for size in options.numbers("--blocks", blocks):
         check_block(size)
         names.append(f"balancekv(block={size})")
     shared = [name for name in names if takes_budget(name)]
@@ -123,16 +108,15 @@ def attention_error(
     sized, missing = size_policies(names, setup, wanted)
     for reason in missing:
         say(f"weir: {reason}")
-    chosen = numbers("--layers", layers) or None
-    with interruptible() as interrupt, progress() as bar:
-        task = bar.add_task("attention error", total=None, note="")
+    chosen = options.numbers("--layers", layers) or None
+    with interruptible() as interrupt, show_progress("attention error") as show:
 
-        def show(done: int, total: int) -> bool:
-            bar.update(task, completed=done, total=total)
+        def step(done: int, total: int) -> bool:
+            show(completed=done, total=total)
             return bool(interrupt)
 
         rows = measure_error(
-            model, ids, sized, setup, layers=chosen, seeds=range(seeds), on_step=show
+            model, ids, sized, setup, layers=chosen, seeds=range(seeds), on_step=step
         )
     if interrupt:
         say(f"{interrupt.word}; {len(rows)} measurements were made")
@@ -190,7 +174,7 @@ def _print(rows: list[LayerError], facts: dict[str, Any]) -> None:
         f"{facts['tokens']} tokens, the first {facts['exact']} exact, the text before them "
         f"as {how}, {facts['seeds']} {'seed' if facts['seeds'] == 1 else 'seeds'}"
     )
-    output().print(line, markup=False, highlight=False, soft_wrap=True)
+    print_line(line)
 
 
 def _rates(text: str) -> list[float]:
@@ -201,7 +185,7 @@ def _rates(text: str) -> list[float]:
         except (ValueError, ZeroDivisionError):
             rate = 0.0
         if not 0 < rate < 1:
-            raise typer.BadParameter(
+            raise BadParameter(
                 f"--rates takes shares between 0 and 1 with commas between them, as 1/2,0.1; "
                 f"not {word!r}"
             )

@@ -5,26 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
+from weir.cli import options
 from weir.cli.app import command
 from weir.cli.common import (
-    DEFAULT_NAME,
-    AsJson,
-    Budget,
-    Chunk,
-    ModelName,
-    PolicyText,
     RemainingTime,
-    Seed,
-    TextPath,
     in_lines,
-    output,
     print_json,
+    print_line,
     print_table,
-    progress,
+    show_progress,
     size,
-    with_given_budget,
 )
 from weir.cli.loading import Loading, load_model, loads_model
 from weir.errors import WeirError
@@ -36,30 +28,26 @@ if TYPE_CHECKING:
 @command()
 @loads_model()
 def calibrate(
-    text: TextPath,
+    text: options.TextPath,
     out: Annotated[
-        Path | None, typer.Option(help="The policy file to write, .toml; none with --gates.")
+        Path | None, Option(help="The policy file to write, .toml; none with --gates.")
     ] = None,
-    model_name: ModelName = "nano",
-    policy: PolicyText = DEFAULT_NAME,
-    budget: Budget = None,
+    model_name: options.ModelName = "nano",
+    policy: options.PolicyText = options.DEFAULT,
+    budget: options.Budget = None,
     memory: Annotated[
-        str | None,
-        typer.Option(help="Instead of a budget, memory for the cache of one stream: 2GB."),
+        str | None, Option(help="Instead of a budget, memory for the cache of one stream: 2GB.")
     ] = None,
     splits: Annotated[
-        bool, typer.Option("--splits", help="Also measure which share the newest tokens need.")
+        bool, Option("--splits", help="Also measure which share the newest tokens need.")
     ] = False,
     gates: Annotated[
-        bool,
-        typer.Option("--gates", help="Train the gates of the pool gated instead, and keep them."),
+        bool, Option("--gates", help="Train the gates of the pool gated instead, and keep them.")
     ] = False,
-    tokens: Annotated[
-        int | None, typer.Option(min=2, help="Number of tokens to measure on.")
-    ] = None,
-    chunk: Chunk = 64,
-    seed: Seed = 0,
-    as_json: AsJson = False,
+    tokens: Annotated[int | None, Option(min=2, help="Number of tokens to measure on.")] = None,
+    chunk: options.Chunk = 64,
+    seed: options.Seed = 0,
+    as_json: options.AsJson = False,
     *,
     loading: Loading,
 ) -> None:
@@ -81,18 +69,17 @@ def calibrate(
     calibration.check_path(out)
     if budget is not None and memory is not None:
         raise WeirError("give a budget or a memory, not both")
-    wanted = with_given_budget(policy, budget)
+    wanted = options.with_given_budget(policy, budget)
     room = None if memory is None else read_bytes(memory)
     parse_policy(wanted)  # refused before a model is loaded
     model, tokenizer = load_model(model_name, loading)
     if room is not None:
         wanted, _ = fit_to_memory(model, policy, room, chunk)
-    with progress() as bar:
-        row = bar.add_task("measuring", total=1, note="")
+    with show_progress("measuring", 1) as show:
         remaining = RemainingTime("the rest of the measurements")
 
-        def show(share: float) -> None:
-            bar.update(row, completed=share)
+        def step(share: float) -> None:
+            show(completed=share)
             if in_lines() and share > 0:
                 remaining.at(share)
 
@@ -105,7 +92,7 @@ def calibrate(
             chunk=chunk,
             seed=seed,
             splits=splits,
-            on_step=show,
+            on_step=step,
         )
     found.write(out)
     if as_json:
@@ -122,14 +109,13 @@ def _train(
     from weir.models import describe, save_gates
 
     model, tokenizer = load_model(model_name, loading)
-    with progress() as bar:
-        row = bar.add_task("training", total=1, note="")
+    with show_progress("training", 1) as show:
         found = train_gates(
             model,
             tokenizer,
             str(text),
             tokens=tokens or TOKENS,
-            on_step=lambda share: bar.update(row, completed=share),
+            on_step=lambda share: show(completed=share),
         )
     facts = describe(model)
     path = save_gates(facts.decoder, facts.config, found.gates)
@@ -150,7 +136,7 @@ def _train(
     for layer, share in found.explained.items():
         table.add_row(str(layer), f"{share:.2f}", f"{found.copying[layer]:.2f}")
     print_table(table)
-    output().print(f"{path}: gates trained on {found.tokens:,} tokens", soft_wrap=True)
+    print_line(f"{path}: gates trained on {found.tokens:,} tokens")
 
 
 def _print_json(model_name: str, out: Path, found: Calibration) -> None:
@@ -199,4 +185,4 @@ def _print(out: Path, found: Calibration) -> None:
         f"{size(found.nbytes)} of cache for one stream, {size(found.before)} before; "
         f"{found.passages} passages of {found.length:,} tokens"
     )
-    output().print(line, markup=False, highlight=False, soft_wrap=True)
+    print_line(line)

@@ -11,29 +11,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Context, Option
 
+from weir.cli import options
 from weir.cli.app import command
 from weir.cli.common import (
-    CHUNK,
-    DEFAULT,
-    DEFAULT_NAME,
-    Budget,
-    Compile,
-    ModelName,
-    PolicyChunk,
-    Seed,
-    SlotsName,
     messages,
     say,
     say_set_aside,
-    say_unused,
     say_window,
     size,
     waiting,
-    was_given,
     with_compiled_steps,
-    with_given_budget,
     with_products,
 )
 from weir.cli.kept_chats import Keeper, begin, find_newest, session_of
@@ -77,50 +66,46 @@ SHARE = 4
 @command()
 @loads_model()
 def chat(
-    context: typer.Context,
-    model_name: ModelName = "nano",
+    context: Context,
+    model_name: options.ModelName = "nano",
     policy: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="A pipe or a named policy, see `weir policies`; without a budget it gets what the "
             f"model's window and the memory allow, at most {MOST_SLOTS:,} slots. [default: "
-            f"weir.toml beside the model, or else {DEFAULT_NAME}]",
+            f"weir.toml beside the model, or else {options.DEFAULT}]"
         ),
     ] = None,
-    budget: Budget = None,
-    slots: SlotsName = None,
-    chunk: PolicyChunk = None,
-    seed: Seed = 0,
+    budget: options.Budget = None,
+    slots: options.SlotsName = None,
+    chunk: options.PolicyChunk = None,
+    seed: options.Seed = 0,
     system: Annotated[
-        str | None,
-        typer.Option(help="System message; it stays in the cache for good."),
+        str | None, Option(help="System message; it stays in the cache for good.")
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.7,
+    temperature: Annotated[float, Option(min=0.0, help="0 takes the likeliest token.")] = 0.7,
     top_k: Annotated[
-        int | None, typer.Option(min=1, help="Sample from this many of the likeliest tokens.")
+        int | None, Option(min=1, help="Sample from this many of the likeliest tokens.")
     ] = None,
     top_p: Annotated[
         float,
-        typer.Option(
+        Option(
             min=0.0, max=1.0, help="Sample from the likeliest tokens of this total probability."
         ),
     ] = 0.95,
     repetition_penalty: Annotated[
-        float,
-        typer.Option(min=0.01, help="Values over 1 make tokens of the same answer less likely."),
+        float, Option(min=0.01, help="Values over 1 make tokens of the same answer less likely.")
     ] = 1.0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
-    session: Annotated[Path | None, typer.Option(help="A saved conversation to continue.")] = None,
+    max_tokens: Annotated[int, Option(min=1, help="Most tokens of an answer.")] = 256,
+    session: Annotated[Path | None, Option(help="A saved conversation to continue.")] = None,
     go_on: Annotated[
         bool,
-        typer.Option(
-            "--continue", help="Go on with the last conversation, or the last with --model."
-        ),
+        Option("--continue", help="Go on with the last conversation, or the last with --model."),
     ] = False,
     keep: Annotated[
-        bool, typer.Option("--keep/--no-keep", help="Keep what is said, for --continue.")
+        bool, Option("--keep/--no-keep", help="Keep what is said, for --continue.")
     ] = True,
-    compiled: Compile = False,
+    compiled: options.Compile = False,
     *,
     loading: Loading,
 ) -> None:
@@ -131,14 +116,14 @@ def chat(
     from weir.policies import parse_policy, resolve_chunk, with_slots
 
     if temperature == 0:
-        say_unused(
+        options.say_unused(
             context, ("top_k", "top_p"), "at a temperature of 0 the likeliest token is taken"
         )
     system = system or None  # an empty message needs no slots
     # Refuse a wrong policy before anything is loaded.
     if budget is not None:
-        policy = with_given_budget(policy or DEFAULT, budget)
-    wanted = with_slots(parse_policy(DEFAULT_NAME if policy is None else policy), slots)
+        policy = options.with_given_budget(policy or options.DEFAULT, budget)
+    wanted = with_slots(parse_policy(options.DEFAULT if policy is None else policy), slots)
     begun = "--session" if session is not None else "--continue" if go_on else ""
     if session is not None and go_on:
         raise WeirError("--session and --continue both go on with a conversation; give one")
@@ -151,7 +136,7 @@ def chat(
 
     kept: Transcript | None = None
     if go_on:
-        kept = find_newest(model_name if was_given(context, "model_name") else None)
+        kept = find_newest(model_name if options.was_given(context, "model_name") else None)
         model_name, system = kept.facts["model"], kept.facts["system"]
         loading = kept.facts["loading"] | loading
     model, tokenizer = load_model(model_name, loading)
@@ -177,7 +162,7 @@ def chat(
     if begun:
         _tell_kept(context, stream, wanted)
     if keep and kept is None:
-        chunk = CHUNK if stream.cache is None else stream.cache.chunk
+        chunk = options.CHUNK if stream.cache is None else stream.cache.chunk
         name = str(Path(model_name).absolute()) if Path(model_name).exists() else model_name
         facts = {"policy": str(held), "chunk": chunk, "seed": stream.seed, "system": system}
         kept = begin({"model": name, "loading": loading, **facts})
@@ -256,17 +241,17 @@ def _read_again(conversation: Conversation) -> None:
                 conversation.read_again(turn)
 
 
-def _tell_kept(context: typer.Context, stream: Stream, wanted: Policy) -> None:
+def _tell_kept(context: Context, stream: Stream, wanted: Policy) -> None:
     """Name the given options that a saved stream overrides by its own."""
     asked = context.params
     assert stream.cache is not None  # only streams with one are saved
     kept = {"chunk": asked["chunk"] == stream.cache.chunk, "seed": asked["seed"] == stream.seed}
     kept |= dict.fromkeys(("policy", "budget", "slots"), wanted == stream.policy)
-    unused = [name for name, same in kept.items() if not same and was_given(context, name)]
+    unused = [name for name, same in kept.items() if not same and options.was_given(context, name)]
     if unused:
-        options = " and ".join(f"--{name}" for name in sorted(unused))
+        named = " and ".join(f"--{name}" for name in sorted(unused))
         say(
-            f"{options} {'is' if len(unused) == 1 else 'are'} for a new conversation; this one "
+            f"{named} {'is' if len(unused) == 1 else 'are'} for a new conversation; this one "
             f"keeps its policy, its chunk of {stream.cache.chunk} and its seed {stream.seed}"
         )
 

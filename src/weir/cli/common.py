@@ -1,4 +1,4 @@
-"""Shared parts of commands: options, progress on standard error, tables that fit."""
+"""Shared parts of commands: progress on standard error, tables that fit, notes about models."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+from weir.errors import WeirError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,89 +22,11 @@ if TYPE_CHECKING:
 
     from weir.policies import Policy
 
-ModelName = Annotated[
-    str,
-    typer.Option("--model", help="nano, smollm2, a folder, a .gguf file, or a Hub id."),
-]
-TextPath = Annotated[
-    Path, typer.Option("--text", help="The text: UTF-8, plain or .xz; - for standard input.")
-]
-PolicyText = Annotated[
-    str,
-    typer.Option(help="A pipe or a named policy; see `weir policies`."),
-]
-Budget = Annotated[
-    int | None,
-    typer.Option(
-        "--budget", min=1, help="Slots that the policy keeps, as in --policy h2o --budget 512."
-    ),
-]
-Chunk = Annotated[
-    int, typer.Option(min=1, help="New tokens read before the policy decides again what to keep.")
-]
-PolicyChunk = Annotated[
-    int | None,
-    typer.Option(
-        "--chunk",
-        min=1,
-        help="New tokens read before the policy decides again what to keep [default: 64, or what a "
-        "policy file was measured with]",
-    ),
-]
-Seed = Annotated[int, typer.Option(min=0, help="Seed of all random draws.")]
-SlotsName = Annotated[
-    str | None,
-    typer.Option(
-        "--slots",
-        help="Storage of the middle slots: exact, int8, int4, k8v4 or fp8 [default: as the policy "
-        "says]",
-    ),
-]
-Compile = Annotated[
-    bool,
-    typer.Option(
-        "--compile",
-        help="Compile decode steps; the first takes seconds to minutes, and needs a C++ compiler.",
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
-DEFAULT = "weir"
-"""The default policy; repeated here, since importing its definition would import PyTorch."""
-CHUNK = 64
-"""The default chunk, repeated for the same reason."""
-DEFAULT_NAME = DEFAULT.partition("(")[0]
-"""The default policy where its budget is chosen by the available room."""
 SHORT = 20
 """Seconds of which nobody needs to be told."""
 WIDE = 100_000
 """Columns of an imagined terminal on which every table fits."""
-
-
-def with_given_budget(policy: str, budget: int | None) -> str:
-    """Return a policy with the slots of `--budget`, which the default policy takes too.
-
-    Raises:
-        WeirError: the policy takes no budget, or has one already.
-    """
-    if budget is None:
-        return policy
-    from weir.evals.notation import with_budget
-
-    return with_budget(DEFAULT_NAME if policy == DEFAULT else policy, budget)
-
-
-def one_model(argument: str | None, option: str | None) -> str:
-    """Return the model of a command that takes it as an argument or as `--model`.
-
-    Raises:
-        typer.BadParameter: neither is given, or both.
-    """
-    if argument is not None and option is not None:
-        raise typer.BadParameter(f"two models are named, {argument} and --model {option}; name one")
-    if (found := argument or option) is None:
-        raise typer.BadParameter("Missing argument 'MODEL': nano, a folder, or a Hub id")
-    return found
 
 
 class RemainingTime:
@@ -149,6 +71,11 @@ def _width() -> int | None:
     return 80 if os.environ.get("COLUMNS", "").strip() == "0" else None
 
 
+def print_line(text: object, console: Console | None = None) -> None:
+    """Print one line, to standard output unless told otherwise, without markup or wrapping."""
+    (console or output()).print(str(text), markup=False, highlight=False, soft_wrap=True)
+
+
 def print_table(table: Table) -> None:
     """Print a table to standard output; on a narrow terminal, its lines run past the edge.
 
@@ -171,9 +98,30 @@ def print_json(facts: Any) -> None:
     sys.stdout.write(json.dumps(for_json(facts), ensure_ascii=False) + "\n")
 
 
+def make_folder(out: Path) -> None:
+    """Make a folder for results.
+
+    Raises:
+        WeirError: it cannot be made.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WeirError(f"cannot make the folder {out}: {error.strerror}") from None
+
+
+@contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """Raise a WeirError where the block cannot write to a file or folder."""
+    try:
+        yield
+    except OSError as error:
+        raise WeirError(f"cannot write to {out}: {error.strerror}") from None
+
+
 def say(text: str) -> None:
     """Print one line to standard error, without markup or wrapping."""
-    messages().print(text, markup=False, highlight=False, soft_wrap=True)
+    print_line(text, messages())
 
 
 @contextmanager
@@ -245,6 +193,13 @@ def with_compiled_steps(model: PreTrainedModel, wanted: bool) -> PreTrainedModel
     return model
 
 
+@contextmanager
+def show_progress(what: str, total: float | None = None) -> Iterator[Callable[..., None]]:
+    """Show a progress bar with one row; the block calls the function with what has changed."""
+    with progress() as bar:
+        yield partial(bar.update, bar.add_task(what, total=total, note=""))
+
+
 def progress() -> Progress:
     """Return a progress bar on standard error, hidden unless that is a terminal."""
     from rich.progress import (
@@ -265,42 +220,6 @@ def progress() -> Progress:
         transient=True,
         disable=not messages().is_interactive,
     )
-
-
-def was_given(context: typer.Context, name: str) -> bool:
-    """Return whether an option was typed, even with its default value."""
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
-
-
-def say_unused(context: typer.Context, names: Iterable[str], why: str) -> None:
-    """Report options that were typed but have no effect.
-
-    Args:
-        context: the command's context.
-        names: parameters to check.
-        why: the reason, as the end of a sentence.
-    """
-    typed = [f"--{name.replace('_', '-')}" for name in names if was_given(context, name)]
-    if typed:
-        *first, last = typed
-        listed = f"{', '.join(first)} and {last}" if first else last
-        say(f"{listed} {'change' if first else 'changes'} nothing here: {why}")
-
-
-def numbers(option: str, text: str, least: int = 0) -> list[int]:
-    """Parse comma-separated whole numbers.
-
-    Raises:
-        typer.BadParameter: the text is anything else, or has a number below `least`; the message
-            names the option.
-    """
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not all(word.isdecimal() and int(word) >= least for word in words):
-        raise typer.BadParameter(
-            f"{option} takes whole numbers from {least} on with commas between them, not {text!r}"
-        )
-    return [int(word) for word in words]
 
 
 def size(nbytes: float) -> str:

@@ -6,21 +6,23 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from weir.cli.app import command
 from weir.cli.common import (
-    AsJson,
-    ModelName,
+    make_folder,
     messages,
     output,
     print_json,
+    print_line,
     progress,
     say,
     size,
     waiting,
+    writing,
 )
 from weir.cli.loading import Loading, load_model, loads_model
+from weir.cli.options import AsJson, ModelName
 from weir.cli.runtime import interruptible
 from weir.errors import WeirError
 
@@ -39,12 +41,9 @@ AFTER = 1300
 @loads_model()
 def demo(
     model_name: ModelName = "nano",
-    out: Annotated[Path, typer.Option(help="Folder for result.json and report.html.")] = Path(
-        "demo-out"
-    ),
+    out: Annotated[Path, Option(help="Folder for result.json and report.html.")] = Path("demo-out"),
     tokens: Annotated[
-        int | None,
-        typer.Option(min=1000, help="Tokens of the book to read [default: past the window]"),
+        int | None, Option(min=1000, help="Tokens of the book to read [default: past the window]")
     ] = None,
     as_json: AsJson = False,
     *,
@@ -59,8 +58,9 @@ def demo(
     from rich.live import Live
 
     from weir.evals import demo as demonstration
+    from weir.evals.results import for_json
 
-    _make_folder(out)
+    make_folder(out)
     model, tokenizer = load_model(model_name, loading)
     window = model.config.max_position_embeddings
     ids: Tensor
@@ -121,12 +121,14 @@ def demo(
         console.line()
     _tell(result, console)
     result["interrupted"] = bool(interrupt)
-    with waiting("drawing the plots"):
-        _write(result, out)
+    with waiting("drawing the plots"), writing(out):
+        (out / "result.json").write_text(json.dumps(for_json(result), indent=1) + "\n", "utf-8")
+        demonstration.write_report(result, out / "report.html")
+        demonstration.write_excerpt(result, out)
     if as_json:
         print_json(result)
     for name in ("result.json", "report.html"):
-        console.print(f"{out / name}", markup=False, highlight=False, soft_wrap=True)
+        print_line(f"{out / name}", console)
     return interrupt.code
 
 
@@ -150,26 +152,7 @@ def _tell_right(result: dict[str, Any], key: str, console: Console) -> None:
     widest = max(len(policy["policy"]) for policy in result["policies"])
     for policy in result["policies"]:
         line = f"  {policy['policy']:<{widest}}  {policy[key]} of {len(story['names'])}"
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _make_folder(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise WeirError(f"cannot make the folder {out}: {error.strerror}") from None
-
-
-def _write(result: dict[str, Any], out: Path) -> None:
-    from weir.evals.demo import write_excerpt, write_report
-    from weir.evals.results import for_json
-
-    try:
-        (out / "result.json").write_text(json.dumps(for_json(result), indent=1) + "\n", "utf-8")
-        write_report(result, out / "report.html")
-        write_excerpt(result, out)
-    except OSError as error:
-        raise WeirError(f"cannot write to {out}: {error.strerror}") from None
+        print_line(line, console)
 
 
 def _table(meters: list[PerplexityMeter], window: int) -> Table:

@@ -7,27 +7,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Context, Option
 
+from weir.cli import options
 from weir.cli.app import command
 from weir.cli.common import (
     WIDE,
-    AsJson,
-    Compile,
     RemainingTime,
-    SlotsName,
     in_lines,
-    numbers,
     output,
     print_json,
+    print_line,
     print_table,
     progress,
     say,
-    say_unused,
 )
 from weir.cli.loading import Loading, loads_model
 from weir.cli.runtime import Terminated, freeze_imports
-from weir.cli.stream import Positions
 from weir.errors import format_value
 
 if TYPE_CHECKING:
@@ -44,65 +40,53 @@ USUAL = (128, 256, 384)
 @command("eval")
 @loads_model()
 def evaluate(
-    context: typer.Context,
+    context: Context,
     tasks: Annotated[
-        str,
-        typer.Option(
-            "--tasks",
-            "--task",
-            help="Comma-separated tasks: 'ppl(tokens=5000), recall'.",
-        ),
+        str, Option("--tasks", "--task", help="Comma-separated tasks: 'ppl(tokens=5000), recall'.")
     ] = "ppl, recall, streameval, attention-error",
     policies: Annotated[
-        str, typer.Option(help="Comma-separated policies, or all for every named policy.")
+        str, Option(help="Comma-separated policies, or all for every named policy.")
     ] = "all",
     model: Annotated[
-        str, typer.Option(help="Comma-separated models: nano, folders or Hub ids.")
+        str, Option(help="Comma-separated models: nano, folders or Hub ids.")
     ] = "nano",
     budgets: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Budgets for policies given without one; 128,256,384 unless the protocol sets "
             "them."
         ),
     ] = None,
     memory: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Instead of budgets, sizes of a stream's cache: 900kB,1.4MB; policies get the "
             "largest budget that fits."
         ),
     ] = None,
-    seeds: Annotated[str, typer.Option(help="Seeds of all random draws: 0,1,2.")] = "0",
+    seeds: Annotated[str, Option(help="Seeds of all random draws: 0,1,2.")] = "0",
     out: Annotated[
-        Path,
-        typer.Option(help="The results file: JSON lines. Its folder is made if missing."),
+        Path, Option(help="The results file: JSON lines. Its folder is made if missing.")
     ] = Path("results.jsonl"),
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue an existing results file.")
-    ] = False,
-    add: Annotated[
-        bool, typer.Option("--add", help="Add cells to an existing results file.")
-    ] = False,
+    resume: Annotated[bool, Option("--resume", help="Continue an existing results file.")] = False,
+    add: Annotated[bool, Option("--add", help="Add cells to an existing results file.")] = False,
     protocol: Annotated[
-        str | None, typer.Option(help="Read texts as a paper's experiments did; see --list.")
+        str | None, Option(help="Read texts as a paper's experiments did; see --list.")
     ] = None,
     chunk: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens between two folds; by default 64, or the protocol's."),
+        Option(min=1, help="Tokens between two folds; by default 64, or the protocol's."),
     ] = None,
-    positions: Annotated[
-        Positions, typer.Option(help="Positions counted inside the cache, or in the stream.")
-    ] = Positions.rolling,
-    slots: SlotsName = None,
+    positions: options.PositionsName = options.Positions.rolling,
+    slots: options.SlotsName = None,
     cluster: Annotated[
-        str | None, typer.Option(help="Run on Ray: local, or a cluster's address.")
+        str | None, Option(help="Run on Ray: local, or a cluster's address.")
     ] = None,
     show: Annotated[
-        bool, typer.Option("--list", help="List tasks, parameters and protocols, and exit.")
+        bool, Option("--list", help="List tasks, parameters and protocols, and exit.")
     ] = False,
-    compiled: Compile = False,
-    as_json: AsJson = False,
+    compiled: options.Compile = False,
+    as_json: options.AsJson = False,
     *,
     loading: Loading,
 ) -> int:
@@ -127,7 +111,7 @@ def evaluate(
         policies,
         budgets=_budgets(budgets, protocol, memory),
         memory=[] if memory is None else [read_bytes(word) for word in memory.split(",")],
-        seeds=numbers("--seeds", seeds),
+        seeds=options.numbers("--seeds", seeds),
         paper=protocol,
         chunk=chunk,
         positions=positions.value,
@@ -137,11 +121,15 @@ def evaluate(
     )
     if not any(cell.budget for cell in grid.cells):
         unused = ("budgets", "memory")
-        say_unused(context, unused, "no policy here takes a budget and is written without one")
+        options.say_unused(
+            context, unused, "no policy here takes a budget and is written without one"
+        )
     if protocol is not None:
-        say_unused(context, ("positions",), f"the protocol {protocol} says where tokens stand")
+        options.say_unused(
+            context, ("positions",), f"the protocol {protocol} says where tokens stand"
+        )
     if not out.exists():
-        say_unused(context, ("add", "resume"), f"there is no {out} yet")
+        options.say_unused(context, ("add", "resume"), f"there is no {out} yet")
     if add:
         grid = extend_grid(out, grid)
         if count := count_unrecorded_pools(grid):
@@ -179,7 +167,7 @@ def evaluate(
         )
     else:
         _print(records)
-        output().print(str(out), markup=False, highlight=False, soft_wrap=True)
+        print_line(out)
     if failed:
         say(f"weir: {len(failed)} of {len(records)} cells failed; --resume tries them again")
     return 1 if failed else 0
@@ -249,7 +237,7 @@ def _budgets(text: str | None, paper: str | None, memory: str | None) -> list[in
     from weir.evals.grid import protocol
 
     if text is not None:
-        return numbers("--budgets", text, 1)
+        return options.numbers("--budgets", text, 1)
     if memory is not None:
         return []
     return [] if paper is not None and protocol(paper).rate is not None else list(USUAL)

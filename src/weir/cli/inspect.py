@@ -5,22 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
+from weir.cli import options
 from weir.cli.app import command
-from weir.cli.common import (
-    DEFAULT,
-    AsJson,
-    Budget,
-    ModelName,
-    Seed,
-    numbers,
-    output,
-    print_json,
-    progress,
-    say,
-    with_given_budget,
-)
+from weir.cli.common import print_json, print_line, say, show_progress
 from weir.cli.loading import Loading, load_model, loads_model
 from weir.errors import WeirError
 
@@ -30,45 +19,35 @@ from weir.errors import WeirError
 def inspect(
     text: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             help="The text: UTF-8, plain or .xz; - for standard input [default: the beginning of "
             "War and Peace, 26,500 words]"
         ),
     ] = None,
-    model_name: ModelName = "nano",
-    out: Annotated[Path, typer.Option(help="Folder for index.html and the pictures.")] = Path(
-        "inspect"
-    ),
-    only: Annotated[
-        str, typer.Option(help="Comma-separated sections: maps,kept. By default all.")
-    ] = "",
-    layers: Annotated[
-        str, typer.Option(help="Layers to show: 0,5. By default a typical choice.")
-    ] = "",
+    model_name: options.ModelName = "nano",
+    out: Annotated[Path, Option(help="Folder for index.html and the pictures.")] = Path("inspect"),
+    only: Annotated[str, Option(help="Comma-separated sections: maps,kept. By default all.")] = "",
+    layers: Annotated[str, Option(help="Layers to show: 0,5. By default a typical choice.")] = "",
     heads: Annotated[
-        str, typer.Option(help="Query heads to show: 0,1. By default a typical choice.")
+        str, Option(help="Query heads to show: 0,1. By default a typical choice.")
     ] = "",
     policy: Annotated[
-        str | None,
-        typer.Option(help="A pipe or a named policy, to show what it keeps."),
+        str | None, Option(help="A pipe or a named policy, to show what it keeps.")
     ] = None,
-    budget: Budget = None,
+    budget: options.Budget = None,
     sequences: Annotated[
-        int, typer.Option(min=1, help="Number of short sequences to average maps over.")
+        int, Option(min=1, help="Number of short sequences to average maps over.")
     ] = 256,
-    length: Annotated[int, typer.Option(min=1, help="Tokens of each short sequence.")] = 16,
+    length: Annotated[int, Option(min=1, help="Tokens of each short sequence.")] = 16,
     tokens: Annotated[
-        int | None,
-        typer.Option(min=2, help="Most tokens of a long text [default: by section]"),
+        int | None, Option(min=2, help="Most tokens of a long text [default: by section]")
     ] = None,
     at: Annotated[
         str,
-        typer.Option(
-            help="Token counts after which to show what is kept: 100,500 [default: quarters]"
-        ),
+        Option(help="Token counts after which to show what is kept: 100,500 [default: quarters]"),
     ] = "",
-    seed: Seed = 0,
-    as_json: AsJson = False,
+    seed: options.Seed = 0,
+    as_json: options.AsJson = False,
     *,
     loading: Loading,
 ) -> None:
@@ -90,9 +69,9 @@ def inspect(
     names = [name.strip() for name in only.split(",") if name.strip()]
     select_sections(names)
     if policy is not None or budget is not None:
-        policy = with_given_budget(policy or DEFAULT, budget)
+        policy = options.with_given_budget(policy or options.DEFAULT, budget)
         parse_policy(policy)
-    which = numbers("--layers", layers), numbers("--heads", heads)
+    which = options.numbers("--layers", layers), options.numbers("--heads", heads)
     words = "\n\n".join(read_books(BOOK if text is None else text))
     model, tokenizer = load_model(model_name, loading, encoders=True)
     check_places(model, *which)
@@ -107,7 +86,7 @@ def inspect(
         sequences=sequences,
         length=length,
         tokens=tokens,
-        moments=tuple(numbers("--at", at)) or None,
+        moments=tuple(options.numbers("--at", at)) or None,
         seed=seed,
     )
     title = "the beginning of War and Peace" if text is None else text.name
@@ -115,13 +94,12 @@ def inspect(
     kind = model.config.model_type
     about = f"{model_name} ({kind}): {layer_count} layers, {head_count} query heads in each."
     page = InspectionPage(out, f"A look into {model_name}", f"{about} The text is {title}.")
-    with progress() as bar:
-        task = bar.add_task("", total=None, note="")
+    with show_progress("") as show:
 
-        def show(name: str, done: int, of: int) -> None:
-            bar.update(task, description=name, completed=done, total=of)
+        def step(name: str, done: int, of: int) -> None:
+            show(description=name, completed=done, total=of)
 
-        for found in look(inspection, names, show):
+        for found in look(inspection, names, step):
             if isinstance(found, tuple):
                 page.leave_out(found[0], str(found[1]))
             else:
@@ -143,4 +121,4 @@ def inspect(
         )
         return
     for path in page.files:
-        output().print(str(path), markup=False, highlight=False, soft_wrap=True)
+        print_line(path)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from weir.cli.common import messages, say, waiting
 from weir.cli.runtime import freeze_imports
@@ -23,28 +23,24 @@ if TYPE_CHECKING:
 OPTIONS: dict[str, Any] = {
     "dtype": Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Dtype of weights, keys and values: auto, float32, bfloat16, float16 or float64 "
             "[default: auto]"
         ),
     ],
     "device": Annotated[
-        str | None,
-        typer.Option(help="Device of the model: cpu, cuda:1 [default: a GPU if there is one]"),
+        str | None, Option(help="Device of the model: cpu, cuda:1 [default: a GPU if there is one]")
     ],
     "device_map": Annotated[
-        str | None,
-        typer.Option(help="Instead of --device: auto spreads the model; needs accelerate."),
+        str | None, Option(help="Instead of --device: auto spreads the model; needs accelerate.")
     ],
     "weights": Annotated[
         str | None,
-        typer.Option(
-            help="int8 or int4: quantize linear layers; needs torchao [default: as saved]"
-        ),
+        Option(help="int8 or int4: quantize linear layers; needs torchao [default: as saved]"),
     ],
-    "revision": Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")],
+    "revision": Annotated[str | None, Option(help="Branch, tag or commit of a Hub id.")],
     "trust_remote_code": Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
+        bool, Option("--trust-remote-code", help="Run Python code that comes with the model.")
     ],
 }
 """Options by the parameter names of `weir.load`."""

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import typer
+from typer import BadParameter, Context
 
 from weir.cli.app import command
-from weir.cli.common import AsJson, output, print_json
+from weir.cli.common import output, print_json
+from weir.cli.options import AsJson
 from weir.errors import format_value, suggest
 
 SHARED = {
@@ -85,14 +86,14 @@ class Entry:
 
 
 @command(words="[NAME]...")
-def policies(context: typer.Context, as_json: AsJson = False) -> None:
+def policies(context: Context, as_json: AsJson = False) -> None:
     """List the named policies and the pools that make up a pipe, or describe those named."""
     named, pools = list_entries()
     known = {entry.name for entry in (*named, *pools)}
     for name in context.args:
         if name not in known:
             like = suggest(name.partition("(")[0].strip().lower(), known)
-            raise typer.BadParameter(
+            raise BadParameter(
                 f"no policy and no pool is called {name!r}{like or '; `weir policies` lists them'}"
             )
     if context.args or as_json:

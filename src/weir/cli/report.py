@@ -5,22 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from weir.cli.app import command
-from weir.cli.common import AsJson, output, print_json, waiting
+from weir.cli.common import print_json, print_line, waiting
+from weir.cli.options import AsJson
 
 
 @command()
 def report(
-    results: Annotated[
-        list[Path], typer.Argument(help="One or more results files of `weir eval`.")
-    ],
-    out: Annotated[
-        Path, typer.Option(help="Folder for report.html, report.md and pictures.")
-    ] = Path("report"),
+    results: Annotated[list[Path], Argument(help="One or more results files of `weir eval`.")],
+    out: Annotated[Path, Option(help="Folder for report.html, report.md and pictures.")] = Path(
+        "report"
+    ),
     formats: Annotated[
-        str, typer.Option("--format", help="Comma-separated formats: html, md, csv, latex.")
+        str, Option("--format", help="Comma-separated formats: html, md, csv, latex.")
     ] = "html,md",
     as_json: AsJson = False,
 ) -> None:
@@ -33,4 +32,4 @@ def report(
         print_json({"pages": [str(page) for page in pages]})
         return
     for page in pages:
-        output().print(str(page), markup=False, highlight=False, soft_wrap=True)
+        print_line(page)

@@ -7,24 +7,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Context, Option
 
+from weir.cli import options
 from weir.cli.app import command
-from weir.cli.common import (
-    DEFAULT,
-    Budget,
-    PolicyChunk,
-    SlotsName,
-    one_model,
-    say,
-    say_set_aside,
-    say_unused,
-    say_window,
-    size,
-    waiting,
-    with_given_budget,
-    with_products,
-)
+from weir.cli.common import say, say_set_aside, say_window, size, waiting, with_products
 from weir.cli.loading import Loading, load_model, loads_model
 from weir.errors import WeirError
 
@@ -42,28 +29,28 @@ class Routing(StrEnum):
 @command()
 @loads_model()
 def serve(
-    context: typer.Context,
+    context: Context,
     argument: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="MODEL", help="nano, a folder, a .gguf file, or a Hub id; also as --model."
         ),
     ] = None,
-    model_name: Annotated[str | None, typer.Option("--model", help="The same.")] = None,
+    model_name: Annotated[str | None, Option("--model", help="The same.")] = None,
     policy: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="A pipe or a named policy; see `weir policies` [default: weir.toml beside the "
-            f"model, or else {DEFAULT}]",
+            f"model, or else {options.DEFAULT}]"
         ),
     ] = None,
-    budget: Budget = None,
-    slots: SlotsName = None,
-    chunk: PolicyChunk = None,
-    rows: Annotated[int, typer.Option(min=1, help="Turns answered at the same time.")] = 8,
+    budget: options.Budget = None,
+    slots: options.SlotsName = None,
+    chunk: options.PolicyChunk = None,
+    rows: Annotated[int, Option(min=1, help="Turns answered at the same time.")] = 8,
     pin: Annotated[
         int | None,
-        typer.Option(
+        Option(
             min=0,
             help="Slots of each row for the beginning of its conversation, beside the policy's "
             "slots; by default a quarter of those, 0 for none.",
@@ -71,21 +58,20 @@ def serve(
     ] = None,
     deterministic: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--deterministic",
             help="Decode each row by itself, so that answers do not depend on other rows.",
         ),
     ] = False,
     compiled: Annotated[
         bool,
-        typer.Option(
-            "--compile",
-            help="Compile decode steps while the server answers; needs a C++ compiler.",
+        Option(
+            "--compile", help="Compile decode steps while the server answers; needs a C++ compiler."
         ),
     ] = False,
     keep: Annotated[
         int | None,
-        typer.Option(
+        Option(
             min=1,
             help="Ends of turns kept in memory; by default as many as fit, or 256. With --disk: "
             "turns that go on in memory while the disk is full, and newest ones it may not drop.",
@@ -93,39 +79,39 @@ def serve(
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="A folder to keep ends of turns in, instead of memory; with --cluster also an "
             "fsspec address such as s3://bucket/folder."
         ),
     ] = None,
     disk: Annotated[
-        str | None, typer.Option(help="With --data: most bytes to keep there, such as 200GB.")
+        str | None, Option(help="With --data: most bytes to keep there, such as 200GB.")
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")
+        int, Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")
     ] = 8000,
     keys: Annotated[
-        Path | None, typer.Option(help="A file with the SHA-256 of each accepted key.")
+        Path | None, Option(help="A file with the SHA-256 of each accepted key.")
     ] = None,
     name: Annotated[
-        str | None, typer.Option(help="The model's name for clients; by default MODEL.")
+        str | None, Option(help="The model's name for clients; by default MODEL.")
     ] = None,
     max_prompt: Annotated[
-        int, typer.Option(min=1, help="Most tokens that one request may feed.")
+        int, Option(min=1, help="Most tokens that one request may feed.")
     ] = 1_000_000,
-    max_answer: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 65_536,
-    queue: Annotated[int, typer.Option(min=1, help="Most turns that wait for a row.")] = 64,
+    max_answer: Annotated[int, Option(min=1, help="Most tokens of an answer.")] = 65_536,
+    queue: Annotated[int, Option(min=1, help="Most turns that wait for a row.")] = 64,
     drain: Annotated[
-        float, typer.Option(min=1, help="Seconds for answers to finish after SIGTERM.")
+        float, Option(min=1, help="Seconds for answers to finish after SIGTERM.")
     ] = 30.0,
     cluster: Annotated[
         str | None,
-        typer.Option(help="Serve from replicas on Ray: local, or host:port of a cluster's head."),
+        Option(help="Serve from replicas on Ray: local, or host:port of a cluster's head."),
     ] = None,
-    replicas: Annotated[int, typer.Option(min=1, help="With --cluster: number of replicas.")] = 2,
+    replicas: Annotated[int, Option(min=1, help="With --cluster: number of replicas.")] = 2,
     routing: Annotated[
-        Routing, typer.Option(help="With --cluster: how requests find a replica.")
+        Routing, Option(help="With --cluster: how requests find a replica.")
     ] = Routing.leases,
     *,
     loading: Loading,
@@ -148,11 +134,11 @@ def serve(
     from weir.serve.api import Keys, bind, log_json, make_app, run_app
     from weir.serve.sessions import SQLiteStore
 
-    model_name = one_model(argument, model_name)
+    model_name = options.one_model(argument, model_name)
     if budget is not None:
-        policy = with_given_budget(policy or DEFAULT, budget)
+        policy = options.with_given_budget(policy or options.DEFAULT, budget)
     if cluster is None:
-        say_unused(context, ("replicas", "routing"), "they are for --cluster")
+        options.say_unused(context, ("replicas", "routing"), "they are for --cluster")
     if disk is not None and data is None:
         raise WeirError("--disk is for --data: name the folder that may grow so large")
     if cluster is not None and disk is not None:
@@ -170,7 +156,7 @@ def serve(
 
     given = policy is not None or slots is not None
     beside = None if given else find_model_policy(model_name, loading.get("revision"))
-    named = beside or parse_policy(DEFAULT if policy is None else policy)
+    named = beside or parse_policy(options.DEFAULT if policy is None else policy)
     wanted = with_pin(with_slots(named, slots), pin)
     chunk = resolve_chunk(wanted, chunk)
     limits = Limits(prompt=max_prompt, answer=max_answer, queue=queue, drain=drain)

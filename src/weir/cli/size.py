@@ -4,22 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Context, Option
 
+from weir.cli import options
 from weir.cli.app import command
-from weir.cli.common import (
-    DEFAULT,
-    AsJson,
-    Budget,
-    PolicyChunk,
-    PolicyText,
-    SlotsName,
-    one_model,
-    output,
-    print_json,
-    say_unused,
-    with_given_budget,
-)
+from weir.cli.common import print_json, print_line
 from weir.cli.common import size as for_people
 from weir.cli.loading import Loading, loads_model
 
@@ -27,33 +16,30 @@ from weir.cli.loading import Loading, loads_model
 @command()
 @loads_model("dtype", "weights", "revision", "trust_remote_code")
 def size(
-    context: typer.Context,
+    context: Context,
     argument: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="MODEL",
             help="nano, a folder, a .gguf file, a config.json, or a Hub id; also as --model.",
         ),
     ] = None,
-    model_name: Annotated[str | None, typer.Option("--model", help="The same.")] = None,
-    policy: PolicyText = DEFAULT,
-    budget: Budget = None,
+    model_name: Annotated[str | None, Option("--model", help="The same.")] = None,
+    policy: options.PolicyText = options.DEFAULT,
+    budget: options.Budget = None,
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="Length of a stream, for policies without a limit.")
+        int | None, Option(min=1, help="Length of a stream, for policies without a limit.")
     ] = None,
-    slots: SlotsName = None,
-    chunk: PolicyChunk = None,
+    slots: options.SlotsName = None,
+    chunk: options.PolicyChunk = None,
     pin: Annotated[
-        int, typer.Option(min=0, help="Slots for a conversation's beginning, as in `weir serve`.")
+        int, Option(min=0, help="Slots for a conversation's beginning, as in `weir serve`.")
     ] = 0,
-    memory: Annotated[
-        str | None, typer.Option(help="Memory to fill with streams: 80GB, 24 GiB.")
-    ] = None,
+    memory: Annotated[str | None, Option(help="Memory to fill with streams: 80GB, 24 GiB.")] = None,
     bandwidth: Annotated[
-        str | None,
-        typer.Option(help="Memory bandwidth to compute tokens per second from: 3.35TB/s."),
+        str | None, Option(help="Memory bandwidth to compute tokens per second from: 3.35TB/s.")
     ] = None,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
     *,
     loading: Loading,
 ) -> None:
@@ -66,11 +52,11 @@ def size(
     from weir.models import sink_of, skeleton
     from weir.policies import Pipe, parse_policy, resolve_chunk, with_pin, with_slots
 
-    model_name = one_model(argument, model_name)
+    model_name = options.one_model(argument, model_name)
     room = None if memory is None else read_bytes(memory)
     pace = None if bandwidth is None else read_bytes(bandwidth)
     model = skeleton(model_name, **loading)
-    wanted = with_slots(parse_policy(with_given_budget(policy, budget)), slots)
+    wanted = with_slots(parse_policy(options.with_given_budget(policy, budget)), slots)
     if isinstance(wanted, Pipe) and wanted.slots is None:
         if tokens is None:
             raise WeirError(
@@ -80,7 +66,9 @@ def size(
         pools = (p if p.slots() is not None else p.resized(tokens) for p in wanted.pools)
         wanted = Pipe(tuple(pools), f"{wanted} at {tokens:,} tokens", wanted.formats)
     else:
-        say_unused(context, ("tokens",), f"{wanted.brief} is of one size however long a stream is")
+        options.say_unused(
+            context, ("tokens",), f"{wanted.brief} is of one size however long a stream is"
+        )
     wanted = fit_to_model(with_pin(wanted, pin), model)
     chunk = resolve_chunk(wanted, chunk)
     found, sink = size_of(model, wanted, chunk=chunk), sink_of(model.config)
@@ -152,4 +140,4 @@ def _show(facts: dict[str, Any]) -> None:
             text += f", {paces['all']:,.0f} of all {facts['streams']:,} together"
         lines.append(("pace", f"{text}, at {for_people(facts['bandwidth_bytes_per_s'])}/s"))
     for name, text in lines:
-        output().print(f"{name:<9} {text}", markup=False, highlight=False, soft_wrap=True)
+        print_line(f"{name:<9} {text}")

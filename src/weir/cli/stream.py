@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Context, Option
 
+from weir.cli import options
 from weir.cli.app import command
 from weir.cli.common import (
-    DEFAULT,
-    AsJson,
-    Budget,
-    Compile,
-    ModelName,
-    PolicyChunk,
-    PolicyText,
-    Seed,
-    SlotsName,
-    TextPath,
     in_lines,
-    output,
     print_json,
+    print_line,
     print_table,
-    progress,
     say,
-    say_unused,
     say_window,
+    show_progress,
     size,
     waiting,
     with_compiled_steps,
-    with_given_budget,
 )
 from weir.cli.loading import Loading, load_model, loads_model
 from weir.cli.runtime import interruptible
@@ -39,35 +27,25 @@ if TYPE_CHECKING:
     from weir.evals.perplexity import PerplexityResult
 
 
-class Positions(StrEnum):
-    """Values of `--positions`."""
-
-    rolling = "rolling"
-    original = "original"
-
-
 @command()
 @loads_model()
 def stream(
-    context: typer.Context,
-    text: TextPath,
-    model_name: ModelName = "nano",
-    policy: PolicyText = DEFAULT,
-    budget: Budget = None,
-    slots: SlotsName = None,
-    tokens: Annotated[int | None, typer.Option(min=2, help="Most tokens to read.")] = None,
-    chunk: PolicyChunk = None,
-    block: Annotated[int, typer.Option(min=1, help="Tokens per block of the table.")] = 1000,
+    context: Context,
+    text: options.TextPath,
+    model_name: options.ModelName = "nano",
+    policy: options.PolicyText = options.DEFAULT,
+    budget: options.Budget = None,
+    slots: options.SlotsName = None,
+    tokens: Annotated[int | None, Option(min=2, help="Most tokens to read.")] = None,
+    chunk: options.PolicyChunk = None,
+    block: Annotated[int, Option(min=1, help="Tokens per block of the table.")] = 1000,
     start: Annotated[
-        str | None,
-        typer.Option(help="Text to put in front, instead of the tokenizer's start token."),
+        str | None, Option(help="Text to put in front, instead of the tokenizer's start token.")
     ] = None,
-    positions: Annotated[
-        Positions, typer.Option(help="Positions counted inside the cache, or in the stream.")
-    ] = Positions.rolling,
-    seed: Seed = 0,
-    compiled: Compile = False,
-    as_json: AsJson = False,
+    positions: options.PositionsName = options.Positions.rolling,
+    seed: options.Seed = 0,
+    compiled: options.Compile = False,
+    as_json: options.AsJson = False,
     *,
     loading: Loading,
 ) -> int:
@@ -81,11 +59,11 @@ def stream(
     from weir.policies import Recompute, parse_policy, resolve_chunk, with_slots
     from weir.stream import STANDARD_INPUT, Stream, encode, read_text
 
-    wanted = with_slots(parse_policy(with_given_budget(policy, budget)), slots)
+    wanted = with_slots(parse_policy(options.with_given_budget(policy, budget)), slots)
     chunk = resolve_chunk(wanted, chunk)
     if isinstance(wanted, Recompute):
         unused = ("chunk", "positions", "seed")
-        say_unused(context, unused, "recompute reads its window anew and draws nothing")
+        options.say_unused(context, unused, "recompute reads its window anew and draws nothing")
     words = read_text(text)
     model, tokenizer = load_model(model_name, loading)
     with_compiled_steps(model, compiled)
@@ -97,30 +75,24 @@ def stream(
     if positions.value == "rolling":
         say_window(model, wanted, chunk)
     reader = Stream(model, wanted, chunk=chunk, seed=seed, positions=positions.value)
-    with interruptible() as interrupt, progress() as bar:
-        task = bar.add_task(wanted.brief, total=len(ids), note="")
+    with interruptible() as interrupt, show_progress(wanted.brief, len(ids)) as show:
 
-        def show(reading: PerplexityResult) -> bool:
+        def step(reading: PerplexityResult) -> bool:
             note = f"perplexity {reading.ppl:.2f}, {reading.tokens_per_s:,.0f} tokens/s"
-            bar.update(task, completed=reading.tokens, note=note)
+            show(completed=reading.tokens, note=note)
             if in_lines():
                 lines.upto(reading)
             return bool(interrupt)
 
         lines = _Lines()
-        reading = read(reader, ids, block=block, in_steps=compiled, on_step=show)
+        reading = read(reader, ids, block=block, in_steps=compiled, on_step=step)
     ended = (
         f"{interrupt.word} after {reading.tokens:,} of {len(ids):,} tokens" if interrupt else None
     )
     if as_json:
         if ended:
             say(ended)
-        settings = {
-            "chunk": chunk,
-            "positions": positions.value,
-            "seed": seed,
-            "start": start,
-        }
+        settings = {"chunk": chunk, "positions": positions.value, "seed": seed, "start": start}
         print_json(
             {"model": model_name, **reading.as_json(), **settings, "interrupted": bool(interrupt)}
         )
@@ -173,4 +145,4 @@ def _print(model_name: str, policy: str, reading: PerplexityResult, ended: str |
     if reading.memory_growth is not None:
         lines.append(f"process memory since token 5,000: +{size(reading.memory_growth)}")
     for line in lines:
-        output().print(line, markup=False, highlight=False, soft_wrap=True)
+        print_line(line)

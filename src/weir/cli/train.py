@@ -6,10 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from weir.cli.app import command
-from weir.cli.common import AsJson, Seed, output, print_json, progress, say
+from weir.cli.common import print_json, print_line, progress, say
+from weir.cli.options import AsJson, Seed
 from weir.cli.runtime import Terminated, freeze_imports
 from weir.errors import WeirError
 
@@ -17,50 +18,44 @@ if TYPE_CHECKING:
     from weir.train import Preset, TrainingRecipe
 
 Books = Annotated[
-    Path, typer.Option(help="Books: UTF-8, plain or .xz, with a NUL byte on a line between two.")
+    Path, Option(help="Books: UTF-8, plain or .xz, with a NUL byte on a line between two.")
 ]
 PresetName = Annotated[
-    str, typer.Option(help="nano, small (two cores), medium or large (160 million; a GPU).")
+    str, Option(help="nano, small (two cores), medium or large (160 million; a GPU).")
 ]
-Compiled = Annotated[bool, typer.Option(help="Compile the model; faster after a minute.")]
+Compiled = Annotated[bool, Option(help="Compile the model; faster after a minute.")]
 
 
 @command()
 def train(
-    out: Annotated[
-        Path, typer.Option(help="Folder for the model; an interrupted run there continues.")
-    ],
+    out: Annotated[Path, Option(help="Folder for the model; an interrupted run there continues.")],
     text: Books,
     preset: PresetName = "nano",
     sink: Annotated[
-        str | None,
-        typer.Option(help="none, zero, learnable, learnable:N, or taught (nano's)."),
+        str | None, Option(help="none, zero, learnable, learnable:N, or taught (nano's).")
     ] = None,
     tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens to train on; by default as many as suit the text."),
+        int | None, Option(min=1, help="Tokens to train on; by default as many as suit the text.")
     ] = None,
     vocabulary: Annotated[
-        int | None, typer.Option(min=300, max=65_000, help="Size of the tokenizer's vocabulary.")
+        int | None, Option(min=300, max=65_000, help="Size of the tokenizer's vocabulary.")
     ] = None,
     exercises: Annotated[
-        str, typer.Option(help="Recall exercises: on, off, or auto (if the text has the words).")
+        str, Option(help="Recall exercises: on, off, or auto (if the text has the words).")
     ] = "auto",
-    shape: Annotated[
-        str | None, typer.Option(help="llama, qwen3 (QK norm), or alibi (an MPT).")
-    ] = None,
-    width: Annotated[int | None, typer.Option(min=8, help="Size of the hidden states.")] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Number of layers.")] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help="Attention heads per layer.")] = None,
+    shape: Annotated[str | None, Option(help="llama, qwen3 (QK norm), or alibi (an MPT).")] = None,
+    width: Annotated[int | None, Option(min=8, help="Size of the hidden states.")] = None,
+    layers: Annotated[int | None, Option(min=1, help="Number of layers.")] = None,
+    heads: Annotated[int | None, Option(min=1, help="Attention heads per layer.")] = None,
     kv_heads: Annotated[
-        int | None, typer.Option(min=1, help="KV heads per layer; by default --heads if given.")
+        int | None, Option(min=1, help="KV heads per layer; by default --heads if given.")
     ] = None,
     length: Annotated[
-        int | None, typer.Option(min=16, help="Tokens of text in a sample: the window.")
+        int | None, Option(min=16, help="Tokens of text in a sample: the window.")
     ] = None,
-    rows: Annotated[int | None, typer.Option(min=1, help="Samples per step.")] = None,
-    optimizer: Annotated[str | None, typer.Option(help="muon or adamw.")] = None,
-    rate: Annotated[float | None, typer.Option(min=0.0, help="Highest learning rate.")] = None,
+    rows: Annotated[int | None, Option(min=1, help="Samples per step.")] = None,
+    optimizer: Annotated[str | None, Option(help="muon or adamw.")] = None,
+    rate: Annotated[float | None, Option(min=0.0, help="Highest learning rate.")] = None,
     seed: Seed = 0,
     compiled: Compiled = True,
     as_json: AsJson = False,
@@ -111,12 +106,9 @@ def train(
         print_json({"out": str(out), **figures})
         return
     recall = "" if figures["recall"] is None else f"; recall {figures['recall']:.1%}"
-    output().print(
+    print_line(
         f"{out}: {figures['parameters']:,} parameters; held-out book perplexity "
-        f"{figures['book_ppl']:.2f}{recall}",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
+        f"{figures['book_ppl']:.2f}{recall}"
     )
 
 

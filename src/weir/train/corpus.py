@@ -13,24 +13,18 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from weir.stream import replace_atomically
+
 START = "<|start|>"
 PAD = "<|pad|>"
 
 
-def train_tokenizer(
-    books: list[str], vocabulary: int = 4096, sinks: int = 1
-) -> PreTrainedTokenizerBase:
+def train_backend(books: list[str], vocabulary: int) -> Tokenizer:
     """Train a byte-level BPE tokenizer, for any script, with every digit a token of its own.
 
-    Every encoded text begins with `sinks` dedicated tokens, which occur nowhere else: a literal
-    "<|start|>" in a text is encoded as ordinary characters. Books too short for the vocabulary give
-    a smaller one.
+    It has no sink tokens: text has the same ids whatever sink a model has. Books too short for the
+    vocabulary give a smaller one.
     """
-    return with_sinks(train_backend(books, vocabulary), sinks)
-
-
-def train_backend(books: list[str], vocabulary: int) -> Tokenizer:
-    """Train the tokenizer without sink tokens; text has the same ids whatever sink a model has."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -53,7 +47,8 @@ def with_sinks(backend: Tokenizer, sinks: int) -> PreTrainedTokenizerBase:
     """Make the tokenizer of a model with `sinks` tokens in front of every sample; 0 for none.
 
     The first is `<|start|>`, which every vocabulary has; others are added at the vocabulary's end,
-    so that a text's ids are the same for any number.
+    so that a text's ids are the same for any number. A literal "<|start|>" in a text is encoded as
+    ordinary characters.
     """
     backend = Tokenizer.from_str(backend.to_str())
     front = [START, *(f"<|start {number}|>" for number in range(2, sinks + 1))][:sinks]
@@ -84,17 +79,14 @@ def encode(books: list[str], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
 def load_or_train(path: Path, books: list[str], vocabulary: int) -> Tokenizer:
     """Call `train_backend`, and keep the result in a file at `path` for resumed runs."""
     if not path.exists():
-        unfinished = path.with_suffix(".tmp")
-        train_backend(books, vocabulary).save(str(unfinished))
-        unfinished.replace(path)
+        with replace_atomically(path) as new:
+            train_backend(books, vocabulary).save(str(new))
     return Tokenizer.from_file(str(path))
 
 
 def load_or_encode(path: Path, books: list[str], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """Call `encode`, and keep the result in a `.npy` file at `path` for resumed runs."""
     if not path.exists():
-        unfinished = path.with_suffix(".tmp")
-        with unfinished.open("wb") as file:
-            np.save(file, encode(books, tokenizer))
-        unfinished.replace(path)
+        with replace_atomically(path) as new:
+            np.save(new, encode(books, tokenizer))
     return np.load(path, mmap_mode="r")

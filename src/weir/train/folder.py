@@ -20,8 +20,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from weir.errors import WeirError
-from weir.stream import read_books
-from weir.train import checkpoint, corpus, loop
+from weir.stream import read_books, replace_atomically
+from weir.train import corpus, loop
 from weir.train.exercises import PRACTICED, Words
 from weir.train.log import plot_losses
 from weir.train.loop import Lesson, OnStep
@@ -92,19 +92,15 @@ def run(
     processes = Processes.here()
     with _folder(out, begun, recipe, processes) as work:
         common = shared or work
-        if processes.is_first:
-            common.mkdir(parents=True, exist_ok=True)
-            corpus.load_or_train(common / "base.json", books, vocabulary)
-        processes.wait()
-        backend = corpus.load_or_train(common / "base.json", books, vocabulary)
+        common.mkdir(parents=True, exist_ok=True)
+        with processes.first_before_others():
+            backend = corpus.load_or_train(common / "base.json", books, vocabulary)
         tokenizer = corpus.with_sinks(backend, recipe.kind.count)
         recipe = _with_exercises(recipe, tokenizer, exercises, on_note)
         if (filled := backend.get_vocab_size()) < vocabulary:
             on_note(f"the text fills a vocabulary of {filled:,} tokens, not {vocabulary:,}")
-        if processes.is_first:
-            corpus.load_or_encode(common / "tokens.npy", books, tokenizer)
-        processes.wait()
-        tokens = corpus.load_or_encode(common / "tokens.npy", books, tokenizer)
+        with processes.first_before_others():
+            tokens = corpus.load_or_encode(common / "tokens.npy", books, tokenizer)
         if fit_tokens:
             recipe = replace(recipe, tokens=fitting(recipe.tokens, len(tokens)))
         lesson = Lesson.of(recipe, tokenizer, tokens)
@@ -121,11 +117,7 @@ def run(
     # Read back, since saving has rounded the weights.
     saved = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     saved.to(processes.device)  # type: ignore[arg-type]
-    return {
-        **loop.figures(saved, lesson),
-        "vocabulary": len(tokenizer),
-        "recipe": asdict(recipe),
-    }
+    return {**loop.figures(saved, lesson), "vocabulary": len(tokenizer), "recipe": asdict(recipe)}
 
 
 def fitting(most: int, size: int) -> int:
@@ -209,9 +201,7 @@ def _check_old(work: Path, out: Path, begun: dict[str, Any], recipe: TrainingRec
             "that, or another folder"
         )
     # Exercises are compared later, since a tokenizer that lacks their words removes them.
-    checkpoint.check_same(
-        replace(recipe, exercise_rows=0), {**of_old, "exercise_rows": 0}, str(out)
-    )
+    replace(recipe, exercise_rows=0).check_same({**of_old, "exercise_rows": 0}, out)
 
 
 def _note_down(work: Path, begun: dict[str, Any], recipe: TrainingRecipe) -> None:
@@ -219,10 +209,9 @@ def _note_down(work: Path, begun: dict[str, Any], recipe: TrainingRecipe) -> Non
     noted = work / "run.json"
     if noted.exists():
         old = json.loads(noted.read_text("utf-8"))
-        checkpoint.check_same(recipe, old["recipe"], str(work.parent))
-    unfinished = noted.with_suffix(".tmp")
-    unfinished.write_text(json.dumps({**begun, "recipe": asdict(recipe)}, indent=1) + "\n", "utf-8")
-    unfinished.replace(noted)
+        recipe.check_same(old["recipe"], work.parent)
+    with replace_atomically(noted) as new:
+        new.write_text(json.dumps({**begun, "recipe": asdict(recipe)}, indent=1) + "\n", "utf-8")
 
 
 def _finish(

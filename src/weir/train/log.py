@@ -7,12 +7,14 @@ no step is logged twice.
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
+
+from weir.stream import replace_atomically
 
 COLUMNS = (
     "step",
@@ -29,47 +31,36 @@ COLUMNS = (
 sinks can be compared; `objective` is minimized. The last two columns are filled at checkpoints."""
 
 
-class Log:
-    """Writer of a run's log, which first drops lines of steps after `done`.
+@contextmanager
+def open_log(
+    path: Path, done: int, *, writing: bool = True
+) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """Open a run's log, and drop its lines of steps after `done`.
 
     Args:
         path: the .csv file.
         done: number of steps done.
         writing: false in processes that do not write the log.
+
+    Yields:
+        A function that appends a step's line and flushes it to the file.
     """
+    if not writing:
+        yield lambda facts: None
+        return
+    kept = [row for row in read_log(path) if row["step"] <= done] if path.exists() else []
+    with replace_atomically(path) as new, new.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(kept)
+    with path.open("a", newline="", encoding="utf-8") as file:
+        appender = csv.DictWriter(file, COLUMNS, "", "ignore", lineterminator="\n")
 
-    def __init__(self, path: Path, done: int, *, writing: bool = True) -> None:
-        self._file: TextIO | None = None
-        if not writing:
-            return
-        kept = [row for row in read_log(path) if row["step"] <= done] if path.exists() else []
-        unfinished = path.with_suffix(".tmp")
-        with unfinished.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(kept)
-        unfinished.replace(path)
-        self._file = path.open("a", newline="", encoding="utf-8")
-        self._writer = csv.DictWriter(self._file, COLUMNS, lineterminator="\n")
+        def write(facts: Mapping[str, Any]) -> None:
+            appender.writerow(facts)
+            file.flush()
 
-    def write(self, facts: Mapping[str, Any]) -> None:
-        """Append a step's line and flush it to the file."""
-        if self._file is None:
-            return
-        self._writer.writerow({name: facts.get(name, "") for name in COLUMNS})
-        self._file.flush()
-
-    def __enter__(self) -> Log:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._file is not None:
-            self._file.close()
+        yield write
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

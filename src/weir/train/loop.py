@@ -14,20 +14,21 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weir.errors import WeirError
 from weir.models import window_of
-from weir.train import checkpoint, exercises
+from weir.stream import replace_atomically
+from weir.train import exercises
 from weir.train.exercises import Words
-from weir.train.log import Log
+from weir.train.log import open_log
 from weir.train.processes import Processes
 from weir.train.recipe import TrainingRecipe
 from weir.train.shapes import layers_of, new_model
@@ -255,6 +256,50 @@ def recall_accuracy(
     return float((np.concatenate(guessed) == np.stack(answers)).all(axis=1).mean())
 
 
+def save_checkpoint(
+    path: Path,
+    recipe: TrainingRecipe,
+    model: nn.Module,
+    steppers: list[torch.optim.Optimizer],
+    step: int,
+    seconds: float,
+) -> None:
+    """Write weights, optimizers, step and recipe; a run killed meanwhile keeps the previous file.
+
+    Batches and learning rates follow from recipe and step, and training draws no random numbers, so
+    there is no generator state to save.
+    """
+    state = {
+        "model": model.state_dict(),
+        "optimizers": [stepper.state_dict() for stepper in steppers],
+        "step": step,
+        "seconds": seconds,
+        "recipe": asdict(recipe),
+    }
+    with replace_atomically(path) as new:
+        torch.save(state, new)
+
+
+def restore_checkpoint(
+    path: Path, recipe: TrainingRecipe, model: nn.Module, steppers: list[torch.optim.Optimizer]
+) -> tuple[int, float]:
+    """Load a checkpoint into model and optimizers, and return its step and the seconds so far.
+
+    Without a checkpoint the result is (0, 0.0).
+
+    Raises:
+        WeirError: the run was begun with another recipe.
+    """
+    if not path.exists():
+        return 0, 0.0
+    state = torch.load(path, weights_only=True, map_location="cpu")
+    recipe.check_same(state["recipe"], path)
+    model.load_state_dict(state["model"])
+    for stepper, held in zip(steppers, state["optimizers"], strict=True):
+        stepper.load_state_dict(held)
+    return int(state["step"]), float(state["seconds"])
+
+
 OnStep = Callable[[int, int, dict[str, Any]], None]
 """Callback after every step, with its number, the number of steps, and the figures so far."""
 
@@ -311,10 +356,10 @@ def train(
     model = new_model(recipe, tokenizer).to(processes.device)  # type: ignore[arg-type]
     steppers = optimizers(model, recipe)
     saved = out / "checkpoint.pt"
-    first, seconds = checkpoint.restore(saved, recipe, model, steppers)
+    first, seconds = restore_checkpoint(saved, recipe, model, steppers)
     losses_of = torch.compile(losses) if compiled else losses
     began = time.monotonic() - seconds
-    with Log(out / "loss.csv", first, writing=processes.is_first) as log:
+    with open_log(out / "loss.csv", first, writing=processes.is_first) as log:
         for step in range(first, recipe.steps):
             started = time.monotonic()
             step_losses = _step(recipe, lesson, step, model, steppers, losses_of, processes)
@@ -335,11 +380,11 @@ def train(
             if (step + 1) % look_every == 0 or step + 1 == recipe.steps:
                 seconds = time.monotonic() - began
                 facts |= _look(model, lesson, seconds)
+                log(facts)
                 if processes.is_first:
-                    log.write(facts)
-                    checkpoint.save(saved, recipe, model, steppers, step + 1, seconds)
+                    save_checkpoint(saved, recipe, model, steppers, step + 1, seconds)
             else:
-                log.write(facts)
+                log(facts)
             on_step(step + 1, recipe.steps, facts)
     return model
 

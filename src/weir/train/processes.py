@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +85,10 @@ class Processes:
         parts = summed.split([gradient.numel() for gradient in gradients])
         for gradient, part in zip(gradients, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
+
+    def first_before_others(self) -> AbstractContextManager[None]:
+        """Return a block that process 0 has ended before the others begin it."""
+        return self.state.main_process_first() if self.state is not None else nullcontext()
 
     def wait(self) -> None:
         """Wait until all processes have called this."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from weir.errors import WeirError, quote
@@ -206,15 +207,22 @@ class TrainingRecipe:
         """Return whether the sink loss is added at a step."""
         return self.kind.taught and self.sink_weight > 0 and step >= self.sinks_after * self.steps
 
-    def differs_from(self, begun: Mapping[str, Any]) -> str | None:
-        """Return the first field that differs from the recipe a run was begun with; None if equal.
+    def check_same(self, begun: Mapping[str, Any], where: Path) -> None:
+        """Refuse to continue a run that was begun with another recipe.
 
         The number of tokens may differ: a run can be made longer or shorter under way.
+
+        Raises:
+            WeirError: the recipes differ; the message names the first field that does.
         """
-        # A field missing from an older run has its default, which all runs had then.
-        held = {field.name: begun.get(field.name, field.default) for field in fields(self)}
-        names = (name for name in held if name != "tokens")
-        return next((name for name in names if held[name] != getattr(self, name)), None)
+        for field in fields(self):
+            name = field.name
+            # A field missing from an older run has its default, which all runs had then.
+            if name != "tokens" and begun.get(name, field.default) != getattr(self, name):
+                raise WeirError(
+                    f"{where} was begun with {name}={begun.get(name)}, not {getattr(self, name)}: "
+                    "give that, or another folder"
+                )
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,6 @@ def test_both_bandwidths_are_of_the_same_bytes(monkeypatch: pytest.MonkeyPatch) 
 
 def ran(both: dict, times: dict) -> dict:
     """Times that are known, of steps that were done."""
-    for contender in both.values():
-        contender.step()
+    for step in both.values():
+        step()
     return times

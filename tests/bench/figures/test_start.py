@@ -6,25 +6,27 @@ from dataclasses import replace
 
 import pytest
 
-from weir_bench.figure import QUICK, Setting, Skipped
+from weir_bench.figure import QUICK, Setting, Skipped, run_python
 from weir_bench.figures import start as figure
-from weir_bench.figures.start import run, start
+from weir_bench.figures.start import start
 
 
 def test_a_process_that_fails_is_told_by_its_last_word(tmp_path):
-    run(
+    run_python(
         f"import sys; open({str(tmp_path / 'said')!r}, 'w').write(input() + sys.argv[1])",
         "b",
         said="a",
     )
     assert (tmp_path / "said").read_text() == "ab"
     with pytest.raises(Skipped, match="a script failed: ZeroDivisionError"):
-        run("1 / 0")
+        run_python("1 / 0")
 
 
 def test_each_command_stands_beside_what_nobody_can_do_without(monkeypatch):
     ran = []
-    monkeypatch.setattr(figure, "run", lambda code, *words, said="": ran.append((words, said)))
+    monkeypatch.setattr(
+        figure, "run_python", lambda code, *words, said="": ran.append((words, said))
+    )
     assert len(list(start(Setting(QUICK)))) == 2
     ran.clear()
     rows = list(start(Setting(replace(QUICK, nano=True))))
