@@ -17,14 +17,7 @@ from weir.errors import WeirError, quote
 
 FORMAT = 1
 SUFFIX = ".toml"
-MODEL = {
-    "kind": str,
-    "layers": int,
-    "width": int,
-    "vocabulary": int,
-    "dtype": str,
-    "weights": str,
-}
+MODEL = {"kind": str, "layers": int, "width": int, "vocabulary": int, "dtype": str, "weights": str}
 """The fingerprint of a model in a file, as `models.fingerprint` makes it."""
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 """Kinds of paths that are no regular files, by the type in their mode; others are devices."""

@@ -17,13 +17,7 @@ from typing import Any, ClassVar, Self, cast
 from torch import Tensor
 
 from weir.errors import WeirError, format_value
-from weir.policies.checks import (
-    check_fold,
-    check_formats,
-    check_mass,
-    check_place,
-    check_state,
-)
+from weir.policies.checks import check_fold, check_formats, check_mass, check_place, check_state
 from weir.policies.registry import NAMED, PolicyCall
 from weir.pools import Fold, Pool
 from weir.slab import FORMATS, Format, Slots
@@ -55,8 +49,10 @@ class Policy(ABC):
     Attributes:
         text: the policy as it was written, or as it can be.
         called: how it was called, if it was made by its name; None for one made of pools.
+        is_pipe: whether it is a pipe, or the pyramid of one.
     """
 
+    is_pipe: ClassVar[bool] = False
     text: str
     called: PolicyCall | None = None
 
@@ -116,6 +112,11 @@ def resolve_chunk(policy: Policy, chunk: int | None) -> int:
     return CHUNK if measured is None else measured
 
 
+def _of_any(name: str) -> cached_property[bool]:
+    """Make a property of a `Pipe` that says whether a pool has the property of this name."""
+    return cached_property(lambda pipe: any(getattr(pool, name) for pool in pipe.pools))
+
+
 @dataclass(frozen=True, repr=False)
 class Pipe(Policy):
     """Pools in the order tokens flow through them.
@@ -126,6 +127,8 @@ class Pipe(Policy):
         formats: the format of each pool's slots, by the names of `slab.FORMATS`; "" for exact
             ones. Without any, all are exact.
     """
+
+    is_pipe = True
 
     pools: tuple[Pool, ...]
     text: str = field(default="", compare=False)
@@ -201,45 +204,18 @@ class Pipe(Policy):
         """Count the slots of some pools per KV head, those without a limit left out."""
         return sum(self.pools[i].slots() or 0 for i in pools)
 
-    @cached_property
-    def needs_mass(self) -> bool:
-        """Whether a pool reads accumulated attention."""
-        return any(pool.needs_mass for pool in self.pools)
-
-    @cached_property
-    def needs_second_reading(self) -> bool:
-        """Whether a pool has each chunk read twice (`Pool.needs_second_reading`)."""
-        return any(pool.needs_second_reading for pool in self.pools)
+    needs_mass = _of_any("needs_mass")
+    needs_second_reading = _of_any("needs_second_reading")
+    needs_shares = _of_any("needs_shares")
+    needs_gates = _of_any("needs_gates")
+    needs_marks = _of_any("needs_marks")
+    log_n = _of_any("log_n")
+    two_weights = _of_any("two_weights")
 
     @cached_property
     def needs_queries(self) -> int:
         """The number of last queries that the pools read."""
         return max(pool.needs_queries for pool in self.pools)
-
-    @cached_property
-    def needs_shares(self) -> bool:
-        """Whether a pool reads the attention of each of these queries, not only sums."""
-        return any(pool.needs_shares for pool in self.pools)
-
-    @cached_property
-    def needs_gates(self) -> bool:
-        """Whether a pool reads the layer's gate."""
-        return any(pool.needs_gates for pool in self.pools)
-
-    @cached_property
-    def needs_marks(self) -> bool:
-        """Whether a pool reads the marks of rows (`weir.pools.Marks`)."""
-        return any(pool.needs_marks for pool in self.pools)
-
-    @cached_property
-    def log_n(self) -> bool:
-        """Whether logits are scaled by log_512 of the number of tokens a query sees."""
-        return any(pool.log_n for pool in self.pools)
-
-    @cached_property
-    def two_weights(self) -> bool:
-        """Whether a pool sets a and b apart."""
-        return any(pool.two_weights for pool in self.pools)
 
     def fold(
         self, held: list[Slots], new: Slots, fold: Fold, states: list[dict[str, Tensor]]

@@ -107,6 +107,8 @@ class Pyramid(Policy):
         beta: the average number of slots over that of the top layer; 1 is no pyramid.
     """
 
+    is_pipe = True
+
     pipe: Pipe
     beta: float = 20.0
     text: str = field(default="", compare=False)
@@ -136,10 +138,7 @@ class Pyramid(Policy):
         return Pipe(pools, formats=self.pipe.formats)
 
 
-@named(
-    "Cai et al. 2024, PyramidKV, its budgets around any pipe",
-    pipe="pyramid(snap(256, window=8), beta=20.0)",
-)
+@named("Cai et al. 2024, PyramidKV, its budgets around any pipe")
 def pyramid(pipe: Policy | None = None, beta: float = 20.0) -> Policy:
     """A pipe with more slots in the lower layers and fewer in the upper ones, the same in all.
 
@@ -160,8 +159,7 @@ def pyramid(pipe: Policy | None = None, beta: float = 20.0) -> Policy:
 
 @named(
     "Cai et al. 2024, PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information "
-    "Funneling",
-    pipe="pyramid(snap(256, window=8), beta=20.0)",
+    "Funneling"
 )
 def pyramidkv(
     budget: int = 256,

@@ -35,12 +35,16 @@ class NamedPolicy:
     Attributes:
         make: returns the policy, given its parameters.
         paper: where the policy comes from.
-        pipe: the default pipe, as text; None if it is not given, or the policy is no pipe.
     """
 
     make: Callable[..., Any]
     paper: str
-    pipe: str | None = None
+
+    @property
+    def pipe(self) -> str | None:
+        """The default pipe or pyramid, as text; None for other policies."""
+        made = self.make()
+        return made.text if made.is_pipe else None
 
 
 NAMED: dict[str, NamedPolicy] = {}
@@ -102,7 +106,7 @@ class PolicyCall:
         return f"{self.name}({plain})" if plain else self.name
 
 
-def named(paper: str, pipe: str | None = None) -> Callable[[Make], Make]:
+def named(paper: str) -> Callable[[Make], Make]:
     """Register a function as the policy of its name.
 
     The function may be defined again, as when a cell of a notebook is run twice. The policy that it
@@ -110,7 +114,6 @@ def named(paper: str, pipe: str | None = None) -> Callable[[Make], Make]:
 
     Args:
         paper: where the policy comes from.
-        pipe: the default pipe, for lists that are printed without importing PyTorch.
 
     Raises:
         WeirError: it is no function, or its name cannot be written in a policy or is taken.
@@ -136,7 +139,7 @@ def named(paper: str, pipe: str | None = None) -> Callable[[Make], Make]:
             called = PolicyCall.by_name(name, signature.bind(*args, **kwargs).arguments)
             return policy.as_written(policy.text, called)
 
-        NAMED[name] = NamedPolicy(makes, paper, pipe)
+        NAMED[name] = NamedPolicy(makes, paper)
         return cast(Make, makes)
 
     return register

@@ -34,8 +34,7 @@ LEAST_NEAR = 256
 
 @named(
     "weir's own: StreamingLLM's window in slots of 4 bits, longer in layers that look up earlier "
-    "tokens",
-    pipe="sink(4) | recent(16) | recent(1004):int4",
+    "tokens"
 )
 def weir(
     budget: int | None = None,
@@ -110,10 +109,7 @@ def fit_budgets(policy: Policy, layers: int, looking: Collection[int], most: int
     return Layered(tuple(weir(**given, budget=size) for size in sizes))
 
 
-@named(
-    "weir's own: StreamingLLM, SubGen's k centers (Zandieh et al. 2024), slots of 8 bits",
-    pipe="sink(4) | recent(16) | recent(151):int8 | kcenter(85, quiet=2.0, half_life=4096):int8",
-)
+@named("weir's own: StreamingLLM, SubGen's k centers (Zandieh et al. 2024), slots of 8 bits")
 def centers(
     budget: int = 256,
     sinks: int = 4,

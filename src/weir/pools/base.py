@@ -285,8 +285,20 @@ class Pool(ABC):
         """
 
 
+class SizedPool(Pool):
+    """A pool whose first parameter is its number of slots, 1 or more."""
+
+    def __post_init__(self) -> None:
+        if self.slots() < 1:
+            raise WeirError(f"{self.name} keeps at least 1 token, not {self.slots()}")
+
+    def slots(self) -> int:
+        """Return the first parameter."""
+        return int(getattr(self, fields(cast(Any, self))[0].name))
+
+
 def _of_inner(name: str) -> Any:
-    """Make a property of a `PoolWrapper` that is the one of the pool inside."""
+    """Make an attribute or method of a `PoolWrapper` that is the one of the pool inside."""
     return property(lambda self: getattr(self.pool, name))
 
 
@@ -309,30 +321,12 @@ class PoolWrapper(Pool):
     log_n = _of_inner("log_n")
     heads_agree = _of_inner("heads_agree")
     is_stochastic = _of_inner("is_stochastic")
-
-    def check(self, before: tuple[Pool, ...]) -> None:
-        """Refuse what the pool inside refuses."""
-        self.pool.check(before)
-
-    def state(self, like: Slots) -> dict[str, Tensor]:
-        """Make the state of the pool inside."""
-        return self.pool.state(like)
-
-    def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
-        """See `Pool.wrong_state`."""
-        return self.pool.wrong_state(state, held, ahead)
-
-    def report(self, state: dict[str, Tensor], row: int) -> dict[str, Any]:
-        """Return the facts of the pool inside."""
-        return self.pool.report(state, row)
-
-    def slots(self) -> int:
-        """As the pool inside."""
-        return self.pool.slots() or 0
-
-    def fixed(self, before: tuple[Pool, ...]) -> int:
-        """As the pool inside."""
-        return self.pool.fixed(before)
+    check = _of_inner("check")
+    state = _of_inner("state")
+    wrong_state = _of_inner("wrong_state")
+    report = _of_inner("report")
+    slots = _of_inner("slots")
+    fixed = _of_inner("fixed")
 
     def resized(self, slots: int) -> Pool:
         """Return the same around the pool inside in another size."""

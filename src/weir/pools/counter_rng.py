@@ -106,14 +106,12 @@ class CounterRNG:
     def _mix_tokens(self, purpose: int, position: Tensor) -> Tensor:
         """Mix all parts of a key but the index [batch, kv_heads, n]."""
         heads = torch.arange(position.shape[1], device=position.device)[None, :, None] + self.first
-        return _mix_in(_mix_in(self._mix_rows(purpose, position), heads), position)
-
-    def _mix_rows(self, purpose: int, position: Tensor) -> Tensor:
-        """Mix seed, layer, pool and purpose [1], or [batch, 1, 1] if seeds differ."""
         started = self._start_rows(purpose, position.shape[0])
         if len(set(started)) == 1:
-            return position.new_full((1,), started[0])
-        return position.new_tensor(started)[:, None, None]
+            rows = position.new_full((1,), started[0])
+        else:
+            rows = position.new_tensor(started)[:, None, None]
+        return _mix_in(_mix_in(rows, heads), position)
 
     def _start_rows(self, purpose: int, batch: int) -> list[int]:
         """Mix seed, layer, pool and purpose of each row."""

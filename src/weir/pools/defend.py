@@ -19,14 +19,7 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.pools.base import Fold, is_within
-from weir.pools.ranked import (
-    TALLY,
-    Asking,
-    Tallied,
-    check_kernel,
-    pool_neighbors,
-    select_highest,
-)
+from weir.pools.ranked import TALLY, Asking, Tallied, check_kernel, pool_neighbors, select_highest
 from weir.pools.registry import pool
 from weir.slab import Slots
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weir.errors import WeirError
-from weir.pools.base import Fold, Pool, split
+from weir.pools.base import Fold, Pool, SizedPool, split
 from weir.pools.registry import pool
 from weir.slab import Slots
 
 
 @pool("header")
 @dataclass(frozen=True)
-class Header(Pool):
+class Header(SizedPool):
     """Keep the tokens that begin the running turn, at the place that a row's `Marks` give.
 
     If the header is longer than there are slots, its first tokens stay. When another turn begins,
@@ -31,14 +30,6 @@ class Header(Pool):
     heads_agree = True  # a place in the stream decides
 
     n: int = 16
-
-    def __post_init__(self) -> None:
-        if self.n < 1:
-            raise WeirError(f"header keeps at least 1 token, not {self.n}")
-
-    def slots(self) -> int:
-        """Return the slots of the longest header."""
-        return self.n
 
     def fixed(self, before: tuple[Pool, ...]) -> int:
         """Return all slots: a header is as long in every layer."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools.base import Fold, Pool, is_within, split
+from weir.pools.base import Fold, SizedPool, is_within, split
 from weir.pools.registry import pool
 from weir.slab import EMPTY, Slots
 
@@ -24,7 +24,7 @@ _LAST = torch.iinfo(torch.int64).max
 
 @pool("hive")
 @dataclass(frozen=True)
-class Hive(Pool):
+class Hive(SizedPool):
     """Keep local maxima of the attention: BUZZ's beehive.
 
     Attention is summed over all queries since a token arrived and over the query heads of its
@@ -59,10 +59,6 @@ class Hive(Pool):
                 f"a threshold of {self.threshold} is less than one segment of {self.stride} "
                 f"tokens; take a threshold of {self.stride} or more, or a smaller stride"
             )
-
-    def slots(self) -> int:
-        """Return the threshold; a token too many waits in the tail until the fold."""
-        return self.threshold
 
     def state(self, like: Slots) -> dict[str, Tensor]:
         """Make `settled`, the place of the newest token that went through an eviction

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from weir import kernels
 from weir.errors import WeirError
-from weir.pools.base import MOST_WEIGHT, Fold, Pool, split
+from weir.pools.base import MOST_WEIGHT, Fold, SizedPool, split
 from weir.pools.ranked import pool_neighbors, select_highest
 from weir.pools.registry import pool
 from weir.slab import Slots
@@ -34,7 +34,7 @@ LEAST_AGED = 1e-12
 
 @pool("kcenter")
 @dataclass(frozen=True)
-class KCenter(Pool):
+class KCenter(SizedPool):
     """Keep k centers of the keys, each KV head its own.
 
     The oldest token is the first center (the paper leaves it open), so the model's attention sink
@@ -67,8 +67,7 @@ class KCenter(Pool):
     half_life: int | None = None
 
     def __post_init__(self) -> None:
-        if self.k < 1:
-            raise WeirError(f"kcenter keeps at least 1 token, not {self.k}")
+        super().__post_init__()
         if self.spans < 0:
             raise WeirError(f"a center brings 0 neighbors or more a side, not {self.spans}")
         if not 0 <= self.use < math.inf:
@@ -93,10 +92,6 @@ class KCenter(Pool):
     def needs_mass(self) -> bool:
         """Whether use is in the distances."""
         return self.use > 0
-
-    def slots(self) -> int:
-        """Return the number of centers."""
-        return self.k
 
     @property
     def weighs(self) -> bool:

@@ -48,14 +48,10 @@ class Output(Protocol):
         """Return W_o of each query head [kv_heads, group, hidden, value_dim]; None likewise."""
 
 
-class Gating(Protocol):
-    """A trained guess at how much tokens will be needed, as `weir.models` finds it."""
-
-    def __call__(self, keys: Tensor, values: Tensor) -> Tensor:
-        """Return the logarithm of a score [batch, kv_heads, n], float32.
-
-        Keys are without rotation; all heads have the same tokens.
-        """
+Gating = Callable[[Tensor, Tensor], Tensor]
+"""A trained guess at how much tokens will be needed, as `weir.models` finds it: from keys without
+rotation and values of tokens, the same in all heads, to log-scores [batch, kv_heads, n], float32.
+"""
 
 
 @dataclass(frozen=True)

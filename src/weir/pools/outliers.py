@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools.base import Fold, Pool, find_not_finite, gather_kept, split
+from weir.pools.base import Fold, SizedPool, find_not_finite, gather_kept, split
 from weir.pools.ranked import pool_neighbors, select_highest
 from weir.pools.registry import pool
 from weir.slab import Slots
@@ -28,7 +28,7 @@ PIECE = 64
 
 @pool("outliers")
 @dataclass(frozen=True)
-class Outliers(Pool):
+class Outliers(SizedPool):
     """Keep the tokens whose keys point away most from the keys that came before them.
 
     The measure is the cosine of a key with the mean of the latest keys, its own among them, as it
@@ -61,10 +61,6 @@ class Outliers(Pool):
             )
         if self.below is not None and not -1 <= self.below <= 1:
             raise WeirError(f"below of outliers is a cosine, from -1 to 1, not {self.below}")
-
-    def slots(self) -> int:
-        """Return the number it was given."""
-        return self.n
 
     def state(self, like: Slots) -> dict[str, Tensor]:
         """Make `sum`, the fading sum of all keys that came [batch, kv_heads, key_dim], and `away`,

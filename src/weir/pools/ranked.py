@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import fields, replace
-from typing import Any, cast
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools.base import Fold, Pool, find_not_finite, gather_kept, split
+from weir.pools.base import Fold, SizedPool, find_not_finite, gather_kept, split
 from weir.slab import Slots
 
 Choose = Callable[[int, Slots, tuple[Tensor, ...]], Tensor]
@@ -26,16 +25,12 @@ TALLY = "tally"
 """The name of a tallied pool's numbers in `Fold.state`."""
 
 
-class Ranked(Pool):
+class Ranked(SizedPool):
     """Keep the tokens of the highest score, as many as its first parameter says, by KV head.
 
     Of equal scores the older token stays. Weights stay as they came. While there is room nothing is
     scored, and everything stays.
     """
-
-    def __post_init__(self) -> None:
-        if self.slots() < 1:
-            raise WeirError(f"{self.name} keeps at least 1 token, not {self.slots()}")
 
     @abstractmethod
     def score(self, slots: Slots, fold: Fold) -> Tensor | tuple[Tensor, ...]:
@@ -50,10 +45,6 @@ class Ranked(Pool):
             that goes even if there is room. A tuple of such tensors if age alone is not to decide
             between equal scores: where the first is equal the second decides, and so on.
         """
-
-    def slots(self) -> int:
-        """Return the first parameter: as many slots as tokens are kept."""
-        return int(getattr(self, fields(cast(Any, self))[0].name))
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
         """Rank if there are too many; both what stays and what flows on have the oldest first.

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weir.errors import WeirError
-from weir.pools.base import Fold
+from weir.pools.base import Fold, SizedPool
 from weir.pools.registry import pool
 from weir.pools.sample import Sample
 from weir.slab import Slots
@@ -22,7 +21,7 @@ from weir.slab import Slots
 
 @pool("reservoir")
 @dataclass(frozen=True)
-class Reservoir(Sample):
+class Reservoir(SizedPool, Sample):
     """Keep a uniform sample of all that arrives, by Algorithm R.
 
     Attributes:
@@ -38,18 +37,10 @@ class Reservoir(Sample):
     weighted: bool = False
     per_head: bool = False
 
-    def __post_init__(self) -> None:
-        if self.n < 1:
-            raise WeirError(f"reservoir keeps at least 1 token, not {self.n}")
-
     @property
     def heads_agree(self) -> bool:
         """Whether all heads have the same sample."""
         return not self.per_head
-
-    def slots(self) -> int:
-        """Return the number of tokens kept."""
-        return self.n
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
         """Admit arrivals as if one after the other.

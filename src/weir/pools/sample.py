@@ -9,7 +9,6 @@ applied anew at each fold, so that rounding never adds up.
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from dataclasses import replace
 
 import torch
@@ -37,10 +36,6 @@ class Sample(Pool):
     def ends_pipe(self) -> bool:
         """Whether it is weighted: then its slots stand for everything that came."""
         return self.weighted
-
-    @abstractmethod
-    def slots(self) -> int | None:
-        """Return the number of tokens kept."""
 
     def state(self, like: Slots) -> dict[str, Tensor]:
         """Make `came`, the tokens that arrived so far [batch, kv_heads], int64; if the sample is

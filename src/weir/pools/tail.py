@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools.base import MOST_WEIGHT, Fold, gather_kept, is_within
+from weir.pools.base import MOST_WEIGHT, Fold, SizedPool, gather_kept, is_within
 from weir.pools.ranked import select_highest
 from weir.pools.registry import pool
 from weir.pools.sample import Sample
@@ -29,7 +29,7 @@ from weir.slab import Slots
 
 @pool("tail")
 @dataclass(frozen=True)
-class Tail(Sample):
+class Tail(SizedPool, Sample):
     """Keep a sample of all that arrives, with chances by contribution, weighted to be unbiased.
 
     The contribution of a token is the attention it received before it came here, times the length
@@ -55,8 +55,7 @@ class Tail(Sample):
     watch: int = 8
 
     def __post_init__(self) -> None:
-        if self.n < 1:
-            raise WeirError(f"tail keeps at least 1 token, not {self.n}")
+        super().__post_init__()
         if not 0 <= self.floor <= 1:
             raise WeirError(f"the floor of tail lies between 0 and 1, not at {self.floor}")
         if self.watch < 0:
@@ -71,10 +70,6 @@ class Tail(Sample):
     def needs_queries(self) -> int:
         """The number of watched queries."""
         return self.watch
-
-    def slots(self) -> int:
-        """Return the number of tokens kept."""
-        return self.n
 
     def state(self, like: Slots) -> dict[str, Tensor]:
         """Make the state of a sample and, float64: `said`, the logarithm of each slot's weight

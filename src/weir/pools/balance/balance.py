@@ -20,7 +20,7 @@ from weir.pools.balance.halving import Halving, check_block
 from weir.pools.balance.merge_reduce import Merging
 from weir.pools.balance.schedule import LEVELS, at_once, schedule
 from weir.pools.balance.separate import MOST_BUCKET, NO_BUCKET, Head, admit, bucket, doubled
-from weir.pools.base import Fold, Pool, is_within
+from weir.pools.base import Fold, SizedPool, is_within
 from weir.pools.registry import pool
 from weir.slab import EMPTY, Slots
 
@@ -33,7 +33,7 @@ many, are few (`weir attention-error --stream --blocks ...`)."""
 
 @pool("balance")
 @dataclass(frozen=True)
-class Balance(Pool):
+class Balance(SizedPool):
     """Keep halves of halves of all that arrives, balanced, and weighted for what they stand for.
 
     While there is room everything stays as it is. Then blocks are halved, the lightest tokens first
@@ -106,10 +106,6 @@ class Balance(Pool):
     def two_weights(self) -> bool:
         """Whether a and b may differ."""
         return self.sets != "shared"
-
-    def slots(self) -> int:
-        """Return the number it was given."""
-        return self.n
 
     def state(self, like: Slots) -> dict[str, Tensor]:
         """`level`, the level of each slot [batch, kv_heads, n], int64; -1 where it is not in use. A

@@ -16,7 +16,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from weir.pools.balance.halving import Halving, Sets, check_block
+from weir.pools.balance.halving import Halving, Sets
 from weir.pools.balance.schedule import LEVELS
 from weir.pools.counter_rng import CounterRNG
 from weir.slab import EMPTY, Slots, pick
@@ -316,42 +316,6 @@ class Merging:
         """0 for the first group of a head, 1 for the others [lines, 1]."""
         line = torch.arange(lines, device=self.level.device)[:, None]
         return (line % self.groups > 0).to(torch.int64)
-
-
-def compress(
-    slots: Slots, rounds: int, halving: Halving, draws: CounterRNG, scale: float, block: int = 256
-) -> Slots:
-    """Halve a whole sequence several times, all of its blocks at once: the form of appendix B.
-
-    Args:
-        slots: tokens in order [batch, kv_heads, n].
-        rounds: how often (T); about n / 2^T tokens stay.
-        halving: how; with "authors" half of the sequence stays, otherwise half of each block.
-        draws: random numbers; in round r a token is given those of purpose r.
-        scale: the factor of the logits.
-        block: tokens of a block; the last one may have fewer.
-
-    Raises:
-        WeirError: the block is not an even number of tokens.
-    """
-    check_block(block)
-    slots = slots.only(slots.held)
-    batch, heads, _ = slots.position.shape
-    for number in range(rounds):
-        blocks = -(-len(slots) // block)
-        whole = slots
-        if len(slots) % block:
-            place = torch.arange(blocks * block, device=slots.position.device)
-            place = place.where(place < len(slots), EMPTY).expand(batch, heads, -1)
-            whole = slots.take(place)
-        u = draws.uniform(number, whole.position)
-        parts = (whole.keys, whole.values, whole.a, whole.b, u)
-        shape = (batch * heads, blocks, block)
-        sets = Sets(*(t.reshape(*shape, *t.shape[3:]) for t in parts))
-        index, a, b = (t.unflatten(0, (batch, heads)) for t in halving.halve(sets, scale))
-        slots = replace(whole.take(index), a=a, b=b)
-        slots = slots.only(slots.held)
-    return slots
 
 
 def _in_front(used: Tensor) -> Tensor:

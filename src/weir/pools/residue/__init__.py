@@ -2,6 +2,4 @@
 
 from weir.pools.residue.residue import Residue
 
-__all__ = [
-    "Residue",
-]
+__all__ = ["Residue"]

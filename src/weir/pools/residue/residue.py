@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools.base import MOST_WEIGHT, Fold, Pool, gather_kept, is_within
+from weir.pools.base import MOST_WEIGHT, Fold, SizedPool, gather_kept, is_within
 from weir.pools.observed_attention import ObservedAttention
 from weir.pools.registry import pool
 from weir.pools.residue.merging import Groups, merge_nearest
@@ -35,7 +35,7 @@ LASTS = 0.9
 
 @pool("residue")
 @dataclass(frozen=True)
-class Residue(Pool):
+class Residue(SizedPool):
     """Merge all that arrives into `r` means, each KV head its own.
 
     Keys are merged without rotation, as if all tokens of a group stood at the place of its newest,
@@ -76,10 +76,6 @@ class Residue(Pool):
     def needs_queries(self) -> int:
         """The window's."""
         return self.window
-
-    def slots(self) -> int:
-        """One for each mean."""
-        return self.r
 
     def state(self, like: Slots) -> dict[str, Tensor]:
         """Of each slot the log-weights `a` and `b` of its group, without correction and gate

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.pools.base import Fold
-from weir.pools.ranked import Ranked, check_window
 from weir.pools.registry import pool
 from weir.pools.scores.last_queries import (
+    AskingAhead,
     check_ahead,
     keys_as_read,
     last_unrotated_queries,
@@ -32,7 +32,7 @@ from weir.slab import Slots
 
 @pool("expected")
 @dataclass(frozen=True)
-class Expected(Ranked):
+class Expected(AskingAhead):
     """Keep the tokens with the most attention to be expected, times |v|, each KV head its own.
 
     Attention is expected of each query head of the group, as a share of the tokens that the pool
@@ -56,14 +56,8 @@ class Expected(Ranked):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_ahead("expected", self.ahead)
-        check_window("expected", self.queries)
         if not 0 <= self.floor < torch.inf:
             raise WeirError(f"floor of expected is added to shares, 0 or more, not {self.floor:g}")
-
-    @property
-    def needs_queries(self) -> int:
-        """Those that mean and covariance are from."""
-        return self.queries
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
         """The logarithm of the expected share times the value's length [batch, kv_heads, slots].

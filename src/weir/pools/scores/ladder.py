@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools.base import Fold, Pool, split
+from weir.pools.base import Fold, SizedPool, split
 from weir.pools.registry import pool
 from weir.slab import Slots
 
@@ -24,7 +24,7 @@ RUNG = "rung"
 
 @pool("ladder")
 @dataclass(frozen=True)
-class Ladder(Pool):
+class Ladder(SizedPool):
     """Keep some of every few neighbors, other ones in each layer, ever fewer the older they are.
 
     Attributes:
@@ -47,10 +47,6 @@ class Ladder(Pool):
             raise WeirError(
                 f"ladder needs a slot for each token of a group, {self.of} or more, not {self.n}"
             )
-
-    def slots(self) -> int:
-        """Return the number it was given."""
-        return self.n
 
     def state(self, like: Slots) -> dict[str, Tensor]:
         """Make the number of oldest tokens thinned in this round [batch, kv_heads, 1], int64."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.pools.base import Fold
+from weir.pools.ranked import Ranked, check_window
 from weir.slab import Rotation, Slots
 
 
@@ -115,6 +116,21 @@ def rotate_back(keys: Tensor, turn: Rotation | None) -> Tensor:
         turn: of `mean_rotation`.
     """
     return keys if turn is None else Rotation(turn.cos, -turn.sin).apply(keys)
+
+
+class AskingAhead(Ranked):
+    """A ranked pool that takes later queries to be like the last `queries` ones."""
+
+    queries: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_window(self.name, self.queries)
+
+    @property
+    def needs_queries(self) -> int:
+        """The parameter."""
+        return self.queries
 
 
 def check_ahead(name: str, ahead: int) -> None:

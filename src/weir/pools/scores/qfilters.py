@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from weir.pools.base import Fold
-from weir.pools.ranked import Ranked, check_window
 from weir.pools.registry import pool
 from weir.pools.scores.last_queries import (
+    AskingAhead,
     keys_as_read,
     last_unrotated_queries,
     mean_rotation,
@@ -28,7 +28,7 @@ from weir.slab import Slots
 
 @pool("qfilters")
 @dataclass(frozen=True)
-class QFilters(Ranked):
+class QFilters(AskingAhead):
     """Keep the tokens whose keys point along the queries' common direction, each KV head its own.
 
     The authors take the direction from queries of a few texts, at their places, once and for all;
@@ -41,15 +41,6 @@ class QFilters(Ranked):
 
     n: int
     queries: int = 64
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_window("qfilters", self.queries)
-
-    @property
-    def needs_queries(self) -> int:
-        """Those that the direction is from."""
-        return self.queries
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
         """Return the length of each key along the direction [batch, kv_heads, slots], float64."""

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from weir.pools.base import Fold
-from weir.pools.ranked import Ranked, check_window
 from weir.pools.registry import pool
 from weir.pools.scores.last_queries import (
+    AskingAhead,
     check_ahead,
     keys_as_read,
     last_unrotated_queries,
@@ -31,7 +31,7 @@ from weir.slab import Slots
 
 @pool("tri")
 @dataclass(frozen=True)
-class Tri(Ranked):
+class Tri(AskingAhead):
     """Keep the tokens that the mean query will meet, by a sum of cosines, each KV head its own.
 
     Attributes:
@@ -48,12 +48,6 @@ class Tri(Ranked):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_ahead("tri", self.ahead)
-        check_window("tri", self.queries)
-
-    @property
-    def needs_queries(self) -> int:
-        """Those that the means are from."""
-        return self.queries
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
         """The largest of the group's scores, in standard deviations [batch, kv_heads, slots]."""

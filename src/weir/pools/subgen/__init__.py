@@ -2,6 +2,4 @@
 
 from weir.pools.subgen.subgen import SubGen
 
-__all__ = [
-    "SubGen",
-]
+__all__ = ["SubGen"]
