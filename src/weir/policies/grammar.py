@@ -17,8 +17,7 @@ from typing import Any, ClassVar
 from weir.errors import PolicyError, WeirError, find_nearest, quote
 from weir.policies.checks import check_format, check_place
 from weir.policies.file import is_file, read_policy_file
-from weir.policies.layered import Layered
-from weir.policies.pipe import Origin, Pipe, Policy
+from weir.policies.pipe import Layered, Origin, Pipe, Policy
 from weir.policies.registry import NAMED, PolicyCall, load_plugins
 from weir.pools import CONSTANTS, POOLS, WORD, Pool, argument_hints, convert_argument
 from weir.slab import FORMATS

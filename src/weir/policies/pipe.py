@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self, cast
 
 from torch import Tensor
 
-from weir.errors import WeirError, format_value
+from weir.errors import LONGEST, WeirError, format_value, quote
 from weir.policies.checks import check_fold, check_formats, check_mass, check_place, check_state
 from weir.policies.registry import NAMED, PolicyCall
 from weir.pools import Fold, Pool
@@ -265,66 +265,63 @@ def _format_pool(pool: Pool, alone: bool = False) -> str:
     return f"{pool.name}({', '.join(words)})"
 
 
-class PolicyWrapper(Policy):
-    """A policy that rewrites the pipe that another one has in each layer.
+@dataclass(frozen=True, repr=False)
+class Layered(Policy):
+    """A policy for each layer.
 
-    A subclass is a dataclass whose first field is the other policy.
+    Layers that slide over a window of their own keep it under any policy, and are not counted.
 
     Attributes:
-        policy: the other policy.
-        verb: the name of the wrapper in a policy.
+        policies: the policy of each layer, bottom up.
+        origin: where they were measured; None for those that were written by hand. It is no part
+            of what the policy is: its text can be read on any model of so many layers.
     """
 
-    policy: Policy
-    verb: ClassVar[str]
+    policies: tuple[Policy, ...]
+    text: str = field(default="", compare=False)
+    origin: Origin | None = field(default=None, compare=False)
 
-    @abstractmethod
-    def rewrite(self, pipe: Pipe) -> Pipe:
-        """Return what stands in place of a pipe of the other policy."""
-
-    @property
-    @abstractmethod
-    def options(self) -> str:
-        """Its own arguments, as they are written: `n=64, header=16`."""
-
-    def around(self, policy: Policy) -> Self:
-        """The same wrapper around another policy."""
-        same: Self = replace(self, policy=policy, text="")  # type: ignore[type-var]
-        return same
-
-    def _write(self) -> None:
-        """Set the text, if there is none."""
+    def __post_init__(self) -> None:
+        if not self.policies or not all(isinstance(policy, Policy) for policy in self.policies):
+            raise WeirError(
+                "a policy for each layer is a list of one policy or more, [h2o(96), h2o(160)]"
+            )
+        self.pipes  # noqa: B018  (raises where a policy has no pipe for its layer)
         if not self.text:
-            object.__setattr__(self, "text", f"{self.verb}({self.policy}, {self.options})")
+            object.__setattr__(self, "text", f"[{', '.join(map(str, self.policies))}]")
 
     @property
     def stands_for(self) -> str:
-        """Its pools, or the wrapper around the other's where that is no pipe."""
-        if isinstance(self.policy, Pipe):
-            return self.pipes[0].stands_for
-        return f"{self.verb}({self.policy.stands_for}, {self.options})"
+        """The same list in pools."""
+        return f"[{', '.join(policy.stands_for for policy in self.policies)}]"
 
     @property
     def brief(self) -> str:
-        """The text, with the summary of the other policy where that has one."""
-        if self.policy.brief == self.policy.text:
+        """The text; of a long list the number of layers, and their slots."""
+        if len(self.text) <= LONGEST or len(self.policies) == 1:
             return self.text
-        return f"{self.policy.brief}, {self.verb} with {self.options}"
+        sizes = sorted({pipe.slots for pipe in self.pipes if pipe.slots is not None})
+        some = " to ".join(f"{slots:,}" for slots in dict.fromkeys(sizes[:1] + sizes[-1:]))
+        return f"a policy for each of {len(self.policies)} layers, {some or 'any number of'} slots"
 
     @property
     def pipes(self) -> tuple[Pipe, ...]:
-        """The other policy's pipes, rewritten."""
-        return tuple(map(self.rewrite, self.policy.pipes))
-
-    @property
-    def origin(self) -> Origin | None:
-        """Where the other policy was measured."""
-        return self.policy.origin
+        """The pipe of every layer."""
+        count = len(self.policies)
+        return tuple(policy.for_layer(layer, count) for layer, policy in enumerate(self.policies))
 
     def for_layer(self, layer: int, layers: int) -> Pipe:
-        """Return the other policy's pipe of a layer, rewritten.
+        """Return the pipe of a layer.
 
         Raises:
-            WeirError: it cannot be rewritten.
+            WeirError: the model has another number of layers.
         """
-        return self.rewrite(self.policy.for_layer(layer, layers))
+        if layers != len(self.policies):
+            source, told = quote(self.text), ""
+            if self.origin is not None:
+                source, told = self.origin.file, self.origin.told
+            raise WeirError(
+                f"{source} has policies for {len(self.policies)} layers, and this model has "
+                f"{layers} that a policy holds{told}"
+            )
+        return self.policies[layer].for_layer(layer, layers)

@@ -14,11 +14,10 @@ from collections.abc import Collection
 from typing import Literal, get_args
 
 from weir.errors import WeirError, quote
-from weir.policies.layered import Layered
 from weir.policies.library import check_room, ends
-from weir.policies.pipe import Pipe, Policy
-from weir.policies.quantized import EXACT, Quantized
+from weir.policies.pipe import Layered, Pipe, Policy
 from weir.policies.registry import PolicyCall, named
+from weir.policies.wrappers import EXACT, Quantized
 from weir.pools import KCenter
 
 OF_CENTERS = 3
