@@ -69,11 +69,7 @@ class Recompute(Policy):
         return f"recompute(budget={self.budget}{sinks})"
 
     def for_layer(self, layer: int, layers: int) -> Pipe:
-        """Raise an error: nothing is cached.
-
-        Raises:
-            WeirError: always.
-        """
+        """Raise an error: nothing is cached."""
         raise WeirError(
             "recompute reads the window anew for every token, which a cache cannot do; "
             "use weir.Stream or `weir stream`"
@@ -81,12 +77,7 @@ class Recompute(Policy):
 
 
 def ends(sinks: int, recent: int) -> tuple[Pool, ...]:
-    """Return the pools of the first and the newest tokens, in front of those of the middle.
-
-    Args:
-        sinks: first tokens; without any, there is no pool for them.
-        recent: newest tokens.
-    """
+    """Return the pools of the first and the newest tokens; without sinks there is none for them."""
     return (Sink(sinks), Recent(recent)) if sinks else (Recent(recent),)
 
 
@@ -97,9 +88,6 @@ def check_room(budget: int, sinks: int, **slots: int) -> None:
         budget: slots of each KV head.
         sinks: how many of them are for first tokens; may be 0.
         slots: how many of them are for each other part, by its name.
-
-    Raises:
-        WeirError: one of these is below 1.
     """
     parts = {name.replace("_", " "): count for name, count in slots.items()}
     missing = [name for name, count in parts.items() if count < 1]

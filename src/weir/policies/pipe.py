@@ -1,8 +1,7 @@
 """Policies, and the usual one: a pipe of pools, one after the other.
 
 Tokens enter the first pool of a pipe, what overflows a pool flows into the next, what overflows the
-last is gone. How policies are written is the business of `grammar`; the named ones are in
-`library`.
+last is gone. `grammar` reads policies from text; the named ones are in `library`.
 """
 
 from __future__ import annotations
@@ -72,10 +71,7 @@ class Policy(ABC):
 
     @property
     def stands_for(self) -> str:
-        """Its pools, as text that reads as the same policy.
-
-        For `reservoir(64)`, `sink(4) | recent(44) | reservoir(16)`.
-        """
+        """Its pools, as text that reads as the same policy: `sink(4) | reservoir(16)`."""
         return self.text
 
     @property
@@ -100,12 +96,7 @@ class Policy(ABC):
 
 
 def resolve_chunk(policy: Policy, chunk: int | None) -> int:
-    """Return the tokens between two folds: as asked for, as measured, or 64.
-
-    Args:
-        policy: the policy that folds.
-        chunk: the number asked for; None for none.
-    """
+    """Return the tokens between two folds: as asked for, as measured, or 64."""
     if chunk is not None:
         return chunk
     measured = None if policy.origin is None else policy.origin.chunk
@@ -227,9 +218,6 @@ class Pipe(Policy):
             new: the tokens that arrive.
             fold: what all pools may know.
             states: what each pool remembers; its new state takes the place of the old one.
-
-        Raises:
-            WeirError: a pool returns what no fold returns.
         """
         kept, like = [], new.tensors()
         for place, pool in enumerate(self.pools):
@@ -251,7 +239,7 @@ class Pipe(Policy):
 def _format_pool(pool: Pool, alone: bool = False) -> str:
     """Write a pool as in a policy: its first parameter, and those that differ from the default.
 
-    A pool that stands `alone` in its pipe and shares its name with a policy names the parameter.
+    A pool `alone` in its pipe that shares its name with a policy names the parameter.
     """
     words = []
     for place, f in enumerate(fields(cast(Any, pool))):
@@ -311,11 +299,7 @@ class Layered(Policy):
         return tuple(policy.for_layer(layer, count) for layer, policy in enumerate(self.policies))
 
     def for_layer(self, layer: int, layers: int) -> Pipe:
-        """Return the pipe of a layer.
-
-        Raises:
-            WeirError: the model has another number of layers.
-        """
+        """Return the pipe of a layer, if the model has as many layers."""
         if layers != len(self.policies):
             source, told = quote(self.text), ""
             if self.origin is not None:

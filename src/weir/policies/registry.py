@@ -2,7 +2,7 @@
 
 A named policy, `streaming_llm(budget=256)`, is a function that returns a policy. A package names
 its module in the entry-point group `weir.pools`; a file or module of one's own is given to `weir
---import`, which passes it on to other processes in `WEIR_IMPORT`. Knows nothing about pools.
+--import`, which passes it on to other processes in `WEIR_IMPORT`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,7 @@ VARIABLE = "WEIR_IMPORT"
 
 @dataclass(frozen=True)
 class NamedPolicy:
-    """A function registered as a policy.
-
-    Attributes:
-        make: returns the policy, given its parameters.
-        paper: where the policy comes from.
-    """
+    """A function registered as a policy, `make`, and where the policy comes from."""
 
     make: Callable[..., Any]
     paper: str
@@ -107,13 +102,10 @@ class PolicyCall:
 
 
 def named(paper: str) -> Callable[[Make], Make]:
-    """Register a function as the policy of its name.
+    """Register a function as the policy of its name, with the paper that it comes from.
 
-    The function may be defined again, as when a cell of a notebook is run twice. The policy that it
-    returns remembers how it was called (`Policy.called`).
-
-    Args:
-        paper: where the policy comes from.
+    It may be defined again, as when a cell of a notebook is run twice. The policy that it returns
+    remembers how it was called (`Policy.called`).
 
     Raises:
         WeirError: it is no function, or its name cannot be written in a policy or is taken.
@@ -146,11 +138,7 @@ def named(paper: str) -> Callable[[Make], Make]:
 
 
 def load_plugins() -> None:
-    """Import every module named by an installed package or by `WEIR_IMPORT`, once per process.
-
-    Raises:
-        WeirError: one cannot be imported; the message says which and why.
-    """
+    """Import every module named by an installed package or by `WEIR_IMPORT`, once per process."""
     wanted = os.environ.get(VARIABLE, "")
     if wanted in _loaded:
         return
@@ -176,11 +164,7 @@ def _load_entry_point(point: Any) -> None:
 
 
 def import_plugin(name: str) -> None:
-    """Import a module by its name, also from the working folder, or a file that ends in `.py`.
-
-    Raises:
-        WeirError: there is none, or it cannot be imported.
-    """
+    """Import a module by its name, also from the working folder, or a file that ends in `.py`."""
     path = Path(name)
     try:
         if path.suffix == ".py":

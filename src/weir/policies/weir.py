@@ -2,10 +2,9 @@
 
 In every model that was looked at, some layers have heads that look for earlier occurrences of what
 they read and copy what followed (induction heads: Olsson et al. 2022, "In-context Learning and
-Induction Heads", arXiv:2209.11895). They need every token, each of them once, so that no score
-finds a few that would do. The other layers hardly look beyond the last few hundred. DuoAttention
-(Xiao et al. 2024, arXiv:2410.10819) keeps everything in heads of the first kind and a window in the
-others; here both are windows, of different lengths, whose mean is the budget.
+Induction Heads", arXiv:2209.11895). They need every token; the other layers hardly look beyond the
+last few hundred. DuoAttention (Xiao et al. 2024, arXiv:2410.10819) keeps everything in heads of the
+first kind and a window in the others; here both are windows, whose mean is the budget.
 """
 
 from __future__ import annotations

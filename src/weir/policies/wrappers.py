@@ -33,11 +33,7 @@ SHARE = 4
 class PolicyWrapper(Policy):
     """A policy that rewrites the pipe that another one has in each layer.
 
-    A subclass is a dataclass whose first field is the other policy.
-
-    Attributes:
-        policy: the other policy.
-        verb: the name of the wrapper in a policy.
+    A subclass is a dataclass whose first field is the other policy; `verb` is its name in text.
     """
 
     policy: Policy
@@ -87,11 +83,7 @@ class PolicyWrapper(Policy):
         return self.policy.origin
 
     def for_layer(self, layer: int, layers: int) -> Pipe:
-        """Return the other policy's pipe of a layer, rewritten.
-
-        Raises:
-            WeirError: it cannot be rewritten.
-        """
+        """Return the other policy's pipe of a layer, rewritten."""
         return self.rewrite(self.policy.for_layer(layer, layers))
 
 
@@ -122,11 +114,7 @@ class Pinned(PolicyWrapper):
         return f"n={self.n}, header={self.header}"
 
     def rewrite(self, pipe: Pipe) -> Pipe:
-        """Add the two pools.
-
-        Raises:
-            WeirError: it has such pools already, or no limit and so nothing to lose.
-        """
+        """Add the two pools; refuse a pipe that has such pools, or no limit."""
         if pipe.needs_marks:
             raise WeirError(f"{self.policy} keeps a stream's beginning already")
         if pipe.slots is None:
@@ -159,12 +147,7 @@ def budgets(mean: int, layers: int, beta: float) -> list[int]:
     """Compute the slots of each layer, bottom up: an arithmetic sequence, in whole numbers.
 
     The top layer has mean / beta, the bottom one 2 * mean - mean / beta; what rounding down leaves
-    over goes to the lowest layers, one slot each. A single layer has the mean.
-
-    Args:
-        mean: slots of a layer on average: all together have exactly `layers * mean`.
-        layers: how many there are.
-        beta: at least 1.
+    over goes to the lowest layers, one slot each. All together have exactly `layers * mean`.
     """
     top = mean / Fraction(beta)
     bottom = 2 * mean - top
@@ -176,20 +159,11 @@ def budgets(mean: int, layers: int, beta: float) -> list[int]:
 
 
 def of_layer(pools: tuple[Pool, ...], layer: int, layers: int, beta: float) -> tuple[Pool, ...]:
-    """Resize pools for one layer of a pyramid.
+    """Resize the pools of a pipe with a limit for one layer of a pyramid.
 
     The first and the newest tokens that pools keep for those behind them, and the slots that a pool
     calls fixed, are the same in every layer, as the paper's last tokens are. The other slots follow
     `budgets`, shared out in the proportions that the pools have.
-
-    Args:
-        pools: the pools of a pipe with a limit, in their average sizes.
-        layer: which layer, bottom up.
-        layers: how many there are.
-        beta: the average number of slots over that of the top layer.
-
-    Raises:
-        WeirError: the layer's slots are too few for its pools, or a pool has only one size.
     """
     sizes = [pool.slots() or 0 for pool in pools]
     last = len(pools) - 1
@@ -218,12 +192,7 @@ def of_layer(pools: tuple[Pool, ...], layer: int, layers: int, beta: float) -> t
 
 
 def share_slots(slots: int, free: list[int]) -> list[int]:
-    """Share out slots in the proportions of `free`, at least one where it is not 0.
-
-    Args:
-        slots: how many; at least one for each of `free` that is not 0.
-        free: the proportions.
-    """
+    """Share out slots in the proportions of `free`, at least one where it is not 0."""
     one = [int(n > 0) for n in free]
     parts = [n - at_least for n, at_least in zip(free, one, strict=True)]
     parts = parts if any(parts) else one
@@ -267,11 +236,7 @@ class Pyramid(Policy):
         return f"pyramid({self.pipe.stands_for}, beta={self.beta})"
 
     def for_layer(self, layer: int, layers: int) -> Pipe:
-        """Return the pipe with the slots of its layer.
-
-        Raises:
-            WeirError: the pools cannot be given that many slots.
-        """
+        """Return the pipe with the slots of its layer."""
         pools = of_layer(self.pipe.pools, layer, layers, self.beta)
         return Pipe(pools, formats=self.pipe.formats)
 
@@ -359,11 +324,7 @@ class Quantized(PolicyWrapper):
         return f"slots={self.slots}{newest}"
 
     def rewrite(self, pipe: Pipe) -> Pipe:
-        """Give each pool its format; a pool of the newest tokens may become two.
-
-        Raises:
-            WeirError: the pipe has no limit, or formats of its own.
-        """
+        """Give each pool its format; a pool of the newest tokens may become two."""
         if pipe.quantized:
             raise _has_own_format(self.policy)
         if pipe.slots is None:
@@ -403,16 +364,10 @@ def quantized(
 
 
 def with_pin(policy: Policy, slots: int | None = None) -> Policy:
-    """Pin a policy for serving conversations.
+    """Pin a policy for serving conversations, with `slots` for the beginning in each layer.
 
-    Args:
-        policy: the policy that holds everything else.
-        slots: slots of each layer for the beginning; 0 leaves the policy as it is. None for a
-            quarter of its slots in a layer on average, unless it keeps beginnings by itself, or
-            everything.
-
-    Raises:
-        WeirError: the policy cannot be pinned.
+    0 leaves the policy as it is. None is a quarter of its slots in a layer on average, unless it
+    keeps beginnings by itself, or everything.
     """
     if slots is None:
         pipes = policy.pipes
@@ -428,8 +383,7 @@ def with_slots(policy: Policy, slots: str | None) -> Policy:
     A named policy that has a parameter for the format, as `weir` has, is given it there.
 
     Raises:
-        WeirError: there is no such format, the policy has no slots that could be quantized, or it
-            has another format already.
+        WeirError: there is no such format, no slots that could be quantized, or another format.
     """
     if slots is None or (isinstance(policy, Quantized) and policy.slots == slots):
         return policy

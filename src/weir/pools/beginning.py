@@ -1,8 +1,7 @@
 """The beginning of a stream stays, as long as each row's marks say it is.
 
-Every later answer of a conversation depends on its system turn and the tools that it names, and
-conversations differ in how long that is. StreamingLLM (Xiao et al. 2024, arXiv:2309.17453, section
-3.2) keeps the same few first tokens of every stream; this pool keeps as many as `Marks` says.
+StreamingLLM (Xiao et al. 2024, arXiv:2309.17453, section 3.2) keeps the same few first tokens of
+every stream; this pool keeps as many as `Marks` says, such as a system turn and its tools.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The header of the running turn stays until the next turn begins.
 
-A chat template puts a few control tokens in front of an answer, such as `<|im_start|>assistant`.
-They make the model answer, and end its answer; a window shorter than the answer loses them on the
-way. This pool stands behind the window and keeps them when they overflow.
+A chat template puts a few control tokens in front of an answer, such as `<|im_start|>assistant`,
+which make the model answer, and end its answer. This pool keeps them when a window lets them go.
 """
 
 from __future__ import annotations

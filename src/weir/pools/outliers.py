@@ -2,10 +2,9 @@
 
 BalanceKV's needle variant (Kochetkova et al. 2025, arXiv:2502.07861, section 4.2, and its released
 code): before anything is balanced, tokens whose keys point away from those around them are set
-apart. No other token can stand for one of these in a half, while the rest are alike, and halves of
-them give alike outputs. Chance has no part in the choice, so estimates behind this pool stay
-unbiased. In the released code one layer chooses for all that follow it; here each KV head of each
-layer chooses for itself.
+apart, since no other token can stand for one of these. Chance has no part in the choice, so
+estimates behind this pool stay unbiased. In the released code one layer chooses for all that follow
+it; here each KV head of each layer chooses for itself.
 """
 
 from __future__ import annotations
@@ -88,10 +87,7 @@ class Outliers(SizedPool):
         return split(both, stays)
 
     def _choose(self, slots: Slots, away: Tensor) -> Tensor:
-        """Choose the tokens that stay [batch, kv_heads, slots], bool, of tokens in order.
-
-        By the neighborhood, then by a token's own key, then by age.
-        """
+        """Choose tokens in order, by neighborhood, own key and age [batch, kv_heads, slots]."""
         score = pool_neighbors(away, slots.position, 2 * self.dilate + 1, average=False)
         if self.below is not None:
             score = score.masked_fill(score < 1 - self.below, -torch.inf)

@@ -1,9 +1,4 @@
-"""Pools whose rule is a score: where there are too many tokens, those of the highest score stay.
-
-The base of `heavy` and `snap`, of the scores in `weir.pools.scores`, and of any pool that can give
-each token a number: such a pool is its parameters and a method `score`. Knows nothing about what a
-score is made of.
-"""
+"""Pools whose rule is a score: where there are too many tokens, those of the highest score stay."""
 
 from __future__ import annotations
 
@@ -42,15 +37,13 @@ class Ranked(SizedPool):
 
         Returns:
             [batch, kv_heads, slots]: `inf` for a token that stays before all others, `-inf` for one
-            that goes even if there is room. A tuple of such tensors if age alone is not to decide
-            between equal scores: where the first is equal the second decides, and so on.
+            that goes even if there is room; or a tuple, where the second settles ties of the first.
         """
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
         """Rank if there are too many; both what stays and what flows on have the oldest first.
 
-        Scores do not change within a fold, so evicting all that is too many at once leaves what
-        evicting one after each arrival would.
+        Evicting all that is too many at once leaves what evicting one after each arrival would.
         """
         return self.fold_by(_choose_highest, held, new, fold)
 
@@ -73,11 +66,10 @@ class Ranked(SizedPool):
 
 
 class Tallied(Ranked):
-    """Keep the tokens of the highest score, and a number beside each from fold to fold.
+    """A ranked pool that keeps a number beside each token from fold to fold.
 
-    For scores that are computed once, while the neighbors of a token are still there, or summed
-    over the stream. `tally` computes the numbers anew at every fold, also while there is room. When
-    `score` is called, `fold.state[TALLY]` has the number of each of its slots.
+    `tally` computes the numbers anew at every fold, also while there is room. When `score` is
+    called, `fold.state[TALLY]` has the number of each of its slots.
     """
 
     @abstractmethod
@@ -86,7 +78,7 @@ class Tallied(Ranked):
 
         Args:
             slots: all tokens, those held and those that arrive, the oldest first.
-            before: the numbers so far, of the same shape; `first_tally` for arrivals.
+            before: the numbers so far; `first_tally` for arrivals.
             fold: everything a pool may know; `fold.state` is the pool's own.
         """
 
@@ -123,11 +115,7 @@ class Tallied(Ranked):
 
 
 class Asking(Ranked):
-    """A ranked pool that reads the attention of the last `window` queries.
-
-    Attributes:
-        window: how many of the last queries; a parameter of each such pool.
-    """
+    """A ranked pool that reads the attention of the last `window` queries, a parameter."""
 
     window: int
 
@@ -142,21 +130,13 @@ class Asking(Ranked):
 
 
 def check_window(name: str, window: int) -> None:
-    """Refuse a window without a query.
-
-    Raises:
-        WeirError: with the pool's name.
-    """
+    """Refuse a window without a query."""
     if window < 1:
         raise WeirError(f"at least the last query is asked in {name}, not the last {window}")
 
 
 def check_kernel(name: str, kernel: int) -> None:
-    """Refuse neighborhoods that have no token in their middle.
-
-    Raises:
-        WeirError: with the pool's name.
-    """
+    """Refuse neighborhoods that have no token in their middle."""
     if kernel < 1 or kernel % 2 == 0:
         raise WeirError(
             f"the kernel of {name} has a token in its middle, so it is odd and at least 1, not "
@@ -188,8 +168,7 @@ def select_highest(n: int, among: Tensor, *scores: Tensor) -> Tensor:
     Args:
         n: how many, at most; slots whose first score is `-inf` are left out even if there is room.
         among: the slots to select from [batch, kv_heads, slots], bool.
-        scores: the first decides, where it is equal the second, and so on
-            [batch, kv_heads, slots] each.
+        scores: [batch, kv_heads, slots] each; the second decides where the first is equal.
     """
     first = scores[0].masked_fill(~among, -torch.inf)
     count = first.shape[2]
@@ -212,16 +191,13 @@ def select_highest(n: int, among: Tensor, *scores: Tensor) -> Tensor:
 
 
 def pool_neighbors(votes: Tensor, position: Tensor, kernel: int, *, average: bool) -> Tensor:
-    """Pool votes over the `kernel` places of the stream around each token.
+    """Pool votes over the `kernel` places around each token [batch, kv_heads, slots], float64.
 
     Args:
         votes: not negative, 0 for none [batch, kv_heads, slots].
         position: places in the stream, rising along the slots; -1 where empty.
         kernel: an odd number of places.
         average: whether to divide the sum by the kernel; otherwise the largest is taken.
-
-    Returns:
-        [batch, kv_heads, slots], float64.
     """
     reach = kernel // 2
     # In double precision the sum does not depend on its order, so that ties remain ties.

@@ -2,9 +2,8 @@
 
 "An Experiment of Implementing Reservoir Sampling to StreamingLLM", section 4: the n-th token of the
 middle is kept with probability p = s/n and then replaces one of the s samples, each with
-probability q = 1/s; otherwise it is dropped. This is Algorithm R, so after every step each of the n
-tokens is present with probability s/n. (The code of the paper's Figure 2 samples again from what is
-still cached, which favors newer tokens.)
+probability q = 1/s; otherwise it is dropped. This is Algorithm R. (The code of the paper's Figure 2
+samples again from what is still cached, which favors newer tokens.)
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ class Reservoir(SizedPool, Sample):
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
         """Admit arrivals as if one after the other.
 
-        One number u in [0, 1) serves both chances of the n-th token of the middle: u < s/n admits
-        it, and then the whole part of u·n is uniform among the places 0 to s - 1.
+        One number u in [0, 1) serves both chances of the n-th token: u < s/n admits it, and then
+        the whole part of u·n is uniform among the places 0 to s - 1.
         """
         came = fold.state["came"]
         nth = came[..., None] + new.held.cumsum(dim=2)

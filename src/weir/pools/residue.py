@@ -2,10 +2,12 @@
 
 ResKV (arXiv:2607.29591): beside the tokens that are kept exactly, some slots stand for those that
 were not, each with the mean of a group's keys, the mean of its values, and the logarithm of its
-size as a log-weight. An exponential of a mean is less than the mean of exponentials, so a group
-gets less attention than its tokens did; the second order of that is put right with the spread of
-its keys. How far means are believed is tried in every layer on the queries at hand. In a stream,
-what was merged fades: nobody has trained a model on what is said after its window.
+size as a log-weight. An exponential of a mean is less than the mean of exponentials; the second
+order of that is put right with the spread of its keys. How far means are believed is tried in every
+layer on the queries at hand. In a stream, what was merged fades.
+
+Groups are joined by Ward (1963, "Hierarchical Grouping to Optimize an Objective Function"): two of
+weights v and w whose means lie apart by d add v w / (v + w) d^2 to the sum of squares around means.
 """
 
 from __future__ import annotations
@@ -186,9 +188,7 @@ GATES = (1.0, 0.75, 0.5, 0.25, 0.0)
 LEAST = 1e-6
 """Shares of attention below count as this: a query that read nothing else has no better answer."""
 ROUNDING = 1e-5
-"""An answer that is off by so much of itself is as good as the truth: it may be rounding, which
-must not choose between gates. More than float32's, since shares of everything are taken off.
-"""
+"""An answer that is off by so much of itself may be off by rounding."""
 
 
 def measure_misled(
@@ -196,8 +196,7 @@ def measure_misled(
 ) -> Tensor:
     """Measure how far the last queries' outputs move when means take the place of the arrivals.
 
-    What the pool held meanwhile is left out on both sides, since of that nobody knows the truth any
-    more.
+    What the pool held is left out on both sides, since of that nobody knows the truth any more.
 
     Args:
         read: what the queries have read, `held` and `new` among it.
@@ -208,7 +207,7 @@ def measure_misled(
 
     Returns:
         By gate, the squared distances of the layer's output, added up over queries and the query
-        heads of each KV head [batch, kv_heads, gates], float32; all that may be rounding is alike.
+        heads of each KV head [batch, kv_heads, gates], float32.
     """
     old_above, old_below = _part(read.attention(held), held, window)
     above, below = _part(read.attention(new), new, window)
@@ -230,8 +229,7 @@ def measure_misled(
 
 
 def _part(shares: Tensor, slots: Slots, window: int) -> tuple[Tensor, Tensor]:
-    """Compute the parts of slots in numerator and denominator, as shares of all that was read.
-
+    """Compute the parts of slots in numerator and denominator, as shares of all that was read
     [batch, kv_heads, group, window, value_dim] and [..., 1], float32.
     """
     below = shares[:, :, :, -window:]
@@ -243,26 +241,21 @@ def _part(shares: Tensor, slots: Slots, window: int) -> tuple[Tensor, Tensor]:
 LEAST_WEIGHT = 1e-300
 """Weights below are as good as none."""
 SAME_POINT = 1e-12
-"""Points are equal whose squared distance is no more of their squared lengths: keys come in float32
-at best, and what rounding says of equal ones must not decide.
-"""
+"""Points are equal whose squared distance is no more of their squared lengths: rounding."""
 
 
 def merge_nearest(points: Tensor, weight: Tensor, among: Tensor, most: int) -> Tensor:
-    """Join points until few groups are left.
+    """Join points until no more than `most` groups are left: the first point of the group of each
+    point [batch, heads, n], int64.
 
     In each round the groups that are nearest to each other, both to both, are joined, those first
-    that cost least by Ward's rule, until no more than `most` are left. Of equal costs the earlier
-    points' counts.
+    that cost least by Ward's rule; of equal costs the earlier points'.
 
     Args:
         points: finite [batch, heads, n, dim].
         weight: from 0 on [batch, heads, n], float64.
         among: which of the points there are [batch, heads, n], bool.
         most: groups that may be left.
-
-    Returns:
-        The first point of the group of each point [batch, heads, n], int64.
     """
     n = among.shape[2]
     step = torch.arange(n, device=points.device)
@@ -292,9 +285,8 @@ def merge_nearest(points: Tensor, weight: Tensor, among: Tensor, most: int) -> T
 
 
 def _costs(mean: Tensor, weight: Tensor) -> Tensor:
-    """Compute the cost of joining two groups [batch, heads, n, n], finite and exactly symmetric.
-
-    Otherwise three groups that are equally near could each be nearest to the next.
+    """Compute the cost of joining two groups [batch, heads, n, n], finite and exactly symmetric, or
+    three groups that are equally near could each be nearest to the next.
     """
     square = mean.square().sum(dim=3)
     squares = square[..., None] + square[:, :, None]
@@ -340,9 +332,8 @@ class Groups:
         return log[..., None].where(self.member, -torch.inf).logsumexp(dim=2)
 
     def mean(self, x: Tensor, log: Tensor) -> Tensor:
-        """Means of `x` [batch, kv_heads, n, dim] by weights whose logarithms these are; in float32.
-
-        Zero where not home, and for a group without weight.
+        """Means of `x` [batch, kv_heads, n, dim], float32, by weights of these logarithms; zero
+        where not home, and for a group without weight.
         """
         total = self.total(log)
         share = log[..., None] - total.masked_fill(total.isneginf(), 0.0)[:, :, None]

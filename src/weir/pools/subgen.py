@@ -3,8 +3,9 @@
 SubGen (Zandieh et al. 2024, "SubGen: Token Generation in Sublinear Time and Memory"), Algorithm 1.
 The denominator is a sum over clusters of keys, each known by its size and t uniform samples; the
 numerator is a sum over s pairs of key and value, drawn with probability proportional to the squared
-length of the value. Both sums are unbiased, at every step. What the paper's experiments run instead
-is the pool `kcenter`.
+length of the value. Both sums are unbiased, at every step. For a bounded number of clusters it is
+the doubling algorithm of its reference [3] (Charikar, Chekuri, Feder and Motwani 1997). What the
+paper's experiments run instead is the pool `kcenter`.
 """
 
 from __future__ import annotations
@@ -93,11 +94,7 @@ class SubGen(Pool):
         return self.samples + self.clusters * self.per_cluster
 
     def resized(self, slots: int) -> Pool:
-        """Samples and clusters in the same proportion; what makes no whole cluster are samples.
-
-        Raises:
-            WeirError: there is no room for a cluster and a sample, or there is no limit.
-        """
+        """Samples and clusters in the same proportion; what makes no whole cluster are samples."""
         if self.clusters is None or slots <= self.per_cluster:
             raise WeirError(
                 f"subgen with clusters of {self.per_cluster} cannot do with {slots} slots"
@@ -187,10 +184,8 @@ class SubGen(Pool):
         fold.state["came"] = came[..., -1]
 
     def _drawn(self, both: Slots, clusters: Clusters, fold: Fold) -> Slots:
-        """The tokens that were drawn, with the weights of lines 29 and 30.
-
-        A pair counts for mu / (s |v|^2), and a sample of cluster i for n_i / t, as often as it was
-        drawn.
+        """The tokens that were drawn, with the weights of lines 29 and 30: as often as they were,
+        mu / (s |v|^2) for a pair and n_i / t for a sample of cluster i.
         """
         pairs, still = fold.state["pairs"], fold.state["still"][..., None]
         there = (clusters.count > 0)[..., None]
@@ -225,8 +220,6 @@ def _squared_lengths(slots: Slots) -> Tensor:
 
 def resample(total: Tensor, weight: Tensor, into: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """Weighted reservoirs: who holds each entry after some arrivals, as if they came one by one.
-
-    By a kernel where there is one, which gives what `reservoirs` does.
 
     An arrival of weight w, joining what weighs W, takes each entry with probability w / (W + w),
     independently. So every entry is, at all times, one draw of all that came, by weight.
@@ -320,7 +313,8 @@ class Clusters:
         limit: int | None,
         draw: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Let keys in, one after the other: UPDATESOFTMAXNORMALIZER.
+        """Let keys in one after the other (UPDATESOFTMAXNORMALIZER), and return which opened a cluster
+        [batch, kv_heads, n], bool.
 
         All keys up to the first that is near no cluster join at once; then that one opens a
         cluster, and so on: the loop is over the clusters that open, not over keys.
@@ -333,9 +327,6 @@ class Clusters:
             first: the slot of the first of them.
             limit: clusters there may be; None for no limit.
             draw: from `born` of clusters to the uniform numbers of each when it goes into another.
-
-        Returns:
-            Which of the keys opened a cluster [batch, kv_heads, n], bool.
         """
         n = keys.shape[2]
         step = torch.arange(n, device=keys.device)
@@ -395,12 +386,8 @@ class Clusters:
 
         Without chains: what a cluster goes into goes nowhere itself. From 0, delta becomes the
         smallest distance there is. Each entry of the cluster that stays becomes the other's with
-        probability n_other / (n_both).
-
-        Args:
-            full: the heads it is about [batch, kv_heads, 1], bool.
-            near: how near the waiting key is to a center [batch, kv_heads, 1].
-            draw: from `born` to the uniform numbers of each cluster that goes.
+        probability n_other / (n_both). `full` are the heads [batch, kv_heads, 1], bool, and `near`
+        is how near the waiting key is to a center.
         """
         step = torch.arange(self.count.shape[2], device=near.device)
         between = self._distances(self.center)

@@ -2,8 +2,7 @@
 
 BalanceKV (Kochetkova et al. 2025, arXiv:2502.07861), section 3 and Algorithms 1, 2 and 4: tokens
 enter level 0; a block of a level is halved by a walk that keeps its halves balanced for every query
-(`halving`), and those that stay rise to the next level, each for twice as many. When which level is
-halved, so that a stream without end takes no more slots, is said in `schedule`.
+(`halving`), and those that stay rise to the next level, each for twice as many (`schedule`).
 """
 
 from __future__ import annotations
@@ -110,8 +109,8 @@ class Balance(SizedPool):
     def state(self, like: Slots) -> dict[str, Tensor]:
         """`level`, the level of each slot [batch, kv_heads, n], int64; -1 where it is not in use. A
         slot in use may be empty, where a half was short, until the next fold. For separate sets
-        also the `bucket` of each, int64, and of each head `came`, its tokens so far, int64, and
-        `longest`, the length of their longest value, float64 [batch, kv_heads].
+        also the `bucket` of each, int64, and of each head [batch, kv_heads] `came`, its tokens so
+        far, int64, and `longest`, the length of their longest value, float64.
         """
         shape = like.position.shape[:2]
         state = {"level": like.position.new_full((*shape, self.n), EMPTY)}
@@ -195,8 +194,8 @@ class Balance(SizedPool):
     def _levels(self, held: Slots, fold: Fold) -> Tensor:
         """The level of each slot that counts towards a block [batch, kv_heads, slots].
 
-        Where a half was short, places of the level above are empty. Algorithm 4 counts them, and so
-        does `eager`. Otherwise they are given back when the next tokens come, so that none is idle.
+        Where a half was short, places of the level above are empty. Algorithm 4 (`eager`) counts
+        them; otherwise they are given back when the next tokens come.
         """
         level = fold.state["level"][:, :, : len(held)]
         return level if self.eager else level.where(held.held, EMPTY)

@@ -29,15 +29,13 @@ Blocks = Sequence[Sequence[int]]
 class _Queue:
     """The tokens of one level in a row of places, the oldest first; a line is a group of a head.
 
-    The rule `halves="paper"` may keep fewer tokens than half of a block, but the level above still
-    counts half a block of places. So a place can be in use although no token is left in it.
+    With `halves="paper"` a place can be in use although no token is left in it.
 
     Attributes:
         token: which token of `Merging.line` each place has [lines, n], int64; -1 for none.
         a, b: its log-weights [lines, n].
         used: which places count towards a block [lines, n], bool.
-        full: it is known that every place is in use and has a token. So it is where all lines lie
-            alike, as they mostly do; then nothing has to be sorted.
+        full: every place is known to be in use and to have a token; then nothing has to be sorted.
     """
 
     token: Tensor
@@ -86,8 +84,7 @@ class Merging:
     Attributes:
         line: the tokens [batch, kv_heads, n], those of each level from the oldest on.
         level: of each [batch, kv_heads, n], int64; -1 where there is no place.
-        group: of each [batch, kv_heads, n], int64; groups of a head have nothing to do with each
-            other. None for one group.
+        group: of each [batch, kv_heads, n], int64, with levels of its own; None for one group.
         groups: how many there are.
     """
 
@@ -99,9 +96,7 @@ class Merging:
     def reduce(
         self, blocks: Sequence[Blocks], halving: Halving, draws: CounterRNG, scale: float
     ) -> tuple[Slots, Tensor, Tensor]:
-        """Halve these blocks.
-
-        The highest level comes first, and of each group in it the oldest token.
+        """Halve these blocks, the highest level first, and of each group in it the oldest token.
 
         Args:
             blocks: for each group of each head of each row, in that order.
@@ -288,18 +283,16 @@ class Merging:
         return torch.stack(kinds, dim=-1).flatten(0, 1)
 
     def _draw_again(self, draws: CounterRNG, token: Tensor, nobody: Tensor) -> Tensor:
-        """CounterRNG of the highest level, where one block of each line is halved at a time.
+        """Draw numbers of the highest level for each token in each group
+        [batch * kv_heads, n, groups].
 
-        Of a block one token at least goes for good, so no two blocks hold the same tokens: the sum
-        of their places tells one from another.
+        No two blocks that are halved there hold the same tokens: the sum of their places tells one
+        from another.
 
         Args:
             draws: random numbers.
             token: the tokens of each line's block [lines, n].
             nobody: where there is none [lines, n], bool.
-
-        Returns:
-            Uniform numbers of each token in each group [batch * kv_heads, n, groups].
         """
         position = self.line.position
         batch, heads, _ = position.shape
@@ -327,8 +320,8 @@ def _in_front(used: Tensor) -> Tensor:
 def _whole(
     queue: _Queue, of_lines: Sequence[Sequence[int]], level: int, halving: Halving
 ) -> Sequence[int] | None:
-    """The sizes of the blocks, if they are the same in all lines and all of them full; None where
-    lines differ, or where something else than half of each block may stay.
+    """The sizes of the blocks, if they are the same in all lines and half of each, all full, stays;
+    None if not.
     """
     sizes = of_lines[0]
     if not queue.full or any(other != sizes for other in of_lines):

@@ -60,10 +60,7 @@ class Expected(AskingAhead):
             raise WeirError(f"floor of expected is added to shares, 0 or more, not {self.floor:g}")
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
-        """The logarithm of the expected share times the value's length [batch, kv_heads, slots].
-
-        Most shares are too small for a float32, so only their logarithms tell tokens apart.
-        """
+        """The logarithm of expected share times length of value [batch, kv_heads, slots]."""
         queries, there = last_unrotated_queries(fold, self.queries)
         mean, count = mean_query(queries, there)
         keys = rotate_back(keys_as_read(slots, fold), mean_rotation(fold, range(self.ahead)))

@@ -3,8 +3,7 @@
 LaCache (Shi et al. 2025, "LaCache: Ladder-Shaped KV Caching for Efficient Long-Context Modeling of
 Large Language Models", arXiv:2507.14204), section 3, and its released code: when there are too many
 tokens, those of a group of neighbors go but for a few, and which few moves on with the layer, like
-the rungs of a ladder. Groups are thinned from the oldest on; when the newest were, it begins again
-with the oldest, which are farther and farther apart. No key is looked at.
+the rungs of a ladder. Groups are thinned from the oldest on, over and over. No key is looked at.
 """
 
 from __future__ import annotations

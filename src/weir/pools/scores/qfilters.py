@@ -1,9 +1,8 @@
 """Keys along the one direction that all queries share stay.
 
 Q-Filters (Godey et al. 2025, "Q-Filters: Leveraging QK Geometry for Efficient KV Cache
-Compression", arXiv:2503.02812), section 3: the queries of a head share one direction, the first
-right singular vector of their matrix, turned so that they point along it. How far a key points
-along it says, on average over queries, how much attention it gets. Of a group's heads, the mean
+Compression", arXiv:2503.02812), section 3: how far a key points along the first right singular
+vector of a head's queries says how much attention it gets on average. Of a group's heads, the mean
 direction counts.
 """
 

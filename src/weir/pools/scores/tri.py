@@ -2,10 +2,9 @@
 
 TriAttention (Mao et al. 2026, "TriAttention: Efficient Long Reasoning with Trigonometric KV
 Compression", arXiv:2604.04921) and its released code: before rotation, queries of a head lie close
-to a center, so that the logit of a key at a distance is a sum of cosines, one for each frequency,
-with the mean query's amplitude and phase. It is averaged over distances that are to come; what the
-mean query leaves out, by how much queries are longer than their mean, times the key's length, is
-added. The best of the group's heads decides, after each was put on one scale.
+to a center, so that the logit of a key at a distance is a sum of cosines with the mean query's
+amplitudes and phases. It is averaged over distances that are to come; by how much queries are
+longer than their mean, times the key's length, is added. The best of the group's heads decides.
 """
 
 from __future__ import annotations
