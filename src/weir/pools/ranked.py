@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -115,24 +116,26 @@ class Tallied(Ranked):
 
 
 class Asking(Ranked):
-    """A ranked pool that reads the attention of the last `window` queries, a parameter."""
+    """A ranked pool that reads the attention of some of the last queries.
 
+    Attributes:
+        asks: the name of the parameter that says how many.
+    """
+
+    asks: ClassVar[str] = "window"
     window: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_window(self.name, self.window)
+        if (count := self.needs_queries) < 1:
+            raise WeirError(
+                f"at least the last query is asked in {self.name}, not the last {count}"
+            )
 
     @property
     def needs_queries(self) -> int:
-        """The window."""
-        return self.window
-
-
-def check_window(name: str, window: int) -> None:
-    """Refuse a window without a query."""
-    if window < 1:
-        raise WeirError(f"at least the last query is asked in {name}, not the last {window}")
+        """The parameter."""
+        return int(getattr(self, self.asks))
 
 
 def check_kernel(name: str, kernel: int) -> None:

@@ -313,8 +313,8 @@ class Clusters:
         limit: int | None,
         draw: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Let keys in one after the other (UPDATESOFTMAXNORMALIZER), and return which opened a cluster
-        [batch, kv_heads, n], bool.
+        """Let keys in one after the other (UPDATESOFTMAXNORMALIZER), and return which opened
+        a cluster [batch, kv_heads, n], bool.
 
         All keys up to the first that is near no cluster join at once; then that one opens a
         cluster, and so on: the loop is over the clusters that open, not over keys.

@@ -26,8 +26,7 @@ from weir.slab import EMPTY, Slots
 BLOCK = 256
 """The paper's, for a whole prompt."""
 PARTS = 16
-"""Blocks of a stream are this part of the slots: with larger ones the oldest tokens, each for very
-many, are few (`weir attention-error --stream --blocks ...`)."""
+"""Blocks of a stream are this part of the slots; with larger ones few old tokens are left."""
 
 
 @pool("balance")
@@ -157,8 +156,8 @@ class Balance(SizedPool):
             ]
         kept, level = held.join(new), _with(level, new)
         if len(kept) > self.n or any(map(any, blocks)):
-            merging = Merging(kept, level)
-            kept, level, _ = merging.reduce(blocks, self.halving, fold.draws, fold.form.scale)
+            merging = Merging(kept, level, self.halving, fold.draws, fold.form.scale)
+            kept, level, _ = merging.reduce(blocks)
         fold.state["level"] = self._state(level, EMPTY)
         return kept, new.part(0, 0)
 
@@ -182,8 +181,9 @@ class Balance(SizedPool):
         groups = max(len(head.groups) for head in heads)
         blocks = [group.halved for head in heads for group in head.padded(groups)]
         group = level.new_tensor([head.tokens for head in heads]).view_as(level)
-        merging = Merging(held.join(new), level.where(group >= 0, EMPTY), group, groups)
-        kept, level, group = merging.reduce(blocks, self.halving, fold.draws, fold.form.scale)
+        how = self.halving, fold.draws, fold.form.scale
+        merging = Merging(held.join(new), level.where(group >= 0, EMPTY), *how, group, groups)
+        kept, level, group = merging.reduce(blocks)
         numbers = level.new_tensor([head.buckets(groups) for head in heads])
         number = numbers.view(*level.shape[:2], groups).gather(2, group)
         fold.state["level"] = self._state(level, EMPTY)

@@ -72,18 +72,16 @@ class Sets:
 
 @dataclass(frozen=True)
 class Halving:
-    """The rule by which a set of tokens is halved.
+    """The rule by which a set of tokens is halved, with parameters as those of `Balance`.
 
     Attributes:
         halves: who stays. "pairs": the walk goes over the differences of disjoint pairs of
-            neighbors, and one of each pair stays for both: exactly half, and unbiased, for a walk
-            and its mirror image are equally likely. "authors": the rule of the authors' released
-            code, exactly half. "paper": the smaller side, as Algorithm 2 has it.
+            neighbors; unbiased, for a walk and its mirror image are equally likely. "authors": the
+            rule of the authors' released code. "paper": the smaller side, as Algorithm 2 has it.
         gamma: how strongly the walk leans against the sum s so far: + has probability
-            1/2 - gamma s, cut off at 0 and 1. 4, nearly greedy, in the authors' code; None for the
-            paper's 1 / (2 c R^2), nearly a fair coin.
-        temperature: factor of <k_i, k_j>; 1 in the paper, 1 or 0.1 in the authors' code.
-        constant: how much the denominator counts beside the values; 0.025 in the authors' code.
+            1/2 - gamma s, cut off at 0 and 1; None for the paper's 1 / (2 c R^2).
+        temperature: factor of <k_i, k_j>.
+        constant: how much the denominator counts beside the values.
         flat: in the denominator all that stay count double, as in the authors' code.
     """
 

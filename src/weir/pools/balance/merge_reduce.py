@@ -84,27 +84,28 @@ class Merging:
     Attributes:
         line: the tokens [batch, kv_heads, n], those of each level from the oldest on.
         level: of each [batch, kv_heads, n], int64; -1 where there is no place.
+        halving: how blocks are halved.
+        draws: random numbers; a token of level l is given those of purpose l, and in any group
+            but the first those of purpose l + 64. In the highest level, where it may be halved
+            again and again, they also depend on the other tokens of its block.
+        scale: the factor of the logits.
         group: of each [batch, kv_heads, n], int64, with levels of its own; None for one group.
         groups: how many there are.
     """
 
     line: Slots
     level: Tensor
+    halving: Halving
+    draws: CounterRNG
+    scale: float
     group: Tensor | None = None
     groups: int = 1
 
-    def reduce(
-        self, blocks: Sequence[Blocks], halving: Halving, draws: CounterRNG, scale: float
-    ) -> tuple[Slots, Tensor, Tensor]:
+    def reduce(self, blocks: Sequence[Blocks]) -> tuple[Slots, Tensor, Tensor]:
         """Halve these blocks, the highest level first, and of each group in it the oldest token.
 
         Args:
             blocks: for each group of each head of each row, in that order.
-            halving: how blocks are halved.
-            draws: random numbers; a token of level l is given those of purpose l, and in any group
-                but the first those of purpose l + 64. In the highest level, where it may be halved
-                again and again, they also depend on the other tokens of its block.
-            scale: the factor of the logits.
 
         Returns:
             (who stays, their levels, their groups): the last two [batch, kv_heads, slots], int64,
@@ -123,20 +124,20 @@ class Merging:
         for level in range(top + 1):
             queue = _Queue.of(self._queue(level), rising).packed()
             of_lines = [of_group[level] for of_group in blocks]
-            whole = _whole(queue, of_lines, level, halving)
+            whole = _whole(queue, of_lines, level, self.halving)
             if whole is not None:
-                rising = self._halve_alike(queue, whole, level, halving, draws, scale)
+                rising = self._halve_alike(queue, whole, level)
                 queue = queue.part(sum(whole))
                 rest.append(queue)
                 marks.append(torch.full_like(queue.token, level))
                 continue
             sizes = _padded(of_lines, self.level.device)
             if level < LEVELS - 1:
-                rising = self._halve(queue, sizes, level, halving, draws, scale)
+                rising = self._halve(queue, sizes, level)
                 queue = queue.without(sizes)
             else:
                 for size in sizes.split(1, dim=1):
-                    stays = self._halve(queue, size, level, halving, draws, scale)
+                    stays = self._halve(queue, size, level)
                     queue = _Queue.of(stays, queue.without(size)).packed()
             by_head = (t.reshape(batch * heads, -1) for t in queue.tensors())
             rest.append(_Queue(*by_head, full=queue.full and self.groups == 1))
@@ -203,15 +204,7 @@ class Merging:
         a, b = (t[:, :, start:stop].flatten(0, 1) for t in (self.line.a, self.line.b))
         return _Queue(token, a, b, torch.ones_like(token, dtype=torch.bool), full=True)
 
-    def _halve(
-        self,
-        queue: _Queue,
-        sizes: Tensor,
-        level: int,
-        halving: Halving,
-        draws: CounterRNG,
-        scale: float,
-    ) -> _Queue:
+    def _halve(self, queue: _Queue, sizes: Tensor, level: int) -> _Queue:
         """The survivors of a level's blocks, of the `sizes` [lines, blocks], from the oldest on."""
         lines, blocks = sizes.shape
         if not blocks:
@@ -228,61 +221,49 @@ class Merging:
         head = torch.arange(lines, device=sizes.device)[:, None] // self.groups
         keys, values = (t.flatten(0, 1)[head, token] for t in (self.line.keys, self.line.values))
         if level < LEVELS - 1:
-            u = self._draw(draws, level)[head, token, self._kind(lines)]
+            u = self._draw(level)[head, token, self._kind(lines)]
         else:
             line = torch.arange(lines, device=sizes.device)[:, None]
-            u = self._draw_again(draws, token, nobody)[head, token, line % self.groups]
+            u = self._draw_again(token, nobody)[head, token, line % self.groups]
         shape = (lines * blocks, 1, width)
         sets = Sets(*(t.reshape(*shape, *t.shape[2:]) for t in (keys, values, a, b, u)))
-        chosen, a, b = halving.halve(sets, scale)
+        chosen, a, b = self.halving.halve(sets, self.scale)
         came = cut.token.view(lines * blocks, width)
         token = came.gather(1, chosen.clamp_min(0)).masked_fill(chosen < 0, EMPTY)
         half = torch.arange(token.shape[1], device=sizes.device)
         used = half < (sizes.view(-1, 1) + 1) // 2
         return _Queue(*(t.reshape(lines, -1) for t in (token, a, b, used))).packed()
 
-    def _halve_alike(
-        self,
-        queue: _Queue,
-        sizes: Sequence[int],
-        level: int,
-        halving: Halving,
-        draws: CounterRNG,
-        scale: float,
-    ) -> _Queue:
+    def _halve_alike(self, queue: _Queue, sizes: Sequence[int], level: int) -> _Queue:
         """As `_halve`, of full lines that have blocks of the same `sizes`; half of each stays."""
         parts, done = [queue.part(0, 0)], 0
         for size, run in groupby(sizes):
             stop = done + size * len(list(run))
             cut, done = queue.part(done, stop), stop
             # A token alone rises as it is.
-            parts.append(
-                cut if size == 1 else self._halves(cut, size, level, halving, draws, scale)
-            )
+            parts.append(cut if size == 1 else self._halves(cut, size, level))
         return _Queue.of(*parts)
 
-    def _halves(
-        self, cut: _Queue, size: int, level: int, halving: Halving, draws: CounterRNG, scale: float
-    ) -> _Queue:
+    def _halves(self, cut: _Queue, size: int, level: int) -> _Queue:
         """Halve full lines that are cut into blocks of an even `size`."""
         token = cut.token.unflatten(0, self.level.shape[:2])
         keys, values = pick(self.line.keys, token), pick(self.line.values, token)
-        u = draws.uniform(level, self.line.position.gather(2, token))
+        u = self.draws.uniform(level, self.line.position.gather(2, token))
         tokens = (keys.flatten(0, 1), values.flatten(0, 1), cut.a, cut.b, u.flatten(0, 1))
         sets = Sets(*(t.reshape(-1, 1, size, *t.shape[2:]) for t in tokens))
-        chosen, a, b = halving.halve(sets, scale)
+        chosen, a, b = self.halving.halve(sets, self.scale)
         came = cut.token.reshape(-1, size).gather(1, chosen)
         token, a, b = (t.reshape(len(cut.token), -1) for t in (came, a, b))
         return _Queue(token, a, b, torch.ones_like(token, dtype=torch.bool), full=True)
 
-    def _draw(self, draws: CounterRNG, level: int) -> Tensor:
+    def _draw(self, level: int) -> Tensor:
         """Uniform numbers of each token in each kind of group [batch * kv_heads, n, kinds]."""
-        kinds = [draws.uniform(level, self.line.position)]
+        kinds = [self.draws.uniform(level, self.line.position)]
         if self.groups > 1:
-            kinds.append(draws.uniform(level + LEVELS, self.line.position))
+            kinds.append(self.draws.uniform(level + LEVELS, self.line.position))
         return torch.stack(kinds, dim=-1).flatten(0, 1)
 
-    def _draw_again(self, draws: CounterRNG, token: Tensor, nobody: Tensor) -> Tensor:
+    def _draw_again(self, token: Tensor, nobody: Tensor) -> Tensor:
         """Draw numbers of the highest level for each token in each group
         [batch * kv_heads, n, groups].
 
@@ -290,7 +271,6 @@ class Merging:
         from another.
 
         Args:
-            draws: random numbers.
             token: the tokens of each line's block [lines, n].
             nobody: where there is none [lines, n], bool.
         """
@@ -300,7 +280,7 @@ class Merging:
         places = position.flatten(0, 1)[head, token].masked_fill(nobody, 0).sum(dim=1)
         index = places.view(batch, heads, self.groups, 1)
         found = [
-            draws.uniform(LEVELS - 1 + LEVELS * (group > 0), position, index[:, :, group])
+            self.draws.uniform(LEVELS - 1 + LEVELS * (group > 0), position, index[:, :, group])
             for group in range(self.groups)
         ]
         return torch.stack(found, dim=-1).flatten(0, 1)

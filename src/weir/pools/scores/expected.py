@@ -17,9 +17,9 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.pools.base import Fold
+from weir.pools.ranked import Asking
 from weir.pools.registry import pool
 from weir.pools.scores.last_queries import (
-    AskingAhead,
     check_ahead,
     keys_as_read,
     last_unrotated_queries,
@@ -32,7 +32,7 @@ from weir.slab import Slots
 
 @pool("expected")
 @dataclass(frozen=True)
-class Expected(AskingAhead):
+class Expected(Asking):
     """Keep the tokens with the most attention to be expected, times |v|, each KV head its own.
 
     Attention is expected of each query head of the group, as a share of the tokens that the pool
@@ -46,6 +46,8 @@ class Expected(AskingAhead):
         floor: added to shares, so that large values are not lost sight of; 0.02 at most in the
             authors' runs.
     """
+
+    asks = "queries"
 
     n: int
     ahead: int = 64

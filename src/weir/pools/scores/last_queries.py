@@ -13,7 +13,6 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.pools.base import Fold
-from weir.pools.ranked import Ranked, check_window
 from weir.slab import Rotation, Slots
 
 
@@ -46,8 +45,8 @@ def check_share(name: str, parameter: str, value: float) -> None:
 
 
 def last_unrotated_queries(fold: Fold, count: int) -> tuple[Tensor, Tensor]:
-    """Return the last `count` queries without rotation [batch, kv_heads, group, n, key_dim], 0 where
-    there was none, and which of them exist [batch, n], bool.
+    """Return the last `count` queries without rotation [batch, kv_heads, group, n, key_dim], 0
+    where there was none, and which of them exist [batch, n], bool.
     """
     assert fold.read is not None
     queries = fold.read.unrotated_queries[:, :, :, -count:].float()
@@ -79,21 +78,6 @@ def mean_rotation(fold: Fold, ahead: Sequence[int]) -> Rotation | None:
 def rotate_back(keys: Tensor, turn: Rotation | None) -> Tensor:
     """Apply the transpose of a mean rotation to keys [batch, kv_heads, n, key_dim], float32."""
     return keys if turn is None else Rotation(turn.cos, -turn.sin).apply(keys)
-
-
-class AskingAhead(Ranked):
-    """A ranked pool that takes later queries to be like the last `queries` ones."""
-
-    queries: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_window(self.name, self.queries)
-
-    @property
-    def needs_queries(self) -> int:
-        """The parameter."""
-        return self.queries
 
 
 def check_ahead(name: str, ahead: int) -> None:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from weir.pools.base import Fold
+from weir.pools.ranked import Asking
 from weir.pools.registry import pool
 from weir.pools.scores.last_queries import (
-    AskingAhead,
     keys_as_read,
     last_unrotated_queries,
     mean_rotation,
@@ -27,7 +27,7 @@ from weir.slab import Slots
 
 @pool("qfilters")
 @dataclass(frozen=True)
-class QFilters(AskingAhead):
+class QFilters(Asking):
     """Keep the tokens whose keys point along the queries' common direction, each KV head its own.
 
     The authors take the direction from queries of a few texts, at their places, once and for all;
@@ -37,6 +37,8 @@ class QFilters(AskingAhead):
         n: how many tokens are kept.
         queries: from how many of the last queries the direction is.
     """
+
+    asks = "queries"
 
     n: int
     queries: int = 64

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from weir.pools.base import Fold
+from weir.pools.ranked import Asking
 from weir.pools.registry import pool
 from weir.pools.scores.last_queries import (
-    AskingAhead,
     check_ahead,
     keys_as_read,
     last_unrotated_queries,
@@ -30,7 +30,7 @@ from weir.slab import Slots
 
 @pool("tri")
 @dataclass(frozen=True)
-class Tri(AskingAhead):
+class Tri(Asking):
     """Keep the tokens that the mean query will meet, by a sum of cosines, each KV head its own.
 
     Attributes:
@@ -39,6 +39,8 @@ class Tri(AskingAhead):
             code, where positions grow with the stream.
         queries: from how many of the last queries the means are; calibrated by the authors.
     """
+
+    asks = "queries"
 
     n: int
     ahead: int = 64
