@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from weir import kernels
-from weir.pools.subgen.clusters import resample, reservoirs
+from weir.pools.subgen import resample, reservoirs
 
 pytest.importorskip("numba", reason="not installed: pip install 'weir-kv[fast]'")
 

@@ -11,7 +11,7 @@ import pytest
 from weir.errors import PolicyError, WeirError
 from weir.policies import NAMED, Pipe, Policy, named, parse_call, policy
 from weir.policies.library import h2o, streaming_llm, uniform
-from weir.policies.pyramid import pyramid
+from weir.policies.wrappers import pyramid
 from weir.pools import Recent, Sink
 
 

@@ -16,6 +16,7 @@ import weir
 from weir.errors import PolicyError, WeirError, format_value
 from weir.policies.grammar import policy, saved_policy
 from weir.policies.library import (
+    Recompute,
     buzz,
     dense,
     h2o,
@@ -25,9 +26,8 @@ from weir.policies.library import (
     window,
 )
 from weir.policies.pipe import Pipe, Policy
-from weir.policies.pyramid import pyramid, pyramidkv
-from weir.policies.recompute import Recompute
 from weir.policies.registry import NAMED
+from weir.policies.wrappers import pyramid, pyramidkv
 from weir.pools import POOLS, Fold, Heavy, KNorm, Pool, Recent, Sink, SubGen, Tova, pool
 from weir.pools.parameters import argument_hints
 from weir.slab.slots import Slots

@@ -18,7 +18,7 @@ import weir
 from weir.errors import PolicyError, WeirError
 from weir.policies.grammar import policy
 from weir.policies.pipe import Pipe
-from weir.policies.pyramid import Pyramid, budgets, pyramid, pyramidkv
+from weir.policies.wrappers import Pyramid, budgets, pyramid, pyramidkv
 from weir.pools import Heavy, Recent, Sink, Snap
 
 SMALL = "pyramidkv(budget=24, window=6, kernel=5, beta=4)"

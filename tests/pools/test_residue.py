@@ -15,8 +15,7 @@ import weir
 from weir.errors import WeirError
 from weir.pools import Fold, ObservedAttention, Residue
 from weir.pools.counter_rng import CounterRNG
-from weir.pools.residue.merging import merge_nearest
-from weir.pools.residue.residue import GATES, measure_misled
+from weir.pools.residue import GATES, measure_misled, merge_nearest
 from weir.slab import AttentionParams, LayerPositions, Slots, two_weight_attention
 
 PIPES = [

@@ -1,4 +1,4 @@
-"""PyramidKV's budgets, from the paper alone: what `weir.policies.pyramid` is checked against.
+"""PyramidKV's budgets, from the paper alone: what `weir.policies.wrappers` is checked against.
 
 Cai et al. 2024, "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling":
 k^(m-1) = k_total / (beta m), k^0 = 2 k_total / m - k^(m-1), and in between an arithmetic sequence.

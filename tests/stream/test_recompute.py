@@ -10,8 +10,7 @@ from torch import Tensor
 import weir
 from weir.errors import NotFiniteError, PolicyError, WeirError
 from weir.policies.grammar import policy
-from weir.policies.library import recompute
-from weir.policies.recompute import Recompute
+from weir.policies.library import Recompute, recompute
 from weir.stream import recomputation as module
 
 BUDGET = 16

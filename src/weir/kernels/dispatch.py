@@ -125,7 +125,7 @@ def distances(device: torch.device) -> Callable[..., Any] | None:
 
 
 def resample(device: torch.device) -> Callable[..., Any] | None:
-    """The kernel for `weir.pools.subgen.clusters.resample`; None for the reference."""
+    """The kernel for `weir.pools.subgen.resample`; None for the reference."""
     return _kernel(_library(device), "resample")
 
 

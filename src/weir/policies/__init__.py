@@ -2,12 +2,8 @@
 
 from weir.policies.file import check_regular, expand_home, format_policy_file, is_file
 from weir.policies.grammar import NUMBER, Parser, parse_call, parse_policy, policy, saved_policy
-from weir.policies.layered import Layered
-from weir.policies.pinned import Pinned, with_pin
-from weir.policies.pipe import Origin, Pipe, Policy, PolicyWrapper, resolve_chunk
-from weir.policies.pyramid import Pyramid, share_slots
-from weir.policies.quantized import EXACT, Quantized, with_slots
-from weir.policies.recompute import Recompute
+from weir.policies.library import Recompute
+from weir.policies.pipe import Layered, Origin, Pipe, Policy, resolve_chunk
 from weir.policies.registry import (
     NAMED,
     VARIABLE,
@@ -18,6 +14,16 @@ from weir.policies.registry import (
     named,
 )
 from weir.policies.weir import fit_budgets, is_weir, measures_layers
+from weir.policies.wrappers import (
+    EXACT,
+    Pinned,
+    PolicyWrapper,
+    Pyramid,
+    Quantized,
+    share_slots,
+    with_pin,
+    with_slots,
+)
 
 __all__ = [
     "EXACT",

@@ -1,7 +1,7 @@
 """Checks of what a pool says and returns: its place in a pipe, its slots, and the result of a fold.
 
 Anyone may write a pool, so what one returns is checked before it reaches the slab: types, shapes
-and numbers of slots, never the contents, so that a fold costs nothing more.
+and numbers of slots, never the contents.
 """
 
 from __future__ import annotations
@@ -17,15 +17,7 @@ from weir.slab import FORMATS, QuantizedSlots, Slots
 
 
 def check_place(pool: Pool, before: tuple[Pool, ...]) -> None:
-    """Refuse a pool in a place of a pipe that makes no sense.
-
-    Args:
-        pool: the pool.
-        before: the pools in front of it.
-
-    Raises:
-        WeirError: with the reason.
-    """
+    """Refuse a pool in a place of a pipe that makes no sense behind the pools `before`."""
     if not isinstance(getattr(pool, "name", None), str):
         kind = type(pool).__name__
         raise WeirError(f'{kind} has no name in policies; write @pool("a_name") above its class')
@@ -45,11 +37,7 @@ def check_place(pool: Pool, before: tuple[Pool, ...]) -> None:
 
 
 def check_format(name: object) -> str:
-    """Return the name of a format of slots.
-
-    Raises:
-        WeirError: there is no such format.
-    """
+    """Return the name of a format of slots, if there is such a format."""
     if not isinstance(name, str) or name not in FORMATS:
         raise WeirError(
             f"slots can be {' or '.join(FORMATS)}, not {quote(name)}; without any they are exact"
@@ -64,9 +52,6 @@ def check_formats(pools: tuple[Pool, ...], formats: tuple[str, ...], run: tuple[
         pools: the pools of a pipe.
         formats: the format of each; "" for exact slots.
         run: the pools that hold the newest tokens, by place, the oldest tokens' pool first.
-
-    Raises:
-        WeirError: with the reason.
     """
     if len(formats) != len(pools):
         raise WeirError(f"{len(pools)} pools have {len(pools)} formats, not {len(formats)}")
@@ -91,11 +76,7 @@ def check_formats(pools: tuple[Pool, ...], formats: tuple[str, ...], run: tuple[
 
 
 def check_mass(pools: tuple[Pool, ...]) -> None:
-    """Refuse a pipe in which `Slots.mass` would have to be a sum and a largest share at once.
-
-    Raises:
-        WeirError: naming the two pools.
-    """
+    """Refuse a pipe in which `Slots.mass` would have to be a sum and a largest share at once."""
     twice = [pool.name for pool in pools if pool.needs_second_reading]
     sums = [pool.name for pool in pools if pool.needs_mass]
     if twice and sums:
@@ -108,7 +89,7 @@ def check_mass(pools: tuple[Pool, ...]) -> None:
 def check_fold(
     pool: Pool, folded: Any, held: Slots, new: Slots, like: Mapping[str, Tensor]
 ) -> tuple[Slots, Slots]:
-    """Return what a pool's `fold` returned, (kept, overflow), if it is such a pair.
+    """Return what a pool's `fold` returned, (kept, overflow), if it is such a pair of slots.
 
     Args:
         pool: the pool.
@@ -116,10 +97,6 @@ def check_fold(
         held: the slots it held.
         new: the slots that arrived.
         like: tensors of the shapes that all slots of the layer have, by name.
-
-    Raises:
-        WeirError: it is no pair of slots, a tensor has the wrong shape, dtype or device, or more is
-            kept than the pool may hold.
     """
     name = pool.name
     parts = folded if isinstance(folded, tuple) else ()
@@ -175,12 +152,8 @@ def _is_stored(slots: Slots) -> bool:
 
 
 def check_state(pool: Pool, before: Mapping[str, Tensor], after: Mapping[str, Any]) -> None:
-    """Refuse a pool's state with other names, dtypes or devices than `Pool.state` gave.
-
-    The slab checks the shapes when it stores the state.
-
-    Raises:
-        WeirError: naming pool and tensor.
+    """Refuse a pool's state with other names, dtypes or devices than `Pool.state` gave; the slab
+    checks the shapes when it stores the state.
     """
     if before.keys() != after.keys():
         now, was = (", ".join(sorted(names)) or "nothing" for names in (after, before))

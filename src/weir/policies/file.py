@@ -1,7 +1,4 @@
-"""Policy files: TOML with a policy for each layer, as they were measured on a model.
-
-Knows the format of the file; nothing about what policies mean.
-"""
+"""Policy files: TOML with a policy for each layer, as they were measured on a model."""
 
 from __future__ import annotations
 
@@ -17,14 +14,7 @@ from weir.errors import WeirError, quote
 
 FORMAT = 1
 SUFFIX = ".toml"
-MODEL = {
-    "kind": str,
-    "layers": int,
-    "width": int,
-    "vocabulary": int,
-    "dtype": str,
-    "weights": str,
-}
+MODEL = {"kind": str, "layers": int, "width": int, "vocabulary": int, "dtype": str, "weights": str}
 """The fingerprint of a model in a file, as `models.fingerprint` makes it."""
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 """Kinds of paths that are no regular files, by the type in their mode; others are devices."""
@@ -32,12 +22,8 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a so
 
 @dataclass(frozen=True)
 class PolicyFile:
-    """The contents of a policy file from which a policy is made.
-
-    Attributes:
-        layers: the policy of each layer, as text.
-        model: the fingerprint of the model that they were measured on.
-        chunk: tokens between two folds when they were measured; None if the file does not say.
+    """The contents of a policy file: of each layer the policy as text, the fingerprint of the model
+    that they were measured on, and tokens between two folds, None if the file does not say.
     """
 
     layers: tuple[str, ...]
@@ -51,11 +37,7 @@ def is_file(text: str) -> bool:
 
 
 def expand_home(name: str | Path) -> Path:
-    """Expand the ~ of a path.
-
-    Raises:
-        WeirError: the system knows no such home.
-    """
+    """Expand the ~ of a path."""
     try:
         return Path(name).expanduser()
     except RuntimeError:
@@ -65,14 +47,8 @@ def expand_home(name: str | Path) -> Path:
 def check_regular(path: Path, what: str) -> None:
     """Refuse a path that is no regular file: reading a pipe blocks, and some devices have no end.
 
-    A file that is missing or may not be read is not refused here; opening it will fail.
-
-    Args:
-        path: the file, as the user named it.
-        what: what it should be, as in "a policy file".
-
-    Raises:
-        WeirError: naming the path and what is there.
+    A file that is missing or may not be read is not refused here; opening it will fail. `what` is
+    what it should be, as in "a policy file".
     """
     try:
         mode = path.stat().st_mode
@@ -83,12 +59,7 @@ def check_regular(path: Path, what: str) -> None:
 
 
 def read_policy_file(name: str) -> PolicyFile:
-    """Read a policy file.
-
-    Raises:
-        WeirError: it cannot be read, is no policy file, or has a format that this weir does not
-            know.
-    """
+    """Read a policy file."""
     path = expand_home(name)
     check_regular(path, "a policy file")
     try:

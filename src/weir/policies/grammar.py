@@ -17,8 +17,7 @@ from typing import Any, ClassVar
 from weir.errors import PolicyError, WeirError, find_nearest, quote
 from weir.policies.checks import check_format, check_place
 from weir.policies.file import is_file, read_policy_file
-from weir.policies.layered import Layered
-from weir.policies.pipe import Origin, Pipe, Policy
+from weir.policies.pipe import Layered, Origin, Pipe, Policy
 from weir.policies.registry import NAMED, PolicyCall, load_plugins
 from weir.pools import CONSTANTS, POOLS, WORD, Pool, argument_hints, convert_argument
 from weir.slab import FORMATS
@@ -58,23 +57,15 @@ policy = parse_policy
 
 
 def saved_policy(text: str) -> Policy:
-    """Read a policy that weir wrote itself, into a session or a policy file.
+    """Read a policy that weir wrote itself, into a session or a policy file; it never names a file.
 
-    It never names a file. Calls that `parse_policy` refuses as ambiguous, because they were typed
-    by hand, have one meaning here.
-
-    Raises:
-        PolicyError: it cannot be read.
+    Calls that `parse_policy` refuses as ambiguous have one meaning here.
     """
     return Parser(text, saved=True).policy()
 
 
 def from_file(path: str) -> Layered:
-    """Read a policy file.
-
-    Raises:
-        WeirError: the file is missing, is no policy file, or has a policy that cannot be read.
-    """
+    """Read a policy file."""
     made = read_policy_file(path)
     policies = []
     for layer, text in enumerate(made.layers):
@@ -90,9 +81,8 @@ def from_file(path: str) -> Layered:
 def parse_call(text: str) -> PolicyCall | None:
     """Read the call of a named policy without making the policy, which may still need a budget.
 
-    Returns:
-        None for a pipe of pools, a list of policies or a policy file, and for arguments that the
-        policy does not have.
+    None for a pipe of pools, a list of policies or a policy file, and for arguments that the policy
+    does not have.
 
     Raises:
         PolicyError: the first call cannot be read.
@@ -118,13 +108,8 @@ def parse_call(text: str) -> PolicyCall | None:
 
 @dataclass
 class CallSyntax:
-    """`name(arguments)` as it was read.
-
-    Attributes:
-        name: the name of a pool or a policy.
-        at: the character where the call begins.
-        arguments: its arguments.
-        inside: the text between its parentheses.
+    """`name(arguments)` as it was read, from the character `at` on, with the text between the
+    parentheses.
     """
 
     name: str
@@ -134,13 +119,12 @@ class CallSyntax:
 
 
 class ParsedPolicy(typing.NamedTuple):
-    """A pipe or a list of policies as it was read; nothing is made of it yet.
+    """A pipe or a list of policies as it was read from the character `at` on.
 
     Attributes:
         calls: the calls of a pipe; none in a list.
         formats: the format of each call's slots, "" for exact ones.
         text: all of it.
-        at: the character where it begins.
         layers: the policies of a list.
     """
 
@@ -236,7 +220,7 @@ class Parser:
         """Refuse a pool by itself whose author may have meant the policy of the same name.
 
         `kcenter(256, quiet=2)` would be 256 centers and no newest token. A call that names all of
-        its parameters, as a pipe that is written out does, is taken for the pool.
+        its parameters is taken for the pool.
         """
         both = call.name in NAMED and call.name in POOLS
         if not both or all(given.name for given in call.arguments):
@@ -273,12 +257,7 @@ class Parser:
             raise self.wrong(str(error), at, list(FORMATS)) from None
 
     def _pool(self, call: CallSyntax, before: tuple[Pool, ...] | None) -> Pool:
-        """Make the pool of a call.
-
-        Args:
-            call: the call.
-            before: the pools in front of it; None inside another pool, which does its own checks.
-        """
+        """Make the pool of a call, behind the pools `before`; None inside another pool."""
         if call.name in NAMED and call.name not in POOLS:
             raise self.wrong(f"{call.name} is a whole policy, not a pool of a pipe", call.at)
         if call.name not in POOLS:
@@ -327,13 +306,7 @@ class Parser:
             raise self.wrong(str(error), call.at) from None
 
     def _resolve(self, value: Any, hint: Any, at: int) -> Any:
-        """Make the pool or the policy that a parameter asks for; leave other values as they are.
-
-        Args:
-            value: the value as it was read.
-            hint: the parameter's annotation.
-            at: the character where the value begins.
-        """
+        """Make the pool or policy that a parameter asks for; leave other values as they are."""
         if hint is Pool and isinstance(value, str | ParsedPolicy):
             part = value if isinstance(value, ParsedPolicy) else self._restart(at)._parse()
             if len(part.calls) != 1:

@@ -5,9 +5,10 @@ A named policy, `streaming_llm(budget=256)`, is a function that returns a policy
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from weir.errors import WeirError
 from weir.policies.pipe import Pipe, Policy
-from weir.policies.recompute import Recompute
 from weir.policies.registry import named
 from weir.pools import (
     Balance,
@@ -34,13 +35,49 @@ from weir.pools import (
 )
 
 
-def ends(sinks: int, recent: int) -> tuple[Pool, ...]:
-    """Return the pools of the first and the newest tokens, in front of those of the middle.
+@dataclass(frozen=True, repr=False)
+class Recompute(Policy):
+    """Sliding window with re-computation: keys and values of the window made anew for each token.
 
-    Args:
-        sinks: first tokens; without any, there is no pool for them.
-        recent: newest tokens.
+    For every new token the model reads the last `budget` tokens from scratch: the quality oracle of
+    StreamingLLM (Xiao et al. 2024, Figure 1c), and as slow as that sounds.
+
+    Attributes:
+        budget: tokens of the window.
+        sinks: how many of them are the first of the stream; the others are its last.
     """
+
+    budget: int
+    sinks: int = 0
+    text: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        if self.budget < 1:
+            raise WeirError(f"recompute reads at least 1 token, not {self.budget}")
+        if not 0 <= self.sinks < self.budget:
+            raise WeirError(
+                f"recompute with a budget of {self.budget} has room for 0 to {self.budget - 1} "
+                f"sinks, not {self.sinks}"
+            )
+        if not self.text:
+            object.__setattr__(self, "text", self.stands_for)
+
+    @property
+    def stands_for(self) -> str:
+        """Itself, with its size."""
+        sinks = f", sinks={self.sinks}" if self.sinks else ""
+        return f"recompute(budget={self.budget}{sinks})"
+
+    def for_layer(self, layer: int, layers: int) -> Pipe:
+        """Raise an error: nothing is cached."""
+        raise WeirError(
+            "recompute reads the window anew for every token, which a cache cannot do; "
+            "use weir.Stream or `weir stream`"
+        )
+
+
+def ends(sinks: int, recent: int) -> tuple[Pool, ...]:
+    """Return the pools of the first and the newest tokens; without sinks there is none for them."""
     return (Sink(sinks), Recent(recent)) if sinks else (Recent(recent),)
 
 
@@ -51,9 +88,6 @@ def check_room(budget: int, sinks: int, **slots: int) -> None:
         budget: slots of each KV head.
         sinks: how many of them are for first tokens; may be 0.
         slots: how many of them are for each other part, by its name.
-
-    Raises:
-        WeirError: one of these is below 1.
     """
     parts = {name.replace("_", " "): count for name, count in slots.items()}
     missing = [name for name, count in parts.items() if count < 1]
@@ -66,28 +100,19 @@ def check_room(budget: int, sinks: int, **slots: int) -> None:
         raise WeirError(f"a budget of {budget} leaves no room for {lacking}")
 
 
-@named(
-    "plain attention over everything; memory grows with the stream",
-    pipe="recent(none)",
-)
+@named("plain attention over everything; memory grows with the stream")
 def dense() -> Policy:
     """Keep every token: exact, and without a limit."""
     return Pipe((Recent(None),))
 
 
-@named(
-    "Beltagy et al. 2020, Longformer; StreamingLLM's Figure 1b",
-    pipe="recent(256)",
-)
+@named("Beltagy et al. 2020, Longformer; StreamingLLM's Figure 1b")
 def window(budget: int = 256) -> Policy:
     """Keep the newest tokens and nothing else; collapses once the first token has left."""
     return Pipe((Recent(budget),))
 
 
-@named(
-    "Xiao et al. 2024, Efficient Streaming Language Models with Attention Sinks",
-    pipe="sink(4) | recent(252)",
-)
+@named("Xiao et al. 2024, Efficient Streaming Language Models with Attention Sinks")
 def streaming_llm(budget: int = 256, sinks: int = 4) -> Policy:
     """Keep the first tokens and the newest, at their positions in the cache."""
     check_room(budget, sinks, recent_tokens=budget - sinks)
@@ -109,20 +134,14 @@ def recompute(budget: int = 256, sinks: int = 0) -> Policy:
     return Recompute(budget, sinks)
 
 
-@named(
-    "Zhang et al. 2023, H2O: Heavy-Hitter Oracle for Efficient Generative Inference",
-    pipe="recent(128) | heavy(128)",
-)
+@named("Zhang et al. 2023, H2O: Heavy-Hitter Oracle for Efficient Generative Inference")
 def h2o(budget: int = 256) -> Policy:
     """Keep the newest tokens and, of the others, those that received the most attention."""
     check_room(budget, 0, recent_tokens=budget - budget // 2, heavy_hitters=budget // 2)
     return Pipe((Recent(budget - budget // 2), Heavy(budget // 2)))
 
 
-@named(
-    "Zhao et al. 2024, BUZZ: Beehive-structured Sparse KV Cache with Segmented Heavy Hitters",
-    pipe="sink(4) | recent(65) | hive(281)",
-)
+@named("Zhao et al. 2024, BUZZ: Beehive-structured Sparse KV Cache with Segmented Heavy Hitters")
 def buzz(
     budget: int = 350,
     stride: int = 5,
@@ -152,10 +171,7 @@ def buzz(
     return Pipe((*ends(sinks, window), Hive(threshold, stride, swapped, local_max, log_n)))
 
 
-@named(
-    "An Experiment of Implementing Reservoir Sampling to StreamingLLM, section 4",
-    pipe="sink(4) | recent(188) | reservoir(64)",
-)
+@named("An Experiment of Implementing Reservoir Sampling to StreamingLLM, section 4")
 def reservoir(
     budget: int = 256,
     samples: int | None = None,
@@ -177,10 +193,7 @@ def reservoir(
     return Pipe((*ends(sinks, recent), Reservoir(samples, weighted, per_head)))
 
 
-@named(
-    "Kochetkova et al. 2025, BalanceKV, section 4.1: independent uniform sampling, the baseline",
-    pipe="sink(32) | recent(32) | uniform(192, weighted=true)",
-)
+@named("Kochetkova et al. 2025, BalanceKV, section 4.1: independent uniform sampling, the baseline")
 def uniform(
     budget: int | None = None,
     rate: float | None = None,
@@ -214,10 +227,7 @@ def uniform(
     return Pipe((*ends(sinks, recent), Uniform(n, rate, weighted, per_head)))
 
 
-@named(
-    "Zandieh et al. 2024, SubGen, section 3.2: greedy k-center; BalanceKV's ClusterGen",
-    pipe="recent(128) | kcenter(128)",
-)
+@named("Zandieh et al. 2024, SubGen, section 3.2: greedy k-center; BalanceKV's ClusterGen")
 def kcenter(budget: int = 256) -> Policy:
     """Keep the newest tokens and, of the others, those whose keys lie farthest apart.
 
@@ -227,16 +237,9 @@ def kcenter(budget: int = 256) -> Policy:
     return Pipe((Recent(budget - budget // 2), KCenter(budget // 2)))
 
 
-@named(
-    "Li et al. 2024, SnapKV: LLM Knows What You Are Looking for Before Generation",
-    pipe="snap(256)",
-)
+@named("Li et al. 2024, SnapKV: LLM Knows What You Are Looking for Before Generation")
 def snapkv(
-    budget: int = 256,
-    window: int = 32,
-    kernel: int = 7,
-    average: bool = False,
-    frame: str = "read",
+    budget: int = 256, window: int = 32, kernel: int = 7, average: bool = False, frame: str = "read"
 ) -> Policy:
     """Keep the newest tokens, and of the others those the last queries attend to.
 
@@ -246,10 +249,7 @@ def snapkv(
     return Pipe((Snap(budget, window, kernel, average, frame),))
 
 
-@named(
-    "Feng et al. 2025, Taming the Fragility of KV Cache Eviction in LLM Inference, as a stream",
-    pipe="sink(4) | recent(188) | defend(64)",
-)
+@named("Feng et al. 2025, Taming the Fragility of KV Cache Eviction in LLM Inference, as a stream")
 def defensivekv(budget: int = 256, sinks: int = 4, half_life: int | None = 2048) -> Policy:
     """Keep sinks, the newest tokens and, of the others, those that any query has needed.
 
@@ -261,10 +261,7 @@ def defensivekv(budget: int = 256, sinks: int = 4, half_life: int | None = 2048)
     return Pipe((*ends(sinks, newest), Defend(defended, half_life=half_life)))
 
 
-@named(
-    "error certificates, arXiv:2607.21475; Duffield et al. 2007, priority sampling",
-    pipe="sink(4) | recent(124) | heavy(64) | tail(64)",
-)
+@named("error certificates, arXiv:2607.21475; Duffield et al. 2007, priority sampling")
 def certified(budget: int = 256, sinks: int = 4, floor: float = 0.1, watch: int = 8) -> Policy:
     """Keep sinks, the newest tokens, heavy hitters and a weighed sample of the rest.
 
@@ -278,10 +275,7 @@ def certified(budget: int = 256, sinks: int = 4, floor: float = 0.1, watch: int 
     return Pipe((*ends(sinks, newest), *middle))
 
 
-@named(
-    "ResKV, arXiv:2607.29591",
-    pipe="sink(4) | recent(220) | residue(32)",
-)
+@named("ResKV, arXiv:2607.29591")
 def reskv(budget: int = 256, sinks: int = 4, half_life: int | None = 256) -> Policy:
     """Keep sinks and the newest tokens, and merge those before them into means.
 
@@ -293,10 +287,7 @@ def reskv(budget: int = 256, sinks: int = 4, half_life: int | None = 256) -> Pol
     return Pipe((*ends(sinks, newest), Residue(means, half_life=half_life)))
 
 
-@named(
-    "Attention Matching, arXiv:2602.16284",
-    pipe="sink(4) | recent(188) | match(snap(64))",
-)
+@named("Attention Matching, arXiv:2602.16284")
 def attention_matching(budget: int = 256, sinks: int = 4, half_life: int | None = 64) -> Policy:
     """Keep sinks, newest tokens and a quarter the last queries chose, weighed for those let go of.
 
@@ -312,28 +303,19 @@ def attention_matching(budget: int = 256, sinks: int = 4, half_life: int | None 
     return Pipe((*ends(sinks, newest), Match(Snap(middle), half_life=half_life)))
 
 
-@named(
-    "Oren et al. 2024, TOVA: Transformers are Multi-State RNNs",
-    pipe="tova(n=256)",
-)
+@named("Oren et al. 2024, TOVA: Transformers are Multi-State RNNs")
 def tova(budget: int = 256) -> Policy:
     """Keep the tokens that the last query attends to most, the same in all heads of a layer."""
     return Pipe((Tova(budget),))
 
 
-@named(
-    "Park et al. 2025, KeyDiff: Key Similarity-Based KV Cache Eviction",
-    pipe="keydiff(n=256)",
-)
+@named("Park et al. 2025, KeyDiff: Key Similarity-Based KV Cache Eviction")
 def keydiff(budget: int = 256) -> Policy:
     """Keep the tokens whose keys differ most from the average direction, the newest among them."""
     return Pipe((KeyDiff(budget),))
 
 
-@named(
-    "Adnan et al. 2024, Keyformer: KV Cache Reduction through Key Tokens Selection",
-    pipe="recent(76) | keyformer(180)",
-)
+@named("Adnan et al. 2024, Keyformer: KV Cache Reduction through Key Tokens Selection")
 def keyformer(budget: int = 256) -> Policy:
     """Keep the newest tokens, three tenths, and the others with the most noisy attention."""
     recent = max(1, 3 * budget // 10)
@@ -341,10 +323,7 @@ def keyformer(budget: int = 256) -> Policy:
     return Pipe((Recent(recent), Keyformer(budget - recent)))
 
 
-@named(
-    "Shi et al. 2025, LaCache: Ladder-Shaped KV Caching for Efficient Long-Context Modeling",
-    pipe="sink(4) | recent(64) | ladder(188)",
-)
+@named("Shi et al. 2025, LaCache: Ladder-Shaped KV Caching for Efficient Long-Context Modeling")
 def lacache(budget: int = 256, sinks: int = 4, keep: int = 1, of: int = 2) -> Policy:
     """Keep the first tokens, a quarter of newest ones, and of the older ever fewer by layer.
 
@@ -360,10 +339,7 @@ def lacache(budget: int = 256, sinks: int = 4, keep: int = 1, of: int = 2) -> Po
     return Pipe((*ends(sinks, recent), Ladder(n, keep, of)))
 
 
-@named(
-    "Zandieh et al. 2024, SubGen: Token Generation in Sublinear Time and Memory, Algorithm 1",
-    pipe="sink(4) | recent(98) | subgen(54, clusters=25)",
-)
+@named("Zandieh et al. 2024, SubGen: Token Generation in Sublinear Time and Memory, Algorithm 1")
 def subgen(
     budget: int = 256,
     sinks: int = 4,
@@ -393,8 +369,7 @@ def subgen(
 
 
 @named(
-    "Kochetkova et al. 2025, BalanceKV: Streaming Attention Approximation via Discrepancy Theory",
-    pipe="sink(32) | recent(32) | balance(192)",
+    "Kochetkova et al. 2025, BalanceKV: Streaming Attention Approximation via Discrepancy Theory"
 )
 def balancekv(
     budget: int = 256,

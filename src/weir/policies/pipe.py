@@ -1,8 +1,7 @@
 """Policies, and the usual one: a pipe of pools, one after the other.
 
 Tokens enter the first pool of a pipe, what overflows a pool flows into the next, what overflows the
-last is gone. How policies are written is the business of `grammar`; the named ones are in
-`library`.
+last is gone. `grammar` reads policies from text; the named ones are in `library`.
 """
 
 from __future__ import annotations
@@ -16,14 +15,8 @@ from typing import Any, ClassVar, Self, cast
 
 from torch import Tensor
 
-from weir.errors import WeirError, format_value
-from weir.policies.checks import (
-    check_fold,
-    check_formats,
-    check_mass,
-    check_place,
-    check_state,
-)
+from weir.errors import LONGEST, WeirError, format_value, quote
+from weir.policies.checks import check_fold, check_formats, check_mass, check_place, check_state
 from weir.policies.registry import NAMED, PolicyCall
 from weir.pools import Fold, Pool
 from weir.slab import FORMATS, Format, Slots
@@ -55,8 +48,10 @@ class Policy(ABC):
     Attributes:
         text: the policy as it was written, or as it can be.
         called: how it was called, if it was made by its name; None for one made of pools.
+        is_pipe: whether it is a pipe, or the pyramid of one.
     """
 
+    is_pipe: ClassVar[bool] = False
     text: str
     called: PolicyCall | None = None
 
@@ -76,10 +71,7 @@ class Policy(ABC):
 
     @property
     def stands_for(self) -> str:
-        """Its pools, as text that reads as the same policy.
-
-        For `reservoir(64)`, `sink(4) | recent(44) | reservoir(16)`.
-        """
+        """Its pools, as text that reads as the same policy: `sink(4) | reservoir(16)`."""
         return self.text
 
     @property
@@ -104,16 +96,16 @@ class Policy(ABC):
 
 
 def resolve_chunk(policy: Policy, chunk: int | None) -> int:
-    """Return the tokens between two folds: as asked for, as measured, or 64.
-
-    Args:
-        policy: the policy that folds.
-        chunk: the number asked for; None for none.
-    """
+    """Return the tokens between two folds: as asked for, as measured, or 64."""
     if chunk is not None:
         return chunk
     measured = None if policy.origin is None else policy.origin.chunk
     return CHUNK if measured is None else measured
+
+
+def _of_any(name: str) -> cached_property[bool]:
+    """Make a property of a `Pipe` that says whether a pool has the property of this name."""
+    return cached_property(lambda pipe: any(getattr(pool, name) for pool in pipe.pools))
 
 
 @dataclass(frozen=True, repr=False)
@@ -126,6 +118,8 @@ class Pipe(Policy):
         formats: the format of each pool's slots, by the names of `slab.FORMATS`; "" for exact
             ones. Without any, all are exact.
     """
+
+    is_pipe = True
 
     pools: tuple[Pool, ...]
     text: str = field(default="", compare=False)
@@ -201,45 +195,18 @@ class Pipe(Policy):
         """Count the slots of some pools per KV head, those without a limit left out."""
         return sum(self.pools[i].slots() or 0 for i in pools)
 
-    @cached_property
-    def needs_mass(self) -> bool:
-        """Whether a pool reads accumulated attention."""
-        return any(pool.needs_mass for pool in self.pools)
-
-    @cached_property
-    def needs_second_reading(self) -> bool:
-        """Whether a pool has each chunk read twice (`Pool.needs_second_reading`)."""
-        return any(pool.needs_second_reading for pool in self.pools)
+    needs_mass = _of_any("needs_mass")
+    needs_second_reading = _of_any("needs_second_reading")
+    needs_shares = _of_any("needs_shares")
+    needs_gates = _of_any("needs_gates")
+    needs_marks = _of_any("needs_marks")
+    log_n = _of_any("log_n")
+    two_weights = _of_any("two_weights")
 
     @cached_property
     def needs_queries(self) -> int:
         """The number of last queries that the pools read."""
         return max(pool.needs_queries for pool in self.pools)
-
-    @cached_property
-    def needs_shares(self) -> bool:
-        """Whether a pool reads the attention of each of these queries, not only sums."""
-        return any(pool.needs_shares for pool in self.pools)
-
-    @cached_property
-    def needs_gates(self) -> bool:
-        """Whether a pool reads the layer's gate."""
-        return any(pool.needs_gates for pool in self.pools)
-
-    @cached_property
-    def needs_marks(self) -> bool:
-        """Whether a pool reads the marks of rows (`weir.pools.Marks`)."""
-        return any(pool.needs_marks for pool in self.pools)
-
-    @cached_property
-    def log_n(self) -> bool:
-        """Whether logits are scaled by log_512 of the number of tokens a query sees."""
-        return any(pool.log_n for pool in self.pools)
-
-    @cached_property
-    def two_weights(self) -> bool:
-        """Whether a pool sets a and b apart."""
-        return any(pool.two_weights for pool in self.pools)
 
     def fold(
         self, held: list[Slots], new: Slots, fold: Fold, states: list[dict[str, Tensor]]
@@ -251,9 +218,6 @@ class Pipe(Policy):
             new: the tokens that arrive.
             fold: what all pools may know.
             states: what each pool remembers; its new state takes the place of the old one.
-
-        Raises:
-            WeirError: a pool returns what no fold returns.
         """
         kept, like = [], new.tensors()
         for place, pool in enumerate(self.pools):
@@ -275,7 +239,7 @@ class Pipe(Policy):
 def _format_pool(pool: Pool, alone: bool = False) -> str:
     """Write a pool as in a policy: its first parameter, and those that differ from the default.
 
-    A pool that stands `alone` in its pipe and shares its name with a policy names the parameter.
+    A pool `alone` in its pipe that shares its name with a policy names the parameter.
     """
     words = []
     for place, f in enumerate(fields(cast(Any, pool))):
@@ -289,66 +253,59 @@ def _format_pool(pool: Pool, alone: bool = False) -> str:
     return f"{pool.name}({', '.join(words)})"
 
 
-class PolicyWrapper(Policy):
-    """A policy that rewrites the pipe that another one has in each layer.
+@dataclass(frozen=True, repr=False)
+class Layered(Policy):
+    """A policy for each layer.
 
-    A subclass is a dataclass whose first field is the other policy.
+    Layers that slide over a window of their own keep it under any policy, and are not counted.
 
     Attributes:
-        policy: the other policy.
-        verb: the name of the wrapper in a policy.
+        policies: the policy of each layer, bottom up.
+        origin: where they were measured; None for those that were written by hand. It is no part
+            of what the policy is: its text can be read on any model of so many layers.
     """
 
-    policy: Policy
-    verb: ClassVar[str]
+    policies: tuple[Policy, ...]
+    text: str = field(default="", compare=False)
+    origin: Origin | None = field(default=None, compare=False)
 
-    @abstractmethod
-    def rewrite(self, pipe: Pipe) -> Pipe:
-        """Return what stands in place of a pipe of the other policy."""
-
-    @property
-    @abstractmethod
-    def options(self) -> str:
-        """Its own arguments, as they are written: `n=64, header=16`."""
-
-    def around(self, policy: Policy) -> Self:
-        """The same wrapper around another policy."""
-        same: Self = replace(self, policy=policy, text="")  # type: ignore[type-var]
-        return same
-
-    def _write(self) -> None:
-        """Set the text, if there is none."""
+    def __post_init__(self) -> None:
+        if not self.policies or not all(isinstance(policy, Policy) for policy in self.policies):
+            raise WeirError(
+                "a policy for each layer is a list of one policy or more, [h2o(96), h2o(160)]"
+            )
+        self.pipes  # noqa: B018  (raises where a policy has no pipe for its layer)
         if not self.text:
-            object.__setattr__(self, "text", f"{self.verb}({self.policy}, {self.options})")
+            object.__setattr__(self, "text", f"[{', '.join(map(str, self.policies))}]")
 
     @property
     def stands_for(self) -> str:
-        """Its pools, or the wrapper around the other's where that is no pipe."""
-        if isinstance(self.policy, Pipe):
-            return self.pipes[0].stands_for
-        return f"{self.verb}({self.policy.stands_for}, {self.options})"
+        """The same list in pools."""
+        return f"[{', '.join(policy.stands_for for policy in self.policies)}]"
 
     @property
     def brief(self) -> str:
-        """The text, with the summary of the other policy where that has one."""
-        if self.policy.brief == self.policy.text:
+        """The text; of a long list the number of layers, and their slots."""
+        if len(self.text) <= LONGEST or len(self.policies) == 1:
             return self.text
-        return f"{self.policy.brief}, {self.verb} with {self.options}"
+        sizes = sorted({pipe.slots for pipe in self.pipes if pipe.slots is not None})
+        some = " to ".join(f"{slots:,}" for slots in dict.fromkeys(sizes[:1] + sizes[-1:]))
+        return f"a policy for each of {len(self.policies)} layers, {some or 'any number of'} slots"
 
     @property
     def pipes(self) -> tuple[Pipe, ...]:
-        """The other policy's pipes, rewritten."""
-        return tuple(map(self.rewrite, self.policy.pipes))
-
-    @property
-    def origin(self) -> Origin | None:
-        """Where the other policy was measured."""
-        return self.policy.origin
+        """The pipe of every layer."""
+        count = len(self.policies)
+        return tuple(policy.for_layer(layer, count) for layer, policy in enumerate(self.policies))
 
     def for_layer(self, layer: int, layers: int) -> Pipe:
-        """Return the other policy's pipe of a layer, rewritten.
-
-        Raises:
-            WeirError: it cannot be rewritten.
-        """
-        return self.rewrite(self.policy.for_layer(layer, layers))
+        """Return the pipe of a layer, if the model has as many layers."""
+        if layers != len(self.policies):
+            source, told = quote(self.text), ""
+            if self.origin is not None:
+                source, told = self.origin.file, self.origin.told
+            raise WeirError(
+                f"{source} has policies for {len(self.policies)} layers, and this model has "
+                f"{layers} that a policy holds{told}"
+            )
+        return self.policies[layer].for_layer(layer, layers)

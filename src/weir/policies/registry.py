@@ -2,7 +2,7 @@
 
 A named policy, `streaming_llm(budget=256)`, is a function that returns a policy. A package names
 its module in the entry-point group `weir.pools`; a file or module of one's own is given to `weir
---import`, which passes it on to other processes in `WEIR_IMPORT`. Knows nothing about pools.
+--import`, which passes it on to other processes in `WEIR_IMPORT`.
 """
 
 from __future__ import annotations
@@ -30,17 +30,16 @@ VARIABLE = "WEIR_IMPORT"
 
 @dataclass(frozen=True)
 class NamedPolicy:
-    """A function registered as a policy.
-
-    Attributes:
-        make: returns the policy, given its parameters.
-        paper: where the policy comes from.
-        pipe: the default pipe, as text; None if it is not given, or the policy is no pipe.
-    """
+    """A function registered as a policy, `make`, and where the policy comes from."""
 
     make: Callable[..., Any]
     paper: str
-    pipe: str | None = None
+
+    @property
+    def pipe(self) -> str | None:
+        """The default pipe or pyramid, as text; None for other policies."""
+        made = self.make()
+        return made.text if made.is_pipe else None
 
 
 NAMED: dict[str, NamedPolicy] = {}
@@ -102,15 +101,11 @@ class PolicyCall:
         return f"{self.name}({plain})" if plain else self.name
 
 
-def named(paper: str, pipe: str | None = None) -> Callable[[Make], Make]:
-    """Register a function as the policy of its name.
+def named(paper: str) -> Callable[[Make], Make]:
+    """Register a function as the policy of its name, with the paper that it comes from.
 
-    The function may be defined again, as when a cell of a notebook is run twice. The policy that it
-    returns remembers how it was called (`Policy.called`).
-
-    Args:
-        paper: where the policy comes from.
-        pipe: the default pipe, for lists that are printed without importing PyTorch.
+    It may be defined again, as when a cell of a notebook is run twice. The policy that it returns
+    remembers how it was called (`Policy.called`).
 
     Raises:
         WeirError: it is no function, or its name cannot be written in a policy or is taken.
@@ -136,18 +131,14 @@ def named(paper: str, pipe: str | None = None) -> Callable[[Make], Make]:
             called = PolicyCall.by_name(name, signature.bind(*args, **kwargs).arguments)
             return policy.as_written(policy.text, called)
 
-        NAMED[name] = NamedPolicy(makes, paper, pipe)
+        NAMED[name] = NamedPolicy(makes, paper)
         return cast(Make, makes)
 
     return register
 
 
 def load_plugins() -> None:
-    """Import every module named by an installed package or by `WEIR_IMPORT`, once per process.
-
-    Raises:
-        WeirError: one cannot be imported; the message says which and why.
-    """
+    """Import every module named by an installed package or by `WEIR_IMPORT`, once per process."""
     wanted = os.environ.get(VARIABLE, "")
     if wanted in _loaded:
         return
@@ -173,11 +164,7 @@ def _load_entry_point(point: Any) -> None:
 
 
 def import_plugin(name: str) -> None:
-    """Import a module by its name, also from the working folder, or a file that ends in `.py`.
-
-    Raises:
-        WeirError: there is none, or it cannot be imported.
-    """
+    """Import a module by its name, also from the working folder, or a file that ends in `.py`."""
     path = Path(name)
     try:
         if path.suffix == ".py":

@@ -2,10 +2,9 @@
 
 In every model that was looked at, some layers have heads that look for earlier occurrences of what
 they read and copy what followed (induction heads: Olsson et al. 2022, "In-context Learning and
-Induction Heads", arXiv:2209.11895). They need every token, each of them once, so that no score
-finds a few that would do. The other layers hardly look beyond the last few hundred. DuoAttention
-(Xiao et al. 2024, arXiv:2410.10819) keeps everything in heads of the first kind and a window in the
-others; here both are windows, of different lengths, whose mean is the budget.
+Induction Heads", arXiv:2209.11895). They need every token; the other layers hardly look beyond the
+last few hundred. DuoAttention (Xiao et al. 2024, arXiv:2410.10819) keeps everything in heads of the
+first kind and a window in the others; here both are windows, whose mean is the budget.
 """
 
 from __future__ import annotations
@@ -14,11 +13,10 @@ from collections.abc import Collection
 from typing import Literal, get_args
 
 from weir.errors import WeirError, quote
-from weir.policies.layered import Layered
 from weir.policies.library import check_room, ends
-from weir.policies.pipe import Pipe, Policy
-from weir.policies.quantized import EXACT, Quantized
+from weir.policies.pipe import Layered, Pipe, Policy
 from weir.policies.registry import PolicyCall, named
+from weir.policies.wrappers import EXACT, Quantized
 from weir.pools import KCenter
 
 OF_CENTERS = 3
@@ -34,8 +32,7 @@ LEAST_NEAR = 256
 
 @named(
     "weir's own: StreamingLLM's window in slots of 4 bits, longer in layers that look up earlier "
-    "tokens",
-    pipe="sink(4) | recent(16) | recent(1004):int4",
+    "tokens"
 )
 def weir(
     budget: int | None = None,
@@ -110,10 +107,7 @@ def fit_budgets(policy: Policy, layers: int, looking: Collection[int], most: int
     return Layered(tuple(weir(**given, budget=size) for size in sizes))
 
 
-@named(
-    "weir's own: StreamingLLM, SubGen's k centers (Zandieh et al. 2024), slots of 8 bits",
-    pipe="sink(4) | recent(16) | recent(151):int8 | kcenter(85, quiet=2.0, half_life=4096):int8",
-)
+@named("weir's own: StreamingLLM, SubGen's k centers (Zandieh et al. 2024), slots of 8 bits")
 def centers(
     budget: int = 256,
     sinks: int = 4,

@@ -20,24 +20,22 @@ from weir.pools.reconstruct import Reconstruct
 from weir.pools.registry import CONSTANTS, POOLS, WAITING, WORD, check_free, check_name, pool
 from weir.pools.reservoir import Reservoir
 from weir.pools.residue import Residue
-from weir.pools.scores import (
-    RKV,
-    Caote,
-    Chunks,
-    Critical,
-    CurDKV,
-    Expected,
-    KeyDiff,
-    Keyformer,
-    KNorm,
-    Ladder,
-    LagKV,
-    QFilters,
-    Scissorhands,
-    Tova,
-    Tri,
-    Vase,
-)
+from weir.pools.scores.caote import Caote
+from weir.pools.scores.chunks import Chunks
+from weir.pools.scores.critical import Critical
+from weir.pools.scores.curdkv import CurDKV
+from weir.pools.scores.expected import Expected
+from weir.pools.scores.keydiff import KeyDiff
+from weir.pools.scores.keyformer import Keyformer
+from weir.pools.scores.knorm import KNorm
+from weir.pools.scores.ladder import Ladder
+from weir.pools.scores.lagkv import LagKV
+from weir.pools.scores.qfilters import QFilters
+from weir.pools.scores.rkv import RKV
+from weir.pools.scores.scissorhands import Scissorhands
+from weir.pools.scores.tova import Tova
+from weir.pools.scores.tri import Tri
+from weir.pools.scores.vase import Vase
 from weir.pools.sink import Sink
 from weir.pools.snap import Snap
 from weir.pools.subgen import SubGen

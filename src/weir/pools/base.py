@@ -1,7 +1,7 @@
 """The interface of pools: a pool is a rule that decides which tokens keep a slot.
 
 To add one, write a frozen dataclass of its parameters under `@pool("name")` (`weir.pools.registry`)
-with a method that says how many slots it needs and one that folds. Nothing else has to know of it.
+with a method that says how many slots it needs and one that folds.
 """
 
 from __future__ import annotations
@@ -27,9 +27,6 @@ MOST_WEIGHT = 1e4
 @dataclass(frozen=True)
 class Marks:
     """The places of a row's stream that its tokens do not show.
-
-    Whoever feeds a conversation knows where its system turn ends and where the running turn begins;
-    pools that keep such places read them here.
 
     Attributes:
         beginning: tokens of the stream's beginning, such as its system turn; None if not known.
@@ -100,10 +97,9 @@ class Fold:
         return self.seen + self.origin
 
     def in_order(self, held: Slots, new: Slots) -> Slots:
-        """Join the slots of a pool and the arrivals, the oldest token first, empty slots in front.
+        """Join the slots of a pool, which are in order, and the arrivals: the oldest token first.
 
-        Unbroken arrivals are newer than everything held, so only others need sorting; the slots of
-        the pool have to be in order already.
+        Unbroken arrivals are newer than everything held, so only others need sorting.
         """
         both = held.join(new)
         return both if self.unbroken else both.by_position()
@@ -112,9 +108,8 @@ class Fold:
 class Pool(ABC):
     """A rule that decides which tokens keep a slot, for each KV head.
 
-    Its properties have the answer that holds for most pools. A class whose answer is always another
-    says so with an attribute, `needs_mass = True`; one whose answer depends on a parameter, with a
-    property.
+    Its properties have the answer of most pools. A class with another says `needs_mass = True`, or
+    has a property where a parameter decides.
 
     Attributes:
         name: its name in a policy, set by the decorator `pool`.
@@ -141,10 +136,7 @@ class Pool(ABC):
 
     @property
     def needs_shares(self) -> bool:
-        """Whether it reads the attention of each query (`ObservedAttention.attention`).
-
-        Sums over queries (`ObservedAttention.received`) take less memory.
-        """
+        """Whether it reads the attention of each query; sums (`received`) take less memory."""
         return self.needs_queries > 0
 
     @property
@@ -164,10 +156,7 @@ class Pool(ABC):
 
     @property
     def weighs(self) -> bool:
-        """Whether it changes the weights of the tokens it keeps, as it may at any fold.
-
-        Pools that end a pipe may do so without saying it.
-        """
+        """Whether it may change the weights of tokens it keeps; at the end of a pipe all may."""
         return self.two_weights
 
     @property
@@ -202,19 +191,11 @@ class Pool(ABC):
 
     @property
     def synthetic(self) -> bool:
-        """Whether a slot may hold a key and value that no token had.
-
-        Such a slot has the place of a token that it stands for. It changes at every fold, so it is
-        never quantized.
-        """
+        """Whether a slot may hold a key and value that no token had; it is never quantized."""
         return False
 
     def check(self, before: tuple[Pool, ...]) -> None:
-        """Refuse a place in a pipe that makes no sense, given the pools in front of it.
-
-        Raises:
-            WeirError: with the reason.
-        """
+        """Raise a `WeirError` at a place in a pipe that makes no sense behind these pools."""
 
     def state(self, like: Slots) -> dict[str, Tensor]:
         """Make the state beside the slots, as it is before the first token; most pools have none.
@@ -227,10 +208,9 @@ class Pool(ABC):
         return {}
 
     def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
-        """Say why a state from elsewhere is none of this pool; None if it may be.
+        """Say why a state from elsewhere is none of this pool; None if a fold can go on from it.
 
-        A fold must be able to go on from any state that passes: refused are numbers that would lead
-        it to a slot or level that is not there, infinities and NaN.
+        Refused are numbers of slots or levels that are not there, infinities and NaN.
 
         Args:
             state: tensors of the names, shapes and dtypes that `state` makes.
@@ -240,12 +220,7 @@ class Pool(ABC):
         return None
 
     def report(self, state: dict[str, Tensor], row: int) -> dict[str, Any]:
-        """Return facts about a row for `Stream.report`, beside its slots, as JSON can hold them.
-
-        Args:
-            state: the pool's state, of all rows.
-            row: the row.
-        """
+        """Return facts about a row for `Stream.report`, as JSON can hold them."""
         return {}
 
     @abstractmethod
@@ -260,7 +235,7 @@ class Pool(ABC):
         """Return the same pool with another number of slots, for a pyramid.
 
         Raises:
-            WeirError: its first parameter is not its number of slots, and it knows no other way.
+            WeirError: its first parameter is not its number of slots.
         """
         size = fields(cast(Any, self))[0].name
         if getattr(self, size) != self.slots():
@@ -270,7 +245,7 @@ class Pool(ABC):
 
     @abstractmethod
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Decide which tokens stay: (kept, overflow).
+        """Decide which tokens stay: (at most `slots()` kept, overflow).
 
         Heads may keep different tokens; where they keep different numbers of them, the missing
         slots are empty. Returning `held` itself says that nothing changed.
@@ -279,24 +254,29 @@ class Pool(ABC):
             held: the slots of the pool.
             new: the arrivals.
             fold: everything else it may know.
-
-        Returns:
-            At most `slots()` slots that stay, and those that flow on.
         """
 
 
+class SizedPool(Pool):
+    """A pool whose first parameter is its number of slots, 1 or more."""
+
+    def __post_init__(self) -> None:
+        if self.slots() < 1:
+            raise WeirError(f"{self.name} keeps at least 1 token, not {self.slots()}")
+
+    def slots(self) -> int:
+        """Return the first parameter."""
+        return int(getattr(self, fields(cast(Any, self))[0].name))
+
+
 def _of_inner(name: str) -> Any:
-    """Make a property of a `PoolWrapper` that is the one of the pool inside."""
+    """Make an attribute or method of a `PoolWrapper` that is the one of the pool inside."""
     return property(lambda self: getattr(self.pool, name))
 
 
 @dataclass(frozen=True)
 class PoolWrapper(Pool):
-    """A pool that folds by another one's judgment, with its needs, state and report.
-
-    Attributes:
-        pool: the other pool, which has a limit.
-    """
+    """A pool that folds by another one's judgment, with its needs, state and report."""
 
     pool: Pool
 
@@ -309,30 +289,12 @@ class PoolWrapper(Pool):
     log_n = _of_inner("log_n")
     heads_agree = _of_inner("heads_agree")
     is_stochastic = _of_inner("is_stochastic")
-
-    def check(self, before: tuple[Pool, ...]) -> None:
-        """Refuse what the pool inside refuses."""
-        self.pool.check(before)
-
-    def state(self, like: Slots) -> dict[str, Tensor]:
-        """Make the state of the pool inside."""
-        return self.pool.state(like)
-
-    def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
-        """See `Pool.wrong_state`."""
-        return self.pool.wrong_state(state, held, ahead)
-
-    def report(self, state: dict[str, Tensor], row: int) -> dict[str, Any]:
-        """Return the facts of the pool inside."""
-        return self.pool.report(state, row)
-
-    def slots(self) -> int:
-        """As the pool inside."""
-        return self.pool.slots() or 0
-
-    def fixed(self, before: tuple[Pool, ...]) -> int:
-        """As the pool inside."""
-        return self.pool.fixed(before)
+    check = _of_inner("check")
+    state = _of_inner("state")
+    wrong_state = _of_inner("wrong_state")
+    report = _of_inner("report")
+    slots = _of_inner("slots")
+    fixed = _of_inner("fixed")
 
     def resized(self, slots: int) -> Pool:
         """Return the same around the pool inside in another size."""
@@ -344,7 +306,7 @@ def split(slots: Slots, stays: Tensor, fold: Fold | None = None) -> tuple[Slots,
 
     Args:
         slots: held slots and arrivals.
-        stays: which of them stay [batch, kv_heads, slots], bool; empty slots are in neither part.
+        stays: [batch, kv_heads, slots], bool; empty slots are in neither part.
         fold: the fold; behind the last pool of a pipe nothing flows on.
     """
     kept = slots.only(stays)
@@ -356,7 +318,7 @@ def gather_kept(x: Tensor, stays: Tensor, room: int) -> Tensor:
 
     Args:
         x: numbers of slots [batch, kv_heads, slots, ...].
-        stays: which slots stay [batch, kv_heads, slots], bool; at most `room` of a head.
+        stays: [batch, kv_heads, slots], bool; at most `room` of a head.
         room: slots of the result; zeros where fewer stay.
     """
     order = (~stays).to(torch.uint8).argsort(dim=2, stable=True)[:, :, :room]

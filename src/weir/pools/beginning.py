@@ -1,8 +1,7 @@
 """The beginning of a stream stays, as long as each row's marks say it is.
 
-Every later answer of a conversation depends on its system turn and the tools that it names, and
-conversations differ in how long that is. StreamingLLM (Xiao et al. 2024, arXiv:2309.17453, section
-3.2) keeps the same few first tokens of every stream; this pool keeps as many as `Marks` says.
+StreamingLLM (Xiao et al. 2024, arXiv:2309.17453, section 3.2) keeps the same few first tokens of
+every stream; this pool keeps as many as `Marks` says, such as a system turn and its tools.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weir.errors import WeirError
-from weir.pools.base import Fold, Pool
+from weir.pools.base import Fold, Pool, SizedPool
 from weir.pools.registry import pool
 from weir.pools.sink import keep_first
 from weir.slab import Slots
@@ -18,7 +17,7 @@ from weir.slab import Slots
 
 @pool("beginning")
 @dataclass(frozen=True)
-class Beginning(Pool):
+class Beginning(SizedPool):
     """Keep the tokens of the stream's beginning.
 
     If it is longer than there are slots, its first tokens stay. A row whose marks do not say how
@@ -33,20 +32,12 @@ class Beginning(Pool):
 
     n: int = 64
 
-    def __post_init__(self) -> None:
-        if self.n < 1:
-            raise WeirError(f"beginning keeps at least 1 token, not {self.n}")
-
     def check(self, before: tuple[Pool, ...]) -> None:
         """Refuse any place but the first."""
         if before:
             raise WeirError(
                 "beginning keeps the first tokens of the stream, so it stands first in a pipe"
             )
-
-    def slots(self) -> int:
-        """Return the slots of the longest beginning."""
-        return self.n
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
         """Take the tokens that the beginning still lacks; everything else flows on."""

@@ -1,9 +1,8 @@
 """A counter-based random number generator: a draw depends on its key, not on when it is made.
 
 A draw is a function of (seed, layer, pool, purpose, head, position, index), as in Salmon et al.
-2011, "Parallel Random Numbers: As Easy as 1, 2, 3". So a token is given the same numbers however
-its stream was cut into calls, whichever row of a batch the stream is, and after a session was
-restored; there is no state to keep.
+2011, "Parallel Random Numbers: As Easy as 1, 2, 3": the same however a stream is cut into calls,
+in any row of a batch, and after a session was restored.
 """
 
 from __future__ import annotations
@@ -57,8 +56,7 @@ class CounterRNG:
         seed: the seed of the stream; a tuple has one for each row of the batch.
         layer: the number of the layer.
         pool: the place of the pool in its pipe, so that two pools draw different numbers.
-        first: the layer's first KV head in this process, where tensor parallelism splits the heads,
-            so that each head draws what it would in one process.
+        first: the layer's first KV head in this process, where tensor parallelism splits the heads.
     """
 
     seed: int | tuple[int, ...]
@@ -81,8 +79,7 @@ class CounterRNG:
 
         Args:
             purpose: the purpose of the draw; each pool numbers its own.
-            position: places in the stream [batch, kv_heads or 1, n], int64. With kv_heads, each
-                head has numbers of its own.
+            position: places in the stream [batch, kv_heads or 1, n], int64.
             index: a number, or a tensor that broadcasts with `position`, for several draws for one
                 token.
 
@@ -106,14 +103,12 @@ class CounterRNG:
     def _mix_tokens(self, purpose: int, position: Tensor) -> Tensor:
         """Mix all parts of a key but the index [batch, kv_heads, n]."""
         heads = torch.arange(position.shape[1], device=position.device)[None, :, None] + self.first
-        return _mix_in(_mix_in(self._mix_rows(purpose, position), heads), position)
-
-    def _mix_rows(self, purpose: int, position: Tensor) -> Tensor:
-        """Mix seed, layer, pool and purpose [1], or [batch, 1, 1] if seeds differ."""
         started = self._start_rows(purpose, position.shape[0])
         if len(set(started)) == 1:
-            return position.new_full((1,), started[0])
-        return position.new_tensor(started)[:, None, None]
+            rows = position.new_full((1,), started[0])
+        else:
+            rows = position.new_tensor(started)[:, None, None]
+        return _mix_in(_mix_in(rows, heads), position)
 
     def _start_rows(self, purpose: int, batch: int) -> list[int]:
         """Mix seed, layer, pool and purpose of each row."""

@@ -1,13 +1,11 @@
 """Tokens that any query has needed stay: the peak of their attention, times their contribution.
 
 DefensiveKV (Feng et al. 2025, "Taming the Fragility of KV Cache Eviction in LLM Inference",
-arXiv:2510.13334), section 4: a mean over observed queries assumes that later ones are like them;
-the largest attention guards against the one query that needs a token. It is pooled over neighbors,
-is at least the mean over all tokens, and is multiplied by the length of the value behind the output
-projection (CriticalKV, Feng et al. 2025, arXiv:2502.03805). The paper judges a prompt once. In a
-stream the largest attention is carried from fold to fold and fades, so that a token survives
-windows that do not attend to it. Tokens with the widest values stay whatever their score, since
-models break without them (VaSE, arXiv:2606.03928).
+arXiv:2510.13334), section 4: the largest attention guards against the one query that needs a token.
+It is pooled over neighbors, is at least the mean over all tokens, and is multiplied by the length
+of the value behind the output projection (CriticalKV, arXiv:2502.03805). The paper judges a prompt
+once; in a stream peaks are carried from fold to fold and fade. Tokens with the widest values stay
+whatever their score (VaSE, arXiv:2606.03928).
 """
 
 from __future__ import annotations
@@ -19,14 +17,7 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.pools.base import Fold, is_within
-from weir.pools.ranked import (
-    TALLY,
-    Asking,
-    Tallied,
-    check_kernel,
-    pool_neighbors,
-    select_highest,
-)
+from weir.pools.ranked import TALLY, Asking, Tallied, check_kernel, pool_neighbors, select_highest
 from weir.pools.registry import pool
 from weir.slab import Slots
 

@@ -47,11 +47,7 @@ class Gated(Tallied):
         check_kernel("gated", self.kernel)
 
     def check(self, before: tuple[Pool, ...]) -> None:
-        """Refuse arrivals that differ between heads.
-
-        Raises:
-            WeirError: a pool in front lets each head choose.
-        """
+        """Refuse arrivals that differ between heads."""
         for earlier in before:
             if not earlier.heads_agree:
                 raise WeirError(

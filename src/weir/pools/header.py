@@ -1,23 +1,21 @@
 """The header of the running turn stays until the next turn begins.
 
-A chat template puts a few control tokens in front of an answer, such as `<|im_start|>assistant`.
-They make the model answer, and end its answer; a window shorter than the answer loses them on the
-way. This pool stands behind the window and keeps them when they overflow.
+A chat template puts a few control tokens in front of an answer, such as `<|im_start|>assistant`,
+which make the model answer, and end its answer. This pool keeps them when a window lets them go.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weir.errors import WeirError
-from weir.pools.base import Fold, Pool, split
+from weir.pools.base import Fold, Pool, SizedPool, split
 from weir.pools.registry import pool
 from weir.slab import Slots
 
 
 @pool("header")
 @dataclass(frozen=True)
-class Header(Pool):
+class Header(SizedPool):
     """Keep the tokens that begin the running turn, at the place that a row's `Marks` give.
 
     If the header is longer than there are slots, its first tokens stay. When another turn begins,
@@ -31,14 +29,6 @@ class Header(Pool):
     heads_agree = True  # a place in the stream decides
 
     n: int = 16
-
-    def __post_init__(self) -> None:
-        if self.n < 1:
-            raise WeirError(f"header keeps at least 1 token, not {self.n}")
-
-    def slots(self) -> int:
-        """Return the slots of the longest header."""
-        return self.n
 
     def fixed(self, before: tuple[Pool, ...]) -> int:
         """Return all slots: a header is as long in every layer."""

@@ -1,9 +1,8 @@
 """Heavy hitters: the tokens that received the most attention stay.
 
 H2O (Zhang et al. 2023, "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large
-Language Models", arXiv:2306.14048), Algorithm 1: a token's score is the attention it has received
-so far. Whenever there is one token too many, the one with the smallest score is evicted for good.
-Behind a window of recent tokens, this is the paper's cache.
+Language Models", arXiv:2306.14048), Algorithm 1: whenever there is one token too many, the one with
+the least attention so far is evicted. Behind a window of recent tokens, this is the paper's cache.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """A beehive over the past: of every few neighbors, the one that was attended to most stays.
 
-BUZZ (Zhao et al. 2024, arXiv:2410.23079), section 3.3, Algorithms 1 and 2: arrivals are buffered
-until there is one token more than the threshold. Then the *new* tokens, those since the last
-eviction, are cut into segments, and the token with the most attention of each segment stays (local
-maxima). Of the *old* ones, the survivors of earlier evictions, one in every few stays (interval
-sampling). All survivors are old from then on.
+BUZZ (Zhao et al. 2024, arXiv:2410.23079), section 3.3, Algorithms 1 and 2: when there is one token
+more than the threshold, the *new* tokens, those since the last eviction, are cut into segments, and
+the one with the most attention of each stays (local maxima). Of the *old* ones, the survivors of
+earlier evictions, one in every few stays (interval sampling).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools.base import Fold, Pool, is_within, split
+from weir.pools.base import Fold, SizedPool, is_within, split
 from weir.pools.registry import pool
 from weir.slab import EMPTY, Slots
 
@@ -24,7 +23,7 @@ _LAST = torch.iinfo(torch.int64).max
 
 @pool("hive")
 @dataclass(frozen=True)
-class Hive(Pool):
+class Hive(SizedPool):
     """Keep local maxima of the attention: BUZZ's beehive.
 
     Attention is summed over all queries since a token arrived and over the query heads of its
@@ -60,16 +59,9 @@ class Hive(Pool):
                 f"tokens; take a threshold of {self.stride} or more, or a smaller stride"
             )
 
-    def slots(self) -> int:
-        """Return the threshold; a token too many waits in the tail until the fold."""
-        return self.threshold
-
     def state(self, like: Slots) -> dict[str, Tensor]:
         """Make `settled`, the place of the newest token that went through an eviction
-        [batch, kv_heads, 1]; -1 for none.
-
-        Tokens up to that place are old, tokens beyond it are new. If arrivals are not in order, one
-        that comes late is old at once.
+        [batch, kv_heads, 1]; -1 for none. Tokens up to it are old, tokens beyond it are new.
         """
         return {"settled": like.position.new_full((*like.position.shape[:2], 1), EMPTY)}
 
@@ -80,10 +72,7 @@ class Hive(Pool):
         return None
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Buffer arrivals, and evict whenever the threshold is exceeded.
-
-        Both what stays and what flows on have the oldest token first.
-        """
+        """Buffer arrivals, and evict whenever the threshold is exceeded."""
         both = fold.in_order(held, new)
         settled = fold.state["settled"]
         kept, old = self._evict(both, both.position <= settled, whole=fold.prompt)
@@ -96,9 +85,8 @@ class Hive(Pool):
     def _evict(self, line: Slots, old: Tensor, *, whole: bool) -> tuple[Tensor, Tensor]:
         """Evict from tokens in order: (those that stay, those that are old then).
 
-        All masks are [batch, kv_heads, slots]. One turn of the loop is one eviction. Of a prompt
-        (`whole`) all tokens are segmented in the first (Remark 2); otherwise every arrival that
-        exceeds the threshold brings one, as in Algorithm 1.
+        One turn of the loop is one eviction. Of a prompt (`whole`) all tokens are segmented in the
+        first (Remark 2); otherwise every arrival that exceeds the threshold brings one.
         """
         halved = (self.stride + 1) // 2
         segment, interval = (halved, self.stride) if self.swapped else (self.stride, halved)
@@ -117,9 +105,8 @@ class Hive(Pool):
 def best_window(room: int, stride: int) -> int:
     """Compute the window that Theorem 3.1 puts beside a hive, given the slots for both.
 
-    T / w = (s^2 + 1) / (s + 1) for an odd stride and s - 1 for an even one: a hive in balance then
-    has as many old tokens as the window has tokens. (The statement is right; its proof has the two
-    cases swapped.)
+    T / w = (s^2 + 1) / (s + 1) for an odd stride and s - 1 for an even one. (The statement is
+    right; its proof has the two cases swapped.)
     """
     _check_stride(stride)
     ratio = stride - 1 if stride % 2 == 0 else (stride**2 + 1) / (stride + 1)
@@ -139,14 +126,8 @@ def _every(step: int, among: Tensor) -> Tensor:
 
 
 def _maxima(size: int, among: Tensor, mass: Tensor) -> Tensor:
-    """Select, of every `size` slots of a mask, the one of the largest mass (Algorithm 2).
-
-    The last segment may be shorter; of equal slots the first is taken.
-
-    Args:
-        size: slots of a segment.
-        among: the mask [batch, kv_heads, slots], bool.
-        mass: [batch, kv_heads, slots].
+    """Select, of every `size` slots of a mask, the one of the largest mass (Algorithm 2), of equal
+    ones the first; the last segment may be shorter.
     """
     segment = (among.cumsum(dim=2) - 1).clamp_min(0) // size
     score = mass.masked_fill(~among, -torch.inf)

@@ -2,9 +2,8 @@
 
 SubGen (Zandieh et al. 2024, arXiv:2402.06082), section 3.2, the method of its experiments, which
 BalanceKV calls ClusterGen: beside the most recent tokens, keep k centers picked from the rest by
-greedy k-center, also called farthest-first traversal (the paper's reference [8]). Start somewhere,
-then pick the key that is the farthest from all centers picked so far, k - 1 times. No choice of k
-centers covers the keys within less than half the radius of this one.
+greedy k-center (the paper's reference [8]): start somewhere, then pick the key that is the farthest
+from all centers picked so far, k - 1 times.
 
 Five options are not in the paper: neighbors that come along, distances weighted by use and by age,
 centers that make way for newer keys like theirs, and centers that count less.
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from weir import kernels
 from weir.errors import WeirError
-from weir.pools.base import MOST_WEIGHT, Fold, Pool, split
+from weir.pools.base import MOST_WEIGHT, Fold, SizedPool, split
 from weir.pools.ranked import pool_neighbors, select_highest
 from weir.pools.registry import pool
 from weir.slab import Slots
@@ -34,7 +33,7 @@ LEAST_AGED = 1e-12
 
 @pool("kcenter")
 @dataclass(frozen=True)
-class KCenter(Pool):
+class KCenter(SizedPool):
     """Keep k centers of the keys, each KV head its own.
 
     The oldest token is the first center (the paper leaves it open), so the model's attention sink
@@ -67,8 +66,7 @@ class KCenter(Pool):
     half_life: int | None = None
 
     def __post_init__(self) -> None:
-        if self.k < 1:
-            raise WeirError(f"kcenter keeps at least 1 token, not {self.k}")
+        super().__post_init__()
         if self.spans < 0:
             raise WeirError(f"a center brings 0 neighbors or more a side, not {self.spans}")
         if not 0 <= self.use < math.inf:
@@ -94,10 +92,6 @@ class KCenter(Pool):
         """Whether use is in the distances."""
         return self.use > 0
 
-    def slots(self) -> int:
-        """Return the number of centers."""
-        return self.k
-
     @property
     def weighs(self) -> bool:
         """Whether centers are quiet."""
@@ -120,13 +114,7 @@ class KCenter(Pool):
         return self._raise_weights(stays, fold.state["full"], -self.quiet), rest
 
     def _raise_weights(self, slots: Slots, where: Tensor, by: float) -> Slots:
-        """Raise the log-weights of all slots but the first.
-
-        Args:
-            slots: the slots, the oldest token first.
-            where: in which heads [batch, kv_heads], bool.
-            by: by how much; below 0 they are lowered.
-        """
+        """Raise the log-weights of all slots but the oldest in heads [batch, kv_heads]."""
         # The weight of an empty slot stays -inf.
         more = ((slots.held.cumsum(dim=2) > 1) & where[..., None]) * by
         return slots.weighed(slots.a + more, slots.b + more)
@@ -165,15 +153,13 @@ class KCenter(Pool):
 
 
 def farthest_first(keys: Tensor, among: Tensor, k: int, weight: Tensor | None = None) -> Tensor:
-    """Pick keys by greedy k-center, starting from the first [batch, kv_heads, n].
-
-    Each pick needs the one before it, so this is a loop over k; all heads and rows go together. It
-    is the reference of the kernel. If there are no more than k keys, all of them are picked.
+    """Pick keys by greedy k-center, starting from the first [batch, kv_heads, n]: the reference of
+    the kernel.
 
     Args:
         keys: [batch, kv_heads, n, key_dim].
         among: the keys to pick from [batch, kv_heads, n], bool.
-        k: how many are picked, at most n.
+        k: how many are picked, at most n; all keys if there are no more.
         weight: the factor of the distances of each key [batch, kv_heads, n], float32, above 0; None
             for 1.
 
@@ -205,8 +191,7 @@ def renew_centers(
         among: where there is a key [batch, kv_heads, n], bool.
         stays: the centers [batch, kv_heads, n], bool.
         first: the centers that are not replaced [batch, kv_heads, n], bool.
-        share: near is within this share of the largest distance of a key to its nearest center. A
-            key that is near to several may replace only the nearest, of equal ones the oldest.
+        share: near is within this share of the largest distance of a key to its nearest center.
     """
     keys = keys.float()
     far, nearest = _distance(keys, keys).masked_fill(~stays[:, :, None], torch.inf).min(dim=3)

@@ -2,9 +2,8 @@
 
 Attention Matching (arXiv:2602.16284), section 3: of many keys and values a few are kept, each with
 a log-weight that is fitted by least squares, so that sampled queries give all of what is kept the
-attention that they gave everything. There it is done once, for a whole context and with thousands
-of queries. Here it is done at every fold, with the last queries; so weights are held close to what
-they were, and evicted tokens are forgotten gradually.
+attention that they gave everything. Here it is done at every fold, with the last queries; weights
+are held close to what they were, and evicted tokens are forgotten gradually.
 """
 
 from __future__ import annotations
@@ -98,8 +97,7 @@ LEAST = 1e-30
 def fit_weights(
     read: ObservedAttention, whole: Slots, kept: Slots, window: int, pull: float, most: float
 ) -> Tensor:
-    """Fit factors of the weights of the kept slots by least squares [batch, kv_heads, kept],
-    float32.
+    """Fit factors of the weights of the kept slots by least squares [batch, kv_heads, kept].
 
     With 1 + x_j the factor of a kept slot, s_qj its share of the attention of query q, v_j its
     value, and z_q the layer's output, two things are to stay the same: the share of all slots
@@ -107,8 +105,7 @@ def fit_weights(
 
         Σ_q (Σ_j s_qj x_j - m_q)²  +  Σ_q |Σ_j s_qj x_j (v_j - z_q) - d_q|² / σ²  +  p Σ_j x_j²
 
-    m and d are the sums over evicted slots, of s and of s (v - z). Both are linear in x. Each KV
-    head has factors of its own, above 0, for all its query heads together.
+    m and d are the sums over evicted slots, of s and of s (v - z).
 
     Args:
         read: the attention of the queries, to `whole` among others.

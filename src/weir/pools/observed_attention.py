@@ -1,13 +1,9 @@
-"""The attention of the last queries, by which pools judge tokens; each fact computed when asked
-for.
+"""The attention of the last queries, by which pools judge tokens.
 
 Pools are given keys at their own places in the stream. Attention reads those of the front
-elsewhere: moved up until they touch the run (`weir.slab.positions`, the rolling frame). Far past a
-model's window the two have nothing in common, so a pool that judges by attention takes keys,
-queries and shares of attention from here, *as they are read*. The frame is that of the queries
-since the last fold, so these are the numbers that the model has computed with.
-
-Knows slots and positions; nothing about models or pools.
+elsewhere: moved up until they touch the run (`weir.slab.positions`, the rolling frame). A pool that
+judges by attention takes keys, queries and shares *as they are read* from here, computed when first
+asked for: in the frame of the queries since the last fold, the numbers of the model itself.
 """
 
 from __future__ import annotations
@@ -39,8 +35,7 @@ class Output(Protocol):
     """The output projection of a layer, as `weir.models` finds it."""
 
     def __call__(self, value_dim: int, device: torch.device) -> Tensor | None:
-        """Return factors R with |R x| = |W_o x| [kv_heads, group, value_dim, value_dim], float32.
-
+        """Return factors R with |R x| = |W_o x| [kv_heads, group, value_dim, value_dim], float32;
         None if the projection is not known.
         """
 
@@ -48,19 +43,17 @@ class Output(Protocol):
         """Return W_o of each query head [kv_heads, group, hidden, value_dim]; None likewise."""
 
 
-class Gating(Protocol):
-    """A trained guess at how much tokens will be needed, as `weir.models` finds it."""
-
-    def __call__(self, keys: Tensor, values: Tensor) -> Tensor:
-        """Return the logarithm of a score [batch, kv_heads, n], float32.
-
-        Keys are without rotation; all heads have the same tokens.
-        """
+Gating = Callable[[Tensor, Tensor], Tensor]
+"""A trained guess at how much tokens will be needed, as `weir.models` finds it: from keys without
+rotation and values of tokens, the same in all heads, to log-scores [batch, kv_heads, n], float32.
+"""
 
 
 @dataclass(frozen=True)
 class ObservedAttention:
     """A layer's slots as the last queries attended to them.
+
+    What needs queries raises a `WeirError` if no pool asked for them (`Pool.needs_queries`).
 
     Attributes:
         slots: returns every slot the queries may have attended to (`whole`).
@@ -73,8 +66,8 @@ class ObservedAttention:
         positions: the positional encoding of the layer.
         projection: the layer's output projection; None if it is not known.
         arrived: how many of the last of these slots are the newest tokens, in order.
-        watched: what the forward has kept of the attention of these queries, and perhaps earlier
-            ones; without it, the attention is computed again.
+        watched: what the forward has kept of the attention of these queries; without it, the
+            attention is computed again.
         gate: the layer's gate; None if none was trained.
     """
 
@@ -91,33 +84,24 @@ class ObservedAttention:
 
     @cached_property
     def whole(self) -> Slots:
-        """Every slot the last queries may have attended to: the front, the run and the arrivals,
-        in the order of the slab. Its keys are as they were read; those given to a pool are not.
+        """Every slot the last queries may have attended to, in the order of the slab, with keys as
+        they were read.
         """
         return self.slots()
 
     # --- keys and queries in other places
 
     def rotate_keys(self, keys: Tensor, by: Tensor) -> Tensor:
-        """Rotate keys or queries on by a number of positions, computed in float32.
+        """Rotate keys or queries [batch, heads, n, key_dim] on by numbers of positions, in float32.
 
         Partial rotary embeddings, three axes (all move alike) and scaled frequencies are the
         layer's. Without a rotary embedding, as with ALiBi, keys stay as they are.
-
-        Args:
-            keys: keys or queries [batch, heads, n, key_dim].
-            by: numbers of positions [batch, 1 or heads, n], int64.
         """
         rotary = self.positions.rotary
         return keys if rotary is None else rotary.move(keys, by)
 
     def places(self, slots: Slots) -> Tensor:
-        """Return the places at which attention read tokens [batch, kv_heads, slots], int64.
-
-        Args:
-            slots: tokens of this layer, in any choice and order; the place of an empty slot means
-                nothing.
-        """
+        """Return the places at which attention read tokens [batch, kv_heads, slots], int64."""
         return slots.position + self._shift(slots.position)
 
     def keys(self, slots: Slots) -> Tensor:
@@ -127,30 +111,21 @@ class ObservedAttention:
     def unrotated(self, slots: Slots) -> Tensor:
         """Return keys without rotation, as at place 0 [batch, kv_heads, slots, key_dim].
 
-        The factor of a scaled rotary embedding (YaRN's) stays in them, so that logits with queries
-        of `unrotated_queries` need no other. On three axes a token's word or image begins at place
-        0, and the pieces of an image stay spread from there.
+        The factor of a scaled rotary embedding (YaRN's) stays in them. On three axes a token's word
+        or image begins at place 0, and the pieces of an image stay spread from there.
         """
         return self.rotate_keys(slots.keys, -self._begins(slots.position))
 
     def rotate_to(self, keys: Tensor, position: Tensor) -> Tensor:
-        """Rotate keys without rotation to places of the stream.
-
-        Args:
-            keys: as `unrotated` gives them [batch, kv_heads, n, key_dim].
-            position: places of tokens that are held [batch, kv_heads, n], int64.
-        """
+        """Rotate keys of `unrotated` to places of held tokens [batch, kv_heads, n], int64."""
         return self.rotate_keys(keys, self._begins(position))
 
     @cached_property
     def read_queries(self) -> Tensor:
         """The queries as they are read [batch, kv_heads, group, n, key_dim].
 
-        The token of a query mostly stands in the run or in the tail, where nothing moves. An older
-        one is moved up like its token: it sees the same tokens at the same distances.
-
-        Raises:
-            WeirError: no pool of the pipe asked for queries (`Pool.needs_queries`).
+        One whose token stands in the front is moved up like it: it sees the same tokens at the same
+        distances.
         """
         queries, position = self._last_queries, self.query_positions
         shift = self._query_shift(position)
@@ -158,11 +133,7 @@ class ObservedAttention:
 
     @cached_property
     def unrotated_queries(self) -> Tensor:
-        """The queries without rotation, as at place 0 [batch, kv_heads, group, n, key_dim].
-
-        Raises:
-            WeirError: no pool of the pipe asked for queries (`Pool.needs_queries`).
-        """
+        """The queries without rotation, as at place 0 [batch, kv_heads, group, n, key_dim]."""
         position = self.query_positions[:, None].expand(-1, self._last_queries.shape[1], -1)
         return self._rotate_queries(self._last_queries, -self._begins(position))
 
@@ -171,12 +142,6 @@ class ObservedAttention:
 
         Of queries without rotation, and of two dimensions that rotate together the mean of both,
         so that it holds at every distance.
-
-        Args:
-            window: how many of the last queries.
-
-        Raises:
-            WeirError: no pool of the pipe asked for queries (`Pool.needs_queries`).
         """
         power = self.unrotated_queries[:, :, :, -window:].float().square().mean(dim=(2, 3))
         rotary = self.positions.rotary
@@ -199,23 +164,14 @@ class ObservedAttention:
 
         Over everything that the query sees, with the weights of slots and with sink logits where
         the model has them; -inf for a query that sees nothing.
-
-        Raises:
-            WeirError: no pool of the pipe asked for queries (`Pool.needs_queries`).
         """
         return attention_weights(self._logits, self.whole.b, self.form)[1]
 
     def attention(self, slots: Slots) -> Tensor:
-        """Return the share of each query's attention that each slot received, of all that it gave.
+        """Return the share of each query's attention that each slot received, of all that it gave
+        [batch, kv_heads, group, n, slots], float32; 0 for tokens newer than the query.
 
-        Args:
-            slots: tokens of this layer as a pool is given them, in any choice and order.
-
-        Returns:
-            [batch, kv_heads, group, n, slots], float32; 0 for tokens newer than the query.
-
-        Raises:
-            WeirError: no pool of the pipe asked for queries (`Pool.needs_queries`).
+        `slots` are tokens of this layer as a pool is given them, in any choice and order.
         """
         start, stop = self._side_by_side(slots.position)
         if stop and torch.equal(slots.b, self.whole.b[:, :, start:stop]):
@@ -225,9 +181,6 @@ class ObservedAttention:
     def received(self, slots: Slots, window: int) -> Tensor:
         """Sum `attention` over the last `window` queries and the heads of the group
         [batch, kv_heads, slots], float32.
-
-        Raises:
-            WeirError: no pool of the pipe asked for queries (`Pool.needs_queries`).
         """
         start, stop = self._side_by_side(slots.position)
         known = None if self.watched is None else self.watched.of_last(window)
@@ -236,17 +189,7 @@ class ObservedAttention:
         return self.attention(slots)[:, :, :, -window:].sum(dim=(2, 3))
 
     def would_attend(self, slots: Slots) -> Tensor:
-        """Return the share that slots with keys of their own would have received beside the rest.
-
-        Args:
-            slots: with keys rotated to their places, which are those of tokens of this layer.
-
-        Returns:
-            [batch, kv_heads, group, n, slots], float32, of all that the query gave.
-
-        Raises:
-            WeirError: no pool of the pipe asked for queries (`Pool.needs_queries`).
-        """
+        """Return `attention` of slots with keys of their own, at places of tokens of this layer."""
         alibi = self.positions.alibi
         tilt = None if alibi is None else self._alibi_bias(alibi, self.places(slots))
         found = compute_logits(self.read_queries, self.keys(slots), self.form, tilt)
@@ -255,12 +198,8 @@ class ObservedAttention:
 
     @cached_property
     def answers(self) -> Tensor:
-        """The outputs of the layer for the queries [batch, kv_heads, group, n, value_dim].
-
-        Attention over everything that each query sees, before the output projection.
-
-        Raises:
-            WeirError: no pool of the pipe asked for queries (`Pool.needs_queries`).
+        """The layer's outputs for the queries, before the output projection
+        [batch, kv_heads, group, n, value_dim].
         """
         if self.watched is not None:
             return self.watched.answers[:, :, :, -self._last_queries.shape[3] :]
@@ -273,16 +212,10 @@ class ObservedAttention:
     # --- the output
 
     def lengths(self, values: Tensor) -> Tensor:
-        """Compute the lengths of values behind the output projection, |W_o v|, for each query head.
+        """Compute |W_o v| of values [batch, kv_heads, n, value_dim] for each query head
+        [batch, kv_heads, group, n], float32.
 
-        W_o is the part of the layer's output projection that reads the head. Where a model's is not
-        known it is |v|, the same for all heads of the group.
-
-        Args:
-            values: [batch, kv_heads, n, value_dim].
-
-        Returns:
-            [batch, kv_heads, group, n], float32.
+        W_o is the part of the output projection that reads the head; |v| where it is not known.
         """
         factor = self.output
         if factor is None:
@@ -291,15 +224,8 @@ class ObservedAttention:
         return torch.einsum("bhnd,hged->bhgne", values.float(), factor).norm(dim=4)
 
     def projected_sizes(self, values: Tensor) -> Tensor:
-        """Compute the sums of sizes of values behind the output projection, ‖W_o v‖₁.
-
-        Where a model's projection is not known it is ‖v‖₁. Takes longer than `lengths`.
-
-        Args:
-            values: [batch, kv_heads, n, value_dim].
-
-        Returns:
-            The mean over the query heads of the group [batch, kv_heads, n], float32.
+        """Compute ‖W_o v‖₁ of values [batch, kv_heads, n, value_dim], the mean over the group
+        [batch, kv_heads, n], float32; ‖v‖₁ where the projection is not known.
         """
         values = values.float()
         parts = None
@@ -313,10 +239,8 @@ class ObservedAttention:
 
     @cached_property
     def output(self) -> Tensor | None:
-        """R with |R x| = |W_o x| for each query head; None where the projection is not known.
-
-        Of R^T R = W_o^T W_o, so inner products are right as well
-        [kv_heads, group, value_dim, value_dim], float32.
+        """R with |R x| = |W_o x| for each query head [kv_heads, group, value_dim, value_dim],
+        float32; None where the projection is not known.
         """
         if self.projection is None:
             return None
@@ -336,7 +260,7 @@ class ObservedAttention:
     @cached_property
     def _logits(self) -> Tensor:
         """Logits of every slot [batch, kv_heads, group, n, slots], float32; -inf where a query does
-        not see a token. Computed once; pools ask about some of these slots.
+        not see a token.
         """
         whole = self.whole
         alibi = self.positions.alibi

@@ -2,10 +2,9 @@
 
 BalanceKV's needle variant (Kochetkova et al. 2025, arXiv:2502.07861, section 4.2, and its released
 code): before anything is balanced, tokens whose keys point away from those around them are set
-apart. No other token can stand for one of these in a half, while the rest are alike, and halves of
-them give alike outputs. Chance has no part in the choice, so estimates behind this pool stay
-unbiased. In the released code one layer chooses for all that follow it; here each KV head of each
-layer chooses for itself.
+apart, since no other token can stand for one of these. Chance has no part in the choice, so
+estimates behind this pool stay unbiased. In the released code one layer chooses for all that follow
+it; here each KV head of each layer chooses for itself.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools.base import Fold, Pool, find_not_finite, gather_kept, split
+from weir.pools.base import Fold, SizedPool, find_not_finite, gather_kept, split
 from weir.pools.ranked import pool_neighbors, select_highest
 from weir.pools.registry import pool
 from weir.slab import Slots
@@ -28,7 +27,7 @@ PIECE = 64
 
 @pool("outliers")
 @dataclass(frozen=True)
-class Outliers(Pool):
+class Outliers(SizedPool):
     """Keep the tokens whose keys point away most from the keys that came before them.
 
     The measure is the cosine of a key with the mean of the latest keys, its own among them, as it
@@ -62,10 +61,6 @@ class Outliers(Pool):
         if self.below is not None and not -1 <= self.below <= 1:
             raise WeirError(f"below of outliers is a cosine, from -1 to 1, not {self.below}")
 
-    def slots(self) -> int:
-        """Return the number it was given."""
-        return self.n
-
     def state(self, like: Slots) -> dict[str, Tensor]:
         """Make `sum`, the fading sum of all keys that came [batch, kv_heads, key_dim], and `away`,
         1 less the cosine of each slot's token [batch, kv_heads, n]; both float64.
@@ -92,10 +87,7 @@ class Outliers(Pool):
         return split(both, stays)
 
     def _choose(self, slots: Slots, away: Tensor) -> Tensor:
-        """Choose the tokens that stay [batch, kv_heads, slots], bool, of tokens in order.
-
-        By the neighborhood, then by a token's own key, then by age.
-        """
+        """Choose tokens in order, by neighborhood, own key and age [batch, kv_heads, slots]."""
         score = pool_neighbors(away, slots.position, 2 * self.dilate + 1, average=False)
         if self.below is not None:
             score = score.masked_fill(score < 1 - self.below, -torch.inf)

@@ -1,7 +1,6 @@
 """Checks of arguments against the annotations of parameters.
 
-The parser of policies and the decorators of pools and named policies share them, so that
-`Sink(2.5)` and the text `sink(2.5)` are refused with the same sentence.
+The parser and the decorators share them: `Sink(2.5)` and `sink(2.5)` get the same sentence.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ def convert_argument(owner: str, name: str, value: Any, hint: Any) -> Any:
         value: the argument.
         hint: the annotation of the parameter.
 
-
     Raises:
         WeirError: it is not what the annotation asks for.
     """
@@ -49,12 +47,7 @@ def convert_argument(owner: str, name: str, value: Any, hint: Any) -> Any:
 
 
 def check_arguments(make: Make, owner: str) -> Make:
-    """Make a function or class refuse arguments that its annotations do not allow.
-
-    Args:
-        make: the function, or the class, which is changed in place.
-        owner: its name in errors.
-    """
+    """Make a function, or a class in place, refuse arguments that its annotations do not allow."""
     called: Any = make.__init__ if isinstance(make, type) else make  # type: ignore[misc]
     signature = inspect.signature(called)
 

@@ -1,22 +1,17 @@
-"""Pools whose rule is a score: where there are too many tokens, those of the highest score stay.
-
-The base of `heavy` and `snap`, of the scores in `weir.pools.scores`, and of any pool that can give
-each token a number: such a pool is its parameters and a method `score`. Knows nothing about what a
-score is made of.
-"""
+"""Pools whose rule is a score: where there are too many tokens, those of the highest score stay."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import fields, replace
-from typing import Any, cast
+from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools.base import Fold, Pool, find_not_finite, gather_kept, split
+from weir.pools.base import Fold, SizedPool, find_not_finite, gather_kept, split
 from weir.slab import Slots
 
 Choose = Callable[[int, Slots, tuple[Tensor, ...]], Tensor]
@@ -26,16 +21,12 @@ TALLY = "tally"
 """The name of a tallied pool's numbers in `Fold.state`."""
 
 
-class Ranked(Pool):
+class Ranked(SizedPool):
     """Keep the tokens of the highest score, as many as its first parameter says, by KV head.
 
     Of equal scores the older token stays. Weights stay as they came. While there is room nothing is
     scored, and everything stays.
     """
-
-    def __post_init__(self) -> None:
-        if self.slots() < 1:
-            raise WeirError(f"{self.name} keeps at least 1 token, not {self.slots()}")
 
     @abstractmethod
     def score(self, slots: Slots, fold: Fold) -> Tensor | tuple[Tensor, ...]:
@@ -47,19 +38,13 @@ class Ranked(Pool):
 
         Returns:
             [batch, kv_heads, slots]: `inf` for a token that stays before all others, `-inf` for one
-            that goes even if there is room. A tuple of such tensors if age alone is not to decide
-            between equal scores: where the first is equal the second decides, and so on.
+            that goes even if there is room; or a tuple, where the second settles ties of the first.
         """
-
-    def slots(self) -> int:
-        """Return the first parameter: as many slots as tokens are kept."""
-        return int(getattr(self, fields(cast(Any, self))[0].name))
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
         """Rank if there are too many; both what stays and what flows on have the oldest first.
 
-        Scores do not change within a fold, so evicting all that is too many at once leaves what
-        evicting one after each arrival would.
+        Evicting all that is too many at once leaves what evicting one after each arrival would.
         """
         return self.fold_by(_choose_highest, held, new, fold)
 
@@ -82,11 +67,10 @@ class Ranked(Pool):
 
 
 class Tallied(Ranked):
-    """Keep the tokens of the highest score, and a number beside each from fold to fold.
+    """A ranked pool that keeps a number beside each token from fold to fold.
 
-    For scores that are computed once, while the neighbors of a token are still there, or summed
-    over the stream. `tally` computes the numbers anew at every fold, also while there is room. When
-    `score` is called, `fold.state[TALLY]` has the number of each of its slots.
+    `tally` computes the numbers anew at every fold, also while there is room. When `score` is
+    called, `fold.state[TALLY]` has the number of each of its slots.
     """
 
     @abstractmethod
@@ -95,7 +79,7 @@ class Tallied(Ranked):
 
         Args:
             slots: all tokens, those held and those that arrive, the oldest first.
-            before: the numbers so far, of the same shape; `first_tally` for arrivals.
+            before: the numbers so far; `first_tally` for arrivals.
             fold: everything a pool may know; `fold.state` is the pool's own.
         """
 
@@ -132,40 +116,30 @@ class Tallied(Ranked):
 
 
 class Asking(Ranked):
-    """A ranked pool that reads the attention of the last `window` queries.
+    """A ranked pool that reads the attention of some of the last queries.
 
     Attributes:
-        window: how many of the last queries; a parameter of each such pool.
+        asks: the name of the parameter that says how many.
     """
 
+    asks: ClassVar[str] = "window"
     window: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_window(self.name, self.window)
+        if (count := self.needs_queries) < 1:
+            raise WeirError(
+                f"at least the last query is asked in {self.name}, not the last {count}"
+            )
 
     @property
     def needs_queries(self) -> int:
-        """The window."""
-        return self.window
-
-
-def check_window(name: str, window: int) -> None:
-    """Refuse a window without a query.
-
-    Raises:
-        WeirError: with the pool's name.
-    """
-    if window < 1:
-        raise WeirError(f"at least the last query is asked in {name}, not the last {window}")
+        """The parameter."""
+        return int(getattr(self, self.asks))
 
 
 def check_kernel(name: str, kernel: int) -> None:
-    """Refuse neighborhoods that have no token in their middle.
-
-    Raises:
-        WeirError: with the pool's name.
-    """
+    """Refuse neighborhoods that have no token in their middle."""
     if kernel < 1 or kernel % 2 == 0:
         raise WeirError(
             f"the kernel of {name} has a token in its middle, so it is odd and at least 1, not "
@@ -197,8 +171,7 @@ def select_highest(n: int, among: Tensor, *scores: Tensor) -> Tensor:
     Args:
         n: how many, at most; slots whose first score is `-inf` are left out even if there is room.
         among: the slots to select from [batch, kv_heads, slots], bool.
-        scores: the first decides, where it is equal the second, and so on
-            [batch, kv_heads, slots] each.
+        scores: [batch, kv_heads, slots] each; the second decides where the first is equal.
     """
     first = scores[0].masked_fill(~among, -torch.inf)
     count = first.shape[2]
@@ -221,16 +194,13 @@ def select_highest(n: int, among: Tensor, *scores: Tensor) -> Tensor:
 
 
 def pool_neighbors(votes: Tensor, position: Tensor, kernel: int, *, average: bool) -> Tensor:
-    """Pool votes over the `kernel` places of the stream around each token.
+    """Pool votes over the `kernel` places around each token [batch, kv_heads, slots], float64.
 
     Args:
         votes: not negative, 0 for none [batch, kv_heads, slots].
         position: places in the stream, rising along the slots; -1 where empty.
         kernel: an odd number of places.
         average: whether to divide the sum by the kernel; otherwise the largest is taken.
-
-    Returns:
-        [batch, kv_heads, slots], float64.
     """
     reach = kernel // 2
     # In double precision the sum does not depend on its order, so that ties remain ties.

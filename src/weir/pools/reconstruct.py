@@ -3,8 +3,7 @@
 KVzip (Kim et al. 2025, "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction",
 arXiv:2505.23416), section 3: once the prompt is read, the model is asked to repeat it, and a slot's
 score is the largest share of attention that it gets meanwhile, over all queries and over the query
-heads of its group. It needs no question. In a stream the second reading comes after each fold,
-chunk by chunk, with the cache as it stands, and nothing is kept of it but the scores.
+heads of its group. In a stream the second reading comes after each fold, chunk by chunk.
 """
 
 from __future__ import annotations

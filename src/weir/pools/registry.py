@@ -31,7 +31,7 @@ def pool(name: str) -> Callable[[Kind], Kind]:
     """Register a pool under `name`, and make its class check its arguments.
 
     A class of the same module and name may be registered again, as when a cell of a notebook is run
-    twice or a module is reloaded; the later one counts.
+    twice.
 
     Raises:
         WeirError: the name cannot be written in a policy or is another pool's; or the class is no
@@ -65,15 +65,7 @@ def pool(name: str) -> Callable[[Kind], Kind]:
 
 
 def check_name(name: Any, what: str) -> None:
-    """Refuse a name that a policy cannot be written with.
-
-    Args:
-        name: the name.
-        what: the thing to be called so, such as "a pool".
-
-    Raises:
-        WeirError: with the reason.
-    """
+    """Refuse a name that a policy cannot be written with, for a thing such as "a pool"."""
     if not isinstance(name, str) or WORD.fullmatch(name) is None:
         raise WeirError(
             f"{what} cannot be called {quote(name)}: a name in a policy is letters, digits and "
@@ -84,17 +76,13 @@ def check_name(name: Any, what: str) -> None:
 
 
 def check_free(name: str, made: Any, known: Mapping[str, Any], what: str) -> None:
-    """Refuse a name that is taken.
+    """Refuse a name that is taken, but by a thing of the same module and name.
 
     Args:
         name: the name.
-        made: the class or function to be called so; it may replace one that was defined in the same
-            module under the same name.
+        made: the class or function to be called so.
         known: the classes or functions that have names.
         what: the thing to be called so, such as "a pool".
-
-    Raises:
-        WeirError: the name is taken.
     """
     other = known.get(name)
     if other is not None and _origin(other) != _origin(made):

@@ -2,9 +2,8 @@
 
 "An Experiment of Implementing Reservoir Sampling to StreamingLLM", section 4: the n-th token of the
 middle is kept with probability p = s/n and then replaces one of the s samples, each with
-probability q = 1/s; otherwise it is dropped. This is Algorithm R, so after every step each of the n
-tokens is present with probability s/n. (The code of the paper's Figure 2 samples again from what is
-still cached, which favors newer tokens.)
+probability q = 1/s; otherwise it is dropped. This is Algorithm R. (The code of the paper's Figure 2
+samples again from what is still cached, which favors newer tokens.)
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weir.errors import WeirError
-from weir.pools.base import Fold
+from weir.pools.base import Fold, SizedPool
 from weir.pools.registry import pool
 from weir.pools.sample import Sample
 from weir.slab import Slots
@@ -22,7 +20,7 @@ from weir.slab import Slots
 
 @pool("reservoir")
 @dataclass(frozen=True)
-class Reservoir(Sample):
+class Reservoir(SizedPool, Sample):
     """Keep a uniform sample of all that arrives, by Algorithm R.
 
     Attributes:
@@ -38,24 +36,16 @@ class Reservoir(Sample):
     weighted: bool = False
     per_head: bool = False
 
-    def __post_init__(self) -> None:
-        if self.n < 1:
-            raise WeirError(f"reservoir keeps at least 1 token, not {self.n}")
-
     @property
     def heads_agree(self) -> bool:
         """Whether all heads have the same sample."""
         return not self.per_head
 
-    def slots(self) -> int:
-        """Return the number of tokens kept."""
-        return self.n
-
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
         """Admit arrivals as if one after the other.
 
-        One number u in [0, 1) serves both chances of the n-th token of the middle: u < s/n admits
-        it, and then the whole part of u·n is uniform among the places 0 to s - 1.
+        One number u in [0, 1) serves both chances of the n-th token: u < s/n admits it, and then
+        the whole part of u·n is uniform among the places 0 to s - 1.
         """
         came = fold.state["came"]
         nth = came[..., None] + new.held.cumsum(dim=2)

@@ -1,15 +1,13 @@
 """The base of pools that sample: their draws, and weights that make them unbiased.
 
 A sample of n out of N tokens, each with the same chance, gives unbiased sums if every token of it
-counts N/n times. A token that arrived with a weight, from a pool that made it stand for others,
-counts N/n times that. The state therefore has the weight each token arrived with, and the factor is
-applied anew at each fold, so that rounding never adds up.
+counts N/n times what it arrived with. The state has the weight each token arrived with, and the
+factor is applied anew at each fold, so that rounding never adds up.
 """
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from dataclasses import replace
 
 import torch
@@ -21,13 +19,12 @@ from weir.slab import Slots
 
 
 class Sample(Pool):
-    """A pool that keeps a uniform sample of all that ever came in.
+    """A pool that keeps a sample of all that ever came in.
 
     Attributes:
         weighted: whether the tokens kept count for those that were not, so that both sums of
             attention are unbiased and nothing flows on. Otherwise weights stay as they came.
-        per_head: whether each KV head has a sample of its own; otherwise a token is given the same
-            number in all heads of a layer.
+        per_head: whether each KV head has a sample of its own.
     """
 
     weighted: bool
@@ -37,10 +34,6 @@ class Sample(Pool):
     def ends_pipe(self) -> bool:
         """Whether it is weighted: then its slots stand for everything that came."""
         return self.weighted
-
-    @abstractmethod
-    def slots(self) -> int | None:
-        """Return the number of tokens kept."""
 
     def state(self, like: Slots) -> dict[str, Tensor]:
         """Make `came`, the tokens that arrived so far [batch, kv_heads], int64; if the sample is
@@ -78,13 +71,9 @@ class Sample(Pool):
         return replace(held, a=a, b=b)
 
     def stand_for_all(self, kept: Slots, fold: Fold) -> Slots:
-        """Weigh the kept slots for everything that arrived.
+        """Weigh the kept slots, with the weights they arrived with, for all of `came`.
 
         Each token counts for came / n tokens, or for itself while no more than n have come.
-
-        Args:
-            kept: with the weights its tokens arrived with.
-            fold: the fold, whose state has `came`.
         """
         share = fold.state["came"].double() / (self.slots() or 1)
         return self.weigh(kept, share.clamp_min(1.0).log()[..., None], fold)

@@ -10,14 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weir.errors import WeirError
-from weir.pools.base import Fold, Pool
+from weir.pools.base import Fold, Pool, SizedPool
 from weir.pools.registry import pool
 from weir.slab import Slots
 
 
 @pool("sink")
 @dataclass(frozen=True)
-class Sink(Pool):
+class Sink(SizedPool):
     """Keep the first tokens that arrive.
 
     Attributes:
@@ -29,20 +29,12 @@ class Sink(Pool):
 
     n: int = 4
 
-    def __post_init__(self) -> None:
-        if self.n < 1:
-            raise WeirError(f"sink keeps at least 1 token, not {self.n}")
-
     def check(self, before: tuple[Pool, ...]) -> None:
         """Refuse any place but the first, or the one behind `beginning`."""
         if any(pool.name != "beginning" for pool in before):
             raise WeirError(
                 "sink keeps the first tokens of the stream, so it stands first in a pipe"
             )
-
-    def slots(self) -> int:
-        """Return the number of tokens kept."""
-        return self.n
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
         """Fill the free slots; everything else flows on."""

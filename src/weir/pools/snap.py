@@ -1,10 +1,9 @@
 """Snapshots: the last queries vote on who stays.
 
 SnapKV (Li et al. 2024, "SnapKV: LLM Knows What You Are Looking for Before Generation",
-arXiv:2404.14469), section 4 and Listing 1: at the end of the prompt the attention of the last
-queries, the *observation window*, is summed for each token before the window. These votes are
-pooled over neighboring positions, so that a token stays with its surroundings; the tokens with the
-highest pooled votes stay, and so does the window. In a stream, this happens at every fold.
+arXiv:2404.14469), section 4 and Listing 1: the attention of the last queries, the *observation
+window*, is summed for each token before the window and pooled over neighboring positions; the
+tokens with the highest pooled votes stay, and so does the window. In a stream, at every fold.
 """
 
 from __future__ import annotations
@@ -66,11 +65,7 @@ class Snap(Asking):
             )
 
     def check(self, before: tuple[Pool, ...]) -> None:
-        """Refuse a window that leaves no slot to vote about.
-
-        Raises:
-            WeirError: the budget is not larger than the window, or than what of it comes here.
-        """
+        """Refuse a window that leaves no slot to vote about."""
         inside = self._inside(before)
         if self.budget <= inside:
             raise WeirError(
@@ -100,10 +95,7 @@ class Snap(Asking):
         return score.masked_fill(in_window, torch.inf), votes
 
     def _votes(self, slots: Slots, fold: Fold) -> Tensor:
-        """Sum the attention of the window's queries to each slot [batch, kv_heads, slots].
-
-        There is a token too many, so there were at least as many queries as the window has.
-        """
+        """Sum the attention of the window's queries to each slot [batch, kv_heads, slots]."""
         if self.frame == "read":
             assert fold.read is not None
             return fold.read.received(slots, self.window)

@@ -5,10 +5,8 @@ subset sums", section 1): a token of weight s draws u and has the priority s / u
 stay, and with τ the highest priority that did not, each counts max(1, τ / s) times; sums over all
 that came are then unbiased, whatever the weights.
 
-"Error certificates" (arXiv:2607.21475) puts such a sample behind tokens that are kept for sure: it
-estimates its own error, which no selection of the best can. There it is drawn once, of a whole
-prompt. Here the weight and the random number of a token never change after it came, and τ only
-rises, so a stream needs no more memory than its slots.
+"Error certificates" (arXiv:2607.21475) draws such a sample once, of a whole prompt, behind tokens
+kept for sure. Here weights and random numbers of tokens never change, and τ only rises.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import torch
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools.base import MOST_WEIGHT, Fold, gather_kept, is_within
+from weir.pools.base import MOST_WEIGHT, Fold, SizedPool, gather_kept, is_within
 from weir.pools.ranked import select_highest
 from weir.pools.registry import pool
 from weir.pools.sample import Sample
@@ -29,7 +27,7 @@ from weir.slab import Slots
 
 @pool("tail")
 @dataclass(frozen=True)
-class Tail(Sample):
+class Tail(SizedPool, Sample):
     """Keep a sample of all that arrives, with chances by contribution, weighted to be unbiased.
 
     The contribution of a token is the attention it received before it came here, times the length
@@ -55,8 +53,7 @@ class Tail(Sample):
     watch: int = 8
 
     def __post_init__(self) -> None:
-        if self.n < 1:
-            raise WeirError(f"tail keeps at least 1 token, not {self.n}")
+        super().__post_init__()
         if not 0 <= self.floor <= 1:
             raise WeirError(f"the floor of tail lies between 0 and 1, not at {self.floor}")
         if self.watch < 0:
@@ -71,10 +68,6 @@ class Tail(Sample):
     def needs_queries(self) -> int:
         """The number of watched queries."""
         return self.watch
-
-    def slots(self) -> int:
-        """Return the number of tokens kept."""
-        return self.n
 
     def state(self, like: Slots) -> dict[str, Tensor]:
         """Make the state of a sample and, float64: `said`, the logarithm of each slot's weight
@@ -104,10 +97,7 @@ class Tail(Sample):
         return super().wrong_state(state, held, ahead)
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Keep the tokens of the highest priorities; τ rises to the highest of the others.
-
-        A token's random number is always the same, so priorities need no state.
-        """
+        """Keep the tokens of the highest priorities; τ rises to the highest of the others."""
         state = fold.state
         old = self.came_with(held, fold)
         if self.watch:
@@ -131,8 +121,7 @@ class Tail(Sample):
     def report(self, state: dict[str, Tensor], row: int) -> dict[str, Any]:
         """Return `error`, the relative standard error of the layer's outputs due to the sample.
 
-        It is the root mean square over the watched queries and heads of the row so far; None before
-        the first.
+        The root mean square over the row's watched queries and heads; None before the first.
         """
         if not self.watch:
             return {}
@@ -162,11 +151,10 @@ class Tail(Sample):
         """Add up the variances of the last queries' outputs over the sample as it was read.
 
         Each token was in the sample with a probability π, the inverse of its weight. Without it the
-        output z, a ratio of two sums, would move by p / (1 - p) (z - v), with p the share of
-        attention that the token and those it stands for received. So its variance is
-        Σ (1 - π) (p / (1 - p))² |v - z|², the jackknife's (Särndal, Swensson and Wretman 1992,
-        sections 5.6 and 11.5, with draws taken as independent, as they nearly are). With p in place
-        of p / (1 - p), it would be too small where few tokens have most of the attention.
+        output z would move by p / (1 - p) (z - v), with p the share of attention that the token and
+        those it stands for received. So its variance is Σ (1 - π) (p / (1 - p))² |v - z|², the
+        jackknife's (Särndal, Swensson and Wretman 1992, sections 5.6 and 11.5, with draws taken as
+        independent, as they nearly are).
         """
         read = fold.read
         assert read is not None

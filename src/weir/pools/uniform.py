@@ -1,9 +1,8 @@
 """Uniform sampling: the baseline that BalanceKV and others are measured against.
 
 BalanceKV (Kochetkova et al. 2025, arXiv:2502.07861), section 4.1 and appendix B.1, "independent
-uniform sampling": a share of the tokens between the first and the newest is chosen uniformly at
-random. By rate, each token is kept with that probability; by budget, that many of all that came are
-kept, each with the same probability.
+uniform sampling". By rate, each token is kept with that probability; by budget, that many of all
+that came are kept, each with the same probability.
 """
 
 from __future__ import annotations

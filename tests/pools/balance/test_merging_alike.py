@@ -14,6 +14,8 @@ from weir.slab import Slots
 
 LEVEL = [3] * 5 + [2] * 6 + [1] * 4 + [0] * 13
 
+HOW = Halving(), CounterRNG(5), 0.3
+
 
 def line(level: list[int], *, odd_weight: bool = False) -> Slots:
     """Two rows of three heads, tokens of a level weighing what it says."""
@@ -30,8 +32,7 @@ def line(level: list[int], *, odd_weight: bool = False) -> Slots:
 def reduced(slots: Slots, level: list[int], sizes: dict[int, tuple[int, ...]]) -> list:
     blocks = [[sizes.get(number, ()) for number in range(LEVELS)]] * 6
     levels = torch.tensor(level).expand(2, 3, -1)
-    merging = Merging(slots, levels)
-    kept, level_of, group = merging.reduce(blocks, Halving(), CounterRNG(5), 0.3)
+    kept, level_of, group = Merging(slots, levels, *HOW).reduce(blocks)
     return [*kept.tensors().values(), level_of, group]
 
 
@@ -76,5 +77,6 @@ def test_lines_that_differ_are_not_taken_for_alike(problem):
         levels[1, 2, 14] = 0
     else:
         levels = levels.flip(2)
-    assert Merging(slots, levels)._ends is None
-    assert Merging(line(LEVEL), torch.tensor(LEVEL).expand(2, 3, -1))._ends == [28, 15, 11, 5]
+    assert Merging(slots, levels, *HOW)._ends is None
+    alike = torch.tensor(LEVEL).expand(2, 3, -1)
+    assert Merging(line(LEVEL), alike, *HOW)._ends == [28, 15, 11, 5]

@@ -2,8 +2,7 @@
 
 BalanceKV (Kochetkova et al. 2025, arXiv:2502.07861), section 3 and Algorithms 1, 2 and 4: tokens
 enter level 0; a block of a level is halved by a walk that keeps its halves balanced for every query
-(`halving`), and those that stay rise to the next level, each for twice as many. When which level is
-halved, so that a stream without end takes no more slots, is said in `schedule`.
+(`halving`), and those that stay rise to the next level, each for twice as many (`schedule`).
 """
 
 from __future__ import annotations
@@ -20,20 +19,19 @@ from weir.pools.balance.halving import Halving, check_block
 from weir.pools.balance.merge_reduce import Merging
 from weir.pools.balance.schedule import LEVELS, at_once, schedule
 from weir.pools.balance.separate import MOST_BUCKET, NO_BUCKET, Head, admit, bucket, doubled
-from weir.pools.base import Fold, Pool, is_within
+from weir.pools.base import Fold, SizedPool, is_within
 from weir.pools.registry import pool
 from weir.slab import EMPTY, Slots
 
 BLOCK = 256
 """The paper's, for a whole prompt."""
 PARTS = 16
-"""Blocks of a stream are this part of the slots: with larger ones the oldest tokens, each for very
-many, are few (`weir attention-error --stream --blocks ...`)."""
+"""Blocks of a stream are this part of the slots; with larger ones few old tokens are left."""
 
 
 @pool("balance")
 @dataclass(frozen=True)
-class Balance(Pool):
+class Balance(SizedPool):
     """Keep halves of halves of all that arrives, balanced, and weighted for what they stand for.
 
     While there is room everything stays as it is. Then blocks are halved, the lightest tokens first
@@ -107,15 +105,11 @@ class Balance(Pool):
         """Whether a and b may differ."""
         return self.sets != "shared"
 
-    def slots(self) -> int:
-        """Return the number it was given."""
-        return self.n
-
     def state(self, like: Slots) -> dict[str, Tensor]:
         """`level`, the level of each slot [batch, kv_heads, n], int64; -1 where it is not in use. A
         slot in use may be empty, where a half was short, until the next fold. For separate sets
-        also the `bucket` of each, int64, and of each head `came`, its tokens so far, int64, and
-        `longest`, the length of their longest value, float64 [batch, kv_heads].
+        also the `bucket` of each, int64, and of each head [batch, kv_heads] `came`, its tokens so
+        far, int64, and `longest`, the length of their longest value, float64.
         """
         shape = like.position.shape[:2]
         state = {"level": like.position.new_full((*shape, self.n), EMPTY)}
@@ -162,8 +156,8 @@ class Balance(Pool):
             ]
         kept, level = held.join(new), _with(level, new)
         if len(kept) > self.n or any(map(any, blocks)):
-            merging = Merging(kept, level)
-            kept, level, _ = merging.reduce(blocks, self.halving, fold.draws, fold.form.scale)
+            merging = Merging(kept, level, self.halving, fold.draws, fold.form.scale)
+            kept, level, _ = merging.reduce(blocks)
         fold.state["level"] = self._state(level, EMPTY)
         return kept, new.part(0, 0)
 
@@ -187,8 +181,9 @@ class Balance(Pool):
         groups = max(len(head.groups) for head in heads)
         blocks = [group.halved for head in heads for group in head.padded(groups)]
         group = level.new_tensor([head.tokens for head in heads]).view_as(level)
-        merging = Merging(held.join(new), level.where(group >= 0, EMPTY), group, groups)
-        kept, level, group = merging.reduce(blocks, self.halving, fold.draws, fold.form.scale)
+        how = self.halving, fold.draws, fold.form.scale
+        merging = Merging(held.join(new), level.where(group >= 0, EMPTY), *how, group, groups)
+        kept, level, group = merging.reduce(blocks)
         numbers = level.new_tensor([head.buckets(groups) for head in heads])
         number = numbers.view(*level.shape[:2], groups).gather(2, group)
         fold.state["level"] = self._state(level, EMPTY)
@@ -199,8 +194,8 @@ class Balance(Pool):
     def _levels(self, held: Slots, fold: Fold) -> Tensor:
         """The level of each slot that counts towards a block [batch, kv_heads, slots].
 
-        Where a half was short, places of the level above are empty. Algorithm 4 counts them, and so
-        does `eager`. Otherwise they are given back when the next tokens come, so that none is idle.
+        Where a half was short, places of the level above are empty. Algorithm 4 (`eager`) counts
+        them; otherwise they are given back when the next tokens come.
         """
         level = fold.state["level"][:, :, : len(held)]
         return level if self.eager else level.where(held.held, EMPTY)

@@ -1,7 +1,4 @@
-"""The inner products a walk needs, of tokens taken as vectors: see `weir.pools.balance.halving`.
-
-Only those above the diagonal are made, panel by panel. Knows nothing about signs.
-"""
+"""The inner products a walk needs, of tokens taken as vectors: see `weir.pools.balance.halving`."""
 
 from __future__ import annotations
 
@@ -12,9 +9,7 @@ import torch
 from torch import Tensor
 
 _PANEL = 128
-"""Rows multiplied at once, an even number: more make products below the diagonal for nothing, fewer
-take longer for each.
-"""
+"""Rows multiplied at once, an even number."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +17,8 @@ class Gram:
     """The tokens of some blocks, ready to be multiplied.
 
     So that nothing overflows, products are divided by e^top, and weights by the largest of a block.
-
-    In the authors' code later rounds multiply values by the weights so far, the constant by none,
-    and nothing is divided: there a walk leans the harder the more its tokens stand for.
+    In the authors' code weights are divided by nothing: a walk leans the harder the more its tokens
+    stand for.
 
     Attributes:
         keys: less the mean of their block [blocks, tokens, key_dim], float32.
@@ -32,8 +26,8 @@ class Gram:
             times the root of the constant [blocks, tokens, value_dim + 1], float32.
         rate: the factor of <k_i, k_j>.
         top: the largest <k, k> times the rate [blocks].
-        weight: the logarithm of what else products were divided by, where that is to be made good
-            [blocks]: as in the authors' code; otherwise 0.
+        weight: the logarithm of what else products were divided by [blocks], to be made good as in
+            the authors' code; otherwise 0.
     """
 
     keys: Tensor
@@ -53,12 +47,12 @@ class Gram:
         constant: float,
         released: bool = False,
     ) -> Gram:
-        """From tokens.
+        """From tokens of weights a, b [blocks, tokens], both -inf where there is none.
 
         Args:
             keys: [blocks, tokens, key_dim].
             values: [blocks, tokens, value_dim].
-            a, b: log-weights [blocks, tokens]; both -inf where there is no token.
+            a, b: log-weights.
             rate: the factor of <k_i, k_j>.
             constant: how much the denominator counts.
             released: weights as in the authors' code.

@@ -2,17 +2,14 @@
 
 BalanceKV (Kochetkova et al. 2025, arXiv:2502.07861), section 3.1, Algorithm 2: a walk through the
 tokens gives each a sign, chosen against the sum of the tokens so far, so that the sums with sign +
-and with sign - stay close for all queries at once. Appendix B runs it over blocks, all of them in
-parallel. Knows nothing about streams; `schedule` and `balance` decide what is halved.
+and with sign - stay close for all queries at once. Appendix B runs it over blocks in parallel.
 
-A token is a vector of its own: e^a v is what it adds to the numerator, e^b to the denominator, and
-e^<k, q> is an inner product of features of k and of q. The walk needs only the inner products
+A token is a vector: e^a v is what it adds to the numerator, e^b to the denominator, and e^<k, q> is
+an inner product of features of k and of q. The walk needs only the inner products
 
     y_ij = e^(t <k_i, k_j> scale) * (e^(a_i + a_j) <v_i, v_j> + constant * e^(b_i + b_j)),
 
 with t the temperature, and keys shifted by the mean of their block, which no softmax notices.
-Weights are relative to the largest of the block, but for the rule of the authors' code
-(`weir.pools.balance.gram`).
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ class Sets:
         keys: [sets, blocks, tokens, key_dim].
         values: [sets, blocks, tokens, value_dim].
         a, b: log-weights [sets, blocks, tokens]; both -inf where there is no token.
-        u: uniform numbers in [0, 1), one for each token [sets, blocks, tokens].
+        u: uniform numbers in [0, 1) [sets, blocks, tokens].
     """
 
     keys: Tensor
@@ -75,20 +72,17 @@ class Sets:
 
 @dataclass(frozen=True)
 class Halving:
-    """The rule by which a set of tokens is halved.
+    """The rule by which a set of tokens is halved, with parameters as those of `Balance`.
 
     Attributes:
-        halves: who stays. "pairs": tokens stand in disjoint pairs of neighbors, the walk goes over
-            the differences of the two, and one of each pair stays for both: exactly half, and
-            unbiased, for a walk and its mirror image are equally likely. "authors": the rule of the
-            authors' released code, exactly half. "paper": the smaller side, as Algorithm 2 has it.
+        halves: who stays. "pairs": the walk goes over the differences of disjoint pairs of
+            neighbors; unbiased, for a walk and its mirror image are equally likely. "authors": the
+            rule of the authors' released code. "paper": the smaller side, as Algorithm 2 has it.
         gamma: how strongly the walk leans against the sum s so far: + has probability
-            1/2 - gamma s, cut off at 0 and 1. The authors' code has 4, which is nearly greedy. None
-            for the paper's 1 / (2 c R^2), which is nearly a fair coin.
-        temperature: factor of <k_i, k_j>; 1 in the paper, 1 or 0.1 in the authors' code.
-        constant: how much the denominator counts beside the values; 0.025 in the authors' code.
-        flat: in the denominator all that stay count double, as in the authors' code, whatever they
-            do in the numerator.
+            1/2 - gamma s, cut off at 0 and 1; None for the paper's 1 / (2 c R^2).
+        temperature: factor of <k_i, k_j>.
+        constant: how much the denominator counts beside the values.
+        flat: in the denominator all that stay count double, as in the authors' code.
     """
 
     halves: str = "pairs"
@@ -114,10 +108,6 @@ class Halving:
         """Halve each set; each of its blocks is walked through alone.
 
         A token that has no partner, or is all of its set, stays as it is.
-
-        Args:
-            sets: the tokens.
-            scale: the factor of the logits.
 
         Returns:
             (index, a, b): who stays, as places in the whole set, in order, and -1 for nobody
@@ -148,13 +138,8 @@ class Halving:
         return order.masked_fill(nobody, EMPTY), a, b
 
     def _signs(self, sets: Sets, scale: float, u: Tensor, free: Tensor) -> Tensor:
-        """The signs of tokens, or of pairs, by a walk through each block [sets, blocks, n].
-
-        Args:
-            sets: the tokens.
-            scale: the factor of the logits.
-            u: uniform numbers, for tokens or for pairs [sets, blocks, n].
-            free: which take part, bool.
+        """The signs of tokens, or of pairs, by a walk through each block [sets, blocks, n]; `free`
+        [sets, blocks, n], bool, says which take part.
         """
         kernel, at_once = kernels.walk(u.device), blocks_at_once(sets.a.shape[2], u.device)
         parts = [t.flatten(0, 1) for t in (sets.keys, sets.values, sets.a, sets.b, u, free)]
@@ -213,8 +198,8 @@ class Halving:
         """(who stays, what is added to log-weights) [sets, blocks, tokens]: of each pair one, for
         both.
 
-        Pairs of unlike weight are not in the walk, whose mirror image would not be as likely. There
-        a coin decides, with probabilities in proportion to the weights, which is unbiased too.
+        Where weights are unlike, a walk's mirror image would not be as likely: a coin decides, with
+        probabilities in proportion to the weights, which is unbiased too.
         """
         (a1, a2), (b1, b2), (mine, other) = (
             (t[..., 0::2], t[..., 1::2]) for t in (sets.a, sets.b, sets.held)
@@ -228,20 +213,16 @@ class Halving:
 
 
 def walk(products: Tensor, gain: Tensor, u: Tensor, free: Tensor) -> Tensor:
-    """The self-balancing walk (lines 5 to 11 of Algorithm 2), over many blocks at once.
+    """The self-balancing walk (lines 5 to 11 of Algorithm 2): signs [..., n], float32, 0 for none.
 
-    Where the paper's walk fails, because a sum went beyond its bound, the sign is certain. This is
-    what kernels are checked against, a loop over the tokens of a block; so that they can make the
-    same signs, each product is added by itself, in the order of the walk.
+    Where the paper's walk fails, because a sum went beyond its bound, the sign is certain. The
+    reference of kernels: each product is added by itself, in the order of the walk.
 
     Args:
         products: inner products [..., n, n], float32; only those above the diagonal are read.
         gain: + has probability 1/2 - gain * sum [...], float32.
         u: uniform numbers [..., n].
         free: which tokens take part [..., n], bool.
-
-    Returns:
-        Signs [..., n], float32: 1, -1, and 0 for those that take no part.
     """
     signs = torch.zeros_like(u, dtype=torch.float32)
     total = torch.zeros_like(signs)
@@ -260,11 +241,7 @@ def blocks_at_once(tokens: int, device: torch.device) -> int:
 
 
 def check_block(block: int, limit: int | None = None) -> None:
-    """Refuse a block that cannot be halved, or has more than `limit` tokens.
-
-    Raises:
-        WeirError: naming what would do.
-    """
+    """Refuse a block that cannot be halved, or has more than `limit` tokens."""
     if block < 2 or block % 2 or (limit is not None and block > limit):
         upward = "on" if limit is None else f"to {limit - limit % 2}"
         raise WeirError(f"a block is an even number of tokens from 2 {upward}, not {block}")
@@ -274,13 +251,7 @@ def _by_coin(
     first: Tensor, alike: Tensor, u: Tensor, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """(whether the first of each pair stays, what is added to its log-weights): by the walk where
-    weights are alike, elsewhere by a coin.
-
-    Args:
-        first: what the walk says [..., pairs], bool.
-        alike: where it counts [..., pairs], bool.
-        u: uniform numbers [..., pairs].
-        a, b: log-weights of the first of each pair, and of the second [..., pairs].
+    weights are alike, elsewhere by a coin; all [..., pairs].
     """
     one, two = (torch.maximum(x, y).double() for x, y in zip(a, b, strict=True))
     share = (one - torch.logaddexp(one, two)).exp()
@@ -305,7 +276,7 @@ def _authors(signs: Tensor) -> tuple[Tensor, Tensor]:
     """Exactly half of each set, as the released code has it.
 
     Up to the step at which a side has half of the tokens (the later step, if both come to have it)
-    the other side stays, twice as heavy; after it everything stays, as heavy as it was.
+    the other side stays, twice as heavy; after it everything stays as it was.
     """
     line = signs.flatten(1)
     half = (line != 0).sum(dim=1, keepdim=True) // 2

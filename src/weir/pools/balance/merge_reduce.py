@@ -16,7 +16,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from weir.pools.balance.halving import Halving, Sets, check_block
+from weir.pools.balance.halving import Halving, Sets
 from weir.pools.balance.schedule import LEVELS
 from weir.pools.counter_rng import CounterRNG
 from weir.slab import EMPTY, Slots, pick
@@ -29,15 +29,13 @@ Blocks = Sequence[Sequence[int]]
 class _Queue:
     """The tokens of one level in a row of places, the oldest first; a line is a group of a head.
 
-    The rule `halves="paper"` may keep fewer tokens than half of a block, but the level above still
-    counts half a block of places. So a place can be in use although no token is left in it.
+    With `halves="paper"` a place can be in use although no token is left in it.
 
     Attributes:
         token: which token of `Merging.line` each place has [lines, n], int64; -1 for none.
         a, b: its log-weights [lines, n].
         used: which places count towards a block [lines, n], bool.
-        full: it is known that every place is in use and has a token. So it is where all lines lie
-            alike, as they mostly do; then nothing has to be sorted.
+        full: every place is known to be in use and to have a token; then nothing has to be sorted.
     """
 
     token: Tensor
@@ -86,30 +84,28 @@ class Merging:
     Attributes:
         line: the tokens [batch, kv_heads, n], those of each level from the oldest on.
         level: of each [batch, kv_heads, n], int64; -1 where there is no place.
-        group: of each [batch, kv_heads, n], int64; groups of a head have nothing to do with each
-            other. None for one group.
+        halving: how blocks are halved.
+        draws: random numbers; a token of level l is given those of purpose l, and in any group
+            but the first those of purpose l + 64. In the highest level, where it may be halved
+            again and again, they also depend on the other tokens of its block.
+        scale: the factor of the logits.
+        group: of each [batch, kv_heads, n], int64, with levels of its own; None for one group.
         groups: how many there are.
     """
 
     line: Slots
     level: Tensor
+    halving: Halving
+    draws: CounterRNG
+    scale: float
     group: Tensor | None = None
     groups: int = 1
 
-    def reduce(
-        self, blocks: Sequence[Blocks], halving: Halving, draws: CounterRNG, scale: float
-    ) -> tuple[Slots, Tensor, Tensor]:
-        """Halve these blocks.
-
-        The highest level comes first, and of each group in it the oldest token.
+    def reduce(self, blocks: Sequence[Blocks]) -> tuple[Slots, Tensor, Tensor]:
+        """Halve these blocks, the highest level first, and of each group in it the oldest token.
 
         Args:
             blocks: for each group of each head of each row, in that order.
-            halving: how blocks are halved.
-            draws: random numbers; a token of level l is given those of purpose l, and in any group
-                but the first those of purpose l + 64. In the highest level, where it may be halved
-                again and again, they also depend on the other tokens of its block.
-            scale: the factor of the logits.
 
         Returns:
             (who stays, their levels, their groups): the last two [batch, kv_heads, slots], int64,
@@ -128,20 +124,20 @@ class Merging:
         for level in range(top + 1):
             queue = _Queue.of(self._queue(level), rising).packed()
             of_lines = [of_group[level] for of_group in blocks]
-            whole = _whole(queue, of_lines, level, halving)
+            whole = _whole(queue, of_lines, level, self.halving)
             if whole is not None:
-                rising = self._halve_alike(queue, whole, level, halving, draws, scale)
+                rising = self._halve_alike(queue, whole, level)
                 queue = queue.part(sum(whole))
                 rest.append(queue)
                 marks.append(torch.full_like(queue.token, level))
                 continue
             sizes = _padded(of_lines, self.level.device)
             if level < LEVELS - 1:
-                rising = self._halve(queue, sizes, level, halving, draws, scale)
+                rising = self._halve(queue, sizes, level)
                 queue = queue.without(sizes)
             else:
                 for size in sizes.split(1, dim=1):
-                    stays = self._halve(queue, size, level, halving, draws, scale)
+                    stays = self._halve(queue, size, level)
                     queue = _Queue.of(stays, queue.without(size)).packed()
             by_head = (t.reshape(batch * heads, -1) for t in queue.tensors())
             rest.append(_Queue(*by_head, full=queue.full and self.groups == 1))
@@ -208,15 +204,7 @@ class Merging:
         a, b = (t[:, :, start:stop].flatten(0, 1) for t in (self.line.a, self.line.b))
         return _Queue(token, a, b, torch.ones_like(token, dtype=torch.bool), full=True)
 
-    def _halve(
-        self,
-        queue: _Queue,
-        sizes: Tensor,
-        level: int,
-        halving: Halving,
-        draws: CounterRNG,
-        scale: float,
-    ) -> _Queue:
+    def _halve(self, queue: _Queue, sizes: Tensor, level: int) -> _Queue:
         """The survivors of a level's blocks, of the `sizes` [lines, blocks], from the oldest on."""
         lines, blocks = sizes.shape
         if not blocks:
@@ -233,73 +221,58 @@ class Merging:
         head = torch.arange(lines, device=sizes.device)[:, None] // self.groups
         keys, values = (t.flatten(0, 1)[head, token] for t in (self.line.keys, self.line.values))
         if level < LEVELS - 1:
-            u = self._draw(draws, level)[head, token, self._kind(lines)]
+            u = self._draw(level)[head, token, self._kind(lines)]
         else:
             line = torch.arange(lines, device=sizes.device)[:, None]
-            u = self._draw_again(draws, token, nobody)[head, token, line % self.groups]
+            u = self._draw_again(token, nobody)[head, token, line % self.groups]
         shape = (lines * blocks, 1, width)
         sets = Sets(*(t.reshape(*shape, *t.shape[2:]) for t in (keys, values, a, b, u)))
-        chosen, a, b = halving.halve(sets, scale)
+        chosen, a, b = self.halving.halve(sets, self.scale)
         came = cut.token.view(lines * blocks, width)
         token = came.gather(1, chosen.clamp_min(0)).masked_fill(chosen < 0, EMPTY)
         half = torch.arange(token.shape[1], device=sizes.device)
         used = half < (sizes.view(-1, 1) + 1) // 2
         return _Queue(*(t.reshape(lines, -1) for t in (token, a, b, used))).packed()
 
-    def _halve_alike(
-        self,
-        queue: _Queue,
-        sizes: Sequence[int],
-        level: int,
-        halving: Halving,
-        draws: CounterRNG,
-        scale: float,
-    ) -> _Queue:
+    def _halve_alike(self, queue: _Queue, sizes: Sequence[int], level: int) -> _Queue:
         """As `_halve`, of full lines that have blocks of the same `sizes`; half of each stays."""
         parts, done = [queue.part(0, 0)], 0
         for size, run in groupby(sizes):
             stop = done + size * len(list(run))
             cut, done = queue.part(done, stop), stop
             # A token alone rises as it is.
-            parts.append(
-                cut if size == 1 else self._halves(cut, size, level, halving, draws, scale)
-            )
+            parts.append(cut if size == 1 else self._halves(cut, size, level))
         return _Queue.of(*parts)
 
-    def _halves(
-        self, cut: _Queue, size: int, level: int, halving: Halving, draws: CounterRNG, scale: float
-    ) -> _Queue:
+    def _halves(self, cut: _Queue, size: int, level: int) -> _Queue:
         """Halve full lines that are cut into blocks of an even `size`."""
         token = cut.token.unflatten(0, self.level.shape[:2])
         keys, values = pick(self.line.keys, token), pick(self.line.values, token)
-        u = draws.uniform(level, self.line.position.gather(2, token))
+        u = self.draws.uniform(level, self.line.position.gather(2, token))
         tokens = (keys.flatten(0, 1), values.flatten(0, 1), cut.a, cut.b, u.flatten(0, 1))
         sets = Sets(*(t.reshape(-1, 1, size, *t.shape[2:]) for t in tokens))
-        chosen, a, b = halving.halve(sets, scale)
+        chosen, a, b = self.halving.halve(sets, self.scale)
         came = cut.token.reshape(-1, size).gather(1, chosen)
         token, a, b = (t.reshape(len(cut.token), -1) for t in (came, a, b))
         return _Queue(token, a, b, torch.ones_like(token, dtype=torch.bool), full=True)
 
-    def _draw(self, draws: CounterRNG, level: int) -> Tensor:
+    def _draw(self, level: int) -> Tensor:
         """Uniform numbers of each token in each kind of group [batch * kv_heads, n, kinds]."""
-        kinds = [draws.uniform(level, self.line.position)]
+        kinds = [self.draws.uniform(level, self.line.position)]
         if self.groups > 1:
-            kinds.append(draws.uniform(level + LEVELS, self.line.position))
+            kinds.append(self.draws.uniform(level + LEVELS, self.line.position))
         return torch.stack(kinds, dim=-1).flatten(0, 1)
 
-    def _draw_again(self, draws: CounterRNG, token: Tensor, nobody: Tensor) -> Tensor:
-        """CounterRNG of the highest level, where one block of each line is halved at a time.
+    def _draw_again(self, token: Tensor, nobody: Tensor) -> Tensor:
+        """Draw numbers of the highest level for each token in each group
+        [batch * kv_heads, n, groups].
 
-        Of a block one token at least goes for good, so no two blocks hold the same tokens: the sum
-        of their places tells one from another.
+        No two blocks that are halved there hold the same tokens: the sum of their places tells one
+        from another.
 
         Args:
-            draws: random numbers.
             token: the tokens of each line's block [lines, n].
             nobody: where there is none [lines, n], bool.
-
-        Returns:
-            Uniform numbers of each token in each group [batch * kv_heads, n, groups].
         """
         position = self.line.position
         batch, heads, _ = position.shape
@@ -307,7 +280,7 @@ class Merging:
         places = position.flatten(0, 1)[head, token].masked_fill(nobody, 0).sum(dim=1)
         index = places.view(batch, heads, self.groups, 1)
         found = [
-            draws.uniform(LEVELS - 1 + LEVELS * (group > 0), position, index[:, :, group])
+            self.draws.uniform(LEVELS - 1 + LEVELS * (group > 0), position, index[:, :, group])
             for group in range(self.groups)
         ]
         return torch.stack(found, dim=-1).flatten(0, 1)
@@ -316,42 +289,6 @@ class Merging:
         """0 for the first group of a head, 1 for the others [lines, 1]."""
         line = torch.arange(lines, device=self.level.device)[:, None]
         return (line % self.groups > 0).to(torch.int64)
-
-
-def compress(
-    slots: Slots, rounds: int, halving: Halving, draws: CounterRNG, scale: float, block: int = 256
-) -> Slots:
-    """Halve a whole sequence several times, all of its blocks at once: the form of appendix B.
-
-    Args:
-        slots: tokens in order [batch, kv_heads, n].
-        rounds: how often (T); about n / 2^T tokens stay.
-        halving: how; with "authors" half of the sequence stays, otherwise half of each block.
-        draws: random numbers; in round r a token is given those of purpose r.
-        scale: the factor of the logits.
-        block: tokens of a block; the last one may have fewer.
-
-    Raises:
-        WeirError: the block is not an even number of tokens.
-    """
-    check_block(block)
-    slots = slots.only(slots.held)
-    batch, heads, _ = slots.position.shape
-    for number in range(rounds):
-        blocks = -(-len(slots) // block)
-        whole = slots
-        if len(slots) % block:
-            place = torch.arange(blocks * block, device=slots.position.device)
-            place = place.where(place < len(slots), EMPTY).expand(batch, heads, -1)
-            whole = slots.take(place)
-        u = draws.uniform(number, whole.position)
-        parts = (whole.keys, whole.values, whole.a, whole.b, u)
-        shape = (batch * heads, blocks, block)
-        sets = Sets(*(t.reshape(*shape, *t.shape[3:]) for t in parts))
-        index, a, b = (t.unflatten(0, (batch, heads)) for t in halving.halve(sets, scale))
-        slots = replace(whole.take(index), a=a, b=b)
-        slots = slots.only(slots.held)
-    return slots
 
 
 def _in_front(used: Tensor) -> Tensor:
@@ -363,8 +300,8 @@ def _in_front(used: Tensor) -> Tensor:
 def _whole(
     queue: _Queue, of_lines: Sequence[Sequence[int]], level: int, halving: Halving
 ) -> Sequence[int] | None:
-    """The sizes of the blocks, if they are the same in all lines and all of them full; None where
-    lines differ, or where something else than half of each block may stay.
+    """The sizes of the blocks, if they are the same in all lines and half of each, all full, stays;
+    None if not.
     """
     sizes = of_lines[0]
     if not queue.full or any(other != sizes for other in of_lines):

@@ -2,8 +2,7 @@
 
 BalanceKV (Kochetkova et al. 2025), section 3.2 and Algorithm 4: tokens enter level 0, a block of a
 level is halved into the next, and there every token stands for twice as many. The paper's levels
-grow in number with the length of the stream, which it has to know; here they share a fixed number
-of slots, and low levels make room for high ones. Knows nothing of tokens but how many there are.
+grow in number with the stream; here they share a fixed number of slots.
 """
 
 from __future__ import annotations
@@ -21,10 +20,9 @@ meet in the highest level, which is halved into itself."""
 def thresholds(slots: int, block: int, levels: int) -> tuple[int, ...]:
     """Compute the number of tokens at which each level may be halved, level 0 first.
 
-    A whole block for every level, as in the paper, as long as such levels fit. Then fewer from each
-    level to the one below, by the largest ratio (in steps of a 64th) that lets them fit, but at
-    least 2: a block of level l is one of 2^l times as many tokens, so blocks of low levels weigh
-    little. Fitting means that whenever there is a token too many, some level can be halved.
+    A whole block for every level, as in the paper, as long as such levels fit: whenever there is a
+    token too many, some level can be halved. Then fewer from each level to the one below, by the
+    largest ratio (in steps of a 64th) that lets them fit, but at least 2.
     """
     block = max(2, min(block, slots // 2 // 2 * 2))
     each = [block] * levels
@@ -70,8 +68,7 @@ def make_room(groups: Sequence[Group], slots: int, block: int, eager: bool = Fal
     While there are more tokens than slots (`eager`: or any level has its threshold), the lowest
     level that has its threshold is halved; of groups, which share the slots evenly, the first. If
     none has, the lowest level that has tokens gives what it has, but the highest no lone token: it
-    could not rise. One token of each group stays whatever is halved, so no more groups may have
-    tokens than there are slots.
+    could not rise. So no more groups may have tokens than there are slots.
     """
     used = [group for group in groups if group.levels]
     while (crowded := sum(sum(group.sizes) for group in used) > slots) or eager:
@@ -99,7 +96,7 @@ def _first(groups: list[Group], enough: tuple[int, ...]) -> tuple[Group, int] | 
 def schedule(
     slots: int, block: int, eager: bool, held: tuple[int, ...], arrivals: int
 ) -> tuple[tuple[int, ...], ...]:
-    """The halvings that arrivals lead to, as if each made room for itself.
+    """The halvings (`Group.halved`) that arrivals lead to, as if each made room for itself.
 
     Args:
         slots: how many tokens there may be.
@@ -107,9 +104,6 @@ def schedule(
         eager: whether a level that has its threshold is halved while there is room.
         held: tokens of each level before, level 0 first.
         arrivals: how many tokens enter level 0, one after the other.
-
-    Returns:
-        `Group.halved`.
     """
     group = Group([*held, *[0] * (LEVELS - len(held))])
     while arrivals:
@@ -127,19 +121,11 @@ def schedule(
 
 @lru_cache(maxsize=4096)
 def at_once(slots: int, block: int, tokens: int) -> tuple[tuple[int, ...], ...]:
-    """The halvings that bring a whole prompt into the slots (Appendix B).
+    """The halvings (`Group.halved`) that bring a prompt of `tokens` into the slots (Appendix B).
 
     Round after round all blocks are halved. In the last round only as many tokens, the oldest, as
-    have to be, so that weights lie close together and no slot is left empty; where little is
-    compressed that is the form of Table 5: twice the excess is halved, and the rest stays exact.
-
-    Args:
-        slots: how many tokens there may be.
-        block: the most tokens that are halved together.
-        tokens: of the prompt.
-
-    Returns:
-        `Group.halved`.
+    have to be; where little is compressed that is the form of Table 5: twice the excess is halved,
+    and the rest stays exact.
     """
     group = Group([tokens, *[0] * (LEVELS - 1)])
     for level in range(LEVELS):

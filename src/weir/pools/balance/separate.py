@@ -1,10 +1,9 @@
 """Numerator and denominator in sets of their own: BalanceKV's Algorithm 1, to the letter.
 
 Every token enters a merge-and-reduce for the denominator, where all values count as 1, and one for
-the numerator, in the bucket of values about as long as its own, 2^(i-1) to 2^i: a walk can then not
-be led by a few long values. So a token takes two slots. When there is no room, buckets whose values
-are so short that they make no difference are erased, and those of the shortest values where there
-are more buckets than slots.
+the numerator, in the bucket of values about as long as its own, 2^(i-1) to 2^i: so a token takes
+two slots. When there is no room, buckets whose values are so short that they make no difference are
+erased, and those of the shortest values where there are more buckets than slots.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ MOST_BUCKET = 1000
 def doubled(new: Slots) -> Slots:
     """Every token twice, side by side: for the denominator alone, and for the numerator alone.
 
-    A place is empty where its token adds nothing: a value of zero, or no weight.
+    Empty where a token adds nothing: a value of zero, or no weight.
     """
     nothing = torch.full_like(new.a, -torch.inf)
     below = replace(new, a=nothing, position=new.position.masked_fill(new.b.isneginf(), EMPTY))
@@ -68,10 +67,7 @@ class Head:
     tokens: list[int] = field(default_factory=list)
 
     def hold(self, number: int, level: int) -> None:
-        """A token of a level, of the bucket `number` or (`NO_BUCKET`) of the denominator.
-
-        A level of -1 is no token.
-        """
+        """Count a token of a level, or none (-1), of the bucket `number` or the denominator."""
         group = self._group(number) if level >= 0 else -1
         self.tokens.append(group)
         if group >= 0:
@@ -80,8 +76,8 @@ class Head:
     def make_room(self, short: float) -> None:
         """Erase buckets of values up to `short`, if there is no room, and then halve.
 
-        The last token of a group cannot be halved away. So where there are more groups than slots,
-        those of the shortest values, which make the least difference, are erased too.
+        The last token of a group cannot be halved away, so where there are more groups than slots,
+        those of the shortest values are erased too.
         """
         if sum(sum(group.sizes) for group in self.groups) > self.slots:
             for number in [number for number in self.open if 2.0**number <= short]:
@@ -122,7 +118,7 @@ def admit(
 ) -> Head:
     """Let tokens in, given their buckets and levels; the last ones, two by two, are arrivals.
 
-    Lines 4 to 15 of Algorithm 1; `short` says for each arrival how short values are that may be
+    Lines 4 to 15 of Algorithm 1; of each arrival `short` is the length of values that may be
     erased. Returns the head.
     """
     known = len(numbers) - 2 * len(short)

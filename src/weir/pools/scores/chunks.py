@@ -2,8 +2,7 @@
 
 ChunkKV (Liu et al. 2025, "ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-
 Context LLM Inference", arXiv:2502.00299), Algorithm 1: any score of tokens is averaged over spans
-of the text, and the spans of the highest average stay whole, so that what is kept can still be
-read. A span is so many places of the stream, counted from its beginning.
+of places of the stream, and the spans of the highest average stay whole.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Large keys and values stay: statistical leverage, as CUR decompositions choose their rows.
 
 CurDKV (Sengupta et al. 2025, "Value-Guided KV Compression for LLMs via Approximated CUR
-Decomposition", arXiv:2509.15038), Algorithm 1: rows of K and of V are worth their leverage scores,
-approximated by squared lengths; the product of both, each a share of its neighborhood, ranks the
-tokens.
+Decomposition", arXiv:2509.15038), Algorithm 1: the leverage of rows of K and of V, approximated by
+squared lengths; the product of both, each a share of its neighborhood, ranks the tokens.
 """
 
 from __future__ import annotations
@@ -56,12 +55,7 @@ class CurDKV(Ranked):
 
 
 def _shares(size: Tensor, window: Tensor) -> Tensor:
-    """Divide each size by the sum of its window; 0 / 0 is 0.
-
-    Args:
-        size: not negative [batch, kv_heads, n].
-        window: the number of each one's window, from 0 on, same shape, int64.
-    """
+    """Divide each size [batch, kv_heads, n] by the sum of its window; 0 / 0 is 0."""
     # In double precision a sum does not depend on its order, which is any on a GPU.
     total = torch.zeros_like(size).scatter_add_(2, window, size).gather(2, window)
     return (size / total).masked_fill(total == 0, 0.0)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.pools.base import Fold
-from weir.pools.ranked import Ranked, check_window
+from weir.pools.ranked import Asking
 from weir.pools.registry import pool
 from weir.pools.scores.last_queries import (
     check_ahead,
@@ -32,7 +32,7 @@ from weir.slab import Slots
 
 @pool("expected")
 @dataclass(frozen=True)
-class Expected(Ranked):
+class Expected(Asking):
     """Keep the tokens with the most attention to be expected, times |v|, each KV head its own.
 
     Attention is expected of each query head of the group, as a share of the tokens that the pool
@@ -47,6 +47,8 @@ class Expected(Ranked):
             authors' runs.
     """
 
+    asks = "queries"
+
     n: int
     ahead: int = 64
     queries: int = 64
@@ -56,20 +58,11 @@ class Expected(Ranked):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_ahead("expected", self.ahead)
-        check_window("expected", self.queries)
         if not 0 <= self.floor < torch.inf:
             raise WeirError(f"floor of expected is added to shares, 0 or more, not {self.floor:g}")
 
-    @property
-    def needs_queries(self) -> int:
-        """Those that mean and covariance are from."""
-        return self.queries
-
     def score(self, slots: Slots, fold: Fold) -> Tensor:
-        """The logarithm of the expected share times the value's length [batch, kv_heads, slots].
-
-        Most shares are too small for a float32, so only their logarithms tell tokens apart.
-        """
+        """The logarithm of expected share times length of value [batch, kv_heads, slots]."""
         queries, there = last_unrotated_queries(fold, self.queries)
         mean, count = mean_query(queries, there)
         keys = rotate_back(keys_as_read(slots, fold), mean_rotation(fold, range(self.ahead)))

@@ -2,8 +2,7 @@
 
 KeyDiff (Park et al. 2025, "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM
 Inference in Resource-Constrained Environments", arXiv:2504.15364), section 3: the anchor is the
-mean of the keys' directions, and the keys of the highest cosine with it are evicted, block by block
-as a prompt is read. No query is asked.
+mean of the keys' directions, and the keys of the highest cosine with it are evicted.
 """
 
 from __future__ import annotations
@@ -41,10 +40,5 @@ class KeyDiff(Ranked):
 
 
 def anchor(keys: Tensor, among: Tensor) -> Tensor:
-    """The sum of the directions of keys [batch, kv_heads, 1, key_dim].
-
-    Args:
-        keys: [batch, kv_heads, n, key_dim], float32.
-        among: those that count [batch, kv_heads, n], bool.
-    """
+    """The sum of the directions of keys `among` some [batch, kv_heads, 1, key_dim], float32."""
     return F.normalize(keys, dim=-1).masked_fill(~among[..., None], 0.0).sum(dim=2, keepdim=True)

@@ -2,9 +2,8 @@
 
 Keyformer (Adnan et al. 2024, "Keyformer: KV Cache Reduction through Key Tokens Selection for
 Efficient Generative Inference", arXiv:2403.09054), section 3.3 and Algorithm 1: a token's score is
-the sum over all queries of softmax((logit + Gumbel noise) / tau). Dropping tokens sharpens the
-softmax of those that are left; noise and a temperature that rises from 1 to 2 over the text make up
-for it. The newest tokens are kept beside (`recent`).
+the sum over all queries of softmax((logit + Gumbel noise) / tau), with a temperature that rises
+from 1 to 2 over the text. The newest tokens are kept beside (`recent`).
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 LaCache (Shi et al. 2025, "LaCache: Ladder-Shaped KV Caching for Efficient Long-Context Modeling of
 Large Language Models", arXiv:2507.14204), section 3, and its released code: when there are too many
 tokens, those of a group of neighbors go but for a few, and which few moves on with the layer, like
-the rungs of a ladder. Groups are thinned from the oldest on; when the newest were, it begins again
-with the oldest, which are farther and farther apart. No key is looked at.
+the rungs of a ladder. Groups are thinned from the oldest on, over and over. No key is looked at.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools.base import Fold, Pool, split
+from weir.pools.base import Fold, SizedPool, split
 from weir.pools.registry import pool
 from weir.slab import Slots
 
@@ -24,7 +23,7 @@ RUNG = "rung"
 
 @pool("ladder")
 @dataclass(frozen=True)
-class Ladder(Pool):
+class Ladder(SizedPool):
     """Keep some of every few neighbors, other ones in each layer, ever fewer the older they are.
 
     Attributes:
@@ -47,10 +46,6 @@ class Ladder(Pool):
             raise WeirError(
                 f"ladder needs a slot for each token of a group, {self.of} or more, not {self.n}"
             )
-
-    def slots(self) -> int:
-        """Return the number it was given."""
-        return self.n
 
     def state(self, like: Slots) -> dict[str, Tensor]:
         """Make the number of oldest tokens thinned in this round [batch, kv_heads, 1], int64."""

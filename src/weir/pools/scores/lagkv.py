@@ -47,11 +47,7 @@ class LagKV(Tallied):
             raise WeirError(f"a stretch of lagkv has 2 tokens or more, not {self.lag}")
 
     def check(self, before: tuple[Pool, ...]) -> None:
-        """Refuse a place in which tokens that wait take all slots.
-
-        Raises:
-            WeirError: there are not more slots than may wait for what comes next.
-        """
+        """Refuse a place in which tokens that wait take all slots."""
         waiting = 2 * self.lag - 1
         for place, earlier in enumerate(before):
             if earlier.keeps_run and all(pool.in_order for pool in before[:place]):

@@ -1,8 +1,7 @@
 """The attention of the last queries, and these queries at later places, for scores that use them.
 
-Scores that look ahead, Expected Attention and TriAttention, take later queries to be like the last
-ones, at the next places of the stream. The rotation of a query depends on its place alone, so the
-mean over queries and places is the mean query, rotated by the mean rotation. Knows no score.
+Expected Attention and TriAttention take later queries to be like the last ones, at the next places
+of the stream: the mean over queries and places is the mean query, rotated by the mean rotation.
 """
 
 from __future__ import annotations
@@ -20,25 +19,15 @@ from weir.slab import Rotation, Slots
 def last_attention(slots: Slots, fold: Fold, window: int) -> Tensor:
     """Return shares of the attention of the last queries [batch, kv_heads, group, window, slots].
 
-    Of all that a query gave, to tokens in other pools too, as it was given: at the distances at
-    which attention reads (`ObservedAttention`). 0 for tokens newer than the query, and from
-    queries of which there were none yet.
-
-    Args:
-        slots: of the pool, in any order.
-        fold: of a pool that says so many in `needs_queries`.
-        window: how many of the last queries.
+    Of all that a query gave, at the distances at which attention reads (`ObservedAttention`). 0 for
+    tokens newer than the query, and from queries of which there were none yet.
     """
     assert fold.read is not None
     return fold.read.attention(slots)[:, :, :, -window:]
 
 
 def keys_as_read(slots: Slots, fold: Fold) -> Tensor:
-    """Return keys where attention reads them; unchanged for slots that lie in no layer.
-
-    Returns:
-        [batch, kv_heads, slots, key_dim], float32.
-    """
+    """Return keys where attention reads them [batch, kv_heads, slots, key_dim], float32."""
     return (slots.keys if fold.read is None else fold.read.keys(slots)).float()
 
 
@@ -50,24 +39,14 @@ def last_logits(slots: Slots, fold: Fold, window: int) -> Tensor:
 
 
 def check_share(name: str, parameter: str, value: float) -> None:
-    """Refuse a parameter that is no share.
-
-    Raises:
-        WeirError: with the pool's name.
-    """
+    """Refuse a parameter that is no share."""
     if not 0 <= value <= 1:
         raise WeirError(f"{parameter} of {name} is a share, from 0 to 1, not {value:g}")
 
 
 def last_unrotated_queries(fold: Fold, count: int) -> tuple[Tensor, Tensor]:
-    """Return the last queries without rotation, float32, and which of them exist.
-
-    Args:
-        fold: of a pool that says so many in `needs_queries`.
-        count: how many.
-
-    Returns:
-        [batch, kv_heads, group, n, key_dim], 0 where there was none; [batch, n], bool.
+    """Return the last `count` queries without rotation [batch, kv_heads, group, n, key_dim], 0
+    where there was none, and which of them exist [batch, n], bool.
     """
     assert fold.read is not None
     queries = fold.read.unrotated_queries[:, :, :, -count:].float()
@@ -76,27 +55,16 @@ def last_unrotated_queries(fold: Fold, count: int) -> tuple[Tensor, Tensor]:
 
 
 def mean_query(queries: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean of queries, and their number.
-
-    Args:
-        queries, there: of `last_unrotated_queries`.
-
-    Returns:
-        [batch, kv_heads, group, key_dim]; [batch, 1, 1, 1], float32, at least 1.
+    """Return the mean of `last_unrotated_queries` [batch, kv_heads, group, key_dim], and how many
+    there were [batch, 1, 1, 1], float32, at least 1.
     """
     count = there.sum(dim=1).clamp_min(1)[:, None, None, None].float()
     return queries.sum(dim=3) / count, count
 
 
 def mean_rotation(fold: Fold, ahead: Sequence[int]) -> Rotation | None:
-    """Return the mean rotation of later places; None for a layer without rotary embedding.
-
-    Args:
-        fold: says which place is next.
-        ahead: so many places behind the next one.
-
-    Returns:
-        Cosines and sines [batch, 1, 1, rotary_dim / 2].
+    """Return the mean rotation of places so far `ahead` of the next one; None without a rotary
+    embedding. Cosines and sines are [batch, 1, 1, rotary_dim / 2].
     """
     assert fold.read is not None
     rotary = fold.read.positions.rotary
@@ -108,21 +76,12 @@ def mean_rotation(fold: Fold, ahead: Sequence[int]) -> Rotation | None:
 
 
 def rotate_back(keys: Tensor, turn: Rotation | None) -> Tensor:
-    """Apply the transpose of a mean rotation to keys, for queries without rotation.
-
-    Args:
-        keys: [batch, kv_heads, n, key_dim], float32.
-        turn: of `mean_rotation`.
-    """
+    """Apply the transpose of a mean rotation to keys [batch, kv_heads, n, key_dim], float32."""
     return keys if turn is None else Rotation(turn.cos, -turn.sin).apply(keys)
 
 
 def check_ahead(name: str, ahead: int) -> None:
-    """Refuse a number of places ahead that is out of range.
-
-    Raises:
-        WeirError: with the pool's name.
-    """
+    """Refuse a number of places ahead that is out of range."""
     if not 1 <= ahead <= 1 << 20:
         raise WeirError(
             f"{name} looks 1 to {1 << 20:,} places ahead, not {ahead}; a fold's chunk is 64"

@@ -1,9 +1,8 @@
 """Keys along the one direction that all queries share stay.
 
 Q-Filters (Godey et al. 2025, "Q-Filters: Leveraging QK Geometry for Efficient KV Cache
-Compression", arXiv:2503.02812), section 3: the queries of a head share one direction, the first
-right singular vector of their matrix, turned so that they point along it. How far a key points
-along it says, on average over queries, how much attention it gets. Of a group's heads, the mean
+Compression", arXiv:2503.02812), section 3: how far a key points along the first right singular
+vector of a head's queries says how much attention it gets on average. Of a group's heads, the mean
 direction counts.
 """
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weir.pools.base import Fold
-from weir.pools.ranked import Ranked, check_window
+from weir.pools.ranked import Asking
 from weir.pools.registry import pool
 from weir.pools.scores.last_queries import (
     keys_as_read,
@@ -28,7 +27,7 @@ from weir.slab import Slots
 
 @pool("qfilters")
 @dataclass(frozen=True)
-class QFilters(Ranked):
+class QFilters(Asking):
     """Keep the tokens whose keys point along the queries' common direction, each KV head its own.
 
     The authors take the direction from queries of a few texts, at their places, once and for all;
@@ -39,17 +38,10 @@ class QFilters(Ranked):
         queries: from how many of the last queries the direction is.
     """
 
+    asks = "queries"
+
     n: int
     queries: int = 64
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_window("qfilters", self.queries)
-
-    @property
-    def needs_queries(self) -> int:
-        """Those that the direction is from."""
-        return self.queries
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
         """Return the length of each key along the direction [batch, kv_heads, slots], float64."""

@@ -2,8 +2,7 @@
 
 R-KV (Cai et al. 2025, "R-KV: Redundancy-aware KV Cache Compression for Reasoning Models",
 arXiv:2505.24133), section 3, and its released code: a token's attention from the last queries,
-pooled over its neighbors, is weighed against how alike its key is to all others on average. Of
-tokens that are alike, the newest is not held to be redundant by the others.
+pooled over its neighbors, is weighed against how alike its key is to all others on average.
 """
 
 from __future__ import annotations
@@ -67,10 +66,8 @@ class RKV(Asking):
         return score.masked_fill(inside, torch.inf)
 
     def _attention(self, slots: Slots, fold: Fold, among: Tensor) -> Tensor:
-        """The softmax of the largest logit in the group, over the tokens `among`, by query.
-
-        Returns:
-            The mean over the window [batch, kv_heads, slots]; 0 for all other tokens.
+        """The softmax of the largest logit in the group, over the tokens `among`, the mean over the
+        window [batch, kv_heads, slots]; 0 for all other tokens.
         """
         largest = last_logits(slots, fold, self.window).amax(dim=2)
         largest = largest.masked_fill(~among[:, :, None], -torch.inf)

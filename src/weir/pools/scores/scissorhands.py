@@ -1,10 +1,9 @@
 """Tokens that often matter stay: how many of the last queries gave them more than an average share.
 
 Scissorhands (Liu et al. 2023, "Scissorhands: Exploiting the Persistence of Importance Hypothesis
-for LLM KV Cache Compression at Test Time", arXiv:2305.17118), Algorithm 2: pivotal tokens stay
-pivotal. Over a window of past queries a token is counted whenever its attention is not below 1/t, t
-the tokens that the query saw; the newest tokens are kept beside (`recent`), and of the others those
-that were counted least go.
+for LLM KV Cache Compression at Test Time", arXiv:2305.17118), Algorithm 2: a token is counted
+whenever its attention is not below 1/t, t the tokens that the query saw, and those that were
+counted least go; the newest tokens are kept beside (`recent`).
 """
 
 from __future__ import annotations

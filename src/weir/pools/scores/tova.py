@@ -38,11 +38,7 @@ class Tova(Ranked):
     per_head: bool = False
 
     def check(self, before: tuple[Pool, ...]) -> None:
-        """Refuse to average over heads that hold different tokens.
-
-        Raises:
-            WeirError: a pool in front may let each head keep tokens of its own.
-        """
+        """Refuse to average over heads that hold different tokens."""
         own = [earlier.name for earlier in before if not earlier.heads_agree]
         if own and not self.per_head:
             raise WeirError(

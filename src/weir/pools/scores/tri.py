@@ -2,10 +2,9 @@
 
 TriAttention (Mao et al. 2026, "TriAttention: Efficient Long Reasoning with Trigonometric KV
 Compression", arXiv:2604.04921) and its released code: before rotation, queries of a head lie close
-to a center, so that the logit of a key at a distance is a sum of cosines, one for each frequency,
-with the mean query's amplitude and phase. It is averaged over distances that are to come; what the
-mean query leaves out, by how much queries are longer than their mean, times the key's length, is
-added. The best of the group's heads decides, after each was put on one scale.
+to a center, so that the logit of a key at a distance is a sum of cosines with the mean query's
+amplitudes and phases. It is averaged over distances that are to come; by how much queries are
+longer than their mean, times the key's length, is added. The best of the group's heads decides.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from weir.pools.base import Fold
-from weir.pools.ranked import Ranked, check_window
+from weir.pools.ranked import Asking
 from weir.pools.registry import pool
 from weir.pools.scores.last_queries import (
     check_ahead,
@@ -31,7 +30,7 @@ from weir.slab import Slots
 
 @pool("tri")
 @dataclass(frozen=True)
-class Tri(Ranked):
+class Tri(Asking):
     """Keep the tokens that the mean query will meet, by a sum of cosines, each KV head its own.
 
     Attributes:
@@ -41,6 +40,8 @@ class Tri(Ranked):
         queries: from how many of the last queries the means are; calibrated by the authors.
     """
 
+    asks = "queries"
+
     n: int
     ahead: int = 64
     queries: int = 64
@@ -48,12 +49,6 @@ class Tri(Ranked):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_ahead("tri", self.ahead)
-        check_window("tri", self.queries)
-
-    @property
-    def needs_queries(self) -> int:
-        """Those that the means are from."""
-        return self.queries
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
         """The largest of the group's scores, in standard deviations [batch, kv_heads, slots]."""

@@ -1,10 +1,9 @@
 """Tokens with wide values stay for sure, others by a draw weighted by attention.
 
 VaSE (2026, "Value-aware Stochastic KV Cache Eviction", arXiv:2606.03928) and its released code:
-tokens whose values reach far, from their smallest to their largest entry, are a sink class of their
-own; without them reasoning collapses. They are kept; the other slots go to a sample without
-replacement, drawn anew at every eviction, each token as likely as its attention from the last
-queries, averaged over its neighbors.
+tokens whose values reach far, from their smallest to their largest entry, are kept; the other slots
+go to a sample without replacement, drawn anew at every eviction, each token as likely as its
+attention from the last queries, averaged over its neighbors.
 """
 
 from __future__ import annotations
@@ -53,9 +52,7 @@ class Vase(Asking):
         check_kernel("vase", self.kernel)
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
-        """A random number that is larger the more attention; `inf` for wide values
-        [batch, kv_heads, slots], float64.
-        """
+        """A random number, larger with attention [batch, kv_heads, slots]."""
         share = (
             last_attention(slots, fold, self.window).mean(dim=(2, 3)).masked_fill(~slots.held, 0.0)
         )

@@ -2,10 +2,12 @@
 
 ResKV (arXiv:2607.29591): beside the tokens that are kept exactly, some slots stand for those that
 were not, each with the mean of a group's keys, the mean of its values, and the logarithm of its
-size as a log-weight. An exponential of a mean is less than the mean of exponentials, so a group
-gets less attention than its tokens did; the second order of that is put right with the spread of
-its keys. How far means are believed is tried in every layer on the queries at hand. In a stream,
-what was merged fades: nobody has trained a model on what is said after its window.
+size as a log-weight. An exponential of a mean is less than the mean of exponentials; the second
+order of that is put right with the spread of its keys. How far means are believed is tried in every
+layer on the queries at hand. In a stream, what was merged fades.
+
+Groups are joined by Ward (1963, "Hierarchical Grouping to Optimize an Objective Function"): two of
+weights v and w whose means lie apart by d add v w / (v + w) d^2 to the sum of squares around means.
 """
 
 from __future__ import annotations
@@ -19,10 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools.base import MOST_WEIGHT, Fold, Pool, gather_kept, is_within
+from weir.pools.base import MOST_WEIGHT, Fold, SizedPool, gather_kept, is_within
 from weir.pools.observed_attention import ObservedAttention
 from weir.pools.registry import pool
-from weir.pools.residue.merging import Groups, merge_nearest
 from weir.slab import Slots
 
 MOST_CORRECTION = 5.0
@@ -35,7 +36,7 @@ LASTS = 0.9
 
 @pool("residue")
 @dataclass(frozen=True)
-class Residue(Pool):
+class Residue(SizedPool):
     """Merge all that arrives into `r` means, each KV head its own.
 
     Keys are merged without rotation, as if all tokens of a group stood at the place of its newest,
@@ -76,10 +77,6 @@ class Residue(Pool):
     def needs_queries(self) -> int:
         """The window's."""
         return self.window
-
-    def slots(self) -> int:
-        """One for each mean."""
-        return self.r
 
     def state(self, like: Slots) -> dict[str, Tensor]:
         """Of each slot the log-weights `a` and `b` of its group, without correction and gate
@@ -191,9 +188,7 @@ GATES = (1.0, 0.75, 0.5, 0.25, 0.0)
 LEAST = 1e-6
 """Shares of attention below count as this: a query that read nothing else has no better answer."""
 ROUNDING = 1e-5
-"""An answer that is off by so much of itself is as good as the truth: it may be rounding, which
-must not choose between gates. More than float32's, since shares of everything are taken off.
-"""
+"""An answer that is off by so much of itself may be off by rounding."""
 
 
 def measure_misled(
@@ -201,8 +196,7 @@ def measure_misled(
 ) -> Tensor:
     """Measure how far the last queries' outputs move when means take the place of the arrivals.
 
-    What the pool held meanwhile is left out on both sides, since of that nobody knows the truth any
-    more.
+    What the pool held is left out on both sides, since of that nobody knows the truth any more.
 
     Args:
         read: what the queries have read, `held` and `new` among it.
@@ -213,7 +207,7 @@ def measure_misled(
 
     Returns:
         By gate, the squared distances of the layer's output, added up over queries and the query
-        heads of each KV head [batch, kv_heads, gates], float32; all that may be rounding is alike.
+        heads of each KV head [batch, kv_heads, gates], float32.
     """
     old_above, old_below = _part(read.attention(held), held, window)
     above, below = _part(read.attention(new), new, window)
@@ -235,11 +229,116 @@ def measure_misled(
 
 
 def _part(shares: Tensor, slots: Slots, window: int) -> tuple[Tensor, Tensor]:
-    """Compute the parts of slots in numerator and denominator, as shares of all that was read.
-
+    """Compute the parts of slots in numerator and denominator, as shares of all that was read
     [batch, kv_heads, group, window, value_dim] and [..., 1], float32.
     """
     below = shares[:, :, :, -window:]
     more = (slots.a - slots.b).exp().masked_fill(~slots.held | slots.b.isneginf(), 0.0)
     above = below * more[:, :, None, None]
     return above @ slots.values.float()[:, :, None], below.sum(dim=4, keepdim=True)
+
+
+LEAST_WEIGHT = 1e-300
+"""Weights below are as good as none."""
+SAME_POINT = 1e-12
+"""Points are equal whose squared distance is no more of their squared lengths: rounding."""
+
+
+def merge_nearest(points: Tensor, weight: Tensor, among: Tensor, most: int) -> Tensor:
+    """Join points until no more than `most` groups are left: the first point of the group of each
+    point [batch, heads, n], int64.
+
+    In each round the groups that are nearest to each other, both to both, are joined, those first
+    that cost least by Ward's rule; of equal costs the earlier points'.
+
+    Args:
+        points: finite [batch, heads, n, dim].
+        weight: from 0 on [batch, heads, n], float64.
+        among: which of the points there are [batch, heads, n], bool.
+        most: groups that may be left.
+    """
+    n = among.shape[2]
+    step = torch.arange(n, device=points.device)
+    group = step.expand(among.shape)
+    first = among
+    mean = points.double()
+    while True:
+        excess = first.sum(dim=2, keepdim=True) - most
+        if not bool((excess > 0).any()):
+            return group
+        cost = _costs(mean, weight).masked_fill(~(first[..., None] & first[:, :, None]), torch.inf)
+        cost = cost.masked_fill(step[:, None] == step, torch.inf)
+        least, nearest = cost.min(dim=3)
+        mutual = (nearest.gather(2, nearest) == step) & (step < nearest) & first
+        rank = least.masked_fill(~mutual, torch.inf).argsort(dim=2, stable=True).argsort(dim=2)
+        takes = mutual & (rank < excess)
+        theirs = weight.gather(2, nearest)
+        share = theirs / (weight + theirs).clamp_min(LEAST_WEIGHT)
+        other = mean.gather(2, nearest[..., None].expand_as(mean))
+        mean = torch.where(takes[..., None], torch.lerp(mean, other, share[..., None]), mean)
+        weight = torch.where(takes, weight + theirs, weight)
+        # Where each group goes; those that take nobody name a place beyond the last.
+        goes = F.pad(step.expand(among.shape), (0, 1))
+        goes = goes.scatter(2, nearest.where(takes, n), step.expand(among.shape))[:, :, :n]
+        first = first & (goes == step)
+        group = goes.gather(2, group)
+
+
+def _costs(mean: Tensor, weight: Tensor) -> Tensor:
+    """Compute the cost of joining two groups [batch, heads, n, n], finite and exactly symmetric, or
+    three groups that are equally near could each be nearest to the next.
+    """
+    square = mean.square().sum(dim=3)
+    squares = square[..., None] + square[:, :, None]
+    product = mean @ mean.transpose(2, 3)
+    far = squares - (product + product.transpose(2, 3))
+    far = far.masked_fill(far <= SAME_POINT * squares, 0.0)
+    both = weight[..., None] + weight[:, :, None]
+    return far * (weight[..., None] * weight[:, :, None] / both.clamp_min(LEAST_WEIGHT))
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of slots.
+
+    Attributes:
+        home: for each slot, that of its group's newest member [batch, kv_heads, n], int64.
+        stays: which slots are such homes [batch, kv_heads, n], bool.
+        member: whether a slot is in the group of another [batch, kv_heads, n, homes n], bool.
+    """
+
+    home: Tensor
+    stays: Tensor
+    member: Tensor
+
+    @classmethod
+    def of(cls, group: Tensor, slots: Slots) -> Groups:
+        """Groups by numbers from 0 to n [batch, kv_heads, n], of those slots that hold a token."""
+        step = torch.arange(group.shape[2], device=group.device)
+        together = (group[..., None] == step) & slots.held[..., None]
+        newest = slots.position[..., None].where(together, -1).argmax(dim=2)
+        home = newest.gather(2, group)
+        return cls(
+            home, (home == step) & slots.held, (home[..., None] == step) & slots.held[..., None]
+        )
+
+    @property
+    def several(self) -> Tensor:
+        """The homes with more than one member [batch, kv_heads, n], bool."""
+        return self.member.sum(dim=2) > 1
+
+    def total(self, log: Tensor) -> Tensor:
+        """Logarithms of sums, from logarithms, both [batch, kv_heads, n]; -inf where not home."""
+        return log[..., None].where(self.member, -torch.inf).logsumexp(dim=2)
+
+    def mean(self, x: Tensor, log: Tensor) -> Tensor:
+        """Means of `x` [batch, kv_heads, n, dim], float32, by weights of these logarithms; zero
+        where not home, and for a group without weight.
+        """
+        total = self.total(log)
+        share = log[..., None] - total.masked_fill(total.isneginf(), 0.0)[:, :, None]
+        return share.exp().where(self.member, 0.0).transpose(2, 3) @ x.float()
+
+    def home_of(self, x: Tensor) -> Tensor:
+        """To each slot the row of `x` [batch, kv_heads, n, dim] that its group's home has."""
+        return x.gather(2, self.home[..., None].expand_as(x))

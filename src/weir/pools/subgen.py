@@ -1,0 +1,423 @@
+"""SubGen: samples of clusters of keys for the denominator, of long values for the numerator.
+
+SubGen (Zandieh et al. 2024, "SubGen: Token Generation in Sublinear Time and Memory"), Algorithm 1.
+The denominator is a sum over clusters of keys, each known by its size and t uniform samples; the
+numerator is a sum over s pairs of key and value, drawn with probability proportional to the squared
+length of the value. Both sums are unbiased, at every step. For a bounded number of clusters it is
+the doubling algorithm of its reference [3] (Charikar, Chekuri, Feder and Motwani 1997). What the
+paper's experiments run instead is the pool `kcenter`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weir import kernels
+from weir.errors import WeirError
+from weir.pools.base import Fold, Pool, is_within
+from weir.pools.registry import pool
+from weir.slab import Slots, pick
+
+PIECE = 64
+"""Arrivals looked at together; a whole prompt comes in pieces."""
+
+MOST = 1e300
+"""Sums beyond are none of a stream."""
+
+_PAIRS, _SAMPLES, _MERGES = range(3)
+"""The purposes of draws, by number."""
+_ROOM = 16
+"""Clusters there is room for at first, where their number has no limit."""
+
+
+@pool("subgen")
+@dataclass(frozen=True)
+class SubGen(Pool):
+    """Keep what Algorithm 1 samples of all that arrives, each KV head its own.
+
+    A token drawn several times holds one slot, and what it stands for is added up in its weights; a
+    token may stand in one of the two sums or in both. Tokens that come with weights count for as
+    much: e^a in the numerator, e^b in the denominator. Nothing flows on.
+
+    Attributes:
+        samples: s, pairs that are drawn for the numerator.
+        clusters: m, the most clusters there may be. When another one is needed, delta is doubled
+            and clusters whose centers are within it become one; keys are then within 2 delta of
+            their center. `none` for no limit, as in the paper: slots then grow with the clusters.
+        per_cluster: t, keys that are drawn of each cluster.
+        delta: the distance of keys within which they share a cluster, or to begin with. "auto"
+            begins with the smallest distance among the first m + 1 different keys.
+        exact: tokens are kept as they are while all of them fit the slots (without a limit, the
+            slots of as many clusters as there are). Otherwise sampling replaces even the first.
+    """
+
+    two_weights = True
+    ends_pipe = True  # what is kept stands for all that came
+
+    samples: int = 64
+    clusters: int | None = 32
+    per_cluster: int = 4
+    delta: float | str = "auto"
+    exact: bool = True
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise WeirError(f"subgen draws at least 1 sample for the numerator, not {self.samples}")
+        if self.clusters is not None and self.clusters < 1:
+            raise WeirError(
+                f"subgen needs at least 1 cluster, not {self.clusters}; "
+                "without a limit, write clusters=none"
+            )
+        if self.per_cluster < 1:
+            raise WeirError(f"subgen draws at least 1 key per_cluster, not {self.per_cluster}")
+        if isinstance(self.delta, str):
+            if self.delta != "auto":
+                raise WeirError(f"the delta of subgen is a distance or auto, not {self.delta!r}")
+            if self.clusters is None:
+                raise WeirError(
+                    "subgen finds a delta by the number of clusters there may be; with "
+                    "clusters=none it has to be given, as in delta=4.0"
+                )
+        elif not 0 < self.delta < math.inf:
+            raise WeirError(f"the delta of subgen is a distance above 0, not {self.delta}")
+
+    def slots(self) -> int | None:
+        """One for each pair and each sampled key, should none of them be the same."""
+        if self.clusters is None:
+            return None
+        return self.samples + self.clusters * self.per_cluster
+
+    def resized(self, slots: int) -> Pool:
+        """Samples and clusters in the same proportion; what makes no whole cluster are samples."""
+        if self.clusters is None or slots <= self.per_cluster:
+            raise WeirError(
+                f"subgen with clusters of {self.per_cluster} cannot do with {slots} slots"
+            )
+        share = slots * self.clusters // (self.samples + self.clusters * self.per_cluster)
+        clusters = max(1, share)
+        return replace(self, samples=slots - clusters * self.per_cluster, clusters=clusters)
+
+    def state(self, like: Slots) -> dict[str, Tensor]:
+        """The fields of `Clusters`, and for each head of each row: `came`, tokens so far, int64;
+        `still`, whether they are still kept as they are, bool; `mu`, the sum of the squared lengths
+        of their values, float64; and `pairs`, the list M as slots [batch, kv_heads, samples],
+        int64, -1 as long as there is none.
+        """
+        start = 0.0 if isinstance(self.delta, str) else float(self.delta)
+        room = _ROOM if self.clusters is None else self.clusters
+        came = like.position.new_zeros(like.position.shape[:2])
+        return {
+            "came": came,
+            "still": torch.full_like(came, self.exact, dtype=torch.bool),
+            "mu": torch.zeros_like(came, dtype=torch.float64),
+            "pairs": came.new_full((*came.shape, self.samples), -1),
+            **Clusters.none(like.keys, room, self.per_cluster, start).tensors(),
+        }
+
+    def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
+        """See `Pool.wrong_state`."""
+        if not is_within(state["came"], 0, ahead):
+            return "came is not a number of tokens"
+        if not is_within(state["pairs"], -1, held - 1):
+            return "pairs names a slot that is not in use"
+        for name in ("mu", "delta", "count"):
+            if not is_within(state[name], 0, MOST):
+                return f"{name} is not a finite number from 0 on"
+        if not bool(state["centre"].isfinite().all()):
+            return "centre is not finite"
+        if not is_within(state["born"], 0, max(0, ahead - 1)):
+            return "born is a place in the stream that no token has had"
+        there = state["count"] > 0
+        if bool((there[..., 1:] & ~there[..., :-1]).any()):
+            return "count leaves out a cluster"
+        samples = state["samples"].where(there[..., None], 0)
+        if not is_within(samples, 0, max(0, held - 1)) or (held == 0 and bool(there.any())):
+            return "samples names a slot that is not in use"
+        return None
+
+    def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
+        """Let arrivals in one after the other, then keep the tokens that were drawn."""
+        if len(new) == 0:
+            return held, new
+        if not new.finite:
+            raise WeirError("subgen was given a key or value that is not finite, near no cluster")
+        clusters = Clusters.of_state(fold.state)
+        for start in range(0, len(new), PIECE):
+            piece, first = new.part(start, start + PIECE), len(held) + start
+            self._draw_pairs(piece, first, fold)
+            self._cluster(clusters, piece, first, fold)
+        kept = self._drawn(held.join(new), clusters, fold)
+        fold.state.update(clusters.tensors())
+        return kept, new.part(0, 0)
+
+    def _draw_pairs(self, new: Slots, first: int, fold: Fold) -> None:
+        """UPDATEMATRIXPRODUCT (lines 24 to 28) and line 6; arrivals lie from slot `first` on."""
+        weight = new.a.double().exp() * _squared_lengths(new)
+        u = fold.draws.uniforms(_PAIRS, new.position, self.samples)
+        last, mu = resample(fold.state["mu"][..., None], weight, torch.zeros_like(new.position), u)
+        drawn = last[:, :, 0]
+        fold.state["pairs"] = torch.where(drawn >= 0, first + drawn, fold.state["pairs"])
+        fold.state["mu"] = mu[..., 0]
+
+    def _cluster(self, clusters: Clusters, new: Slots, first: int, fold: Fold) -> None:
+        """UPDATESOFTMAXNORMALIZER, and whether all tokens can still be kept as they are."""
+        before = clusters.used
+        opened = clusters.take(
+            new.keys,
+            new.b.double().exp(),
+            new.position,
+            fold.draws.uniforms(_SAMPLES, new.position, self.per_cluster),
+            first,
+            self.clusters,
+            lambda born: fold.draws.uniforms(_MERGES, born, self.per_cluster),
+        )
+        came = fold.state["came"][..., None] + new.held.cumsum(dim=2)
+        count = before + opened.cumsum(dim=2) if self.clusters is None else self.clusters
+        fits = (came <= self.samples + count * self.per_cluster).all(dim=2)
+        fold.state["still"] = fold.state["still"] & fits
+        fold.state["came"] = came[..., -1]
+
+    def _drawn(self, both: Slots, clusters: Clusters, fold: Fold) -> Slots:
+        """The tokens that were drawn, with the weights of lines 29 and 30: as often as they were,
+        mu / (s |v|^2) for a pair and n_i / t for a sample of cluster i.
+        """
+        pairs, still = fold.state["pairs"], fold.state["still"][..., None]
+        there = (clusters.count > 0)[..., None]
+        samples = torch.where(there, clusters.samples, 0).flatten(2)
+        zeros = torch.zeros(both.position.shape, dtype=torch.float64, device=both.position.device)
+        times = zeros.scatter_add(2, pairs.clamp_min(0), (pairs >= 0).double())
+        share = (clusters.count / self.per_cluster)[..., None].expand_as(clusters.samples)
+        below = zeros.scatter_add(2, samples, share.flatten(2))
+        # Of those that were drawn alone: lengths of all values would take longer than all the rest.
+        drawn = pairs.clamp_min(0)
+        lengths = pick(both.values, drawn).double().square().sum(dim=3)
+        each = fold.state["mu"][..., None] / (self.samples * lengths)
+        above = torch.where(times > 0, times * zeros.scatter(2, drawn, each), 0.0)
+        kept = replace(
+            both,
+            a=torch.where(still, both.a, above.log().to(both.a.dtype)),
+            b=torch.where(still, both.b, below.log().to(both.b.dtype)),
+        )
+        stays = torch.where(still, both.held, (times > 0) | (below > 0))
+        # Where each of them lies from now on.
+        after = stays.cumsum(dim=2) - 1
+        fold.state["pairs"] = after.gather(2, pairs.clamp_min(0)).where(pairs >= 0, -1)
+        moved = after.gather(2, samples).view_as(clusters.samples)
+        clusters.samples = moved.where(there, 0)
+        return kept.only(stays)
+
+
+def _squared_lengths(slots: Slots) -> Tensor:
+    """Of the values, zero where a slot is empty [batch, kv_heads, slots], float64."""
+    return slots.values.double().square().sum(dim=3).masked_fill(~slots.held, 0.0)
+
+
+def resample(total: Tensor, weight: Tensor, into: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Weighted reservoirs: who holds each entry after some arrivals, as if they came one by one.
+
+    An arrival of weight w, joining what weighs W, takes each entry with probability w / (W + w),
+    independently. So every entry is, at all times, one draw of all that came, by weight.
+
+    Args:
+        total: what came into each reservoir so far [batch, kv_heads, reservoirs], float64.
+        weight: of the arrivals [batch, kv_heads, n], float64; zero for none.
+        into: the reservoir each goes to [batch, kv_heads, n], int64.
+        u: uniform in [0, 1), of each arrival for each entry [batch, kv_heads, n, entries].
+
+    Returns:
+        The last arrival that took each entry [batch, kv_heads, reservoirs, entries], -1 for none;
+        and the new totals.
+    """
+    by_kernel = kernels.resample(u.device)
+    found: tuple[Tensor, Tensor] = (by_kernel or reservoirs)(total, weight, into, u)
+    return found
+
+
+def reservoirs(total: Tensor, weight: Tensor, into: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """`resample` in PyTorch, which a kernel must equal; arguments as there."""
+    count, entries = total.shape[2], u.shape[3]
+    each = F.one_hot(into, count) * weight[..., None]
+    running = torch.cat([total[:, :, None], each], dim=2).cumsum(dim=2)
+    after = running[:, :, 1:].gather(3, into[..., None])
+    arrival = torch.arange(weight.shape[2], device=weight.device)[:, None].expand(u.shape)
+    arrival = arrival.where(u * after < weight[..., None], -1)
+    place = into[..., None] * entries + torch.arange(entries, device=into.device)
+    last = place.new_full((*total.shape[:2], count * entries), -1)
+    last = last.scatter_reduce(2, place.flatten(2), arrival.flatten(2), "amax")
+    return last.view(*total.shape, entries), running[:, :, -1]
+
+
+SAVED_NAMES = {"center": "centre"}
+"""Names in session files that are older than the fields'."""
+
+
+@dataclass
+class Clusters:
+    """The list D of Algorithm 1, for every head of every row, the oldest cluster first.
+
+    Attributes:
+        delta: the distance within which a key joins a cluster [batch, kv_heads], float64; 0 until
+            there is a reason to choose one.
+        count: n_i, the weight of all keys that joined [batch, kv_heads, clusters], float64; 0 where
+            there is no cluster (yet).
+        center: x_i [batch, kv_heads, clusters, key_dim].
+        born: the place of x_i in the stream [batch, kv_heads, clusters], int64.
+        samples: S_i, as slots [batch, kv_heads, clusters, per_cluster], int64.
+    """
+
+    delta: Tensor
+    count: Tensor
+    center: Tensor
+    born: Tensor
+    samples: Tensor
+
+    @classmethod
+    def none(cls, like: Tensor, room: int, per_cluster: int, delta: float) -> Clusters:
+        """No clusters, with room for some, for keys as `like` [batch, kv_heads, any, key_dim]."""
+        shape, device = like.shape[:2], like.device
+        return cls(
+            delta=torch.full(shape, delta, dtype=torch.float64, device=device),
+            count=torch.zeros((*shape, room), dtype=torch.float64, device=device),
+            center=like.new_zeros((*shape, room, like.shape[3])),
+            born=torch.zeros((*shape, room), dtype=torch.int64, device=device),
+            samples=torch.zeros((*shape, room, per_cluster), dtype=torch.int64, device=device),
+        )
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Tensor]) -> Clusters:
+        """The clusters in a pool's state."""
+        return cls(**{f.name: state[SAVED_NAMES.get(f.name, f.name)] for f in fields(cls)})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by their names in a pool's state."""
+        return {SAVED_NAMES.get(f.name, f.name): getattr(self, f.name) for f in fields(self)}
+
+    @property
+    def used(self) -> Tensor:
+        """The number of clusters [batch, kv_heads, 1]."""
+        return (self.count > 0).sum(dim=2, keepdim=True)
+
+    def take(
+        self,
+        keys: Tensor,
+        weight: Tensor,
+        born: Tensor,
+        u: Tensor,
+        first: int,
+        limit: int | None,
+        draw: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Let keys in one after the other (UPDATESOFTMAXNORMALIZER), and return which opened
+        a cluster [batch, kv_heads, n], bool.
+
+        All keys up to the first that is near no cluster join at once; then that one opens a
+        cluster, and so on: the loop is over the clusters that open, not over keys.
+
+        Args:
+            keys: [batch, kv_heads, n, key_dim]; they lie in the slots from `first` on.
+            weight: what each counts for [batch, kv_heads, n], float64; zero for none at all.
+            born: their places in the stream [batch, kv_heads, n].
+            u: uniform in [0, 1), of each key for each entry [batch, kv_heads, n, per_cluster].
+            first: the slot of the first of them.
+            limit: clusters there may be; None for no limit.
+            draw: from `born` of clusters to the uniform numbers of each when it goes into another.
+        """
+        n = keys.shape[2]
+        step = torch.arange(n, device=keys.device)
+        opened = torch.zeros_like(weight, dtype=torch.bool)
+        done = torch.zeros_like(self.used)
+        distances = self._distances(keys)
+        while True:
+            near, nearest = distances.min(dim=3)
+            waits = (step >= done) & (weight > 0)
+            alone = waits & (near > self.delta[..., None])
+            stop = step.where(alone, n).amin(dim=2, keepdim=True)
+            self._join(weight.where(waits & (step < stop), 0.0), nearest, u, first)
+            stuck = stop < n
+            if not bool(stuck.any()):
+                return opened
+            at = stop.clamp_max(n - 1)
+            room = self.count.shape[2]
+            if limit is None:
+                self._make_room(stuck)
+            full = stuck & (self.used == limit) if limit is not None else torch.zeros_like(stuck)
+            merges = bool(full.any())
+            if merges:
+                self._merge(full, near.gather(2, at), draw)
+            opens = stuck & ~full
+            opened |= opens & (step == at)
+            here = opens & (torch.arange(self.count.shape[2], device=keys.device) == self.used)
+            self.count = torch.where(here, weight.gather(2, at), self.count)
+            self.born = torch.where(here, born.gather(2, at), self.born)
+            key = keys.gather(2, at[..., None].expand(-1, -1, 1, keys.shape[3]))
+            self.center = torch.where(here[..., None], key, self.center)
+            self.samples = torch.where(here[..., None], first + at[..., None], self.samples)
+            done = stop + opens.long()
+            if merges or self.count.shape[2] > room:
+                distances = self._distances(keys)
+            else:
+                distances = torch.where(here[:, :, None], _distance(keys, key), distances)
+
+    def _distances(self, keys: Tensor) -> Tensor:
+        """From keys to centers [batch, kv_heads, n, clusters]; infinite where there is none."""
+        return _distance(keys, self.center).masked_fill(self.count[:, :, None] == 0, torch.inf)
+
+    def _join(self, weight: Tensor, into: Tensor, u: Tensor, first: int) -> None:
+        """Lines 14 to 18: keys of a weight above zero join clusters."""
+        last, self.count = resample(self.count, weight, into, u)
+        self.samples = torch.where(last >= 0, first + last, self.samples)
+
+    def _make_room(self, stuck: Tensor) -> None:
+        """Twice as many clusters, where one is to open and there is no place for it."""
+        room = self.count.shape[2]
+        if bool((stuck & (self.used == room)).any()):
+            self.count, self.born = (F.pad(t, (0, room)) for t in (self.count, self.born))
+            self.center = F.pad(self.center, (0, 0, 0, room))
+            self.samples = F.pad(self.samples, (0, 0, 0, room))
+
+    def _merge(self, full: Tensor, near: Tensor, draw: Callable[[Tensor], Tensor]) -> None:
+        """Double delta, and let clusters whose centers are now within it go into the oldest such.
+
+        Without chains: what a cluster goes into goes nowhere itself. From 0, delta becomes the
+        smallest distance there is. Each entry of the cluster that stays becomes the other's with
+        probability n_other / (n_both). `full` are the heads [batch, kv_heads, 1], bool, and `near`
+        is how near the waiting key is to a center.
+        """
+        step = torch.arange(self.count.shape[2], device=near.device)
+        between = self._distances(self.center)
+        between = between.masked_fill(step[:, None] == step, torch.inf)
+        smallest = between.amin(dim=(2, 3)).minimum(near[..., 0])
+        wider = torch.where(self.delta > 0, 2 * self.delta, smallest)
+        self.delta = torch.where(full[..., 0], wider, self.delta)
+        close = (between <= self.delta[..., None, None]) & full[..., None]
+        close &= (self.count > 0)[..., None] & (step > step[:, None])
+        goes = step.expand(self.count.shape).clone()
+        gone = torch.zeros_like(self.count, dtype=torch.bool)
+        for i in range(len(step)):
+            follows = close[:, :, i] & ~gone[:, :, i : i + 1] & ~gone
+            goes = goes.masked_fill(follows, i)
+            gone = gone | follows
+        stays, moves = self.count.masked_fill(gone, 0.0), self.count.where(gone, 0.0)
+        last, self.count = resample(stays, moves, goes, draw(self.born))
+        theirs = self.samples.gather(2, last.clamp_min(0))
+        self.samples = torch.where(last >= 0, theirs, self.samples)
+        order = gone.to(torch.uint8).argsort(dim=2, stable=True)
+        self.count, self.born = self.count.gather(2, order), self.born.gather(2, order)
+        self.center = self.center.gather(2, order[..., None].expand(self.center.shape))
+        self.samples = self.samples.gather(2, order[..., None].expand(self.samples.shape))
+
+
+def _distance(keys: Tensor, others: Tensor) -> Tensor:
+    """Euclidean distances, float64, from differences: equal keys are at a distance of zero."""
+    kernel = kernels.distances(keys.device)
+    if kernel is not None:
+        found: Tensor = kernel(keys, others)
+        return found
+    exact = "donot_use_mm_for_euclid_dist"
+    return torch.cdist(keys.double(), others.double(), compute_mode=exact)
