@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from weir.errors import WeirError
 from weir.evals.answers import check_template
 from weir.evals.records import JsonRecord, read_records
 from weir.evals.scores import count_right
@@ -54,8 +53,7 @@ class Choice(Task):
     metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher", "one_shot": "higher"}
 
     def __post_init__(self) -> None:
-        if self.samples is not None and self.samples < 1:
-            raise WeirError(f"choice takes 1 sample or more, not {self.samples}")
+        self.check_samples()
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
         """Ask all questions on one stream, then each on its own stream.

@@ -68,8 +68,7 @@ class DocumentQA(Task):
     def __post_init__(self) -> None:
         if self.documents is not None and self.documents < 1:
             raise WeirError(f"docqa takes 1 document or more, not {self.documents}")
-        if self.samples is not None and self.samples < 1:
-            raise WeirError(f"docqa takes 1 sample or more, not {self.samples}")
+        self.check_samples()
         for place in self.places():
             if place < 0 or (self.documents is not None and place >= self.documents):
                 raise WeirError(f"there is no place {place} among the documents of docqa")

@@ -50,8 +50,7 @@ class LongBench(Task):
     metrics: ClassVar[dict[str, Better]] = {"score": "higher"}
 
     def __post_init__(self) -> None:
-        if self.samples is not None and self.samples < 1:
-            raise WeirError(f"longbench takes 1 sample or more, not {self.samples}")
+        self.check_samples()
         if self.truncate is not None and self.truncate < 2:
             raise WeirError(f"a prompt is cut to 2 tokens or more, not to {self.truncate}")
 

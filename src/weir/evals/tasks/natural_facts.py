@@ -21,6 +21,7 @@ from weir.errors import WeirError
 from weir.evals.answers import check_template, feed_aside, generate_rows
 from weir.evals.scores import count_right
 from weir.evals.task import Better, Progress, Subject, Task, task
+from weir.evals.tasks.exercises import BOOK_TOKENS, follows
 from weir.evals.tasks.lines import ADJECTIVES, NOUNS
 from weir.pools import Marks
 from weir.stream import read_stream, render_chat
@@ -38,8 +39,6 @@ SHORTEST = 32
 """Tokens of the shortest block, after front tokens that take up the others."""
 AT_ONCE = 8
 """Streams that are read side by side."""
-BOOK_TOKENS = 200_000
-"""Tokens of the text from which passages are taken."""
 
 CITIES = """Athens Berlin Boston Brussels Budapest Cairo Chicago Delhi Denver Dublin Geneva Hamburg
     Havana Lima Lisbon Madrid Milan Munich Naples Oslo Prague Seattle Tokyo Venice Vienna
@@ -300,7 +299,7 @@ class Facts(Task):
                 for predicted, (*old, new) in zip(likeliest, answers, strict=True):
                     right[distance] += bool((predicted == new).all())
                     asked[distance] += 1
-                    stale += any(_follows(predicted, one, new) for one in old)
+                    stale += any(follows(predicted, one, new) for one in old)
                 progress((done + len(rows) * place / rows[0].length) / self.samples)
             if self.form == "rule":
                 turn = torch.from_numpy(wording.turn(LEAK))
@@ -419,14 +418,6 @@ def likeliest_answers(
         row[len(prompt) - 1 : len(prompt) - 1 + len(answer)]
         for row, prompt, answer in zip(found, prompts, answers, strict=True)
     ]
-
-
-def _follows(likeliest: np.ndarray, old: np.ndarray, new: np.ndarray) -> bool:
-    """Whether an answer is the old one up to where old and new differ; later tokens say nothing."""
-    short = min(len(old), len(new))
-    differ = np.flatnonzero(old[:short] != new[:short])
-    first = int(differ[0]) + 1 if len(differ) else 0
-    return bool(first and (likeliest[:first] == old[:first]).all())
 
 
 def _shares_a_run(some: np.ndarray, other: np.ndarray, length: int) -> bool:
