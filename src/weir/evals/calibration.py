@@ -14,16 +14,15 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weir import __version__
-from weir.cache import DEFAULT, Forward, LayerPlan, StreamingCache
+from weir.cache import DEFAULT, LayerPlan, StreamingCache
 from weir.cache.layer import Layer
 from weir.errors import WeirError, quote
-from weir.evals.capture import ListeningCache
-from weir.models import fingerprint, input_device, window_of
+from weir.evals.capture import AttentionCall, ListeningCache
+from weir.models import fingerprint, window_of
 from weir.policies import (
     Layered,
     Pipe,
@@ -35,7 +34,6 @@ from weir.policies import (
     parse_policy,
     share_slots,
 )
-from weir.slab import AttentionParams
 from weir.stream import read_stream, replace_atomically
 
 
@@ -219,74 +217,57 @@ def measure_sizes(
     wrong = {layer: [0.0] * len(pipes) for layer, pipes in sizes.items()}
     whole = dict.fromkeys(sizes, 0.0)
     for number, passage in enumerate(passages):
-        reader = _SizesReader(model, len(passage), sizes, chunk, seed)
+        # As many slots as tokens: nothing is evicted, and positions are those of rolling caches.
+        policy = f"window(budget={len(passage)})"
+        meter = _SizesMeter(len(passage) // 2, sizes)
+        cache = ListeningCache(model, policy, meter.hear, chunk=chunk, seed=seed)
+        meter.others = {
+            layer: [Layer(replace(cache.stack[layer].spec, pipe=pipe)) for pipe in pipes]
+            for layer, pipes in sizes.items()
+        }
         try:
-            for begin in range(0, len(passage), PIECE):
-                reader.read(model, passage[begin : begin + PIECE], begin)
-                on_step((number + min(1, (begin + PIECE) / len(passage))) / len(passages))
+            for meter.at in range(0, len(passage), PIECE):
+                cache.read(passage[meter.at : meter.at + PIECE])
+                share = min(1, (meter.at + PIECE) / len(passage))
+                on_step((number + share) / len(passages))
         finally:
-            reader.detach()
+            cache.detach()
         for layer in sizes:
-            whole[layer] += reader.whole[layer]
-            wrong[layer] = [a + b for a, b in zip(wrong[layer], reader.wrong[layer], strict=True)]
+            whole[layer] += meter.whole[layer]
+            wrong[layer] = [a + b for a, b in zip(wrong[layer], meter.wrong[layer], strict=True)]
     return {
         layer: [(part / whole[layer]) ** 0.5 if whole[layer] else 0.0 for part in wrong[layer]]
         for layer in sizes
     }
 
 
-class _SizesReader(ListeningCache):
-    """An exact cache of one passage, with caches of all sizes beside each layer.
+class _SizesMeter:
+    """Errors of caches of all sizes beside each layer of an exact cache, over one passage.
 
     Attributes:
+        at: the place in the passage of what is being read.
+        others: by layer, a cache of each size.
         wrong: by layer and size, the sum of squared differences from the exact outputs.
         whole: by layer, the sum of squares of the exact outputs.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        length: int,
-        sizes: Mapping[int, Sequence[Pipe]],
-        chunk: int,
-        seed: int,
-    ) -> None:
-        # As many slots as tokens: nothing is evicted, and positions are those of rolling caches.
-        super().__init__(model, f"window(budget={length})", chunk=chunk, seed=seed)
-        self.half = length // 2
-        self.at = 0
-        self.others = {
-            layer: [Layer(replace(self.stack[layer].spec, pipe=pipe)) for pipe in pipes]
-            for layer, pipes in sizes.items()
-        }
+    def __init__(self, half: int, sizes: Mapping[int, Sequence[Pipe]]) -> None:
+        self.half, self.at = half, 0
+        self.others: dict[int, list[Layer]] = {}
         self.wrong = {layer: [0.0] * len(pipes) for layer, pipes in sizes.items()}
         self.whole = dict.fromkeys(sizes, 0.0)
 
-    @torch.no_grad()
-    def read(self, model: PreTrainedModel, ids: Tensor, begin: int) -> None:
-        """Read tokens [length], beginning at the passage's index `begin`."""
-        self.at = begin
-        decoder = self.attachment.facts.decoder  # without the LM head: logits would be large
-        decoder(input_ids=ids[None].to(input_device(model)), past_key_values=self, use_cache=True)
-
-    def hear(
-        self,
-        forward: Forward,
-        layer: int,
-        asked: tuple[Tensor, Tensor, Tensor],
-        params: AttentionParams,
-        out: Tensor,
-    ) -> None:
+    def hear(self, call: AttentionCall) -> None:
         """Send the same inputs to every size of the layer, and add up the errors."""
-        plan = forward.plan.on(out.device)
-        exact = out[:, :, max(0, self.half - self.at) :].double()
-        for place, other in enumerate(self.others.get(layer, ())):
-            answer = other.attend(*asked, params, plan)
+        plan = call.forward.plan.on(call.out.device)
+        exact = call.out[:, :, max(0, self.half - self.at) :].double()
+        for place, other in enumerate(self.others.get(call.layer, ())):
+            answer = other.attend(call.queries, call.keys, call.values, call.params, plan)
             other.commit()
-            off = answer[:, :, out.shape[2] - exact.shape[2] :].double() - exact
-            self.wrong[layer][place] += float(off.square().sum())
-        if layer in self.whole:
-            self.whole[layer] += float(exact.square().sum())
+            off = answer[:, :, call.out.shape[2] - exact.shape[2] :].double() - exact
+            self.wrong[call.layer][place] += float(off.square().sum())
+        if call.layer in self.whole:
+            self.whole[call.layer] += float(exact.square().sum())
 
 
 PASSAGE = 8

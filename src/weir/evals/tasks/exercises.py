@@ -315,7 +315,8 @@ class Recall(ExerciseTask):
     metrics: ClassVar[dict[str, Better]] = {"recall": "higher"}
 
     def __post_init__(self) -> None:
-        self.check_samples()
+        if self.samples < 1:
+            raise WeirError(f"recall takes 1 sample or more, not {self.samples}")
         if self.farthest < NEAREST:
             raise WeirError(f"the distances of recall begin at {NEAREST}, past {self.farthest}")
         if self.before < 1:
@@ -527,7 +528,8 @@ class Instruction(ExerciseTask):
     metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher"}
 
     def __post_init__(self) -> None:
-        self.check_samples()
+        if self.samples < 1:
+            raise WeirError(f"instruction takes 1 sample or more, not {self.samples}")
         if self.farthest < self.nearest:
             raise WeirError(f"the distances of instruction begin at 32, past {self.farthest}")
 

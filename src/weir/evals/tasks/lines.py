@@ -55,7 +55,8 @@ class Lines(Task):
     metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher"}
 
     def __post_init__(self) -> None:
-        self.check_samples()
+        if self.samples < 1:
+            raise WeirError(f"lines takes 1 sample or more, not {self.samples}")
         if not 1 <= self.lines <= len(ADJECTIVES) * len(NOUNS):
             raise WeirError(
                 f"a case can be made of 1 to {len(ADJECTIVES) * len(NOUNS):,} lines, not of "
