@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -37,14 +37,8 @@ from weir.policies import (
 from weir.stream import read_stream, replace_atomically
 
 
-@dataclass(frozen=True)
-class SizeOption:
-    """A candidate size of a layer.
-
-    Attributes:
-        nbytes: bytes of the layer at this size.
-        error: remaining error at this size.
-    """
+class SizeOption(NamedTuple):
+    """Bytes of a layer at a candidate size, and the error that remains."""
 
     nbytes: int
     error: float
@@ -67,11 +61,11 @@ def share_out(layers: Sequence[Sequence[SizeOption]], total: int) -> list[int]:
     """
     rest = _relaxations(layers)
     if total < rest[0][0][0]:
-        return [min(range(len(each)), key=lambda n: astuple(each[n])) for each in layers]
+        return [min(range(len(each)), key=each.__getitem__) for each in layers]
     spent, error = np.zeros(1), np.zeros(1)
     ways: list[np.ndarray] = []
     for choices, (nbytes, least) in zip(layers, rest[1:], strict=True):
-        options = np.array([astuple(choice) for choice in choices])
+        options = np.array(choices)
         spent = np.add.outer(spent, options[:, 0]).ravel()
         error = np.add.outer(error, options[:, 1]).ravel()
         left = total - spent
@@ -100,7 +94,7 @@ def _relaxations(layers: Sequence[Sequence[SizeOption]]) -> list[tuple[np.ndarra
     found, steps, start = [(np.zeros(1), np.zeros(1))], np.zeros((0, 2)), np.zeros(2)
     for choices in reversed(layers):
         hull: list[tuple[float, float]] = []
-        for nbytes, error in sorted(astuple(choice) for choice in choices):
+        for nbytes, error in sorted(choices):
             if hull and error >= hull[-1][1]:
                 continue
             while len(hull) > 1 and _gain(hull[-2], hull[-1]) <= _gain(hull[-1], (nbytes, error)):
@@ -126,19 +120,19 @@ NEWEST = (1 / 4, 1 / 2, 3 / 4, 7 / 8)
 
 
 def size_ladder(pipe: Pipe, most: int, *, splits: bool = False) -> list[Pipe]:
-    """The sizes of a pipe to try, smallest first, with the pipe's own among them.
+    """The sizes of a pipe with a limit to try, smallest first, with the pipe's own among them.
 
     First tokens, marked tokens and slots that a pool declares fixed stay as they are. The other
-    slots keep their proportions.
-
-    Args:
-        pipe: a pipe with a limit.
-        most: maximum number of slots, except for the pipe itself.
-        splits: whether to try several shares of the newest tokens too, in pipes that hold newest
-            tokens and others.
+    slots keep their proportions. Other sizes than the pipe's own have `most` slots at most.
+    `splits` tries several shares of the newest tokens too, in pipes that hold newest and others.
     """
     assert pipe.slots is not None
-    free = _flexible_slots(pipe)
+    free = [
+        0
+        if pool.needs_marks or (pool.in_order and not pool.keeps_run)
+        else (pool.slots() or 0) - pool.fixed(pipe.pools[:place])
+        for place, pool in enumerate(pipe.pools)
+    ]
     total, newest = sum(free), sum(free[place] for place in pipe.run)
     shares: list[float | None] = [None]
     if splits and 0 < newest < total:
@@ -150,16 +144,6 @@ def size_ladder(pipe: Pipe, most: int, *, splits: bool = False) -> list[Pipe]:
             for sized in _sized(pipe, free, slots, shares):
                 found.setdefault(sized.stands_for, sized)
     return sorted(found.values(), key=lambda sized: sized.slots or 0)
-
-
-def _flexible_slots(pipe: Pipe) -> list[int]:
-    """The number of resizable slots of each pool."""
-    return [
-        0
-        if pool.needs_marks or (pool.in_order and not pool.keeps_run)
-        else (pool.slots() or 0) - pool.fixed(pipe.pools[:place])
-        for place, pool in enumerate(pipe.pools)
-    ]
 
 
 def _sized(pipe: Pipe, free: list[int], slots: int, shares: list[float | None]) -> Iterator[Pipe]:
@@ -207,9 +191,7 @@ def measure_sizes(
         model: a causal language model.
         passages: token ids, each [length] and no longer than the model's window.
         sizes: by layer, the pipes to try.
-        chunk: tokens between two folds.
-        seed: of all draws.
-        on_step: called with the share that is done.
+        chunk, seed, on_step: as for `calibrate`.
 
     Raises:
         WeirError: the model cannot be served, or its keys or values are not finite.
@@ -343,17 +325,13 @@ class Calibration:
             WeirError: its name does not end with .toml, or it cannot be written.
         """
         path = check_path(path)
+        passages = {"passages": self.passages, "length": self.length}
         facts = {
             "weir": __version__,
             "calibrated": self.asked,
             "chunk": self.chunk,
             "bytes": self.nbytes,
-            "text": {
-                "name": self.text,
-                "sha256": self.digest,
-                "passages": self.passages,
-                "length": self.length,
-            },
+            "text": {"name": self.text, "sha256": self.digest, **passages},
         }
         layers = [
             {
@@ -476,9 +454,8 @@ def _plans(
         raise WeirError(f"{policy} has no limit, so there is nothing to share out")
     cache = StreamingCache(model, policy, chunk=chunk)
     cache.detach()
-    held = {
-        layer: plan for layer, plan in enumerate(cache.plans) if plan.spec.positions.window is None
-    }
+    plans = enumerate(cache.plans)
+    held = {layer: plan for layer, plan in plans if plan.spec.positions.window is None}
     return held, cache.attachment.facts.sliding
 
 
@@ -498,17 +475,9 @@ def _share_bytes(
     after = [each[place] for each, place in zip(choices, taken, strict=True)]
     if fmean(layer.error for layer in after) >= fmean(layer.error for layer in before):
         taken, after = own, before
-    found = tuple(
-        LayerBudget(
-            pipe=sizes[layer][place],
-            nbytes=now.nbytes,
-            error=now.error,
-            before=was.error,
-            tried=tuple(
-                (pipe.stands_for, error)
-                for pipe, error in zip(sizes[layer], errors[layer], strict=True)
-            ),
-        )
-        for layer, place, now, was in zip(plans, taken, after, before, strict=True)
-    )
-    return found, total
+    found = []
+    for layer, place, now, was in zip(plans, taken, after, before, strict=True):
+        names = [pipe.stands_for for pipe in sizes[layer]]
+        tried = tuple(zip(names, errors[layer], strict=True))
+        found.append(LayerBudget(sizes[layer][place], now.nbytes, now.error, was.error, tried))
+    return tuple(found), total

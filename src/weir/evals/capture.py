@@ -158,8 +158,7 @@ def capture_each(
     so at most one layer is held beside the keys and values that the model needs to read exactly.
 
     Args:
-        model: a causal language model.
-        ids: the text [length], int64.
+        model, ids: a causal language model, and the text [length].
         take: called for each layer in the order of the model.
         layers: indices of layers, from 0; None for all.
 
@@ -198,11 +197,7 @@ def in_place(inputs: LayerInputs, x: Tensor) -> Tensor:
     """Rotate a layer's queries or keys to their positions in the text, as its attention reads them.
 
     Keys in this form are what transformers caches, and what the pools `kcenter`, `subgen` and
-    `balance` compare.
-
-    Args:
-        inputs: inputs of the layer; the first token has position 0.
-        x: either `inputs.queries` or `inputs.keys` [1, heads, length, key_dim].
+    `balance` compare. The first token has position 0.
     """
     rotary = inputs.positions.rotary
     if rotary is None or inputs.positions.placed:

@@ -49,7 +49,7 @@ class Attention:
         places: positions of the keys [slots], int64.
         params: scale and capping of the logits, and sink logits.
         positions: the layer's window and linear biases, for models that weir streams.
-        mask: transformers' mask for other models: true where a query attends, broadcasts with
+        mask: for others, transformers' mask: true where a query attends, broadcasts with
             [batch, 1, length, slots]; None for everywhere.
     """
 
@@ -195,6 +195,7 @@ def _watch_another(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
         raise WeirError(f"{kind} is an encoder-decoder; weir looks into decoders and encoders")
     ahead = looks_ahead(model)
     pieces = [ids] if ahead else list(ids.split(PIECE, dim=1))
+    layers = int(getattr(model.config.get_text_config(), "num_hidden_layers", 1))
     seen, shown = 0, 0
     past: Any = None
 
@@ -204,7 +205,7 @@ def _watch_another(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
         nonlocal shown
         index = getattr(module, "layer_idx", None)
         if not isinstance(index, int):
-            index = shown % max(1, _layers(model))
+            index = shown % max(1, layers)
         shown += 1
         # A cache of transformers' that slides gives its last keys and the new ones.
         end = seen + q.shape[2]
@@ -223,10 +224,6 @@ def _watch_another(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
                 )
             past = getattr(out, "past_key_values", None)
             seen += piece.shape[1]
-
-
-def _layers(model: PreTrainedModel) -> int:
-    return int(getattr(model.config.get_text_config(), "num_hidden_layers", 1))
 
 
 @contextmanager

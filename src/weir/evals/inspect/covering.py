@@ -68,28 +68,21 @@ def doublings(points: int) -> tuple[int, ...]:
     return tuple(2**n for n in range((points // 2).bit_length()))
 
 
-def cover(points: Tensor, seed: int = 0, counts: Sequence[int] | None = None) -> Covering:
-    """The covering radii of sets of points, and of their controls.
+def cover(points: Tensor, seed: int = 0) -> Covering:
+    """The covering radii of sets of points [sets, n, dim], and of their shuffled controls.
 
     Memory beside the points: a copy of them, and n distances for each center, one set at a time.
 
-    Args:
-        points: [sets, n, dim].
-        seed: seed of the control's shuffle.
-        counts: numbers of centers; None for `doublings`.
-
     Raises:
-        WeirError: there are too few points, or fewer than centers.
+        WeirError: there are too few points.
     """
     points = points.float()
-    counts = doublings(points.shape[1]) if counts is None else tuple(counts)
+    counts = doublings(points.shape[1])
     # Shuffling does not change the spread: one unit for both.
     unit = spread(points)[:, None]
     unit = torch.where(unit > 0, unit, torch.ones_like(unit))
-    mine, other = points, shuffle_coordinates(points, seed)
-    return Covering(
-        counts, covering_radii(mine, counts) / unit, covering_radii(other, counts) / unit
-    )
+    other = shuffle_coordinates(points, seed)
+    return Covering(counts, *(covering_radii(each, counts) / unit for each in (points, other)))
 
 
 def spread(points: Tensor) -> Tensor:
@@ -104,13 +97,9 @@ def shuffle_coordinates(points: Tensor, seed: int) -> Tensor:
 
 
 def centers(points: Tensor, k: int) -> Tensor:
-    """Pick points by greedy k-center, starting from the first [sets, n], bool.
+    """Pick k of points [sets, n, dim] by greedy k-center, starting from the first [sets, n].
 
     This is the traversal of the pool `kcenter`: the first k of more centers are the same.
-
-    Args:
-        points: [sets, n, dim].
-        k: number of centers.
 
     Raises:
         WeirError: there are fewer points.
@@ -123,27 +112,20 @@ def centers(points: Tensor, k: int) -> Tensor:
 
 
 def covering_radii(points: Tensor, counts: Sequence[int]) -> Tensor:
-    """The largest distance of a point from the nearest of k greedy centers [sets, counts].
+    """The largest distance of points [sets, n, dim] from the nearest of k greedy centers.
 
     No choice of k centers has less than half of this radius (Gonzalez 1985).
 
-    Args:
-        points: [sets, n, dim].
-        counts: the values of k.
+    Returns:
+        For each k of `counts` [sets, counts].
 
     Raises:
         WeirError: a k is larger than n.
     """
     found = []
     for k in counts:
-        picked = centers(points, k)
-        found.append(
-            [_radius(mine, mine[chosen]) for mine, chosen in zip(points, picked, strict=True)]
-        )
-    return torch.tensor(found).T.contiguous()
-
-
-def _radius(points: Tensor, picked: Tensor) -> float:
-    # Computed from differences, so that a center's distance from itself is exactly zero.
-    far = torch.cdist(points, picked, compute_mode="donot_use_mm_for_euclid_dist")
-    return float(far.amin(dim=1).max())
+        for mine, picked in zip(points, centers(points, k), strict=True):
+            # Computed from differences, so that a center's distance from itself is exactly zero.
+            far = torch.cdist(mine, mine[picked], compute_mode="donot_use_mm_for_euclid_dist")
+            found.append(float(far.amin(dim=1).max()))
+    return torch.tensor(found).view(len(counts), -1).T.contiguous()

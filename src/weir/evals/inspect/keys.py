@@ -42,23 +42,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LOOKS = (("#2c6e9b", "o", "-"), ("#7a9a01", "^", "--"), ("#c0392b", "s", ":"))
+KEYS, TURNED, VALUES = "keys", "keys at place 0", "values"
+LOOKS = {
+    KEYS: ("#2c6e9b", "o", "-"),
+    TURNED: ("#7a9a01", "^", "--"),
+    VALUES: ("#c0392b", "s", ":"),
+}
 """Color, marker and line of each kind, distinct without colors too."""
 GRAY = "#77828c"
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The coverings of one KV head's keys or values, passage by passage.
-
-    Attributes:
-        layer, head: indices of the layer and KV head.
-        kind: keys, unrotated keys or values.
-        counts: numbers of centers, k.
-        radius: covering radii by passage and count, in units of the spread.
-        control: the same radii of the shuffled control.
-        scores: clusterability by passage.
-    """
+    """The coverings of one KV head's keys or values: of each passage what `Covering` has."""
 
     layer: int
     head: int
@@ -73,10 +69,7 @@ class Measured:
 class Cloud:
     """Keys or values of one KV head over one passage, projected to a plane.
 
-    Attributes:
-        layer, head, kind: as in `Measured`.
-        place: coordinates of the points, in text order [tokens, 2].
-        center: whether greedy k-center picked the point [tokens], bool.
+    `place` has the points [tokens, 2], `center` whether greedy k-center picked each [tokens].
     """
 
     layer: int
@@ -89,9 +82,7 @@ class Cloud:
 def draw_clouds(clouds: Sequence[Cloud], first: int = 0) -> Figure:
     """Draw a row per layer, with a column for keys and one for values; centers have rings.
 
-    Args:
-        clouds: the clouds in order of their panels.
-        first: position in the text of their first points.
+    The points of the clouds begin at the position `first` of the text.
     """
     kinds = list(dict.fromkeys(one.kind for one in clouds))
     layers = list(dict.fromkeys(one.layer for one in clouds))
@@ -123,8 +114,9 @@ def draw_curves(measured: Sequence[Measured]) -> Figure:
         axes.axhline(1, color=GRAY, lw=1)
         end = axes.get_yaxis_transform()
         axes.text(0.99, 1, "the control", color=GRAY, ha="right", va="bottom", transform=end)
-        for kind, (color, marker, line) in _looks(measured):
-            mine = [one for one in measured if one.kind == kind]
+        for kind in _kinds(measured):
+            color, marker, line = LOOKS[kind]
+            mine = _of(measured, kind=kind)
             counts = list(mine[0].counts)
             points = [mean_interval(shares) for shares in zip(*_shares(mine), strict=True)]
             middle = [mean for mean, _ in points]
@@ -148,10 +140,11 @@ def draw_scores(measured: Sequence[Measured]) -> Figure:
     with drawing(3.1) as figure:
         axes = figure.subplots()
         axes.axhline(0, color=GRAY, lw=1)
-        looks = _looks(measured)
-        for number, (kind, (color, marker, line)) in enumerate(looks):
-            aside = 0.16 * (number - (len(looks) - 1) / 2)
-            mine = [one for one in measured if one.kind == kind]
+        kinds = _kinds(measured)
+        for number, kind in enumerate(kinds):
+            color, marker, line = LOOKS[kind]
+            aside = 0.16 * (number - (len(kinds) - 1) / 2)
+            mine = _of(measured, kind=kind)
             x = [layers.index(one.layer) + aside for one in mine]
             scores = [mean_interval(one.scores) for one in mine]
             y = [mean for mean, _ in scores]
@@ -172,13 +165,6 @@ def draw_scores(measured: Sequence[Measured]) -> Figure:
     return figure
 
 
-def _looks(measured: Sequence[Measured]) -> list[tuple[str, tuple[str, str, str]]]:
-    """The measured kinds, with their line styles."""
-    kinds = ("keys", "keys at place 0", "values")
-    there = {one.kind for one in measured}
-    return [pair for pair in zip(kinds, LOOKS, strict=True) if pair[0] in there]
-
-
 def _shares(measured: Sequence[Measured]) -> list[list[float]]:
     """The radius divided by the control's, by passage and k; means over heads."""
     radius, control = (
@@ -194,7 +180,6 @@ def _dress_axes(axes: Axes) -> None:
     axes.figure.legend(loc="outside upper center", frameon=False, ncols=3)
 
 
-KEYS, TURNED, VALUES = "keys", "keys at place 0", "values"
 USUAL = 1024
 """Tokens of a passage, as in the paper, where the model's window holds them."""
 TEXTS = 5
@@ -234,22 +219,13 @@ def section(asked: Inspection) -> Section:
         clouds.append(cloud_of(one, asked.seed))
         asked.on_step(len(texts) * len(layers) + len(clouds), _steps(texts, layers))
     shown = ", ".join(map(str, some_of(layers)))
+    plane = f"Keys and values of one head of layers {shown} in a plane, greedy centers marked."
+    covering = "Covering radius, as a share of a shuffled control's, by the number of centers."
+    scores = "Clusterability of keys and values of every KV head, by layer."
     pictures = (
-        Picture(
-            "keys-plane",
-            draw_clouds(clouds, left_out(asked)),
-            f"Keys and values of one head of layers {shown} in a plane, greedy centers marked.",
-        ),
-        Picture(
-            "keys-covering",
-            draw_curves(measured),
-            "Covering radius, as a share of a shuffled control's, by the number of centers.",
-        ),
-        Picture(
-            "keys-scores",
-            draw_scores(measured),
-            "Clusterability of keys and values of every KV head, by layer.",
-        ),
+        Picture("keys-plane", draw_clouds(clouds, left_out(asked)), plane),
+        Picture("keys-covering", draw_curves(measured), covering),
+        Picture("keys-scores", draw_scores(measured), scores),
     )
     title = "Are keys more clusterable than values?"
     table = _table(measured)
@@ -277,18 +253,10 @@ def some_of(layers: Sequence[int]) -> tuple[int, ...]:
 def measure(
     asked: Inspection, texts: Tensor, layers: Sequence[int]
 ) -> tuple[list[Measured], list[Vectors]]:
-    """Measure the coverings of every head over all passages, and keep vectors to draw.
+    """Measure the coverings of every head over passages [passages, length], and keep vectors.
 
-    Only one layer of one passage is in memory at a time. Vectors are kept for the first passage, a
-    few layers and one head, which is random as in the paper if none is chosen.
-
-    Args:
-        asked: the model, the heads, the seed and the progress callback.
-        texts: [passages, length], int64.
-        layers: indices of layers.
-
-    Returns:
-        Coverings by layer, head and kind; and the first passage's vectors.
+    Only one layer of one passage is in memory at a time. Vectors are kept to be drawn: of the first
+    passage, a few layers and one head, which is random as in the paper if none is chosen.
     """
     found: dict[tuple[int, int, str], Measured] = {}
     kept: list[Vectors] = []
@@ -376,7 +344,7 @@ def _of(measured: Sequence[Measured], **wanted: Any) -> list[Measured]:
 
 
 def _kinds(measured: Sequence[Measured]) -> list[str]:
-    return [kind for kind in (KEYS, TURNED, VALUES) if _of(measured, kind=kind)]
+    return [kind for kind in LOOKS if _of(measured, kind=kind)]
 
 
 def _text(texts: Tensor, measured: Sequence[Measured]) -> str:
@@ -426,8 +394,7 @@ def _facts(texts: Tensor, measured: Sequence[Measured]) -> dict[str, Any]:
                 "layer": one.layer,
                 "head": one.head,
                 "kind": one.kind,
-                "score": mean_interval(one.scores)[0],
-                "reach": mean_interval(one.scores)[1],
+                **dict(zip(("score", "reach"), mean_interval(one.scores), strict=True)),
                 "scores": one.scores,
                 "k": list(one.counts),
                 "radius": one.radius,

@@ -135,9 +135,9 @@ class Fact:
     statement: np.ndarray
 
 
-Facts = list[list[Fact]]
+StreamFacts = list[list[Fact]]
 """Of one stream, for each question the stated facts, newest last."""
-Streams = tuple[Sequence[Facts], StreamLayout, Sequence[np.ndarray]]
+Streams = tuple[Sequence[StreamFacts], StreamLayout, Sequence[np.ndarray]]
 """What streams say, the positions in all of them, and the ids of each [length]."""
 
 
@@ -152,7 +152,7 @@ class Material:
 
 def draw_facts(
     material: Material, count: int, times: int = 1, length: int = DIGITS, distinct: bool = True
-) -> Facts:
+) -> StreamFacts:
     """Draw `times` numbers of `length` digits for each of `count` people.
 
     If `distinct`, the numbers of a person begin with different digits.
@@ -172,7 +172,7 @@ def draw_facts(
     return found
 
 
-def fill_in(material: Material, facts: Facts, layout: StreamLayout) -> np.ndarray:
+def fill_in(material: Material, facts: StreamFacts, layout: StreamLayout) -> np.ndarray:
     """A passage of the book with facts in it, each stated once more where it is asked for [length].
 
     Raises:
@@ -233,7 +233,7 @@ class ExerciseTask(Task):
     @abstractmethod
     def draw(
         self, material: Material, distances: Sequence[int], rows: int
-    ) -> tuple[list[Facts], StreamLayout]:
+    ) -> tuple[list[StreamFacts], StreamLayout]:
         """Draw the facts of some streams, and the positions in all of them."""
 
     def streams(self, material: Material, distances: Sequence[int], rows: int) -> Streams:
@@ -335,7 +335,7 @@ class Recall(ExerciseTask):
 
     def draw(
         self, material: Material, distances: Sequence[int], rows: int
-    ) -> tuple[list[Facts], StreamLayout]:
+    ) -> tuple[list[StreamFacts], StreamLayout]:
         """Draw positions only: facts are drawn with the text of each stream."""
         return [], lay_out(distances, self.before, material.rng)
 
@@ -351,7 +351,7 @@ class Recall(ExerciseTask):
         return [facts for facts, _ in pairs], layout, [ids for _, ids in pairs]
 
 
-def sample(material: Material, layout: StreamLayout) -> tuple[Facts, np.ndarray]:
+def sample(material: Material, layout: StreamLayout) -> tuple[StreamFacts, np.ndarray]:
     """The facts of a stream of `recall`, and its ids [length]."""
     facts = draw_facts(material, len(layout.answers), distinct=False)
     return facts, fill_in(material, facts, layout)
@@ -377,7 +377,7 @@ class _RepeatedFacts(ExerciseTask):
 
     def draw(
         self, material: Material, distances: Sequence[int], rows: int
-    ) -> tuple[list[Facts], StreamLayout]:
+    ) -> tuple[list[StreamFacts], StreamLayout]:
         """Draw several numbers for each name."""
         facts = [draw_facts(material, len(distances), self.times) for _ in range(rows)]
         front = len(material.words.front)
@@ -411,7 +411,7 @@ class Repeated(_RepeatedFacts):
 
     def draw(
         self, material: Material, distances: Sequence[int], rows: int
-    ) -> tuple[list[Facts], StreamLayout]:
+    ) -> tuple[list[StreamFacts], StreamLayout]:
         """Draw a number for each name, which is said several times."""
         facts, layout = super().draw(material, distances, rows)
         return [[told[:1] * self.times for told in stream] for stream in facts], layout
@@ -495,7 +495,7 @@ class Verbatim(ExerciseTask):
 
     def draw(
         self, material: Material, distances: Sequence[int], rows: int
-    ) -> tuple[list[Facts], StreamLayout]:
+    ) -> tuple[list[StreamFacts], StreamLayout]:
         """Draw long numbers."""
         facts = [
             draw_facts(material, len(distances), length=self.length, distinct=False)
@@ -540,7 +540,7 @@ class Instruction(ExerciseTask):
 
     def draw(
         self, material: Material, distances: Sequence[int], rows: int
-    ) -> tuple[list[Facts], StreamLayout]:
+    ) -> tuple[list[StreamFacts], StreamLayout]:
         """Draw facts, and let them begin the stream."""
         facts = [draw_facts(material, len(distances)) for _ in range(rows)]
         # The order of the statements is independent of the order of the questions.
