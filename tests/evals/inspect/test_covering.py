@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.evals.inspect.covering import (
+from weir.evals.inspect.keys import (
     Covering,
     centers,
     cover,

@@ -260,34 +260,9 @@ REFERENCE = "streaming_llm"
 """The policy beside which all others are put."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """The model, setting and size at which policies are compared.
-
-    Attributes:
-        model, setting, chunk, positions: as in a cell.
-        loaded: the model's own name, however it was loaded.
-        memory: bytes from which budgets were computed; None if budgets were given in slots.
-        budget: budget in slots; None if bytes were given.
-    """
-
-    model: str
-    loaded: str
-    setting: str
-    chunk: int
-    positions: str
-    memory: int | None
-    budget: int | None
-
-    @classmethod
-    def of(cls, record: CellRecord) -> Place:
-        """The place of a record."""
-        memory = record.get("memory")
-        budget = record["budget"] if memory is None else None
-        chunk, positions = record.get("chunk", 64), record.get("positions", "rolling")
-        model = record["model"]
-        loaded = str(record.get("loaded", model))
-        return cls(model, loaded, record["setting"], chunk, positions, memory, budget)
+Place = tuple[str, str, tuple[Any, ...]]
+"""Where policies are compared: a model however it was loaded, a setting, and the size with all else
+that a cell says."""
 
 
 def across_models(records: Sequence[CellRecord]) -> list[FigureTable]:
@@ -296,20 +271,17 @@ def across_models(records: Sequence[CellRecord]) -> list[FigureTable]:
     Figures where lower is better (perplexities and errors) are ratios; shares of right answers are
     differences. Each model counts once, with its mean over seeds, sizes and ways of loading, and
     the interval is over the models. Policies whose budget was not inserted are left out, and so are
-    figures that some model lacks.
-
-    Args:
-        records: records of any models. With fewer than two models there is no table.
+    figures that some model lacks. With fewer than two models there is no table.
     """
     sized = [r for r in records if r["status"] == "done" and r.get("budget") is not None]
     tables = []
     for (paper,), mine in group_by(sized, "protocol").items():
         found = _means([r for r in mine if r["value"] is not None])
         beside = [place for place, row in found.items() if REFERENCE in row]
-        models = unique(place.loaded for place in beside)
+        models = unique(model for model, *_ in beside)
         if len(models) < 2:
             continue
-        settings = list(unique(place.setting for place in beside))
+        settings = list(unique(setting for _, setting, _ in beside))
         short = short_heads(settings)
         rows = unique(name for place in beside for name in found[place])
         columns = []
@@ -333,12 +305,12 @@ def _changes(
 ) -> dict[str, float]:
     """A policy's change against the reference by model, averaged over the sizes of both."""
     changes: dict[str, list[float]] = {}
-    for place, row in found.items():
-        if place.setting != setting or not {name, REFERENCE} <= row.keys():
+    for (model, here, _), row in found.items():
+        if here != setting or not {name, REFERENCE} <= row.keys():
             continue
         now, was = row[name], row[REFERENCE]
         if was or not ratio:
-            changes.setdefault(place.loaded, []).append(now / was if ratio else now - was)
+            changes.setdefault(model, []).append(now / was if ratio else now - was)
     return {model: fmean(values) for model, values in changes.items()}
 
 
@@ -346,7 +318,11 @@ def _means(records: Sequence[CellRecord]) -> Mapping[Place, Mapping[str, float]]
     """Means over seeds, by place and policy without budget."""
     values: dict[Place, dict[str, list[float]]] = {}
     for record in records:
-        row = values.setdefault(Place.of(record), {})
+        model, memory = record["model"], record.get("memory")
+        size = (memory, record["budget"] if memory is None else None)
+        how = (model, record.get("chunk", 64), record.get("positions", "rolling"), size)
+        place = (str(record.get("loaded", model)), record["setting"], how)
+        row = values.setdefault(place, {})
         policy = record["written"] if "written" in record else record["policy"]
         row.setdefault(strip_budget(policy), []).append(record["value"])
     return {

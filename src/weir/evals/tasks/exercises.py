@@ -357,11 +357,26 @@ def sample(material: Material, layout: StreamLayout) -> tuple[StreamFacts, np.nd
     return facts, fill_in(material, facts, layout)
 
 
+@dataclass(frozen=True)
 class _RepeatedFacts(ExerciseTask):
-    """The checks and draws of both tasks that state a number several times."""
+    """Numbers that are said several times before they are asked for.
 
-    times: int
-    before: int
+    Attributes:
+        times: how often each name is said with a number.
+        samples: streams, each with one question per distance.
+        farthest: the largest distance, in tokens between a number, where it was said last, and the
+            place of the answer.
+        before: tokens in front of the newest statement that stands farthest back.
+        text: a file of books from which the text between is taken; none takes the packaged one.
+    """
+
+    times: int = 3
+    samples: int = 32
+    farthest: int = 1024
+    before: int = 512
+    text: str | None = None
+
+    metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher"}
 
     def __post_init__(self) -> None:
         if not 2 <= self.times <= MOST:
@@ -391,23 +406,7 @@ class Repeated(_RepeatedFacts):
 
     A repeated fact has several chances to stay, and a cache that merges similar tokens needs to
     keep it only once.
-
-    Attributes:
-        times: how often each name's number is said before it is asked for.
-        samples: streams, each with one question per distance.
-        farthest: the largest distance, in tokens between a number, where it was said last, and the
-            place of the answer.
-        before: tokens in front of the newest statement that stands farthest back.
-        text: a file of books from which the text between is taken; none takes the packaged one.
     """
-
-    times: int = 3
-    samples: int = 32
-    farthest: int = 1024
-    before: int = 512
-    text: str | None = None
-
-    metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher"}
 
     def draw(
         self, material: Material, distances: Sequence[int], rows: int
@@ -425,21 +424,7 @@ class Changed(_RepeatedFacts):
     A cache that favors old or average entries gives the old answer. No two numbers of a name begin
     with the same digit, so a `stale` answer differs from one that is a guess: guessing is stale
     twice in ten.
-
-    Attributes:
-        times: how many numbers each name has, one after the other.
-        samples: streams, each with one question per distance.
-        farthest: the largest distance, in tokens between the newest number and the place of the
-            answer.
-        before: tokens in front of the newest statement that stands farthest back.
-        text: a file of books from which the text between is taken; none takes the packaged one.
     """
-
-    times: int = 3
-    samples: int = 32
-    farthest: int = 1024
-    before: int = 512
-    text: str | None = None
 
     metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher", "stale": "lower"}
 
