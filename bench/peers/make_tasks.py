@@ -22,8 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 import weir
-from weir.evals.tasks.facts import distances_to, lay_out
-from weir.evals.tasks.recall import ASK, SAID, sample
+from weir.evals.tasks.exercises import Material, distances_to, lay_out, sample
 from weir.stream import read_stream
 from weir.train import DIGITS, Words
 
@@ -42,15 +41,15 @@ def main(out: Path) -> None:
     for name, farthest, before in (("far", 1024, 256), ("near", 256, 24)):
         rng = np.random.default_rng(0)
         distances = distances_to(farthest)
-        layout = lay_out(distances, before, rng, said=SAID, asks=[ASK] * len(distances))
+        layout = lay_out(distances, before, rng)
         assert name == "far" or layout.length <= WINDOW, layout.length
-        rows, numbers = zip(
-            *(sample(words, book.numpy(), layout, rng) for _ in range(SAMPLES)), strict=True
-        )
+        material = Material(words, book.numpy(), rng)
+        facts, rows = zip(*(sample(material, layout) for _ in range(SAMPLES)), strict=True)
+        numbers = [[fact.answer for (fact,) in row] for row in facts]
         found[f"{name}.ids"] = torch.from_numpy(np.stack(rows))
         found[f"{name}.answers"] = torch.tensor(layout.answers)
         found[f"{name}.distances"] = torch.tensor(distances)
-        found[f"{name}.numbers"] = torch.from_numpy(np.stack(numbers))
+        found[f"{name}.numbers"] = torch.from_numpy(np.array(numbers))
         assert found[f"{name}.numbers"].shape[-1] == DIGITS
     out.parent.mkdir(parents=True, exist_ok=True)
     save_file({name: ids.long().contiguous() for name, ids in found.items()}, out)

@@ -47,9 +47,6 @@ class Trial:
     Attributes:
         policy: the policy with its budget, or the name of a policy file.
         budget: slots per KV head; where layers differ, those of the largest.
-        kv_bytes: bytes of the policy's cache.
-        ppl: perplexity of the sample.
-        tokens_per_s: tokens read per second.
         evicted: whether the policy evicted anything; if not, the perplexity equals that of `dense`
             and says nothing about the policy.
     """

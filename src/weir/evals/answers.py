@@ -1,6 +1,6 @@
 """Generate answers to prompts, and account for their cost.
 
-All tasks with text prompts use `ask`. Each task scores the answers itself.
+Each task scores the answers itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError
-from weir.evals.task import Subject
+from weir.evals.task import Progress, Subject
 from weir.models import sink_of, transformers_model
 from weir.stream import Detokenizer, Stream, Tokens, cut_at_stop, render_chat
 
@@ -44,12 +44,7 @@ def ask(
 ) -> GeneratedAnswer:
     """Generate the subject's greedy answer to a prompt, on a new stream.
 
-    Args:
-        subject: the model under a policy.
-        text: the prompt.
-        max_new_tokens: maximum length of the answer.
-        stops: texts that end the answer.
-        chat: put the prompt into the model's chat template.
+    One of the texts `stops` ends the answer; `chat` puts the prompt into the chat template.
 
     Raises:
         WeirError: as `prompt_ids` and `Subject.stream`.
@@ -59,6 +54,22 @@ def ask(
     ids = sink_of(transformers_model(subject.model).config).first(ids)
     stream = subject.stream(len(ids), max_new_tokens)
     return generate_answer(stream, subject.tokenizer, ids, max_new_tokens, stops)
+
+
+def ask_all(
+    subject: Subject,
+    prompts: Sequence[str],
+    max_new_tokens: int,
+    stops: Sequence[str],
+    chat: bool,
+    progress: Progress,
+) -> list[GeneratedAnswer]:
+    """Generate the answer to each prompt as `ask` does."""
+    answers = []
+    for prompt in prompts:
+        answers.append(ask(subject, prompt, max_new_tokens, stops, chat))
+        progress(len(answers) / len(prompts))
+    return answers
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> list[int]:
@@ -77,11 +88,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> lis
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer without a chat template.
-
-    Raises:
-        WeirError: it has none.
-    """
+    """Refuse a tokenizer without a chat template with a `WeirError`."""
     if tokenizer.chat_template is None:
         raise WeirError(
             "this model has no chat template, which chat=true needs; write chat=false to have it "
@@ -103,8 +110,7 @@ def generate_answer(
         stream: the stream that the prompt continues.
         tokenizer: of the stream's model.
         prompt: ids, or ids and pixels as returned by a processor.
-        max_new_tokens: of the answer, at most.
-        stops: texts that end it.
+        max_new_tokens, stops: maximum length of the answer, and texts that end it.
         sampling: temperature, top_k, top_p, as for `Stream.generate`.
     """
     stream.feed(prompt)

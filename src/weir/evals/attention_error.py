@@ -183,7 +183,10 @@ def size_policies(
     for name in names:
         for rate in rates or (None,):
             if rate is None:
-                sized.append(SizedPolicy(name, _cached_policy(name)))
+                policy = parse_policy(name)
+                if isinstance(policy, Recompute):
+                    raise WeirError("recompute holds no keys, so there is no attention to compare")
+                sized.append(SizedPolicy(name, policy))
                 continue
             text = _with_rate(name, rate, setup)
             try:
@@ -224,18 +227,17 @@ def measure_error(
         WeirError: the model cannot be served, or there is no such layer.
     """
     heard = capture(model, ids[: setup.tokens], layers)
-    exact = [_answer(inputs, Pipe((Recent(None),)), 0, setup).out for inputs in heard]
+    every = [_answer(inputs, Pipe((Recent(None),)), 0, setup)[0] for inputs in heard]
     rows: list[LayerError] = []
     for one in sized:
-        for inputs, wanted in zip(heard, exact, strict=True):
+        for inputs, exact in zip(heard, every, strict=True):
             pipe = one.policy.for_layer(inputs.layer, inputs.layers)
             answers = [_answer(inputs, pipe, seed, setup) for seed in seeds]
-            errors = [_relative(answer.out, wanted) for answer in answers]
-            seconds = median(answer.seconds for answer in answers)
-            kept = fmean(answer.kept for answer in answers)
-            rows.append(
-                LayerError(str(one.policy), one.name, one.rate, inputs.layer, errors, kept, seconds)
-            )
+            outs, kept, seconds = zip(*answers, strict=True)
+            errors = [float((out - exact).norm() / exact.norm()) for out in outs]
+            cost = fmean(kept), median(seconds)
+            layer = inputs.layer
+            rows.append(LayerError(str(one.policy), one.name, one.rate, layer, errors, *cost))
             if on_step is not None and on_step(len(rows), len(sized) * len(heard)):
                 return rows
     return rows
@@ -254,25 +256,11 @@ def mean_over_layers(rows: Sequence[LayerError]) -> list[dict[str, Any]]:
     found = []
     for (name, policy, rate), group in groups.items():
         by_seed = [fmean(errors) for errors in zip(*(row.errors for row in group), strict=True)]
-        found.append(
-            {
-                "name": name,
-                "policy": policy,
-                "rate": rate,
-                "error": fmean(by_seed),
-                "deviation": pstdev(by_seed),
-                "kept": fmean(row.kept for row in group),
-                "seconds": sum(row.seconds for row in group),
-            }
-        )
+        figures = {"error": fmean(by_seed), "deviation": pstdev(by_seed)}
+        figures["kept"] = fmean(row.kept for row in group)
+        figures["seconds"] = sum(row.seconds for row in group)
+        found.append({"name": name, "policy": policy, "rate": rate, **figures})
     return found
-
-
-def _cached_policy(name: str) -> Policy:
-    policy = parse_policy(name)
-    if isinstance(policy, Recompute):
-        raise WeirError("recompute holds no keys, so there is no attention to compare")
-    return policy
 
 
 def _with_rate(name: str, rate: float, setup: ErrorSetup) -> str:
@@ -294,17 +282,15 @@ def _with_rate(name: str, rate: float, setup: ErrorSetup) -> str:
     return call.with_arguments(budget=budget)
 
 
-@dataclass(frozen=True)
-class _Answer:
-    """Attention outputs of the last queries [1, heads, queries, value_dim], and their cost."""
+def _answer(
+    inputs: LayerInputs, pipe: Pipe, seed: int, setup: ErrorSetup
+) -> tuple[Tensor, float, float]:
+    """Stream a layer's keys and values through a pipe, and attend with the last queries.
 
-    out: Tensor
-    kept: float
-    seconds: float
-
-
-def _answer(inputs: LayerInputs, pipe: Pipe, seed: int, setup: ErrorSetup) -> _Answer:
-    """Stream a layer's keys and values through a pipe, and attend with the last queries."""
+    Returns:
+        Their outputs [1, heads, queries, value_dim], the share of the tokens before them that hold
+        a slot at the end, and the seconds spent in the pools.
+    """
     timed = _TimedPipe(pipe.pools, pipe.text, pipe.formats)
     chunk = setup.queries + 1 if setup.whole else setup.chunk
     draws = CounterRNG(seed, inputs.layer)
@@ -317,8 +303,7 @@ def _answer(inputs: LayerInputs, pipe: Pipe, seed: int, setup: ErrorSetup) -> _A
         out = _feed(layer, inputs, 0, setup.tokens)[:, :, before:]
     assert layer.state.slab is not None
     held = layer.state.slab.position[0, :, : layer.state.used[0]] >= 0
-    kept = float(held.sum(dim=1).float().mean()) / before
-    return _Answer(out.float(), kept, sum(timed.spent))
+    return out.float(), float(held.sum(dim=1).float().mean()) / before, sum(timed.spent)
 
 
 def _feed(
@@ -347,10 +332,6 @@ class _TimedPipe(Pipe):
         kept = super().fold(held, new, fold, states)
         self.spent.append(time.perf_counter() - begin)
         return kept
-
-
-def _relative(out: Tensor, exact: Tensor) -> float:
-    return float((out - exact).norm() / exact.norm())
 
 
 KINDS = (".svg", ".png", ".pdf")
@@ -390,16 +371,9 @@ def write_plot(rows: Sequence[LayerError], path: Path) -> None:
             for number, name in enumerate(names):
                 mine = [row for row in rows if row.layer == layer and row.name == name]
                 places = [names.index(name) if row.rate is None else row.rate for row in mine]
-                axes.errorbar(
-                    places,
-                    [row.error for row in mine],
-                    yerr=[row.deviation for row in mine],
-                    ms=4,
-                    **line_style(number),
-                    lw=1.5,
-                    capsize=2,
-                    label=name,
-                )
+                errors, bars = [row.error for row in mine], [row.deviation for row in mine]
+                how = {"ms": 4, "lw": 1.5, "capsize": 2, "label": name, **line_style(number)}
+                axes.errorbar(places, errors, yerr=bars, **how)
             axes.set_title(f"layer {layer}", fontsize=9)
             rates = sorted({row.rate for row in rows if row.rate is not None})
             if rates:
@@ -414,12 +388,9 @@ def write_plot(rows: Sequence[LayerError], path: Path) -> None:
         for axes in panels[len(layers) :]:
             axes.set_visible(False)
         panels[0].set_ylabel("relative error")
-        figure.legend(
-            *panels[0].get_legend_handles_labels(),
-            loc="outside lower center",
-            ncols=min(6, len(names)),
-            frameon=False,
-        )
+        lines = panels[0].get_legend_handles_labels()
+        across = min(6, len(names))
+        figure.legend(*lines, loc="outside lower center", ncols=across, frameon=False)
         # Without a date, the same figures produce the same file.
         dateless = {"Date": None} if path.suffix.lower() == ".svg" else None
         try:

@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weir import __version__
-from weir.cache import DEFAULT, Forward, LayerPlan, StreamingCache
+from weir.cache import DEFAULT, LayerPlan, StreamingCache
 from weir.cache.layer import Layer
 from weir.errors import WeirError, quote
-from weir.evals.capture import ListeningCache
-from weir.models import fingerprint, input_device, window_of
+from weir.evals.capture import AttentionCall, ListeningCache
+from weir.models import fingerprint, window_of
 from weir.policies import (
     Layered,
     Pipe,
@@ -35,18 +34,11 @@ from weir.policies import (
     parse_policy,
     share_slots,
 )
-from weir.slab import AttentionParams
 from weir.stream import read_stream, replace_atomically
 
 
-@dataclass(frozen=True)
-class SizeOption:
-    """A candidate size of a layer.
-
-    Attributes:
-        nbytes: bytes of the layer at this size.
-        error: remaining error at this size.
-    """
+class SizeOption(NamedTuple):
+    """Bytes of a layer at a candidate size, and the error that remains."""
 
     nbytes: int
     error: float
@@ -69,11 +61,11 @@ def share_out(layers: Sequence[Sequence[SizeOption]], total: int) -> list[int]:
     """
     rest = _relaxations(layers)
     if total < rest[0][0][0]:
-        return [min(range(len(each)), key=lambda n: astuple(each[n])) for each in layers]
+        return [min(range(len(each)), key=each.__getitem__) for each in layers]
     spent, error = np.zeros(1), np.zeros(1)
     ways: list[np.ndarray] = []
     for choices, (nbytes, least) in zip(layers, rest[1:], strict=True):
-        options = np.array([astuple(choice) for choice in choices])
+        options = np.array(choices)
         spent = np.add.outer(spent, options[:, 0]).ravel()
         error = np.add.outer(error, options[:, 1]).ravel()
         left = total - spent
@@ -102,7 +94,7 @@ def _relaxations(layers: Sequence[Sequence[SizeOption]]) -> list[tuple[np.ndarra
     found, steps, start = [(np.zeros(1), np.zeros(1))], np.zeros((0, 2)), np.zeros(2)
     for choices in reversed(layers):
         hull: list[tuple[float, float]] = []
-        for nbytes, error in sorted(astuple(choice) for choice in choices):
+        for nbytes, error in sorted(choices):
             if hull and error >= hull[-1][1]:
                 continue
             while len(hull) > 1 and _gain(hull[-2], hull[-1]) <= _gain(hull[-1], (nbytes, error)):
@@ -128,19 +120,19 @@ NEWEST = (1 / 4, 1 / 2, 3 / 4, 7 / 8)
 
 
 def size_ladder(pipe: Pipe, most: int, *, splits: bool = False) -> list[Pipe]:
-    """The sizes of a pipe to try, smallest first, with the pipe's own among them.
+    """The sizes of a pipe with a limit to try, smallest first, with the pipe's own among them.
 
     First tokens, marked tokens and slots that a pool declares fixed stay as they are. The other
-    slots keep their proportions.
-
-    Args:
-        pipe: a pipe with a limit.
-        most: maximum number of slots, except for the pipe itself.
-        splits: whether to try several shares of the newest tokens too, in pipes that hold newest
-            tokens and others.
+    slots keep their proportions. Other sizes than the pipe's own have `most` slots at most.
+    `splits` tries several shares of the newest tokens too, in pipes that hold newest and others.
     """
     assert pipe.slots is not None
-    free = _flexible_slots(pipe)
+    free = [
+        0
+        if pool.needs_marks or (pool.in_order and not pool.keeps_run)
+        else (pool.slots() or 0) - pool.fixed(pipe.pools[:place])
+        for place, pool in enumerate(pipe.pools)
+    ]
     total, newest = sum(free), sum(free[place] for place in pipe.run)
     shares: list[float | None] = [None]
     if splits and 0 < newest < total:
@@ -152,16 +144,6 @@ def size_ladder(pipe: Pipe, most: int, *, splits: bool = False) -> list[Pipe]:
             for sized in _sized(pipe, free, slots, shares):
                 found.setdefault(sized.stands_for, sized)
     return sorted(found.values(), key=lambda sized: sized.slots or 0)
-
-
-def _flexible_slots(pipe: Pipe) -> list[int]:
-    """The number of resizable slots of each pool."""
-    return [
-        0
-        if pool.needs_marks or (pool.in_order and not pool.keeps_run)
-        else (pool.slots() or 0) - pool.fixed(pipe.pools[:place])
-        for place, pool in enumerate(pipe.pools)
-    ]
 
 
 def _sized(pipe: Pipe, free: list[int], slots: int, shares: list[float | None]) -> Iterator[Pipe]:
@@ -209,9 +191,7 @@ def measure_sizes(
         model: a causal language model.
         passages: token ids, each [length] and no longer than the model's window.
         sizes: by layer, the pipes to try.
-        chunk: tokens between two folds.
-        seed: of all draws.
-        on_step: called with the share that is done.
+        chunk, seed, on_step: as for `calibrate`.
 
     Raises:
         WeirError: the model cannot be served, or its keys or values are not finite.
@@ -219,74 +199,57 @@ def measure_sizes(
     wrong = {layer: [0.0] * len(pipes) for layer, pipes in sizes.items()}
     whole = dict.fromkeys(sizes, 0.0)
     for number, passage in enumerate(passages):
-        reader = _SizesReader(model, len(passage), sizes, chunk, seed)
+        # As many slots as tokens: nothing is evicted, and positions are those of rolling caches.
+        policy = f"window(budget={len(passage)})"
+        meter = _SizesMeter(len(passage) // 2, sizes)
+        cache = ListeningCache(model, policy, meter.hear, chunk=chunk, seed=seed)
+        meter.others = {
+            layer: [Layer(replace(cache.stack[layer].spec, pipe=pipe)) for pipe in pipes]
+            for layer, pipes in sizes.items()
+        }
         try:
-            for begin in range(0, len(passage), PIECE):
-                reader.read(model, passage[begin : begin + PIECE], begin)
-                on_step((number + min(1, (begin + PIECE) / len(passage))) / len(passages))
+            for meter.at in range(0, len(passage), PIECE):
+                cache.read(passage[meter.at : meter.at + PIECE])
+                share = min(1, (meter.at + PIECE) / len(passage))
+                on_step((number + share) / len(passages))
         finally:
-            reader.detach()
+            cache.detach()
         for layer in sizes:
-            whole[layer] += reader.whole[layer]
-            wrong[layer] = [a + b for a, b in zip(wrong[layer], reader.wrong[layer], strict=True)]
+            whole[layer] += meter.whole[layer]
+            wrong[layer] = [a + b for a, b in zip(wrong[layer], meter.wrong[layer], strict=True)]
     return {
         layer: [(part / whole[layer]) ** 0.5 if whole[layer] else 0.0 for part in wrong[layer]]
         for layer in sizes
     }
 
 
-class _SizesReader(ListeningCache):
-    """An exact cache of one passage, with caches of all sizes beside each layer.
+class _SizesMeter:
+    """Errors of caches of all sizes beside each layer of an exact cache, over one passage.
 
     Attributes:
+        at: the place in the passage of what is being read.
+        others: by layer, a cache of each size.
         wrong: by layer and size, the sum of squared differences from the exact outputs.
         whole: by layer, the sum of squares of the exact outputs.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        length: int,
-        sizes: Mapping[int, Sequence[Pipe]],
-        chunk: int,
-        seed: int,
-    ) -> None:
-        # As many slots as tokens: nothing is evicted, and positions are those of rolling caches.
-        super().__init__(model, f"window(budget={length})", chunk=chunk, seed=seed)
-        self.half = length // 2
-        self.at = 0
-        self.others = {
-            layer: [Layer(replace(self.stack[layer].spec, pipe=pipe)) for pipe in pipes]
-            for layer, pipes in sizes.items()
-        }
+    def __init__(self, half: int, sizes: Mapping[int, Sequence[Pipe]]) -> None:
+        self.half, self.at = half, 0
+        self.others: dict[int, list[Layer]] = {}
         self.wrong = {layer: [0.0] * len(pipes) for layer, pipes in sizes.items()}
         self.whole = dict.fromkeys(sizes, 0.0)
 
-    @torch.no_grad()
-    def read(self, model: PreTrainedModel, ids: Tensor, begin: int) -> None:
-        """Read tokens [length], beginning at the passage's index `begin`."""
-        self.at = begin
-        decoder = self.attachment.facts.decoder  # without the LM head: logits would be large
-        decoder(input_ids=ids[None].to(input_device(model)), past_key_values=self, use_cache=True)
-
-    def hear(
-        self,
-        forward: Forward,
-        layer: int,
-        asked: tuple[Tensor, Tensor, Tensor],
-        params: AttentionParams,
-        out: Tensor,
-    ) -> None:
+    def hear(self, call: AttentionCall) -> None:
         """Send the same inputs to every size of the layer, and add up the errors."""
-        plan = forward.plan.on(out.device)
-        exact = out[:, :, max(0, self.half - self.at) :].double()
-        for place, other in enumerate(self.others.get(layer, ())):
-            answer = other.attend(*asked, params, plan)
+        plan = call.forward.plan.on(call.out.device)
+        exact = call.out[:, :, max(0, self.half - self.at) :].double()
+        for place, other in enumerate(self.others.get(call.layer, ())):
+            answer = other.attend(call.queries, call.keys, call.values, call.params, plan)
             other.commit()
-            off = answer[:, :, out.shape[2] - exact.shape[2] :].double() - exact
-            self.wrong[layer][place] += float(off.square().sum())
-        if layer in self.whole:
-            self.whole[layer] += float(exact.square().sum())
+            off = answer[:, :, call.out.shape[2] - exact.shape[2] :].double() - exact
+            self.wrong[call.layer][place] += float(off.square().sum())
+        if call.layer in self.whole:
+            self.whole[call.layer] += float(exact.square().sum())
 
 
 PASSAGE = 8
@@ -362,17 +325,13 @@ class Calibration:
             WeirError: its name does not end with .toml, or it cannot be written.
         """
         path = check_path(path)
+        passages = {"passages": self.passages, "length": self.length}
         facts = {
             "weir": __version__,
             "calibrated": self.asked,
             "chunk": self.chunk,
             "bytes": self.nbytes,
-            "text": {
-                "name": self.text,
-                "sha256": self.digest,
-                "passages": self.passages,
-                "length": self.length,
-            },
+            "text": {"name": self.text, "sha256": self.digest, **passages},
         }
         layers = [
             {
@@ -495,9 +454,8 @@ def _plans(
         raise WeirError(f"{policy} has no limit, so there is nothing to share out")
     cache = StreamingCache(model, policy, chunk=chunk)
     cache.detach()
-    held = {
-        layer: plan for layer, plan in enumerate(cache.plans) if plan.spec.positions.window is None
-    }
+    plans = enumerate(cache.plans)
+    held = {layer: plan for layer, plan in plans if plan.spec.positions.window is None}
     return held, cache.attachment.facts.sliding
 
 
@@ -517,17 +475,9 @@ def _share_bytes(
     after = [each[place] for each, place in zip(choices, taken, strict=True)]
     if fmean(layer.error for layer in after) >= fmean(layer.error for layer in before):
         taken, after = own, before
-    found = tuple(
-        LayerBudget(
-            pipe=sizes[layer][place],
-            nbytes=now.nbytes,
-            error=now.error,
-            before=was.error,
-            tried=tuple(
-                (pipe.stands_for, error)
-                for pipe, error in zip(sizes[layer], errors[layer], strict=True)
-            ),
-        )
-        for layer, place, now, was in zip(plans, taken, after, before, strict=True)
-    )
-    return found, total
+    found = []
+    for layer, place, now, was in zip(plans, taken, after, before, strict=True):
+        names = [pipe.stands_for for pipe in sizes[layer]]
+        tried = tuple(zip(names, errors[layer], strict=True))
+        found.append(LayerBudget(sizes[layer][place], now.nbytes, now.error, was.error, tried))
+    return tuple(found), total

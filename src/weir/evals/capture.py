@@ -5,7 +5,6 @@ A cache that keeps everything records them, so this works for every model that w
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,33 +14,51 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from weir.cache import Forward, StreamingCache
+from weir.cache.layer import Layer
 from weir.errors import WeirError
 from weir.models import describe, input_device, transformers_model
 from weir.slab import AttentionParams, LayerPositions
 
 
-class ListeningCache(StreamingCache, ABC):
-    """A cache that reports the inputs and outputs of its layers, on any model weir serves."""
+@dataclass(frozen=True)
+class AttentionCall:
+    """What a layer's attention received in one forward, and what it answered.
 
-    @abstractmethod
-    def hear(
+    Attributes:
+        forward: the forward under way.
+        layer, held: index of the layer, and the layer of the cache.
+        queries: [batch, heads, length, key_dim], as the layer received them, like the others.
+        keys, values: [batch, kv_heads, length, key_dim] and [..., value_dim].
+        params: attention parameters of the layer.
+        out: attention output [batch, heads, length, value_dim].
+    """
+
+    forward: Forward
+    layer: int
+    held: Layer
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    params: AttentionParams
+    out: Tensor
+
+
+class ListeningCache(StreamingCache):
+    """A cache that passes every layer's call to `hear`, on any model weir serves.
+
+    The other arguments are those of `StreamingCache`.
+    """
+
+    def __init__(
         self,
-        forward: Forward,
-        layer: int,
-        asked: tuple[Tensor, Tensor, Tensor],
-        params: AttentionParams,
-        out: Tensor,
+        model: PreTrainedModel,
+        policy: str,
+        hear: Callable[[AttentionCall], None],
+        **options: Any,
     ) -> None:
-        """Receive the inputs and output of a layer; called for every layer of every forward.
-
-        Args:
-            forward: the forward under way.
-            layer: index of the layer.
-            asked: queries [batch, heads, length, key_dim], keys [batch, kv_heads, length, key_dim]
-                and values [batch, kv_heads, length, value_dim], as the layer received them. params:
-            attention parameters of the layer. out: attention output [batch, heads, length,
-            value_dim].
-        """
+        super().__init__(model, policy, **options)
+        self.hear = hear
+        self.device = input_device(transformers_model(model))
 
     def begin(self, given: dict[str, Any], without: tuple[int, ...] = ()) -> Forward:
         """Begin a forward whose layers report to `hear`."""
@@ -52,11 +69,24 @@ class ListeningCache(StreamingCache, ABC):
             layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
         ) -> Tensor:
             out = attend(layer, queries, keys, values, params)
-            self.hear(forward, layer, (queries, keys, values), params, out)
+            held = self.stack[layer]
+            self.hear(AttentionCall(forward, layer, held, queries, keys, values, params, out))
             return out
 
         forward.attend = listen  # type: ignore[method-assign]
         return forward
+
+    def read(self, ids: Tensor) -> None:
+        """Read tokens [length] without the LM head, whose logits would be large."""
+        decoder = self.attachment.facts.decoder
+        with torch.no_grad():
+            batch = ids[None].to(self.device)
+            decoder(input_ids=batch, past_key_values=self, use_cache=True)
+
+    def close(self) -> None:
+        """Free the slots now, as what refers to a cache goes in circles, and leave the model."""
+        self.reset()
+        self.detach()
 
 
 Taken = TypeVar("Taken")
@@ -88,34 +118,6 @@ class LayerInputs:
         return self.keys.shape[2]
 
 
-class _CaptureCache(ListeningCache):
-    """A cache without a limit that records the inputs of some layers."""
-
-    def __init__(
-        self, model: PreTrainedModel, length: int, take: Callable[[LayerInputs], Any]
-    ) -> None:
-        super().__init__(model, "dense", positions="original", chunk=length)
-        self.device = input_device(transformers_model(model))
-        self.wanted: frozenset[int] = frozenset()
-        self.take = take
-        self.heard: dict[int, Any] = {}
-
-    def hear(
-        self,
-        forward: Forward,
-        layer: int,
-        asked: tuple[Tensor, Tensor, Tensor],
-        params: AttentionParams,
-        out: Tensor,
-    ) -> None:
-        """Record the inputs of the layer."""
-        if layer in self.wanted:
-            spec = self.stack[layer].spec
-            queries, keys, values = (t.float() for t in asked)
-            inputs = LayerInputs(layer, spec.layers, queries, keys, values, params, spec.positions)
-            self.heard[layer] = self.take(inputs)
-
-
 def capture(
     model: PreTrainedModel, ids: Tensor, layers: Sequence[int] | None = None
 ) -> list[LayerInputs]:
@@ -124,8 +126,8 @@ def capture(
     Args:
         model: a causal language model.
         ids: the text [length], int64.
-        layers: indices of layers, from 0; None for all that attend to the whole text. Layers that
-            slide over a window of their own keep that window whatever the policy, and are left out.
+        layers: indices of layers, from 0; None for all but those that slide over a window of their
+            own, which keep it whatever the policy.
 
     Raises:
         WeirError: the model cannot be served, or there is no such layer, or the layer slides.
@@ -156,8 +158,7 @@ def capture_each(
     so at most one layer is held beside the keys and values that the model needs to read exactly.
 
     Args:
-        model: a causal language model.
-        ids: the text [length], int64.
+        model, ids: a causal language model, and the text [length].
         take: called for each layer in the order of the model.
         layers: indices of layers, from 0; None for all.
 
@@ -167,7 +168,17 @@ def capture_each(
     Raises:
         WeirError: the model cannot be served, or there is no such layer.
     """
-    listener = _CaptureCache(model, len(ids), take)
+    heard: dict[int, Taken] = {}
+    wanted: Sequence[int] = ()
+
+    def hear(call: AttentionCall) -> None:
+        if call.layer in wanted:
+            spec = call.held.spec
+            q, k, v = (t.float() for t in (call.queries, call.keys, call.values))
+            inputs = LayerInputs(call.layer, spec.layers, q, k, v, call.params, spec.positions)
+            heard[call.layer] = take(inputs)
+
+    listener = ListeningCache(model, "dense", hear, positions="original", chunk=len(ids))
     try:
         count = len(listener.stack)
         wanted = range(count) if layers is None else layers
@@ -176,26 +187,17 @@ def capture_each(
                 raise WeirError(
                     f"layer {layer} does not exist; the model's layers are 0 to {count - 1}"
                 )
-        listener.wanted = frozenset(wanted)
-        decoder = listener.attachment.facts.decoder  # without the LM head: logits would be large
-        with torch.no_grad():
-            batch = ids[None].to(listener.device)
-            decoder(input_ids=batch, past_key_values=listener, use_cache=True)
-        return {layer: listener.heard[layer] for layer in sorted(listener.wanted)}
+        listener.read(ids)
+        return dict(sorted(heard.items()))
     finally:
-        listener.reset()  # frees the slots now: what refers to a cache goes in circles
-        listener.detach()
+        listener.close()
 
 
 def in_place(inputs: LayerInputs, x: Tensor) -> Tensor:
     """Rotate a layer's queries or keys to their positions in the text, as its attention reads them.
 
     Keys in this form are what transformers caches, and what the pools `kcenter`, `subgen` and
-    `balance` compare.
-
-    Args:
-        inputs: inputs of the layer; the first token has position 0.
-        x: either `inputs.queries` or `inputs.keys` [1, heads, length, key_dim].
+    `balance` compare. The first token has position 0.
     """
     rotary = inputs.positions.rotary
     if rotary is None or inputs.positions.placed:

@@ -84,14 +84,7 @@ MOST_SHOWN = 5
 
 @dataclass(frozen=True)
 class NamedNumber:
-    """A name and its number, as a statement and a question.
-
-    Attributes:
-        name, number: as text.
-        said: token ids of the statement.
-        asked: token ids of the question, up to where the number begins.
-        answer: token ids of the number.
-    """
+    """A name and its number as text, and the ids of its statement, question and answer."""
 
     name: str
     number: str
@@ -150,13 +143,7 @@ def held_by_part(stream: Stream, parts: int) -> list[float]:
 
 @dataclass(frozen=True)
 class BookStory:
-    """The names that follow the book, and the text before their questions.
-
-    Attributes:
-        tokenizer: of the model.
-        names: the people and their numbers.
-        between: token ids between the statements and the questions [n].
-    """
+    """The names that follow the book, and the ids of the text before their questions [n]."""
 
     tokenizer: PreTrainedTokenizerBase
     names: Sequence[NamedNumber]
@@ -324,9 +311,15 @@ def read_book(
         {**meter.reading.as_json(), "policy": policy, "slots": meter.stream.capacity}
         for policy, meter in zip(policies, meters, strict=True)
     ]
-    told = None
-    if story is not None and _ask_all(story, meters, found, on_ask):
-        told = story.facts(len(ids))
+    if story is not None:
+        answers: list[dict[str, Any]] = []
+        for number, meter in enumerate(meters):
+            if on_ask(number):
+                story = None
+                break
+            answers.append(story.tell(meter.stream))
+        else:
+            found = [{**figures, **more} for figures, more in zip(found, answers, strict=True)]
     return {
         "model": name,
         "chat": chat is not None,
@@ -335,26 +328,9 @@ def read_book(
         "book": f"Leo Tolstoy, {TITLE}",
         "tokens": meters[0].reading.tokens,
         "block": block,
-        "story": told,
+        "story": None if story is None else story.facts(len(ids)),
         "policies": found,
     }
-
-
-def _ask_all(
-    story: BookStory | ChatStory,
-    meters: Sequence[PerplexityMeter],
-    found: list[dict[str, Any]],
-    on_ask: Callable[[int], bool | None],
-) -> bool:
-    """Add every policy's answers to the figures; if interrupted, add nothing and return False."""
-    answers = []
-    for asked, meter in enumerate(meters):
-        if on_ask(asked):
-            return False
-        answers.append(story.tell(meter.stream))
-    for figures, more in zip(found, answers, strict=True):
-        figures.update(more)
-    return True
 
 
 # --- the page
@@ -373,51 +349,22 @@ turn, which only <code>pinned</code> holds on to; $away tokens later it was aske
 the text between, $before of $count answers are right: a model that cannot answer then says nothing
 about a policy. In a second chat the text between was $soon tokens short: right after it were
 $answered. A right answer has a tick.</p>
-$answers
-
-<h2>What each policy still holds</h2>
-<p>The whole chat, from its first token at the left to its ${seen}th at the right, just before the
-questions. The stronger the color, the more tokens of a place have a slot, over all layers and
-heads. The mark shows where the facts were told.</p>
-<div class="strips">
-<div class="told"><span style="left:$place%">facts</span></div>
-$strips
-</div>""")
+""")
 STORY = Template("""<h2>Who still knows?</h2>
 <p>Behind the book every policy was told $count names with numbers ($some, &hellip;), read $away
 tokens more, and was asked for each number. A right answer has a tick.</p>
-$answers
+""")
+HELD = Template("""$answers
 
 <h2>What each policy still holds</h2>
-<p>All that was read, from its first token at the left to its ${seen}th at the right, just before
-the questions. The stronger the color, the more tokens of a place have a slot, over all layers and
-heads. The mark shows where the names were told.</p>
+<p>$all, from its first token at the left to its ${seen}th at the right, just before the
+questions. The stronger the color, the more tokens of a place have a slot, over all layers and
+heads. The mark shows where the $what were told.</p>
 <div class="strips">
-<div class="told"><span style="left:$place%">names</span></div>
+<div class="told"><span style="left:$place%">$what</span></div>
 $strips
 </div>""")
-"""The part of the page about the names, where every policy was asked."""
-STYLE = """
-  svg { max-width: 40rem; }
-  .figures, .answers { width: 100%; }
-  .answers { font-size: .85rem; }
-  .answers th, .answers td { padding: .35rem .25rem; }
-  .answers td { color: var(--gray); }
-  .answers td:first-child, .answers b { color: var(--ink); }
-  td i, p i { display: inline-block; width: .7em; height: .7em; border-radius: 50%; margin-right: .5em; }
-  .strips { margin-bottom: 2.4rem; }
-  .strips p { margin: .8rem 0 .15rem; font-size: .9rem; color: var(--gray); }
-  .strips code { color: var(--ink); margin-right: .6em; }
-  .strip { height: 1.4rem; border: 1px solid var(--line); border-radius: .2rem; }
-  .told { position: relative; height: 1.2rem; font-size: .85rem; color: var(--gray); }
-  .told span { position: absolute; transform: translateX(-50%); border-bottom: 2px solid var(--ink); line-height: 1.2; }
-  @media (max-width: 40rem) {
-    table { font-size: .75rem; }
-    th, td { padding: .35rem .2rem; }
-    th, td:first-child { white-space: normal; }
-    .figures th:last-child, .figures td:last-child { display: none; }
-  }
-"""  # noqa: E501
+"""The part of the page about what is known and held, where every policy was asked."""
 
 
 def write_report(result: dict[str, Any], path: Path) -> None:
@@ -426,7 +373,8 @@ def write_report(result: dict[str, Any], path: Path) -> None:
 
     policies = result["policies"]
     limited = [policy for policy in policies if policy["slots"] is not None] or policies
-    body = Template((resources.files("weir.evals") / "demo.html").read_text("utf-8")).substitute(
+    folder = resources.files("weir.evals")
+    body = Template((folder / "demo.html").read_text("utf-8")).substitute(
         about=(CHAT_ABOUT if result["chat"] else ABOUT).substitute(
             model=html.escape(result["model"]),
             rule=html.escape(RULE),
@@ -446,9 +394,10 @@ def write_report(result: dict[str, Any], path: Path) -> None:
         f"Made by <code>weir demo</code>, weir {__version__}. The figures are in "
         "<code>result.json</code> beside this page."
     )
+    style = "\n" + (folder / "demo.css").read_text("utf-8")
     heading = "A book read past the window, and what is left of it"
     title = "weir: a book read past the window, and what is left of it"
-    path.write_text(html_page(title, body, footer, heading=heading, style=STYLE), "utf-8")
+    path.write_text(html_page(title, body, footer, heading=heading, style=style), "utf-8")
 
 
 def write_excerpt(result: dict[str, Any], folder: Path) -> list[Path]:
@@ -490,17 +439,13 @@ def _figures(result: dict[str, Any]) -> str:
     """The table of figures."""
     story = result["story"]
     heads = ["policy", "perplexity", "last block", "cache", "still knows", "tokens/s"]
-    rows = [
-        [
-            _name(result, policy),
-            f"{policy['ppl']:,.1f}",
-            f"{policy['ppl_by_block'][-1]:,.1f}",
-            f"{policy['kv_bytes'] / 1e6:,.1f} MB",
-            f"{policy['knows']} of {len(story['names'])}" if story else "",
-            f"{policy['tokens_per_s']:,.0f}",
-        ]
-        for policy in result["policies"]
-    ]
+    rows = []
+    for policy in result["policies"]:
+        knows = f"{policy['knows']} of {len(story['names'])}" if story else ""
+        first = [policy["ppl"], policy["ppl_by_block"][-1], policy["kv_bytes"] / 1e6]
+        ppl, last, cache = (f"{figure:,.1f}" for figure in first)
+        speed = f"{policy['tokens_per_s']:,.0f}"
+        rows.append([_name(result, policy), ppl, last, f"{cache} MB", knows, speed])
     if not story:
         for cells in (heads, *rows):
             del cells[4]
@@ -517,7 +462,8 @@ def _story(result: dict[str, Any]) -> str:
         [_name(result, policy), *_answers(policy, story, 24 if result["chat"] else MOST_SHOWN)]
         for policy in result["policies"]
     ]
-    return (CHAT_STORY if result["chat"] else STORY).substitute(
+    every, what = ("The whole chat", "facts") if result["chat"] else ("All that was read", "names")
+    asked = (CHAT_STORY if result["chat"] else STORY).substitute(
         count=len(story["names"]),
         some=some,
         before=story.get("before"),
@@ -528,6 +474,10 @@ def _story(result: dict[str, Any]) -> str:
             for policy in result["policies"]
         ),
         away=f"{story['away']:,}",
+    )
+    return asked + HELD.substitute(
+        all=every,
+        what=what,
         seen=f"{seen:,}",
         place=f"{100 * story['told_at'] / seen:.2f}",
         answers=TextTable(["policy", *names], answers, markup=True).html("answers"),

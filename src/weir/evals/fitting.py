@@ -65,9 +65,7 @@ def fit_to_memory(
 ) -> tuple[str, int]:
     """A policy with the largest budget whose cache of one stream fits, and that budget.
 
-    Args:
-        model, policy, memory, chunk: as for `budget_in`.
-        name: name of the model, for the error.
+    Arguments are those of `budget_in`, and the name of the model for the error.
 
     Raises:
         WeirError: no budget fits; the message says what the smallest takes.
@@ -87,13 +85,6 @@ def largest_budget(model: PreTrainedModel, beside: int) -> int:
     """The maximum number of slots that a model can attend to beside `beside` others, 1 at least.
 
     The limit is the model's window, or the layers' window if all of them slide over fewer tokens.
-
-    Args:
-        model: the model; one on the device `meta`, without weights, will do.
-        beside: slots of a chunk, and of whatever else is held beside the budget.
-
-    Raises:
-        WeirError: the model cannot be served.
     """
     limits = [size for size in (window_of(model.config), describe(model).sliding) if size]
     return max(1, min(limits) - beside) if limits else MOST
@@ -101,11 +92,6 @@ def largest_budget(model: PreTrainedModel, beside: int) -> int:
 
 def smallest(model: PreTrainedModel, policy: str, chunk: int = 64) -> tuple[str, int]:
     """A policy with the smallest budget that it accepts, and the bytes of its cache.
-
-    Args:
-        model: the model.
-        policy: a policy that takes a budget, written without one.
-        chunk: tokens between two folds.
 
     Raises:
         WeirError: the policy accepts no budget.

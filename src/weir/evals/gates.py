@@ -100,14 +100,9 @@ def _lesson(inputs: LayerInputs) -> tuple[Tensor, Tensor] | None:
 
 
 def repeat_scores(inputs: LayerInputs, half: int) -> Tensor:
-    """Compute the largest share of attention that a token gets when it is read again.
+    """The largest share of attention that each of `half` tokens gets when all are read again.
 
-    Args:
-        inputs: of a layer, for a text of `half` tokens and the same text again.
-        half: tokens of the text.
-
-    Returns:
-        Over the queries of the second half and the heads of the group [half, kv_heads].
+    It is the largest over the queries of the second half and the heads of a group [half, kv_heads].
     """
     heads = inputs.keys.shape[1]
     queries = in_place(inputs, inputs.queries).unflatten(1, (heads, -1))
@@ -134,10 +129,8 @@ class _Sums:
     """Sums over tokens from which a linear map is solved, float64."""
 
     def __init__(self) -> None:
-        self.xx: Tensor | float = 0.0
-        self.xy: Tensor | float = 0.0
-        self.yy: Tensor | float = 0.0
-        self.score: Tensor | float = 0.0
+        # Each takes its shape from what is added first.
+        self.xx, self.xy, self.yy, self.score = torch.zeros(4, dtype=torch.float64)
         self.count = 0
 
     def add(self, x: Tensor, scores: Tensor) -> None:
@@ -149,18 +142,12 @@ class _Sums:
 
     def solve(self) -> Tensor:
         """Return the map of least squares [numbers, kv_heads], float32; its constant is free."""
-        assert isinstance(self.xx, Tensor)
-        assert isinstance(self.xy, Tensor)
-        penalty = (
-            torch.full((len(self.xx),), RIDGE, dtype=torch.float64) * self.xx.diagonal().mean()
-        )
+        penalty = RIDGE * self.xx.diagonal().mean().repeat(len(self.xx))
         penalty[-1] = 0.0
         return torch.linalg.solve(self.xx + penalty.diag(), self.xy).float()
 
     def explained(self, weight: Tensor) -> float:
         """Return the share of the variance that a map explains, the mean of the heads."""
-        assert isinstance(self.xy, Tensor)
-        assert isinstance(self.xx, Tensor)
         w = weight.double()
         wrong = self.yy - 2 * (w * self.xy).sum(0) + (w * (self.xx @ w)).sum(0)
         around = self.yy - self.xy[-1].square() / self.count
@@ -168,5 +155,4 @@ class _Sums:
 
     def copying(self) -> float:
         """Return the largest mean score of a head."""
-        assert isinstance(self.score, Tensor)
         return float(self.score.max()) / self.count

@@ -7,8 +7,7 @@ a cache of fixed size. Nothing is ever truncated: the policy decides what to dro
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,18 +25,8 @@ from weir.models import ModelSink, load, sink_of, transformers_model
 from weir.policies import Policy, Recompute, parse_policy
 from weir.stream import MOST_LOGITS, PIECE, Stream, cut_at_stop, render_chat
 
-
-@dataclass(frozen=True)
-class Likelihood:
-    """Log-likelihood of one continuation.
-
-    Attributes:
-        total: log-likelihood given the context, in nats.
-        greedy: whether every token is the likeliest one at that position.
-    """
-
-    total: float
-    greedy: bool
+Likelihood = tuple[float, bool]
+"""Log-likelihood of a continuation, in nats, and whether greedy decoding would give it."""
 
 
 def pad_rows(rows: Sequence[Sequence[int]], pad: int, left: bool) -> tuple[Tensor, Tensor]:
@@ -57,24 +46,18 @@ def likelihoods(
     stream: Callable[[], Stream],
     contexts: Sequence[Sequence[int]],
     continuations: Sequence[Sequence[int]],
-    pad: int = 0,
 ) -> list[Likelihood]:
     """Compute the likelihood of each continuation after its context, both non-empty.
 
     Args:
-        stream: makes a new stream under the policy; only the stream's cache is used here. Streams
-            under `recompute` have no cache, so their contexts must have one length.
+        stream: makes a new stream under the policy, of which only the cache is used, if it has one.
         contexts, continuations: token ids; all rows form one batch.
-        pad: any valid token id.
     """
     first = stream()
     if first.cache is None:
         pairs = zip(contexts, continuations, strict=True)
-        return [
-            _score_continuations(_row_feed(stream()), [context], [asked], pad)[0]
-            for context, asked in pairs
-        ]
-    return _score_continuations(_batch_feed(first.model, first.cache), contexts, continuations, pad)
+        return [_score_continuations(_row_feed(stream()), [a], [b])[0] for a, b in pairs]
+    return _score_continuations(_batch_feed(first.model, first.cache), contexts, continuations)
 
 
 Feed = Callable[[Tensor, Tensor, bool], Tensor]
@@ -112,11 +95,12 @@ def _row_feed(stream: Stream) -> Feed:
 
 
 def _score_continuations(
-    feed: Feed, contexts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], pad: int
+    feed: Feed, contexts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]
 ) -> list[Likelihood]:
-    ids, mask = pad_rows(contexts, pad, left=True)
+    # Any token may stand for padding.
+    ids, mask = pad_rows(contexts, 0, left=True)
     logits = feed(ids, mask, False)[:, -1].float()
-    asked, counts = pad_rows(continuations, pad, left=False)
+    asked, counts = pad_rows(continuations, 0, left=False)
     total = torch.zeros(len(asked), dtype=torch.float64)
     greedy = torch.ones(len(asked), dtype=torch.bool)
     step = max(1, min(PIECE, MOST_LOGITS // (logits.shape[-1] * len(asked))))
@@ -134,7 +118,7 @@ def _score_continuations(
         said = before.log_softmax(-1).gather(-1, piece.to(before.device)[..., None])[..., 0].cpu()
         total += torch.where(real, said.double(), 0.0).sum(1)
         greedy &= ((before.argmax(-1).cpu() == piece) | ~real).all(1)
-    return [Likelihood(float(t), bool(g)) for t, g in zip(total, greedy, strict=True)]
+    return list(zip(total.tolist(), greedy.tolist(), strict=True))
 
 
 class WeirLM(TemplateLM):
@@ -201,12 +185,8 @@ class WeirLM(TemplateLM):
             self.model, self.tokenizer = pretrained, tokenizer
         else:
             raise WeirError("a model that is loaded already needs its tokenizer beside it")
-        self.options: dict[str, Any] = {
-            "chunk": chunk,
-            "seed": seed,
-            "positions": positions,
-            "prefill": prefill,
-        }
+        options = {"chunk": chunk, "seed": seed, "positions": positions, "prefill": prefill}
+        self.options: dict[str, Any] = options
         self.batch_size = int(batch_size)
         self.max_gen_toks = max_gen_toks
         self._device = self.model.device
@@ -278,15 +258,12 @@ class WeirLM(TemplateLM):
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation, and whether greedy decoding would give it."""
-        lengths = [len(context) + len(asked) for _, context, asked in requests]
-        found: dict[int, tuple[float, bool]] = {}
-        for batch in self._batches(lengths, "loglikelihood", disable_tqdm):
-            contexts = [self.sink.first(requests[i][1]) for i in batch]
-            asked = [requests[i][2] for i in batch]
-            said = likelihoods(self.stream, contexts, asked)
-            for i, one in zip(batch, said, strict=True):
-                found[i] = (one.total, one.greedy)
-                self.cache_hook.add_partial("loglikelihood", requests[i][0], found[i])
+        contexts = [self.sink.first(context) for _, context, _ in requests]
+        asked = [asked for _, _, asked in requests]
+        found: dict[int, Likelihood] = {}
+        for i, one in self._score("loglikelihood", contexts, asked, disable_tqdm):
+            found[i] = one
+            self.cache_hook.add_partial("loglikelihood", requests[i][0], one)
         return [found[i] for i in range(len(requests))]
 
     def loglikelihood_rolling(
@@ -299,14 +276,20 @@ class WeirLM(TemplateLM):
         # The prefix of a text is given and not scored.
         tokens = [sink.first(self.tok_encode(text))[len(sink.tokens) :] for text in texts]
         found: dict[int, float] = {}
-        lengths = [len(row) for row in tokens]
-        for batch in self._batches(lengths, "loglikelihood_rolling", disable_tqdm):
-            asked = [tokens[i] for i in batch]
-            said = likelihoods(self.stream, [front] * len(batch), asked)
-            for i, one in zip(batch, said, strict=True):
-                found[i] = one.total
-                self.cache_hook.add_partial("loglikelihood_rolling", (texts[i],), one.total)
+        fronts = [front] * len(texts)
+        for i, (total, _) in self._score("loglikelihood_rolling", fronts, tokens, disable_tqdm):
+            found[i] = total
+            self.cache_hook.add_partial("loglikelihood_rolling", (texts[i],), total)
         return [found[i] for i in range(len(requests))]
+
+    def _score(
+        self, what: str, contexts: list[list[int]], asked: list[list[int]], quiet: bool
+    ) -> Iterator[tuple[int, Likelihood]]:
+        """Yield the index and likelihood of each continuation, batch by batch."""
+        lengths = [len(one) + len(other) for one, other in zip(contexts, asked, strict=True)]
+        for batch in self._batches(lengths, what, quiet):
+            mine = likelihoods(self.stream, [contexts[i] for i in batch], [asked[i] for i in batch])
+            yield from zip(batch, mine, strict=True)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Generate an answer to each context, up to the first of the task's stops."""

@@ -71,8 +71,8 @@ def read_policies(text: str) -> list[str]:
     """Parse a list of policies; policies keep their spelling, policy files are read.
 
     Raises:
-        PolicyError: a policy cannot be parsed or is invalid. WeirError: there is no such policy
-            file.
+        PolicyError: a policy cannot be parsed or is invalid.
+        WeirError: there is no such policy file.
     """
     parser = Parser(text)
 
@@ -105,8 +105,8 @@ def with_budget(policy: str, budget: int) -> str:
     """Insert a budget into a policy.
 
     Raises:
-        WeirError: the policy takes no budget, or has one already. PolicyError: the policy is
-            invalid with this budget.
+        WeirError: the policy takes no budget, or has one already.
+        PolicyError: the policy is invalid with this budget.
     """
     call = parse_call(policy)
     if call is not None and call.name == QUANTIZED and takes_budget(policy):

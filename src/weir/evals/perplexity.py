@@ -29,11 +29,9 @@ class PerplexityResult:
     """Perplexity, bytes and speed of reading a text.
 
     Attributes:
-        policy: the policy as it was written.
-        tokens: number of tokens read.
-        block: tokens in a block.
+        policy, block: the policy as it was written, and tokens in a block.
+        tokens, scored: tokens read, and those that had something before them.
         nll: sum of negative log-likelihoods, in nats.
-        scored: tokens that had something before them.
         ppl_by_block: perplexity of each block of the text; the last one may be short. The first
             token of a stream has no prediction and is not scored.
         kv_bytes: bytes of the cache at the end.
@@ -121,7 +119,8 @@ class PerplexityMeter:
         took = time.perf_counter() - began
         reading.seconds += took
         reading.pace.append(took / len(piece))
-        for part in nll.split(_cuts(len(nll), reading.tokens % reading.block, reading.block)):
+        first = min(len(nll), reading.block - reading.tokens % reading.block)
+        for part in (nll[:first], *nll[first:].split(reading.block)):
             known = part[1:] if is_first and reading.tokens == 0 else part
             total = float(known.double().sum())
             self._nll += total
@@ -160,14 +159,9 @@ def read(
     in_steps: bool = False,
     on_step: Callable[[PerplexityResult], bool | None] = lambda reading: None,
 ) -> PerplexityResult:
-    """Read `ids` [tokens] and measure.
+    """Read `ids` [tokens] with a new stream and measure, as a `PerplexityMeter` does.
 
-    Args:
-        stream: a new stream.
-        ids: the text.
-        block: tokens in a block of `ppl_by_block`.
-        in_steps: call the model once per token.
-        on_step: called after every `STEP` tokens; reading ends early when it returns True.
+    `on_step` is called after every `STEP` tokens; reading ends early when it returns True.
     """
     meter = PerplexityMeter(stream, block, in_steps=in_steps)
     for piece in ids.split(STEP):
@@ -176,16 +170,6 @@ def read(
             break
     meter.close()
     return meter.reading
-
-
-def _cuts(length: int, in_block: int, block: int) -> list[int]:
-    """Split `length` tokens at block boundaries, and return the lengths of the parts."""
-    cuts = []
-    while length:
-        part = min(length, block - in_block)
-        cuts.append(part)
-        length, in_block = length - part, 0
-    return cuts
 
 
 def _exp(nats: float) -> float:

@@ -22,15 +22,10 @@ from weir.errors import WeirError, describe_missing
 
 
 def import_optional(module: str, what: str, extra: str = "eval") -> Any:
-    """Import a module of an optional package.
-
-    Args:
-        module: its name, as in an import.
-        what: the feature that needs the module, for the error.
-        extra: weir's extra that installs the module.
+    """Import a module of an optional package, which the feature `what` needs.
 
     Raises:
-        WeirError: the module is not installed, or cannot be imported.
+        WeirError: the module cannot be imported; the message names the extra that installs it.
     """
     try:
         return import_module(module)
@@ -70,6 +65,8 @@ LARGEST = sys.float_info.max
 class JsonRecord:
     """One JSON object, whose errors say where an invalid field is.
 
+    Every method raises a `WeirError` where a field is missing or of another kind.
+
     Args:
         place: the file and line, for errors.
         values: the object.
@@ -85,69 +82,61 @@ class JsonRecord:
         return name in self.values
 
     def text(self, name: str) -> str:
-        """The text in a field.
-
-        Raises:
-            WeirError: the field is missing or has another type.
-        """
+        """The text in a field."""
         return str(self._get(name, str, "a text"))
 
     def count(self, name: str) -> int:
-        """The whole number in a field; raises as `text`."""
+        """The whole number in a field."""
         return int(self._get(name, int, "a whole number"))
 
     def flag(self, name: str) -> bool:
-        """The truth value in a field; raises as `text`."""
+        """The truth value in a field."""
         return bool(self._get(name, bool, "true or false"))
 
     def number(self, name: str, known: bool = False) -> float | None:
-        """The number in a field, None for null unless `known`; raises as `text`."""
+        """The number in a field, None for null unless `known`."""
         if name not in self.values:
             raise self.wrong(name, "is missing")
         return self._number(name, self.values[name], known)
 
     def numbers(self, name: str) -> list[float | None]:
-        """The list of numbers in a field, None for each null; raises as `text`."""
-        items = enumerate(self._items(name, least=0))
-        return [self._number(f"{name}[{i}]", value, known=False) for i, value in items]
+        """The list of numbers in a field, None for each null."""
+        return [self._number(at, value, known=False) for at, value in self._items(name)]
 
     def words(self, name: str) -> str:
-        """The non-blank text in a field; raises as `text`."""
+        """The non-blank text in a field."""
         return self._words(name, self.text(name))
 
     def several_words(self, name: str, least: int = 0) -> list[str]:
-        """The list of non-blank texts in a field, at least `least`; raises as `text`."""
-        found = enumerate(self.texts(name, least))
-        return [self._words(f"{name}[{i}]", value) for i, value in found]
+        """The list of non-blank texts in a field, at least `least`."""
+        return [self._words(f"{name}[{i}]", text) for i, text in enumerate(self.texts(name, least))]
 
     def texts(self, name: str, least: int = 0) -> list[str]:
-        """The list of texts in a field, at least `least`; raises as `text`."""
-        return [
-            str(self._check(f"{name}[{i}]", value, str, "a text"))
-            for i, value in enumerate(self._items(name, least))
-        ]
+        """The list of texts in a field, at least `least`."""
+        items = self._items(name, least)
+        return [str(self._check(at, value, str, "a text")) for at, value in items]
 
     def record(self, name: str) -> JsonRecord:
-        """The object in a field; raises as `text`."""
+        """The object in a field."""
         return JsonRecord(self.place, self._get(name, dict, "an object"), f"{self.path}{name}.")
 
     def records(self, name: str, least: int = 0) -> list[JsonRecord]:
-        """The list of objects in a field, at least `least`; raises as `text`."""
-        found = []
-        for i, value in enumerate(self._items(name, least)):
-            inner = self._check(f"{name}[{i}]", value, dict, "an object")
-            found.append(JsonRecord(self.place, inner, f"{self.path}{name}[{i}]."))
-        return found
+        """The list of objects in a field, at least `least`."""
+        return [
+            JsonRecord(self.place, self._check(at, value, dict, "an object"), f"{self.path}{at}.")
+            for at, value in self._items(name, least)
+        ]
 
     def wrong(self, name: str, problem: str) -> WeirError:
         """Make the error for a field that has the right type but an invalid value."""
         return WeirError(f"{self.place}: the field '{self.path}{name}' {problem}")
 
-    def _items(self, name: str, least: int) -> list[Any]:
+    def _items(self, name: str, least: int = 0) -> list[tuple[str, Any]]:
+        """The entries of a list with their names, `choices[2]`."""
         items: list[Any] = self._get(name, list, "a list")
         if len(items) < least:
             raise self.wrong(name, f"needs {least} or more entries and has {len(items)}")
-        return items
+        return [(f"{name}[{i}]", value) for i, value in enumerate(items)]
 
     def _get(self, name: str, kind: type, words: str) -> Any:
         if name not in self.values:

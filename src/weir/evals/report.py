@@ -50,11 +50,7 @@ class TextTable:
     markup: bool = False
 
     def html(self, classes: str = "") -> str:
-        """The table as HTML, in a box that scrolls sideways on a narrow screen.
-
-        Args:
-            classes: CSS classes of the table.
-        """
+        """The table as HTML with CSS classes, in a box that scrolls sideways on a narrow screen."""
         shown = str if self.markup else html.escape
         heads = "".join(f"<th>{shown(head)}</th>" for head in self.heads)
         body = "\n".join(
@@ -139,12 +135,7 @@ def _with_page_colors(svg: str) -> str:
 
 
 def style_axes(axes: Axes, *, vertical: bool = True) -> None:
-    """Style axes: a grid behind the data, plain numbers, and no frame.
-
-    Args:
-        axes: axes with linear or logarithmic scales.
-        vertical: whether the grid has vertical lines too.
-    """
+    """Style linear or logarithmic axes: a grid behind the data, plain numbers, and no frame."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     for axis, scale in ((axes.xaxis, axes.get_xscale()), (axes.yaxis, axes.get_yscale())):

@@ -36,14 +36,14 @@ def count_right(right: int, asked: int) -> dict[str, Any]:
     return {"right": right, "asked": asked, "accuracy": share, "low": low, "high": high}
 
 
-def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float | None]:
-    """The mean of some figures, and the half-width of its confidence interval.
+def mean_interval(values: Sequence[float]) -> tuple[float, float | None]:
+    """The mean of some figures, and the half-width of its 95 % interval.
 
     Student's interval, for few independent measurements; None for a single figure.
     """
     if len(values) < 2:
         return fmean(values), None
-    reach = student(len(values) - 1, confidence) * stdev(values) / math.sqrt(len(values))
+    reach = student(len(values) - 1) * stdev(values) / math.sqrt(len(values))
     return fmean(values), reach
 
 

@@ -110,6 +110,12 @@ class Task(ABC):
         """
         return (self,)
 
+    def check_samples(self) -> None:
+        """Refuse a parameter `samples` below 1 with a `WeirError`; none is all of a file."""
+        samples = getattr(self, "samples", None)
+        if samples is not None and samples < 1:
+            raise WeirError(f"{self.name} takes 1 sample or more, not {samples}")
+
     @abstractmethod
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
         """Measure.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.evals.inspect.covering import (
+from weir.evals.inspect.keys import (
     Covering,
     centers,
     cover,
@@ -118,7 +118,7 @@ def test_too_few_points_and_too_many_centers_are_refused():
     assert doublings(8) == (1, 2, 4)
     assert doublings(512) == (1, 2, 4, 8, 16, 32, 64, 128, 256)
     with pytest.raises(WeirError, match="17 centers cannot be picked from 16 tokens"):
-        cover(draw(1, 16, 2), counts=(1, 17))
+        covering_radii(draw(1, 16, 2), (1, 17))
     with pytest.raises(WeirError, match="0 centers"):
         centers(draw(1, 16, 2), 0)
 

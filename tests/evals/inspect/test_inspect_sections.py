@@ -305,7 +305,7 @@ def test_slots_of_one_sequence_are_freed_before_the_next_is_read():
 def test_maps_keep_what_is_drawn_and_batches_are_bounded(monkeypatch):
     model, ids = make("llama"), tokens(6, 16)
     whole = maps.mean_logits(asked(model), ids)
-    monkeypatch.setattr(maps, "TOKENS", 32)  # three batches
+    monkeypatch.setattr(maps, "MOST_TOKENS", 32)  # three batches
     some = maps.mean_logits(asked(model), ids, [1], [2, 0])
     assert list(some) == [1]
     got, wanted = (mean.nan_to_num().float() for mean in (some[1], whole[1][[2, 0]]))

@@ -11,13 +11,13 @@ from reference.models import make, tokens
 import weir
 from weir.errors import WeirError
 from weir.evals.capture import capture_each
-from weir.evals.inspect.covering import cover
 from weir.evals.inspect.keys import (
     KEYS,
     TURNED,
     VALUES,
     Vectors,
     cloud_of,
+    cover,
     kinds_of,
     layers_of,
     measure,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from weir.evals.results.summary import Column, by_distance, overviews, short_heads
+from weir.evals.results.summary import Column, Estimate, by_distance, overviews, short_heads
 
 
 def record(policy: str, value: float | None, **more: Any) -> dict[str, Any]:
@@ -16,19 +16,25 @@ def record(policy: str, value: float | None, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def column(head: str, values: tuple[float | None, ...], *how: Any, **more: Any) -> Column:
+    """A column of figures that were each measured once."""
+    figures = tuple(None if value is None else Estimate(value, 1, 1) for value in values)
+    return Column(head, figures, *how, **more)
+
+
 def test_best_and_second_best_are_told_by_what_is_written_and_the_worst_never_is():
-    lower = Column("ppl", (9.0, 3.141, 7.0, None, 3.1415), "lower", digits=2)
+    lower = column("ppl", (9.0, 3.141, 7.0, None, 3.1415), "lower", digits=2)
     assert lower.places() == {1: 1, 4: 1, 2: 2}
-    assert Column("x", (0.5, 0.9, 0.7), "higher").places() == {1: 1, 2: 2}
-    assert Column("x", (0.0, 1.0, 1.0), "higher").places() == {1: 1, 2: 1}
-    assert Column("x", (1.0, 1.0), "higher").places() == {}
-    assert Column("x", (2.0, 1.0), None).places() == {}
+    assert column("x", (0.5, 0.9, 0.7), "higher").places() == {1: 1, 2: 2}
+    assert column("x", (0.0, 1.0, 1.0), "higher").places() == {1: 1, 2: 1}
+    assert column("x", (1.0, 1.0), "higher").places() == {}
+    assert column("x", (2.0, 1.0), None).places() == {}
 
 
 def test_figures_are_written_as_wide_as_they_need():
-    assert Column("x", (1234.567,), None, digits=1).written(0, group=",") == "1,234.6"
-    assert Column("x", (2_345_678.0,), None, megabytes=True).written(0) == "2.35"
-    assert Column("x", (None,), None).written(0) == "–"
+    assert column("x", (1234.567,), None, digits=1).written(0, group=",") == "1,234.6"
+    assert column("x", (2_345_678.0,), None, megabytes=True).written(0) == "2.35"
+    assert column("x", (None,), None).written(0) == "–"
 
 
 def test_an_overview_has_a_row_per_policy_and_a_column_per_setting():

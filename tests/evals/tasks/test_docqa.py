@@ -16,7 +16,6 @@ import weir
 from weir.errors import WeirError
 from weir.evals.answers import GeneratedAnswer
 from weir.evals.scores import contains, is_exact, normalize
-from weir.evals.tasks import docqa
 from weir.evals.tasks.docqa import DocumentQA
 
 OFFICIAL = Path(__file__).parents[2] / "data" / "evals" / "documents.jsonl.gz"
@@ -74,7 +73,7 @@ def test_exact_matches_are_counted_on_the_first_line(monkeypatch: pytest.MonkeyP
     def told(*args: object, **kwargs: object) -> GeneratedAnswer:
         return GeneratedAnswer(next(said), kv_bytes=8, held=None, seen=4)
 
-    monkeypatch.setattr(docqa, "ask", told)
+    monkeypatch.setattr("weir.evals.answers.ask", told)
     found = DocumentQA(file=str(OFFICIAL), chat=True).run(stranger(), quiet)
     assert found["answers"] == ["The Holm.", "It is green"]
     assert (found["exact_match"], found["contains"], found["right"]) == (0.5, 1.0, 1)

@@ -13,8 +13,16 @@ from torch import Tensor
 import weir
 from weir.errors import WeirError
 from weir.evals.task import Subject
-from weir.evals.tasks import Changed, Instruction, Repeated, Verbatim
-from weir.evals.tasks.facts import ExerciseFacts, lay_out
+from weir.evals.tasks.exercises import (
+    Changed,
+    Instruction,
+    Material,
+    Repeated,
+    Verbatim,
+    draw_facts,
+    lay_out,
+)
+from weir.train import Words
 
 FEW: dict[str, Any] = {"samples": 3, "farthest": 256}
 NBYTES = 1200
@@ -88,7 +96,7 @@ class Reads(Subject):
     streams: list[Knowing] = field(default_factory=list)
 
     def stream(self, prompt=None, answer=0):
-        verb = ExerciseFacts(self.tokenizer).words.verb
+        verb = Words.of(self.tokenizer).verb
         self.streams.append(Knowing(self.newest, self.window, verb))
         return self.streams[-1]
 
@@ -139,7 +147,7 @@ def test_an_instruction_stands_at_the_start_and_is_asked_for_its_distance_after_
     task = Instruction(samples=2, farthest=128)
     one = reader(nano)
     found = task.run(one, silent)
-    words = ExerciseFacts(nano[1]).words
+    words = Words.of(nano[1])
     for row in one.streams[0].rows:
         assert row[0] == words.front[0]
         rules = [row[1 + 7 * n : 8 + 7 * n] for n in range(3)]
@@ -166,7 +174,7 @@ def test_an_answer_of_many_tokens_is_right_only_whole(nano):
     @dataclass(frozen=True)
     class Slipping(Reads):
         def stream(self, prompt=None, answer=0):
-            return Slips(True, None, ExerciseFacts(self.tokenizer).words.verb)
+            return Slips(True, None, Words.of(self.tokenizer).verb)
 
     slipped = task.run(Slipping("some", *nano, policy=weir.policy("dense")), silent)
     assert slipped["accuracy"] == 0.0  # of nine tokens in a row one at least is at a fifth place
@@ -174,13 +182,14 @@ def test_an_answer_of_many_tokens_is_right_only_whole(nano):
 
 
 def test_numbers_of_one_name_begin_differently_and_answers_are_as_long_as_asked(nano):
-    rng = np.random.default_rng(0)
-    form = ExerciseFacts(nano[1])
-    for facts in form.people(20, 9, rng):
+    material = Material(Words.of(nano[1]), np.zeros(0), np.random.default_rng(0))
+    for facts in draw_facts(material, 20, times=9):
         first = [nano[1].decode(fact.answer.tolist()).strip()[0] for fact in facts]
         assert len(set(first)) == 9
         assert len({tuple(fact.ask.tolist()) for fact in facts}) == 1
-    assert all(len(fact.answer) == 7 for (fact,) in form.long(20, 7, rng))
+    assert all(
+        len(fact.answer) == 7 for (fact,) in draw_facts(material, 20, length=7, distinct=False)
+    )
 
 
 @pytest.mark.parametrize(
@@ -207,8 +216,8 @@ def test_where_there_is_no_room_that_is_said(nano, tmp_path):
         Repeated(times=9, before=8, **FEW).run(reader(nano), silent)
     rng = np.random.default_rng(0)
     with pytest.raises(WeirError, match="9 tokens cannot be asked for after 8 tokens"):
-        lay_out([8, 16], 10, rng, statement=9, asks=[3, 3])
-    crowded = lay_out([16, 16, 17, 17], 10, rng, statement=16, asks=[3] * 4)
+        lay_out([8, 16], 10, rng, statement=9)
+    crowded = lay_out([16, 16, 17, 17], 10, rng, statement=16)
     begins = sorted([n for (n,) in crowded.statements] + [n - 3 for n in crowded.answers])
     assert min(np.diff(begins)) >= 16
     assert [a - 3 - n for a, (n,) in zip(crowded.answers, crowded.statements, strict=True)] == [

@@ -16,7 +16,6 @@ import weir
 from weir.errors import WeirError
 from weir.evals.answers import GeneratedAnswer
 from weir.evals.task import Subject
-from weir.evals.tasks import lines
 from weir.evals.tasks.lines import Lines, make_case, number_in
 
 OFFICIAL = Path(__file__).parents[2] / "data" / "evals" / "lines.jsonl"
@@ -68,20 +67,20 @@ def test_the_first_number_counts_and_in_a_chat_the_last(
         answers[0] = "line 17 has 4022"
     said, asked = iter(answers), []
 
-    def told(subject: Subject, prompt: str, **how: object) -> GeneratedAnswer:
+    def told(subject: Subject, prompt: str, *how: object) -> GeneratedAnswer:
         asked.append((prompt, how))
         return GeneratedAnswer(next(said), kv_bytes=64, held=8.0, seen=16)
 
-    monkeypatch.setattr(lines, "ask", told)
+    monkeypatch.setattr("weir.evals.answers.ask", told)
     task = Lines(file=str(OFFICIAL), chat=chat)
     found = task.run(nano(), quiet)
     assert (found["right"], found["asked"], found["answers"]) == (2, 3, answers)
     prompt = task.cases(seed=0)[0].prompt
     if chat:
-        assert asked[0] == (prompt, {"max_new_tokens": 100, "chat": True})
+        assert asked[0] == (prompt, (100, (), True))
     else:
         begun = f"{prompt}\nline red-kite: REGISTER_CONTENT is <"
-        assert asked[0] == (begun, {"max_new_tokens": 15, "stops": (">",)})
+        assert asked[0] == (begun, (15, (">",), False))
     assert found["accuracy"] == pytest.approx(2 / 3)
     assert (found["kv_bytes"], found["share"]) == (64, 0.5)
 

@@ -14,7 +14,6 @@ import weir
 from weir.errors import WeirError
 from weir.evals.answers import GeneratedAnswer
 from weir.evals.task import Subject
-from weir.evals.tasks import longbench
 from weir.evals.tasks.longbench import LongBench, without_middle
 
 for package in ("lm_eval", "jieba", "fuzzywuzzy", "rouge"):
@@ -42,7 +41,7 @@ def test_scores_are_longbench_s_by_hand(monkeypatch: pytest.MonkeyPatch) -> None
         prompts.append((prompt, *how))
         return GeneratedAnswer(next(said), kv_bytes=8, held=2.0, seen=8)
 
-    monkeypatch.setattr(longbench, "ask", told)
+    monkeypatch.setattr("weir.evals.answers.ask", told)
     found = LongBench(file=str(HOTPOT)).run(stranger(), quiet)
     assert prompts[1] == (hotpot_prompt(ROWS[1]), 32, (), False)
     # F1 over words: all of "Anna", all of "green", none of "in spring".
@@ -64,7 +63,7 @@ def test_few_shot_prompts_end_at_a_line_and_are_never_put_into_a_chat(
         how.append(rest)
         return GeneratedAnswer("Person", kv_bytes=8, held=2.0, seen=8)
 
-    monkeypatch.setattr(longbench, "ask", told)
+    monkeypatch.setattr("weir.evals.answers.ask", told)
     assert LongBench(file=str(TREC), chat=True).run(stranger(), quiet)["score"] == 1.0
     LongBench(file=str(HOTPOT), samples=1, chat=True).run(stranger(), quiet)
     assert how == [(64, ("\n",), False), (32, (), True)]
@@ -91,7 +90,7 @@ def test_a_long_prompt_loses_its_middle(monkeypatch: pytest.MonkeyPatch) -> None
         prompts.append(prompt)
         return GeneratedAnswer("", kv_bytes=8, held=2.0, seen=8)
 
-    monkeypatch.setattr(longbench, "ask", told)
+    monkeypatch.setattr("weir.evals.answers.ask", told)
     LongBench(file=str(HOTPOT), samples=1, truncate=20).run(stranger(), quiet)
     ids = [
         tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -15,9 +15,8 @@ from weir.evals.attention_error import measure_error, set_up, size_policies
 from weir.evals.task import Subject
 from weir.evals.tasks.attention_error import AttentionError
 from weir.evals.tasks.efficiency import Efficiency
-from weir.evals.tasks.facts import distances_to, lay_out
+from weir.evals.tasks.exercises import Material, Recall, distances_to, lay_out, sample
 from weir.evals.tasks.ppl import Perplexity
-from weir.evals.tasks.recall import ASK, STATEMENT, Recall, sample
 from weir.evals.tasks.streameval import ExerciseLines, StreamEval, TextLines, make_schedule
 from weir.stream.text import BOOK, read_stream, read_text
 from weir.train.exercises import Words
@@ -34,11 +33,6 @@ def subject(nano, policy: str = "dense", **more) -> Subject:
 
 def silent(share: float) -> None:
     """Nobody is told."""
-
-
-def of_recall(distances, before, rng):
-    """Where recall has its statements and answers."""
-    return lay_out(distances, before, rng, statement=STATEMENT, asks=[ASK] * len(distances))
 
 
 @pytest.fixture(scope="module")
@@ -130,9 +124,10 @@ def test_every_answer_is_due_its_distance_after_its_number(nano, seed):
     rng = np.random.default_rng(seed)
     distances = distances_to(600)
     assert distances == [16, 32, 64, 128, 256, 512, 600]
-    layout = of_recall(distances, 40, rng)
+    layout = lay_out(distances, 40, rng)
     book = read_stream(nano[1], most=5000).ids.numpy()
-    row, numbers = sample(words, book, layout, rng)
+    facts, row = sample(Material(words, book, rng), layout)
+    numbers = [fact.answer for (fact,) in facts]
     assert len(row) == layout.length
     assert row[0] == words.front[0]
     assert (row[1:] != words.front[0]).all()
@@ -153,17 +148,17 @@ def test_recall_inside_the_window_is_that_of_a_plain_loop_answer_for_answer(nano
     # The same streams, and a greedy loop of transformers over each.
     words, rng = Words.of(tokenizer), np.random.default_rng(3)
     book = read_stream(tokenizer, most=200_000).ids.numpy()
-    layout = of_recall(distances_to(200), 20, rng)
-    rows = [sample(words, book, layout, rng) for _ in range(6)]
+    layout = lay_out(distances_to(200), 20, rng)
+    rows = [sample(Material(words, book, rng), layout) for _ in range(6)]
     hits = []
     for question, place in enumerate(layout.answers):
         right = 0
-        for row, numbers in rows:
+        for facts, row in rows:
             prompt = torch.from_numpy(row[:place])[None]
             out = model.generate(
                 prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=3, do_sample=False
             )
-            right += out[0, place:].tolist() == numbers[question].tolist()
+            right += out[0, place:].tolist() == facts[question][0].answer.tolist()
         hits.append(right)
     assert [row["right"] for row in found["by_distance"]] == hits
     assert found["right"] == sum(hits) >= 0.9 * found["asked"]
@@ -330,5 +325,5 @@ def test_the_same_seed_gives_the_same_figures_and_another_other_ones(nano, task)
     assert set(task.metrics) <= set(once)
     if not isinstance(task, Perplexity):
         rngs = [np.random.default_rng(seed) for seed in (4, 5)]
-        a, b = (of_recall([16, 64], 256, rng) for rng in rngs)
+        a, b = (lay_out([16, 64], 256, rng) for rng in rngs)
         assert a != b

@@ -14,7 +14,6 @@ from reference.subjects import quiet, stranger
 import weir
 from weir.errors import WeirError
 from weir.evals.answers import GeneratedAnswer
-from weir.evals.tasks import summary
 from weir.evals.tasks.summary import Summary
 
 pytest.importorskip("rouge_score", reason='rouge-score is not installed: "weir-kv[eval]"')
@@ -59,9 +58,8 @@ def test_self_bleu_by_hand() -> None:
 def test_the_figures_are_those_of_the_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     said = [row["summary"] for row in ROWS]
     told = iter(f" {text} " for text in [*said[:2], "Nothing of that sort"])
-    monkeypatch.setattr(
-        summary, "ask", lambda *args: GeneratedAnswer(next(told), kv_bytes=8, held=5.0, seen=20)
-    )
+    answers = (GeneratedAnswer(text, kv_bytes=8, held=5.0, seen=20) for text in told)
+    monkeypatch.setattr("weir.evals.answers.ask", lambda *args: next(answers))
     found = Summary(file=str(XSUM)).run(stranger(), quiet)
     assert found["rouge1"] == pytest.approx(2 / 3) and found["share"] == 0.25
     assert found["answers"] == [*said[:2], "Nothing of that sort"]

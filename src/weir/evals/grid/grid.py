@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -80,11 +80,7 @@ PROTOCOLS: dict[str, Protocol] = {
 
 
 def protocol(name: str) -> Protocol:
-    """Look up a protocol by name.
-
-    Raises:
-        WeirError: there is no protocol of that name.
-    """
+    """Look up a protocol by name; a `WeirError` if there is none."""
     if name not in PROTOCOLS:
         raise WeirError(
             f"no protocol is called {name!r}{suggest(name, PROTOCOLS)}; there are "
@@ -151,8 +147,8 @@ class Cell:
 
     def the_task(self) -> Task:
         """The parsed task."""
-        (made,) = read_tasks(self.task, TASKS)
-        task: Task = made
+        task: Task
+        (task,) = read_tasks(self.task, TASKS)
         return task
 
 
@@ -224,43 +220,57 @@ def make_grid(
             "weir.compile_steps(model) does so"
         )
     rules = None if paper is None else protocol(paper)
-    if rules is not None and rules.rate is not None and budgets:
-        raise WeirError(
-            f"the protocol {paper} takes its budgets from the prompt, {rules.rate:g} of it; "
-            "leave out the budgets or the protocol"
-        )
-    if rules is not None and rules.rate is not None and memory:
-        raise WeirError(
-            f"the protocol {paper} takes its budgets from the prompt, {rules.rate:g} of it; "
-            "leave out the memory or the protocol"
-        )
-    wanted = {name: GridModel(name, models, loading) for name in models}
+    for what, given in (("budgets", budgets), ("memory", memory)):
+        if rules is not None and rules.rate is not None and given:
+            raise WeirError(
+                f"the protocol {paper} takes its budgets from the prompt, {rules.rate:g} of it; "
+                f"leave out the {what} or the protocol"
+            )
+    folds = 64 if rules is None or rules.chunk is None else rules.chunk
+    folds = folds if chunk is None else chunk
+
+    @cache
+    def shape_of(name: str) -> PreTrainedModel:
+        """The given model, or one without weights."""
+        if isinstance(models, Mapping):
+            given: PreTrainedModel = models[name][0]
+            return given
+        return skeleton(name, **loading)
+
+    def sized(model: str, policy: str) -> list[tuple[str, int | None, int | None]]:
+        """A policy with each budget in it, the budget, and the memory that it was made for."""
+        if not (budgets or memory) or not takes_budget(policy):
+            return [(policy, None, None)]
+        found = [(with_budget(policy, budget), budget, None) for budget in budgets]
+        fitting = [
+            (*fit_to_memory(shape_of(model), policy, room, folds, model), room) for room in memory
+        ]
+        return [*found, *fitting]
+
     for file in filter(is_file, policies.split(",")):
-        for shape in wanted.values():
-            check_origin(parse_policy(file), shape.model)
-    if chunk is None:
-        chunk = 64 if rules is None or rules.chunk is None else rules.chunk
+        for name in models:
+            check_origin(parse_policy(file), shape_of(name))
     settings = [str(setting) for made in read_tasks(tasks, TASKS) for setting in made.settings()]
     cells = [
         Cell(
             model,
-            sized,
+            policy,
             budget,
             setting,
             seed,
             paper,
-            chunk,
+            folds,
             positions if rules is None else rules.positions,
             room,
             tuple(sorted(loading.items())),
             compiled,
-            pools_of(sized),
+            pools_of(policy),
         )
         for model in models
         for setting in settings
         for written in _each(policies, slots)
-        for sized, budget, room in _sized(wanted[model], written, budgets, memory, chunk)
-        for seed in (seeds if _is_random(setting, sized) else seeds[:1])
+        for policy, budget, room in sized(model, written)
+        for seed in (seeds if _is_random(setting, policy) else seeds[:1])
     ]
     (twice, times), *_ = Counter(cells).most_common(1)
     if times > 1:
@@ -302,45 +312,6 @@ def pools_of(policy: str) -> str | None:
     return None if in_pools or found.stands_for == policy else found.stands_for
 
 
-Sized = tuple[str, int | None, int | None]
-"""A policy with a budget in it, the budget, and the memory it was made for."""
-
-
-def _sized(
-    shape: GridModel, policy: str, budgets: Sequence[int], memory: Sequence[int], chunk: int
-) -> list[Sized]:
-    """The policy with each of the budgets, or unchanged if it takes none."""
-    if not (budgets or memory) or not takes_budget(policy):
-        return [(policy, None, None)]
-    given: list[Sized] = [(with_budget(policy, budget), budget, None) for budget in budgets]
-    return given + [
-        (*fit_to_memory(shape.model, policy, room, chunk, shape.name), room) for room in memory
-    ]
-
-
-@dataclass(frozen=True)
-class GridModel:
-    """A model of a grid, whose configuration is read on first use.
-
-    Attributes:
-        name: name of the model in the grid.
-        models: models of the grid that were given as objects.
-        loading: as for `make_grid`.
-    """
-
-    name: str
-    models: Sequence[str] | Mapping[str, Any]
-    loading: Mapping[str, Any]
-
-    @cached_property
-    def model(self) -> PreTrainedModel:
-        """The given model, or one without weights."""
-        if isinstance(self.models, Mapping):
-            given: PreTrainedModel = self.models[self.name][0]
-            return given
-        return skeleton(self.name, **self.loading)
-
-
 def extend_grid(path: Path, grid: Grid) -> Grid:
     """Append the cells of a grid to the grid of a results file, without duplicates.
 
@@ -355,7 +326,12 @@ def extend_grid(path: Path, grid: Grid) -> Grid:
         WeirError: the file is no results file, or this version of weir cannot read its cells.
     """
     old = _cells_in(path)
-    if any(map(_runs_code, old)) and not any(map(_runs_code, grid.cells)):
+
+    def runs_code(cell: Cell) -> bool:
+        """Whether loading a cell's model runs Python code from the model's repository."""
+        return bool(dict(cell.loading).get("trust_remote_code"))
+
+    if any(map(runs_code, old)) and not any(map(runs_code, grid.cells)):
         raise WeirError(
             f"{path} has cells whose models bring Python code of their own; give "
             "--trust-remote-code to run it, and read it first"
@@ -368,10 +344,6 @@ def match_file_grid(path: Path, grid: Grid) -> Grid:
     """The grid of a results file, if it differs from the given one only by unrecorded pools.
 
     An invalid file is not refused here but by `ResultsFile`.
-
-    Args:
-        path: the results file.
-        grid: the grid to resume.
     """
     try:
         old = _cells_in(path)
@@ -411,8 +383,3 @@ def _cells_in(path: Path) -> tuple[Cell, ...]:
     except (TypeError, ValueError):
         raise WeirError(f"{path} has cells that lack a field; name another file") from None
     return old
-
-
-def _runs_code(cell: Cell) -> bool:
-    """Whether loading a cell's model runs Python code from the model's repository."""
-    return bool(dict(cell.loading).get("trust_remote_code"))

@@ -106,10 +106,21 @@ def measure(
     """Run one cell; an error becomes the cell's record."""
     begun = time.perf_counter()
     try:
-        found = _figures(cell, progress, models or {})
+        task = cell.the_task()
+        result = task.run(subject_of(cell, models or {}), progress)
+        metric, better = next(iter(task.metrics.items()))
+        return {
+            **_facts(number, cell),
+            "status": "done",
+            "metric": metric,
+            "value": result.get(metric),
+            "better": better,
+            "kv_bytes": result.get("kv_bytes"),
+            "result": result,
+            "seconds": round(time.perf_counter() - begun, 3),
+        }
     except Exception as error:
         return failed_record(number, cell, failure_reason(error), time.perf_counter() - begun)
-    return {**_facts(number, cell), **found, "seconds": round(time.perf_counter() - begun, 3)}
 
 
 def failed_record(number: int, cell: Cell, why: str, seconds: float | None = None) -> CellRecord:
@@ -139,28 +150,8 @@ def _facts(number: int, cell: Cell) -> CellRecord:
     }
 
 
-def _figures(
-    cell: Cell, progress: Callable[[float], None], models: Mapping[str, Loaded]
-) -> CellRecord:
-    task = cell.the_task()
-    result = task.run(subject_of(cell, models), progress)
-    metric, better = next(iter(task.metrics.items()))
-    return {
-        "status": "done",
-        "metric": metric,
-        "value": result.get(metric),
-        "better": better,
-        "kv_bytes": result.get("kv_bytes"),
-        "result": result,
-    }
-
-
 def subject_of(cell: Cell, models: Mapping[str, Loaded] = MappingProxyType({})) -> Subject:
-    """Load the subject of a cell: the model, the policy and the settings of streams.
-
-    Args:
-        cell: the cell to measure.
-        models: models that are already loaded, by name.
+    """Load the subject of a cell, unless its model is one of `models`, by name.
 
     Raises:
         WeirError: there is no such model, or the policy's name now stands for other pools.
@@ -260,9 +251,8 @@ def _run_on_ray(
                 yield failed_record(number, cell, f"its worker died {TRIES} times")
             except ray.exceptions.RayError as error:
                 said = str(error).strip().splitlines() or [type(error).__name__]
-                yield failed_record(
-                    number, cell, f"its worker could not run it: {said[-1].strip()}"
-                )
+                why = f"its worker could not run it: {said[-1].strip()}"
+                yield failed_record(number, cell, why)
     finally:
         if ours:
             ray.shutdown()
@@ -276,11 +266,10 @@ def _measure_on_worker(number: int, cell: dict[str, Any], threads: int) -> CellR
 
 def _connect(ray: Any, address: str, threads: int) -> None:
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
+    if address == LOCAL:
+        quiet["include_dashboard"] = False
     try:
-        if address == LOCAL:
-            ray.init(address=LOCAL, include_dashboard=False, **quiet)
-        else:
-            ray.init(address=address, **quiet)
+        ray.init(address=address, **quiet)
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise WeirError(f"the cluster {address} cannot be used: {reason}") from None

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from weir.cache import Forward
 from weir.errors import WeirError
-from weir.evals.capture import ListeningCache
+from weir.evals.capture import AttentionCall, ListeningCache
 from weir.models import describe, input_device, sink_of, transformers_model
 from weir.slab import AttentionParams, LayerPositions
 
@@ -50,7 +49,7 @@ class Attention:
         places: positions of the keys [slots], int64.
         params: scale and capping of the logits, and sink logits.
         positions: the layer's window and linear biases, for models that weir streams.
-        mask: transformers' mask for other models: true where a query attends, broadcasts with
+        mask: for others, transformers' mask: true where a query attends, broadcasts with
             [batch, 1, length, slots]; None for everywhere.
     """
 
@@ -148,15 +147,30 @@ def watch(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
             raise  # only weir knows about that sink
         _watch_another(model, ids, look)
         return
-    watcher = _Watcher(model, look)
+
+    def hear(call: AttentionCall) -> None:
+        """Show the layer's queries and all keys."""
+        queries, state = call.queries, call.held.state
+        (piece,) = call.forward.plan.on(queries.device).segments  # a call never exceeds the tail
+        assert state.slab is not None
+        positions = call.held.spec.positions
+        if positions.rotary is not None and not positions.placed:
+            queries = positions.rotary.rotate(queries, piece.positions)
+        # All rows and heads alike: tokens in order, and those of this call behind them.
+        end = state.ends(piece.waiting)[0] + piece.width
+        queries = queries.unflatten(1, (call.keys.shape[1], -1))
+        keys, places = state.slab.read(0, end)[0], state.slab.position[0, 0, :end]
+        start = int(piece.start[0])
+        look(Attention(call.layer, queries, keys, start, places, call.params, positions))
+
+    watcher = ListeningCache(model, "dense", hear, positions="original", chunk=PIECE)
     more = {"logits_to_keep": 1}
     try:
         with torch.no_grad():
             for piece in ids.to(input_device(model)).split(PIECE, dim=1):
                 model(input_ids=piece, past_key_values=watcher, use_cache=True, **more)
     finally:
-        watcher.reset()  # frees the slots now: what refers to a cache goes in circles
-        watcher.detach()
+        watcher.close()
 
 
 def looks_ahead(model: PreTrainedModel) -> bool:
@@ -166,44 +180,6 @@ def looks_ahead(model: PreTrainedModel) -> bool:
         return False
     modules = [m for m in model.modules() if isinstance(getattr(m, "is_causal", None), bool)]
     return bool(modules) and not any(m.is_causal for m in modules)
-
-
-class _Watcher(ListeningCache):
-    """A cache without a limit that passes the inputs of each layer to a callback."""
-
-    def __init__(self, model: PreTrainedModel, look: Look) -> None:
-        super().__init__(model, "dense", positions="original", chunk=PIECE)
-        self.look = look
-
-    def hear(
-        self,
-        forward: Forward,
-        layer: int,
-        asked: tuple[Tensor, Tensor, Tensor],
-        params: AttentionParams,
-        out: Tensor,
-    ) -> None:
-        """Pass the layer's queries and all keys to the callback."""
-        queries, keys, _ = asked
-        (piece,) = forward.plan.on(queries.device).segments  # a call never exceeds the tail
-        state = self.stack[layer].state
-        assert state.slab is not None
-        positions = self.stack[layer].spec.positions
-        if positions.rotary is not None and not positions.placed:
-            queries = positions.rotary.rotate(queries, piece.positions)
-        # All rows and heads alike: tokens in order, and those of this call behind them.
-        end = state.ends(piece.waiting)[0] + piece.width
-        self.look(
-            Attention(
-                layer,
-                queries.unflatten(1, (keys.shape[1], -1)),
-                state.slab.read(0, end)[0],
-                int(piece.start[0]),
-                state.slab.position[0, 0, :end],
-                params,
-                positions,
-            )
-        )
 
 
 # --- models that weir does not stream
@@ -219,6 +195,7 @@ def _watch_another(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
         raise WeirError(f"{kind} is an encoder-decoder; weir looks into decoders and encoders")
     ahead = looks_ahead(model)
     pieces = [ids] if ahead else list(ids.split(PIECE, dim=1))
+    layers = int(getattr(model.config.get_text_config(), "num_hidden_layers", 1))
     seen, shown = 0, 0
     past: Any = None
 
@@ -228,7 +205,7 @@ def _watch_another(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
         nonlocal shown
         index = getattr(module, "layer_idx", None)
         if not isinstance(index, int):
-            index = shown % max(1, _layers(model))
+            index = shown % max(1, layers)
         shown += 1
         # A cache of transformers' that slides gives its last keys and the new ones.
         end = seen + q.shape[2]
@@ -247,10 +224,6 @@ def _watch_another(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
                 )
             past = getattr(out, "past_key_values", None)
             seen += piece.shape[1]
-
-
-def _layers(model: PreTrainedModel) -> int:
-    return int(getattr(model.config.get_text_config(), "num_hidden_layers", 1))
 
 
 @contextmanager

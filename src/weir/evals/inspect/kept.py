@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
+from importlib import resources
 from itertools import groupby, product
 from typing import TYPE_CHECKING
 
@@ -41,35 +42,14 @@ LINES = ("solid", "dotted", "dashed", "double")
 STRONGEST = 0.45
 """Of a shade: more of it would be hard to read on."""
 
-STYLE = """
-.kept details { margin: 0.6em 0; }
-.kept summary { cursor: pointer; font-weight: 600; }
-.kept .said { white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.9; margin: 0.6em 0; }
-.kept .said span { border-bottom: 0 solid transparent; border-radius: 2px; }
-.kept .said span.gone { color: var(--gray); }
-.kept .said i { font-style: normal; font-size: 0.8em; opacity: 0.75; }
-.kept .key { display: flex; flex-wrap: wrap; gap: 0.3em 1em; padding: 0; list-style: none; }
-.kept .key span { padding: 0 0.3em; }
-.kept [data-held]:hover, .kept [data-held]:focus { outline: 2px solid var(--ink); }
-.kept [data-held]:hover::after, .kept [data-held]:focus::after {
-  content: attr(data-held); position: fixed; z-index: 9; left: 0; right: 0; bottom: 0;
-  padding: 0.6em 1em; background: var(--paper); color: var(--ink);
-  border-top: 2px solid var(--ink); font-size: 1rem; line-height: 1.4; white-space: pre-line;
-  text-align: center; pointer-events: none;
-}
-.kept [data-held]:hover::after { z-index: 10; }
-"""
+STYLE = "\n" + (resources.files("weir.evals.inspect") / "kept.css").read_text("utf-8")
 
 
 @dataclass(frozen=True)
 class Run:
-    """Neighboring tokens with the same label.
+    """Neighboring tokens, special or not, with the same label.
 
-    Attributes:
-        first, last: tokens, from 0 on.
-        text: their text; special tokens have their angle brackets.
-        special: whether they are special tokens.
-        held: where each of the tokens is held; None for nowhere.
+    `held` is where each of the tokens is held, None for nowhere.
     """
 
     first: int
@@ -87,13 +67,7 @@ def color_of(pools: Sequence[str], pool: str) -> str:
 
 
 def fragment_of(tokenizer: PreTrainedTokenizerBase, ids: Tensor, found: Sequence[Holding]) -> str:
-    """HTML of the text at each moment, the last one open; all token text is escaped.
-
-    Args:
-        tokenizer: tokenizer of the model that read the text.
-        ids: the text [tokens], int64.
-        found: the holding at each moment, in order of time.
-    """
+    """HTML of a text [tokens] at each moment, the last one open; all token text is escaped."""
     said = describe_tokens(tokenizer, ids.tolist())
     parts = [_key(found[-1].pools)]
     for number, holding in enumerate(found):
@@ -210,18 +184,18 @@ def section(asked: Inspection) -> Section:
     found = follow(asked, name, ids, moments_of(asked, len(ids)))
     layers, heads = chosen(asked)
     strips = draw(found, len(ids), layers, heads)
-    pictures = (Picture("kept", strips, f"Which tokens {name} holds in every layer and head."),)
+    facts = {
+        "policy": str(parse_policy(name)),
+        "tokens": len(ids),
+        "moments": [holding.as_json() for holding in found],
+    }
     return Section(
         "kept",
         "What the policy keeps",
         _explain(name, found),
-        pictures,
+        (Picture("kept", strips, f"Which tokens {name} holds in every layer and head."),),
         _table(found),
-        {
-            "policy": str(parse_policy(name)),
-            "tokens": len(ids),
-            "moments": [holding.as_json() for holding in found],
-        },
+        facts,
         fragment_of(asked.tokenizer, ids, found),
         STYLE,
     )
@@ -256,14 +230,7 @@ def chosen(asked: Inspection) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def follow(asked: Inspection, policy: str, ids: Tensor, moments: Sequence[int]) -> list[Holding]:
-    """Stream a text, and return what the chosen layers and heads hold at each moment.
-
-    Args:
-        asked: the model, layers, heads, seed and progress callback.
-        policy: a policy that caches.
-        ids: the text [tokens], int64.
-        moments: token counts at which to look, rising.
-    """
+    """Stream a text [tokens], and return what the chosen layers and heads hold at each moment."""
     layers, heads = chosen(asked)
     stream = Stream(asked.model, policy, seed=asked.seed)
     found: list[Holding] = []
@@ -290,12 +257,7 @@ def only(holding: Holding, layers: Sequence[int], heads: Sequence[int]) -> Holdi
 
 
 def strip(holding: Holding, tokens: int, layers: Sequence[int], heads: Sequence[int]) -> Tensor:
-    """The pool that holds each token, for each layer and KV head.
-
-    Args:
-        holding: the holding of these layers and heads.
-        tokens: length of the whole text.
-        layers, heads: indices in the order of the lines.
+    """The pool that holds each token of a text, for each layer and KV head.
 
     Returns:
         [layers * heads, tokens], int64: a number of `holding.pools`, -1 for gone, -2 for tokens
@@ -337,22 +299,15 @@ def draw(
             axes.spines[:].set_color("#c8d0d6")
         panels[-1].set_xlabel("place in the text, tokens")
         figure.supylabel(f"layer ({len(heads)} KV head{'s'[: len(heads) > 1]} each)", size=9)
-        handles = [
-            Patch(color=color, label=pool) for pool, color in zip(pools, colors, strict=True)
-        ]
-        handles.append(Patch(facecolor=GONE, edgecolor="#c8d0d6", label="gone"))
-        figure.legend(
-            handles=handles, loc="outside upper center", ncols=min(6, len(handles)), frameon=False
-        )
+        patches = [Patch(color=c, label=pool) for pool, c in zip(pools, colors, strict=True)]
+        patches.append(Patch(facecolor=GONE, edgecolor="#c8d0d6", label="gone"))
+        across = min(6, len(patches))
+        figure.legend(handles=patches, loc="outside upper center", ncols=across, frameon=False)
     return figure
 
 
 def narrow_image(image: Tensor) -> Tensor:
-    """Shrink an image to the columns of a picture by mixing neighbors [lines, columns, 3].
-
-    Args:
-        image: [lines, tokens, 3].
-    """
+    """Mix neighbors of an image [lines, tokens, 3] into the columns of a picture."""
     lines, tokens, _ = image.shape
     step = -(-tokens // COLUMNS)
     column = torch.arange(tokens) // step

@@ -3,8 +3,12 @@
 SubGen (Zandieh et al. 2024), section 3.1 and Figure 1: the keys that a Llama-2-7B caches over 1,024
 tokens are said to be more clusterable than its values, thanks to rotary embedding. So keys are
 measured as a cache holds them, rotated to their places, once more as if all stood at place 0, and
-beside the values. Clusterability is a number here (`covering`), of every KV head and with an
-interval over passages of the text.
+beside the values. Clusterability is a number here, of every KV head and with an interval over
+passages of the text. By SubGen's Definition 1, points are clusterable if few balls of a small
+radius cover them. A radius alone says nothing, since it grows with the points' scale, number and
+dimension. So it is compared with a control: the same points with every coordinate shuffled
+independently. That keeps the distribution of every coordinate and removes the dependence between
+them, which is what makes clusters.
 
 The first token is left out, or all tokens of a learned sink: the sink lies far from all others, and
 shuffled, its coordinates would make the control look spread out and any set of points clusterable.
@@ -22,8 +26,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from weir import kernels
+from weir.errors import WeirError
 from weir.evals.capture import LayerInputs, capture_each, in_place, unrotated_keys
-from weir.evals.inspect.covering import FEWEST, centers, cover
 from weir.evals.inspect.section import (
     Inspection,
     Picture,
@@ -37,28 +42,135 @@ from weir.evals.records import import_optional
 from weir.evals.report import TextTable
 from weir.evals.scores import mean_interval
 from weir.models import describe
+from weir.pools import farthest_first
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LOOKS = (("#2c6e9b", "o", "-"), ("#7a9a01", "^", "--"), ("#c0392b", "s", ":"))
+KEYS, TURNED, VALUES = "keys", "keys at place 0", "values"
+LOOKS = {
+    KEYS: ("#2c6e9b", "o", "-"),
+    TURNED: ("#7a9a01", "^", "--"),
+    VALUES: ("#c0392b", "s", ":"),
+}
 """Color, marker and line of each kind, distinct without colors too."""
 GRAY = "#77828c"
 
 
+FEWEST = 8
+"""Points for which there are three numbers of centers."""
+
+
 @dataclass(frozen=True)
-class Measured:
-    """The coverings of one KV head's keys or values, passage by passage.
+class Covering:
+    """Covering radii of sets of points and of their controls, in units of the points' spread.
 
     Attributes:
-        layer, head: indices of the layer and KV head.
-        kind: keys, unrotated keys or values.
         counts: numbers of centers, k.
-        radius: covering radii by passage and count, in units of the spread.
-        control: the same radii of the shuffled control.
-        scores: clusterability by passage.
+        radius: covering radii of the points [sets, counts], float32.
+        control: covering radii of the same points with every coordinate shuffled [sets, counts],
+            float32.
     """
+
+    counts: tuple[int, ...]
+    radius: Tensor
+    control: Tensor
+
+    @property
+    def score(self) -> Tensor:
+        """The clusterability [sets]: by which share a set's radii are smaller than the control's;
+        the mean over every k but 1, which measures no clusters.
+
+        0: no more clustered than independent coordinates. 1: at most as many different points as
+        centers. Below 0: more evenly spread than independent coordinates.
+        """
+        several = [n for n, k in enumerate(self.counts) if k > 1]
+        mine, other = self.radius[:, several], self.control[:, several]
+        # If the control's radius is zero too, there is nothing to compare.
+        ratio = torch.where(other > 0, mine / other, torch.ones_like(mine))
+        return (1 - ratio).mean(dim=1)
+
+
+def doublings(points: int) -> tuple[int, ...]:
+    """The numbers of centers for some points: 1, 2, 4, ... up to half of them.
+
+    Raises:
+        WeirError: there are too few points.
+    """
+    if points < FEWEST:
+        raise WeirError(
+            f"{points} tokens are too few to look for clusters; take a text of {FEWEST} or more"
+        )
+    return tuple(2**n for n in range((points // 2).bit_length()))
+
+
+def cover(points: Tensor, seed: int = 0) -> Covering:
+    """The covering radii of sets of points [sets, n, dim], and of their shuffled controls.
+
+    Memory beside the points: a copy of them, and n distances for each center, one set at a time.
+
+    Raises:
+        WeirError: there are too few points.
+    """
+    points = points.float()
+    counts = doublings(points.shape[1])
+    # Shuffling does not change the spread: one unit for both.
+    unit = spread(points)[:, None]
+    unit = torch.where(unit > 0, unit, torch.ones_like(unit))
+    other = shuffle_coordinates(points, seed)
+    return Covering(counts, *(covering_radii(each, counts) / unit for each in (points, other)))
+
+
+def spread(points: Tensor) -> Tensor:
+    """Root mean square distance [sets] of points [sets, n, dim] from their mean."""
+    return (points - points.mean(dim=1, keepdim=True)).square().sum(dim=2).mean(dim=1).sqrt()
+
+
+def shuffle_coordinates(points: Tensor, seed: int) -> Tensor:
+    """Shuffle every coordinate of every set independently [sets, n, dim]."""
+    draws = torch.rand(points.shape, generator=torch.Generator().manual_seed(seed % 2**63))
+    return points.gather(1, draws.argsort(dim=1).to(points.device))
+
+
+def centers(points: Tensor, k: int) -> Tensor:
+    """Pick k of points [sets, n, dim] by greedy k-center, starting from the first [sets, n].
+
+    This is the traversal of the pool `kcenter`: the first k of more centers are the same.
+
+    Raises:
+        WeirError: there are fewer points.
+    """
+    if not 1 <= k <= points.shape[1]:
+        raise WeirError(f"{k} centers cannot be picked from {points.shape[1]} tokens")
+    pick = kernels.farthest_first(points.device) or farthest_first
+    among = torch.ones(1, *points.shape[:2], dtype=torch.bool, device=points.device)
+    return pick(points[None], among, k)[0] >= 0
+
+
+def covering_radii(points: Tensor, counts: Sequence[int]) -> Tensor:
+    """The largest distance of points [sets, n, dim] from the nearest of k greedy centers.
+
+    No choice of k centers has less than half of this radius (Gonzalez 1985).
+
+    Returns:
+        For each k of `counts` [sets, counts].
+
+    Raises:
+        WeirError: a k is larger than n.
+    """
+    found = []
+    for k in counts:
+        for mine, picked in zip(points, centers(points, k), strict=True):
+            # Computed from differences, so that a center's distance from itself is exactly zero.
+            far = torch.cdist(mine, mine[picked], compute_mode="donot_use_mm_for_euclid_dist")
+            found.append(float(far.amin(dim=1).max()))
+    return torch.tensor(found).view(len(counts), -1).T.contiguous()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The coverings of one KV head's keys or values: of each passage what `Covering` has."""
 
     layer: int
     head: int
@@ -73,10 +185,7 @@ class Measured:
 class Cloud:
     """Keys or values of one KV head over one passage, projected to a plane.
 
-    Attributes:
-        layer, head, kind: as in `Measured`.
-        place: coordinates of the points, in text order [tokens, 2].
-        center: whether greedy k-center picked the point [tokens], bool.
+    `place` has the points [tokens, 2], `center` whether greedy k-center picked each [tokens].
     """
 
     layer: int
@@ -89,9 +198,7 @@ class Cloud:
 def draw_clouds(clouds: Sequence[Cloud], first: int = 0) -> Figure:
     """Draw a row per layer, with a column for keys and one for values; centers have rings.
 
-    Args:
-        clouds: the clouds in order of their panels.
-        first: position in the text of their first points.
+    The points of the clouds begin at the position `first` of the text.
     """
     kinds = list(dict.fromkeys(one.kind for one in clouds))
     layers = list(dict.fromkeys(one.layer for one in clouds))
@@ -123,8 +230,9 @@ def draw_curves(measured: Sequence[Measured]) -> Figure:
         axes.axhline(1, color=GRAY, lw=1)
         end = axes.get_yaxis_transform()
         axes.text(0.99, 1, "the control", color=GRAY, ha="right", va="bottom", transform=end)
-        for kind, (color, marker, line) in _looks(measured):
-            mine = [one for one in measured if one.kind == kind]
+        for kind in _kinds(measured):
+            color, marker, line = LOOKS[kind]
+            mine = _of(measured, kind=kind)
             counts = list(mine[0].counts)
             points = [mean_interval(shares) for shares in zip(*_shares(mine), strict=True)]
             middle = [mean for mean, _ in points]
@@ -148,10 +256,11 @@ def draw_scores(measured: Sequence[Measured]) -> Figure:
     with drawing(3.1) as figure:
         axes = figure.subplots()
         axes.axhline(0, color=GRAY, lw=1)
-        looks = _looks(measured)
-        for number, (kind, (color, marker, line)) in enumerate(looks):
-            aside = 0.16 * (number - (len(looks) - 1) / 2)
-            mine = [one for one in measured if one.kind == kind]
+        kinds = _kinds(measured)
+        for number, kind in enumerate(kinds):
+            color, marker, line = LOOKS[kind]
+            aside = 0.16 * (number - (len(kinds) - 1) / 2)
+            mine = _of(measured, kind=kind)
             x = [layers.index(one.layer) + aside for one in mine]
             scores = [mean_interval(one.scores) for one in mine]
             y = [mean for mean, _ in scores]
@@ -172,13 +281,6 @@ def draw_scores(measured: Sequence[Measured]) -> Figure:
     return figure
 
 
-def _looks(measured: Sequence[Measured]) -> list[tuple[str, tuple[str, str, str]]]:
-    """The measured kinds, with their line styles."""
-    kinds = ("keys", "keys at place 0", "values")
-    there = {one.kind for one in measured}
-    return [pair for pair in zip(kinds, LOOKS, strict=True) if pair[0] in there]
-
-
 def _shares(measured: Sequence[Measured]) -> list[list[float]]:
     """The radius divided by the control's, by passage and k; means over heads."""
     radius, control = (
@@ -194,7 +296,6 @@ def _dress_axes(axes: Axes) -> None:
     axes.figure.legend(loc="outside upper center", frameon=False, ncols=3)
 
 
-KEYS, TURNED, VALUES = "keys", "keys at place 0", "values"
 USUAL = 1024
 """Tokens of a passage, as in the paper, where the model's window holds them."""
 TEXTS = 5
@@ -234,22 +335,13 @@ def section(asked: Inspection) -> Section:
         clouds.append(cloud_of(one, asked.seed))
         asked.on_step(len(texts) * len(layers) + len(clouds), _steps(texts, layers))
     shown = ", ".join(map(str, some_of(layers)))
+    plane = f"Keys and values of one head of layers {shown} in a plane, greedy centers marked."
+    covering = "Covering radius, as a share of a shuffled control's, by the number of centers."
+    scores = "Clusterability of keys and values of every KV head, by layer."
     pictures = (
-        Picture(
-            "keys-plane",
-            draw_clouds(clouds, left_out(asked)),
-            f"Keys and values of one head of layers {shown} in a plane, greedy centers marked.",
-        ),
-        Picture(
-            "keys-covering",
-            draw_curves(measured),
-            "Covering radius, as a share of a shuffled control's, by the number of centers.",
-        ),
-        Picture(
-            "keys-scores",
-            draw_scores(measured),
-            "Clusterability of keys and values of every KV head, by layer.",
-        ),
+        Picture("keys-plane", draw_clouds(clouds, left_out(asked)), plane),
+        Picture("keys-covering", draw_curves(measured), covering),
+        Picture("keys-scores", draw_scores(measured), scores),
     )
     title = "Are keys more clusterable than values?"
     table = _table(measured)
@@ -277,18 +369,10 @@ def some_of(layers: Sequence[int]) -> tuple[int, ...]:
 def measure(
     asked: Inspection, texts: Tensor, layers: Sequence[int]
 ) -> tuple[list[Measured], list[Vectors]]:
-    """Measure the coverings of every head over all passages, and keep vectors to draw.
+    """Measure the coverings of every head over passages [passages, length], and keep vectors.
 
-    Only one layer of one passage is in memory at a time. Vectors are kept for the first passage, a
-    few layers and one head, which is random as in the paper if none is chosen.
-
-    Args:
-        asked: the model, the heads, the seed and the progress callback.
-        texts: [passages, length], int64.
-        layers: indices of layers.
-
-    Returns:
-        Coverings by layer, head and kind; and the first passage's vectors.
+    Only one layer of one passage is in memory at a time. Vectors are kept to be drawn: of the first
+    passage, a few layers and one head, which is random as in the paper if none is chosen.
     """
     found: dict[tuple[int, int, str], Measured] = {}
     kept: list[Vectors] = []
@@ -376,7 +460,7 @@ def _of(measured: Sequence[Measured], **wanted: Any) -> list[Measured]:
 
 
 def _kinds(measured: Sequence[Measured]) -> list[str]:
-    return [kind for kind in (KEYS, TURNED, VALUES) if _of(measured, kind=kind)]
+    return [kind for kind in LOOKS if _of(measured, kind=kind)]
 
 
 def _text(texts: Tensor, measured: Sequence[Measured]) -> str:
@@ -426,8 +510,7 @@ def _facts(texts: Tensor, measured: Sequence[Measured]) -> dict[str, Any]:
                 "layer": one.layer,
                 "head": one.head,
                 "kind": one.kind,
-                "score": mean_interval(one.scores)[0],
-                "reach": mean_interval(one.scores)[1],
+                **dict(zip(("score", "reach"), mean_interval(one.scores), strict=True)),
                 "scores": one.scores,
                 "k": list(one.counts),
                 "radius": one.radius,

@@ -86,9 +86,7 @@ class StreamSetup:
     Attributes:
         served: the layers that follow the policy; others slide over windows of their own.
         kv_heads: number of KV heads in each of them.
-        recent: number of newest tokens that are kept.
-        chunk: tokens between two folds.
-        start: the first token that is scored.
+        recent, chunk: number of newest tokens that are kept, and tokens between two folds.
     """
 
     served: tuple[int, ...]
@@ -119,14 +117,10 @@ class StreamSetup:
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss on a text with some sinks hidden.
+    """The loss on a text with the sinks of a layer hidden, in one KV head or all (None).
 
-    Attributes:
-        layer: index of the layer.
-        head: the KV head; None for all of them.
-        ppl: perplexity.
-        rise: nats per token above the loss with all sinks.
-        error: standard error of `rise`, over the tokens.
+    `rise` is in nats per token above the loss with all sinks, `error` its standard error over the
+    tokens.
     """
 
     layer: int
@@ -196,13 +190,9 @@ def set_up(asked: Inspection, facts: ModelSpec) -> StreamSetup:
 def losses_of(
     asked: Inspection, ids: Tensor, setup: StreamSetup, hidden: dict[int, tuple[int, ...]]
 ) -> Tensor:
-    """The loss of each scored token, in nats [tokens - start], float64.
+    """The loss of each scored token of a text, in nats [tokens - start], float64.
 
-    Args:
-        asked: the model.
-        ids: the text [tokens], int64.
-        setup: the setup of the stream.
-        hidden: by layer, the KV heads without sinks.
+    `hidden` has by layer the KV heads without sinks.
     """
     stream = Stream(asked.model, setup.policy(hidden), chunk=setup.chunk)
     try:
@@ -217,8 +207,7 @@ def _heads(
     asked: Inspection, facts: ModelSpec, setup: StreamSetup, layers: Sequence[int]
 ) -> list[tuple[int, int]]:
     """(layer, KV head) pairs to measure one by one."""
-    group = facts.layers[layers[0]].heads.group
-    chosen = asked.kv_heads(group)
+    chosen = asked.kv_heads(facts.layers[layers[0]].heads.group)
     sizes = dict(zip(setup.served, setup.kv_heads, strict=True))
     if chosen is None and sum(sizes[layer] for layer in layers) > MOST_HEADS:
         return []
@@ -253,14 +242,14 @@ def _make_section(
         "in all runs. A layer whose loss hardly rises could do without its sinks."
     )
     pictures = []
-    with drawing(2.8) as figure:
-        _draw(figure.subplots(), without, seen, unseen, "hidden in this layer alone")
-        alt = "Perplexity when the sinks are hidden in one layer, for each layer."
-        pictures.append(Picture("layers-without", figure, alt))
-    with drawing(2.8) as figure:
-        _draw(figure.subplots(), alone, seen, unseen, "seen by this layer alone")
-        alt = "Perplexity when one layer alone sees the sinks, for each layer."
-        pictures.append(Picture("layers-alone", figure, alt))
+    for name, losses, label, case in (
+        ("without", without, "hidden in this layer alone", "the sinks are hidden in one layer"),
+        ("alone", alone, "seen by this layer alone", "one layer alone sees the sinks"),
+    ):
+        with drawing(2.8) as figure:
+            _draw(figure.subplots(), losses, seen, unseen, label)
+            alt = f"Perplexity when {case}, for each layer."
+            pictures.append(Picture(f"layers-{name}", figure, alt))
     if by_head:
         layers = list(dict.fromkeys(loss.layer for loss in by_head))
         with drawing(0.9 + 0.32 * len(layers)) as figure:
@@ -268,15 +257,10 @@ def _make_section(
         text += " Last, they are hidden in one KV head of one layer."
         alt = "Rise of the loss when the sinks are hidden in one KV head, by layer and head."
         pictures.append(Picture("layers-heads", figure, alt))
-    rows = tuple(
-        (
-            str(one.layer),
-            f"{one.ppl:,.1f}",
-            f"{one.rise:+.3f} ± {one.error:.3f}",
-            f"{other.ppl:,.1f}",
-        )
-        for one, other in zip(without, alone, strict=True)
-    )
+    rows = []
+    for one, other in zip(without, alone, strict=True):
+        rise = f"{one.rise:+.3f} ± {one.error:.3f}"
+        rows.append((str(one.layer), f"{one.ppl:,.1f}", rise, f"{other.ppl:,.1f}"))
     facts = {
         "tokens": tokens,
         "scored": scored,
@@ -291,7 +275,7 @@ def _make_section(
     }
     heads = ("layer", "ppl hidden", "rise, nats", "ppl alone")
     title = "Where sinks matter"
-    return Section("layers", title, text, tuple(pictures), TextTable(heads, rows), facts)
+    return Section("layers", title, text, tuple(pictures), TextTable(heads, tuple(rows)), facts)
 
 
 def _draw(axes: Axes, losses: list[Loss], seen: float, unseen: float, label: str) -> None:
@@ -299,14 +283,8 @@ def _draw(axes: Axes, losses: list[Loss], seen: float, unseen: float, label: str
 
     axes.axhline(unseen, color="#c0392b", lw=1, ls="--", label="hidden everywhere")
     axes.axhline(seen, color="#77828c", lw=1, ls="--", label="seen everywhere")
-    axes.plot(
-        [loss.layer for loss in losses],
-        [loss.ppl for loss in losses],
-        "o",
-        ms=6,
-        color="#2c6e9b",
-        label=label,
-    )
+    points = [loss.layer for loss in losses], [loss.ppl for loss in losses]
+    axes.plot(*points, "o", ms=6, color="#2c6e9b", label=label)
     axes.set_yscale("log")  # log perplexity is nats
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_minor_formatter(NullFormatter())
@@ -338,9 +316,8 @@ def _heat(figure: Figure, losses: list[Loss]) -> None:
                 if (layer, head) in of:
                     value = of[layer, head]
                     color = "white" if abs(value) > 0.7 * far else "#1b2733"
-                    axes.text(
-                        column, row, f"{value:+.3f}", ha="center", va="center", color=color
-                    )  # fmt: skip
+                    rise = f"{value:+.3f}"
+                    axes.text(column, row, rise, ha="center", va="center", color=color)
     axes.set_xlabel("KV head whose sinks are hidden")
     axes.set_ylabel("layer")
     figure.colorbar(image, label="nats per token")

@@ -4,7 +4,7 @@ StreamingLLM (Xiao et al. 2024), Figures 2, 7, 11, 13 and 14: in most layers abo
 queries attend to the first token, whatever it is. Section F and Figure 12: of the 4096th token's
 attention the first token gets more than half in most layers of Llama-2-7B. A first pass over a few
 tokens finds the layers and heads there are; the second keeps sums for those that are drawn, and
-never more than a block of queries. `TOKENS` are read at once, so that the cache is bounded.
+never more than a block of queries.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BATCH = 32
-"""Sequences that are read together, at most, and"""
-TOKENS = MOST_TOKENS
-"""tokens of them."""
+"""Sequences that are read together, at most; together they have `MOST_TOKENS` at most."""
 ACROSS = 4
 """Panels side by side that a phone still shows."""
 MOST_PANELS = 16
@@ -61,7 +59,6 @@ def section(asked: Inspection) -> Section:
     layers, heads = _panels(sizes, asked.layers, asked.heads)
     means = mean_logits(asked, ids, layers, heads)
     fixed = fixed_tokens(ids, asked.tokenizer)
-    ahead = looks_ahead(asked.model)
     with drawing(1.45 * math.ceil(len(layers) * len(heads) / ACROSS) + 0.9) as figure:
         _draw(figure, means, layers, heads)
     named = "; ".join(f"place {place} is {token} in all of them" for place, token in fixed.items())
@@ -71,14 +68,14 @@ def section(asked: Inspection) -> Section:
         + ": each row is a query, each column a key, as StreamingLLM's Figures 2, 7, 11, 13 and "
         "14. A bright column is a token that all look at: a sink. Logits "
         "are those that go into the softmax: scaled, and capped where the model caps them. "
-        + (
-            "Every token sees every other."
-            if ahead
-            else "Keys that come after a query are left white."
-        )
     )
+    if looks_ahead(asked.model):
+        text += "Every token sees every other."
+    else:
+        text += "Keys that come after a query are left white."
     shown = f"{len(layers)} of {len(sizes)} layers" if len(layers) < len(sizes) else "all layers"
-    alt = f"Maps of average attention logits, query by key, for {shown} and heads {_list(heads)}."
+    which = ", ".join(map(str, heads))
+    alt = f"Maps of average attention logits, query by key, for {shown} and heads {which}."
     return Section(
         "maps",
         "Average attention logits",
@@ -105,12 +102,10 @@ def mean_logits(
     layers: Collection[int] | None = None,
     heads: Sequence[int] | None = None,
 ) -> dict[int, Tensor]:
-    """Mean logits of layers [heads, length, length], float64; NaN where no query attends.
+    """Mean logits over sequences [count, length] of the layers and heads to keep; None for all.
 
-    Args:
-        asked: the model and the progress callback.
-        ids: the sequences [count, length].
-        layers, heads: which to keep; None for all.
+    Returns:
+        By layer [heads, length, length], float64; NaN where no query attends.
     """
     sums: dict[int, Tensor] = {}
     length = ids.shape[1]
@@ -136,7 +131,7 @@ def mean_logits(
             total[:, rows, at] = torch.where(before.isnan(), new, before + new)
 
     done = 0
-    for batch in ids.split(max(1, min(BATCH, TOKENS // length))):
+    for batch in ids.split(max(1, min(BATCH, MOST_TOKENS // length))):
         watch(asked.model, batch, add)
         done += len(batch)
         asked.on_step(done, len(ids))
@@ -232,10 +227,6 @@ def _facts(
     }
 
 
-def _list(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
-
-
 SEQUENCES = 16
 """Long sequences are averaged over; the paper has 256."""
 FIRST = 4
@@ -244,13 +235,7 @@ FIRST = 4
 
 @dataclass(frozen=True)
 class FirstShare:
-    """Attention of one layer's last query to the first tokens; means over the sequences.
-
-    Attributes:
-        layer: which layer.
-        first: share of the first token, by head [heads].
-        early: share of the first `FIRST` tokens, by head [heads].
-    """
+    """Shares of a layer's last query on the first token and the first `FIRST`, by head [heads]."""
 
     layer: int
     first: Tensor
@@ -274,21 +259,21 @@ def shares_section(asked: Inspection) -> Section:
             f"{asked.model.config.model_type} sees its whole text at once, so no token of it is a "
             "late one; the maps show where its attention lies"
         )
-    long = count_of(
-        asked.tokenizer,
-        asked.text,
-        min(asked.tokens or MOST_TOKENS, window_of(asked.model.config) or MOST_TOKENS),
-    )
+    most = min(asked.tokens or MOST_TOKENS, window_of(asked.model.config) or MOST_TOKENS)
+    long = count_of(asked.tokenizer, asked.text, most)
     if long < SHORTEST:
         raise WeirError(
             f"the text has {long} tokens and is too short to inspect; take a longer one"
         )
     ids = pieces(asked.tokenizer, asked.text, min(SEQUENCES, asked.sequences), long, asked.sink)
     found = [
-        _of_heads(share, asked.heads)
+        share
         for share in first_shares(asked, ids)
         if asked.layers is None or share.layer in asked.layers
     ]
+    if asked.heads is not None:
+        chosen = list(asked.heads)
+        found = [FirstShare(one.layer, one.first[chosen], one.early[chosen]) for one in found]
     if not found:
         raise WeirError("the chosen layers have no attention weights to show")
     with drawing(2.9) as figure:
@@ -307,12 +292,10 @@ def shares_section(asked: Inspection) -> Section:
         ("layer", "first token", "± over heads", f"first {FIRST}"),
         tuple(
             (
-                str(share.layer),
-                f"{float(share.first.mean()):.1%}",
-                f"{share.spread:.1%}",
-                f"{float(share.early.mean()):.1%}",
+                str(one.layer),
+                *(f"{x:.1%}" for x in (one.first.mean(), one.spread, one.early.mean())),
             )
-            for share in found
+            for one in found
         ),
     )
     facts = {
@@ -336,12 +319,7 @@ def shares_section(asked: Inspection) -> Section:
 
 
 def first_shares(asked: Inspection, ids: Tensor) -> list[FirstShare]:
-    """Measure the attention of the last token of each sequence to the first, for every layer.
-
-    Args:
-        asked: the model and the progress callback.
-        ids: the sequences [count, length].
-    """
+    """Mean attention of the last token of sequences [count, length] to the first, by layer."""
     sums: dict[int, Tensor] = {}
     last = ids.shape[1] - 1
 
@@ -358,12 +336,6 @@ def first_shares(asked: Inspection, ids: Tensor) -> list[FirstShare]:
         watch(asked.model, sequence[None], add)
         asked.on_step(done, len(ids))
     return [FirstShare(layer, *(total / len(ids))) for layer, total in sorted(sums.items())]
-
-
-def _of_heads(share: FirstShare, heads: tuple[int, ...] | None) -> FirstShare:
-    if heads is None:
-        return share
-    return FirstShare(share.layer, share.first[list(heads)], share.early[list(heads)])
 
 
 def _draw_shares(figure: Figure, found: list[FirstShare], long: int) -> None:

@@ -37,7 +37,9 @@ from weir.evals.scores import mean_interval
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-KINDS = ("queries", "keys, shifted", "values")
+NAMES = {"queries": "queries", "keys, shifted": "keys_shifted", "values": "values"}
+"""The kinds of vectors, with their names in the facts."""
+KINDS = tuple(NAMES)
 USUAL = 4096
 """Tokens of the longest prompt where the model's window holds them."""
 LENGTHS = 4
@@ -51,12 +53,7 @@ _Z = NormalDist().inv_cdf(0.975)
 
 @dataclass
 class Sums:
-    """Running sums of norms.
-
-    Attributes:
-        count: number of vectors.
-        total, squares: sums of the norms, and of their squares.
-    """
+    """Number of vectors, sum of their norms, and sum of the norms' squares."""
 
     count: int = 0
     total: float = 0.0
@@ -121,20 +118,14 @@ def section(asked: Inspection) -> Section:
     for number, length in enumerate(lengths):
         found.append(measure(asked, passages(asked, length, PROMPTS, FEWEST)))
         asked.on_step(number + 1, len(lengths))
-    picture = Picture(
-        "norms", draw(found), "Mean norms of queries, shifted keys and values by prompt length."
-    )
+    alt = "Mean norms of queries, shifted keys and values by prompt length."
+    picture = Picture("norms", draw(found), alt)
     title = "Norms of queries, keys and values"
     return Section("norms", title, _text(asked, found), (picture,), _table(found), _facts(found))
 
 
 def measure(asked: Inspection, prompts: Tensor) -> Norms:
-    """Measure norms of prompts of one length, with one layer of one prompt in memory at a time.
-
-    Args:
-        asked: the model, and the chosen layers and heads.
-        prompts: [prompts, length], int64.
-    """
+    """Measure norms of prompts [prompts, length], with one layer of one in memory at a time."""
     norms = Norms(prompts.shape[1])
 
     def take(sums: dict[str, Sums], layer: LayerInputs) -> None:
@@ -217,7 +208,7 @@ def _facts(found: Sequence[Norms]) -> dict[str, Any]:
                 "tokens": norms.length,
                 "prompts": len(norms.prompts),
                 **{
-                    _NAMES[kind]: {
+                    NAMES[kind]: {
                         "mean": norms.mean(kind),
                         "reach": norms.reach(kind),
                         "reach_over_prompts": norms.between(kind),
@@ -232,6 +223,3 @@ def _facts(found: Sequence[Norms]) -> dict[str, Any]:
             for norms in found
         ]
     }
-
-
-_NAMES = dict(zip(KINDS, ("queries", "keys_shifted", "values"), strict=True))

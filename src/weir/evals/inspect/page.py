@@ -138,20 +138,16 @@ class InspectionPage:
             WeirError: a file cannot be written.
         """
         self.sections.append(section)
+        name, title = html.escape(section.name), html.escape(section.title)
         parts = [
-            f'<h2 id="{html.escape(section.name)}">{html.escape(section.title)}</h2>',
+            f'<h2 id="{name}">{title}</h2>',
             f"<p>{html.escape(section.text)}</p>",
+            *map(self._picture, section.pictures),
+            section.fragment,
+            "" if section.table is None else section.table.html(),
         ]
-        for picture in section.pictures:
-            parts.append(self._picture(picture))
-        if section.fragment:
-            parts.append(section.fragment)
-        if section.table is not None:
-            parts.append(section.table.html())
-        self._links.append(
-            f'<a href="#{html.escape(section.name)}">{html.escape(section.title)}</a>'
-        )
-        self._parts.append("\n".join(parts))
+        self._links.append(f'<a href="#{name}">{title}</a>')
+        self._parts.append("\n".join(filter(None, parts)))
         self._write()
 
     def leave_out(self, name: str, why: str) -> None:
@@ -180,13 +176,8 @@ class InspectionPage:
         return f'<figure><img src="data:image/png;base64,{inside}" alt="{alt}"></figure>'
 
     def _write(self) -> None:
-        body = "\n".join(
-            [
-                f"<p>{html.escape(self.facts)}</p>",
-                f"<nav>{''.join(self._links)}</nav>",
-                *self._parts,
-            ]
-        )
+        links = f"<nav>{''.join(self._links)}</nav>"
+        body = "\n".join([f"<p>{html.escape(self.facts)}</p>", links, *self._parts])
         footer = (
             f"Made by <code>weir inspect</code>, weir {__version__}. Every picture is a file "
             "beside this page."

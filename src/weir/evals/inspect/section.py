@@ -37,10 +37,6 @@ WIDTH = 5.2
 """Inches; on a phone's screen letters of 9 points are then about as large as small print."""
 
 
-def _nothing(done: int, of: int) -> None:
-    """Ignore progress."""
-
-
 @dataclass(frozen=True)
 class Inspection:
     """A model, a text, and the layers, heads and tokens to look at.
@@ -75,7 +71,7 @@ class Inspection:
     tokens: int | None = None
     moments: tuple[int, ...] | None = None
     seed: int = 0
-    on_step: Callable[[int, int], None] = _nothing
+    on_step: Callable[[int, int], None] = lambda done, of: None
 
     def ids(self, most: int | None = None) -> Tensor:
         """Token ids of the text as weir reads it: [tokens], int64, at most `most`.
@@ -94,11 +90,7 @@ class Inspection:
         return sink_of(self.model.config)
 
     def kv_heads(self, group: int) -> tuple[int, ...] | None:
-        """The KV heads that the chosen heads read; None if none were chosen.
-
-        Args:
-            group: number of query heads that share a KV head.
-        """
+        """The KV heads that the chosen heads read, `group` heads each; None if none were chosen."""
         if self.heads is None:
             return None
         return tuple(dict.fromkeys(head // group for head in self.heads))
@@ -147,11 +139,7 @@ class Section:
 
 @contextmanager
 def drawing(height: float, width: float = WIDTH) -> Iterator[Figure]:
-    """Provide a figure to draw into, with the common fonts; no display is needed.
-
-    Args:
-        height, width: in inches.
-    """
+    """Provide a figure of some inches to draw into, with the common fonts; needs no display."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -173,16 +161,10 @@ def sentences(
     length: int,
     sink: ModelSink = NO_SINK,
 ) -> Tensor:
-    """Sentences of a text, cut after `length` tokens; shorter ones are left out.
+    """The first `count` sentences of a text, cut after `length` tokens; shorter ones are left out.
 
-    If the text has more pieces of that length than such sentences, pieces are returned.
-
-    Args:
-        tokenizer: of the model that will read.
-        text: the text.
-        count: maximum number of sentences; the first are taken.
-        length: tokens per sentence, including the special tokens around any text.
-        sink: attention sink of the model; learned sink tokens come first.
+    If the text has more pieces of that length than such sentences, pieces are returned. Tokens of
+    a learned sink come first; special tokens around any text count.
 
     Returns:
         [sentences, length], int64.
@@ -213,17 +195,7 @@ def pieces(
     length: int,
     sink: ModelSink = NO_SINK,
 ) -> Tensor:
-    """Pieces of a text, one after the other.
-
-    Args:
-        tokenizer, text, count, length, sink: as for `sentences`.
-
-    Returns:
-        [pieces, length], int64, with the special tokens that the tokenizer adds around a text.
-
-    Raises:
-        WeirError: the text has fewer than `length` tokens.
-    """
+    """Pieces of a text, one after the other; arguments and result are those of `sentences`."""
     front, back = around(tokenizer)
     front = sink.first(front)
     own = length - len(front) - len(back)
@@ -263,12 +235,7 @@ def count_of(tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> int:
 
 
 def fixed_tokens(ids: Tensor, tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """Tokens that every sequence has at the same position, by position: a start token, [SEP].
-
-    Args:
-        ids: [sequences, length]; of a single sequence only special tokens count.
-        tokenizer: source of the tokens' names.
-    """
+    """Special tokens that all sequences [sequences, length] have at one position, by position."""
     special = set(tokenizer.all_special_ids)
     return {
         place: str(tokenizer.convert_ids_to_tokens(int(column[0])))
@@ -298,19 +265,12 @@ def longest(asked: Inspection, usual: int) -> int:
 
 
 def passages(asked: Inspection, length: int, count: int, fewest: int) -> Tensor:
-    """Split a text into consecutive passages with the start token in front.
+    """The first `count` passages of a text with the start token in front [passages, length].
 
-    Args:
-        asked: the inspection with the text.
-        length: tokens of a passage; a shorter text is one passage.
-        count: maximum number of passages.
-        fewest: minimum number of tokens of a useful passage.
-
-    Returns:
-        [passages, length], int64.
+    A shorter text is one passage.
 
     Raises:
-        WeirError: the text or the length is too short.
+        WeirError: the text or the length has less than the `fewest` tokens that are of use.
     """
     length = min(length, count_of(asked.tokenizer, asked.text, length))
     if length < fewest:

@@ -15,7 +15,6 @@ import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from weir.errors import WeirError
@@ -31,16 +30,6 @@ def for_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [for_json(item) for item in value]
     return value
-
-
-def check_grid(line: JsonRecord) -> int:
-    """Check the first line, and return the number of cells of the grid.
-
-    Raises:
-        WeirError: a field is missing or has another type.
-    """
-    line.text("grid")
-    return len(line.records("cells"))
 
 
 def check_cell(line: JsonRecord, cells: int) -> None:
@@ -71,17 +60,11 @@ def check_cell(line: JsonRecord, cells: int) -> None:
     for name in ("chunk", "budget", "memory"):
         if line.values.get(name) is not None:
             line.count(name)
-    if "pools" in line:
-        line.text("pools")
-    if "loading" in line:
-        line.record("loading")
-    if "compiled" in line:
-        line.flag("compiled")
-    _check_result(line.record("result"))
-
-
-def _check_result(result: JsonRecord) -> None:
-    """Check what reports draw: blocks of a text, answers by distance, cells of heat maps."""
+    for name, check in (("pools", line.text), ("loading", line.record), ("compiled", line.flag)):
+        if name in line:
+            check(name)
+    # What reports draw: blocks of a text, answers by distance, cells of heat maps.
+    result = line.record("result")
     if "ppl_by_block" in result:
         result.numbers("ppl_by_block")
         for name in ("block", "tokens"):
@@ -155,12 +138,7 @@ class ResultsFile:
     def __enter__(self) -> ResultsFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         os.close(self._file)
 
     def append(self, record: CellRecord) -> None:
@@ -174,15 +152,16 @@ class ResultsFile:
 
     def forget(self, numbers: set[int]) -> None:
         """Remove the records of some cells, so that they can be written again."""
-        if numbers & self.records.keys():
-            self.records = {n: r for n, r in self.records.items() if n not in numbers}
-            self._rewrite(list(self.records.values()))
+        self._keep({n: record for n, record in self.records.items() if n not in numbers})
 
     def sort(self) -> None:
         """Sort the records into grid order, if needed."""
-        if list(self.records) != sorted(self.records):
-            self.records = dict(sorted(self.records.items()))
-            self._rewrite(list(self.records.values()))
+        self._keep(dict(sorted(self.records.items())))
+
+    def _keep(self, records: dict[int, CellRecord]) -> None:
+        if list(records) != list(self.records):
+            self.records = records
+            self._rewrite(list(records.values()))
 
     def _lock(self) -> None:
         try:
@@ -318,7 +297,8 @@ def _read_lines(path: Path) -> tuple[list[CellRecord], int]:
             )
         read = JsonRecord(f"{path}, line {number}", record)
         if number == 1:
-            cells = check_grid(read)
+            read.text("grid")
+            cells = len(read.records("cells"))
         else:
             check_cell(read, cells)
             if (before := lines.setdefault(record["cell"], number)) != number:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,7 @@ DEFAULTS = {"dtype": "auto"}
 
 
 def name_records(records: Sequence[CellRecord]) -> list[CellRecord]:
-    """Rename models and policies in records for tables and pictures.
-
-    Args:
-        records: cell records from a results file.
-    """
+    """Rename models and policies in records for tables and pictures."""
     return shorten_layered(distinguish_pools(name_loading(records)))
 
 
@@ -34,9 +29,6 @@ def name_loading(records: Sequence[CellRecord]) -> list[CellRecord]:
 
     A model loaded with defaults keeps its name. The field `loaded` has the original name, which is
     the same however the model was loaded.
-
-    Args:
-        records: cell records from a results file.
     """
     named = []
     for record in records:
@@ -62,9 +54,6 @@ def shorten_layered(records: Sequence[CellRecord]) -> list[CellRecord]:
 
     Two policies that would get the same name keep their full text, as all other policies do. The
     field `written` has the full text of the renamed ones.
-
-    Args:
-        records: cell records from a results file.
     """
     lists = [policy for policy in unique(r["policy"] for r in records) if policy.startswith("[")]
     short = {policy: _slots(policy) for policy in lists}
@@ -79,7 +68,6 @@ def shorten_layered(records: Sequence[CellRecord]) -> list[CellRecord]:
 def _slots(policy: str) -> str:
     """The short name of a per-layer policy; its text if this weir cannot parse it."""
     # This imports PyTorch, which reports without such a policy need not wait for.
-    from weir.errors import WeirError
     from weir.policies import Layered, saved_policy
 
     try:
@@ -96,9 +84,6 @@ def distinguish_pools(records: Sequence[CellRecord]) -> list[CellRecord]:
     """Rename policies of records by their pools where one name stands for several.
 
     Records without pools keep the policy's name and count as the same policy.
-
-    Args:
-        records: cell records from a results file.
     """
     meant: dict[str, set[str]] = {}
     for record in records:
@@ -129,27 +114,23 @@ def read_together(paths: Sequence[Path]) -> tuple[int, list[CellRecord]]:
         WeirError: a file is no results file, or two files have different figures of the same cell.
     """
     cells = 0
-    found: dict[tuple[Any, ...], list[_Found]] = {}
+    found: dict[tuple[Any, ...], list[Found]] = {}
     for path in paths:
         grid, records = read_results(path)
         cells += len(grid["cells"])
         for record in name_loading(records):
             key = tuple(record.get(name) for name in DECIDING)
-            found.setdefault(key, []).append(_Found(record, path))
+            found.setdefault(key, []).append((record, path))
     merged = [_merge_records(same) for same in found.values()]
     cells -= sum(map(len, found.values())) - sum(map(len, merged))
-    return cells, name_records([one.record for same in merged for one in same])
+    return cells, name_records([record for same in merged for record, _ in same])
 
 
-@dataclass
-class _Found:
-    """A record, and the file it was read from."""
-
-    record: CellRecord
-    path: Path
+Found = tuple[CellRecord, Path]
+"""A record, and the file it was read from."""
 
 
-def _merge_records(same: Sequence[_Found]) -> list[_Found]:
+def _merge_records(same: Sequence[Found]) -> list[Found]:
     """Merge records with the same displayed cell, in order of first occurrence.
 
     Old files do not record pools. Such a cell equals one of the same name with pools, as in
@@ -158,36 +139,33 @@ def _merge_records(same: Sequence[_Found]) -> list[_Found]:
     Raises:
         WeirError: two records of the same cell have different figures.
     """
-    kept: dict[int, _Found] = {}  # by index of the cell's first record
+    kept: dict[int, Found] = {}  # by index of the cell's first record
     # Records without pools come last, when all other cells are known.
-    order = sorted(range(len(same)), key=lambda place: same[place].record.get("pools") is None)
+    order = sorted(range(len(same)), key=lambda place: same[place][0].get("pools") is None)
     for place in order:
-        record = same[place].record
+        record = same[place][0]
         pools, value = record.get("pools"), record.get("value")
-        fits = {
-            at: one.record for at, one in kept.items() if pools in (None, one.record.get("pools"))
-        }
+        fits = {at: one for at, (one, _) in kept.items() if pools in (None, one.get("pools"))}
         at = min(fits, key=lambda at: fits[at].get("value") != value, default=None)
         if at is None:
             kept[place] = same[place]
             continue
-        whole = _merge_pair(kept.pop(at), same[place])
-        kept[min(at, place)] = whole
+        kept[min(at, place)] = _merge_pair(kept.pop(at), same[place])
     return [kept[place] for place in sorted(kept)]
 
 
-def _merge_pair(there: _Found, here: _Found) -> _Found:
+def _merge_pair(there: Found, here: Found) -> Found:
     """Merge two records of a cell: one that is done replaces one that failed.
 
     Raises:
         WeirError: both are done and have different figures.
     """
-    old, new = there.record, here.record
+    old, new = there[0], here[0]
     if old["status"] == "failed":
-        return _Found({**new, "pools": old.get("pools") or new.get("pools")}, here.path)
+        return {**new, "pools": old.get("pools") or new.get("pools")}, here[1]
     if new["status"] == "done" and new["value"] != old["value"]:
         raise WeirError(
-            f"{there.path} and {here.path} contradict each other: {new['setting']} of "
+            f"{there[1]} and {here[1]} contradict each other: {new['setting']} of "
             f"{new['model']} under {new['policy']}, seed {new['seed']}, is {old['value']} in one "
             f"and {new['value']} in the other; report them apart, or leave one out"
         )

@@ -7,7 +7,7 @@ import html
 import io
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -52,9 +52,8 @@ def as_markdown(table: FigureTable) -> str:
 def as_html(table: FigureTable) -> str:
     """A table in HTML."""
     heads = ["policy", *(html.escape(column.head) for column in table.columns)]
-    rows = _cells(table, "<b>", "</b>")
-    names = [f"<code>{html.escape(name)}</code>" for name in table.rows]
-    cells = [[name, *row] for name, row in zip(names, rows, strict=True)]
+    rows = zip(table.rows, _cells(table, "<b>", "</b>"), strict=True)
+    cells = [[f"<code>{html.escape(name)}</code>", *row] for name, row in rows]
     return TextTable(heads, cells, markup=True).html()
 
 
@@ -107,20 +106,9 @@ def _latex(table: FigureTable) -> str:
         body.append(" & ".join([rf"\texttt{{{_tex(name)}}}", *cells]) + r" \\")
         if any(below):
             body.append(" & ".join(["", *below]) + r" \\")
-    columns = "l" + "r" * len(table.columns)
-    return "\n".join(
-        [
-            f"% {table.title}",
-            rf"\begin{{tabular}}{{{columns}}}",
-            r"\toprule",
-            rf"{heads} \\",
-            r"\midrule",
-            *body,
-            r"\bottomrule",
-            r"\end{tabular}",
-            "",
-        ]
-    )
+    begin = rf"\begin{{tabular}}{{l{'r' * len(table.columns)}}}"
+    top = [f"% {table.title}", begin, r"\toprule", rf"{heads} \\", r"\midrule"]
+    return "\n".join([*top, *body, r"\bottomrule", r"\end{tabular}", ""])
 
 
 def _tex(text: str) -> str:
@@ -155,14 +143,10 @@ def family(policy: str) -> str:
 
 def pareto_front(points: Sequence[tuple[float, float]], higher: bool) -> list[int]:
     """Indices of the points (bytes, quality) that no other beats in both, by rising bytes."""
-    order = sorted(
-        range(len(points)), key=lambda i: (points[i][0], -points[i][1] if higher else points[i][1])
-    )
+    costs = [(nbytes, -quality if higher else quality) for nbytes, quality in points]
     best: list[int] = []
-    for i in order:
-        if not best or (
-            points[i][1] > points[best[-1]][1] if higher else points[i][1] < points[best[-1]][1]
-        ):
+    for i in sorted(range(len(points)), key=costs.__getitem__):
+        if not best or costs[i][1] < costs[best[-1]][1]:
             best.append(i)
     return best
 
@@ -170,12 +154,7 @@ def pareto_front(points: Sequence[tuple[float, float]], higher: bool) -> list[in
 def plot_pareto(records: Sequence[CellRecord], label: str) -> str | None:
     """Plot figures against cache bytes, budgets of a policy joined, the Pareto front in gray.
 
-    Args:
-        records: records of one model and one setting.
-        label: name of the figure.
-
-    Returns:
-        The picture; None where fewer than two policies have both figures.
+    The records are of one model and setting; None where fewer than two policies have both figures.
     """
     of_policy = group_by((r for r in records if r["value"] is not None and r["kv_bytes"]), "policy")
     if len(of_policy) < 2:
@@ -189,29 +168,19 @@ def plot_pareto(records: Sequence[CellRecord], label: str) -> str | None:
         axes = figure.subplots()
         higher = records[0]["better"] == "higher"
         best = [points[names[i]] for i in pareto_front(list(points.values()), higher)]
-        axes.plot(
-            *zip(*best, strict=True),
-            color=GRAY,
-            lw=5,
-            alpha=0.25,
-            zorder=1,
-            label="not beaten in both",
-        )
+        front: dict[str, Any] = {"color": GRAY, "lw": 5, "alpha": 0.25, "zorder": 1}
+        axes.plot(*zip(*best, strict=True), **front, label="not beaten in both")
         for number, kind in enumerate(unique(family(name) for name in names)):
             mine = sorted(points[name] for name in names if family(name) == kind)
             axes.plot(*zip(*mine, strict=True), lw=1.2, ms=6, label=kind, **line_style(number))
-        _scales(axes, [x for x, _ in points.values()], [y for _, y in points.values()])
-        axes.set_xlabel("cache, MB")
-        axes.set_ylabel(label)
-        _dress_axes(axes)
+        _dress_axes(axes, "cache, MB", label, *zip(*points.values(), strict=True))
     return out[0]
 
 
 def plot_along(records: Sequence[CellRecord]) -> str | None:
     """Plot perplexity by block of a text, a line per policy; None without blocks.
 
-    Args:
-        records: records of one model and one setting; only the first seed is drawn.
+    Only the first seed of the records is drawn, which are of one model and setting.
     """
     rows = [r for r in records if len(r["result"].get("ppl_by_block", ())) > 1]
     of_policy = group_by(rows, "policy")
@@ -230,18 +199,14 @@ def plot_along(records: Sequence[CellRecord]) -> str | None:
                 how["markevery"] = max(1, len(values) // 8)
             axes.plot(middles, values, lw=1.4, ms=4, label=policy, **how)
             every += [v for v in values if v is not None]
-        _scales(axes, [], every)
-        axes.set_xlabel("tokens read")
-        axes.set_ylabel("perplexity")
-        _dress_axes(axes)
+        _dress_axes(axes, "tokens read", "perplexity", (), every)
     return out[0]
 
 
 def plot_heat(records: Sequence[CellRecord]) -> str | None:
     """Plot heat maps of accuracy by length and depth, a panel per policy; None without such cells.
 
-    Args:
-        records: records of one model and one setting; the mean over seeds is drawn.
+    The mean over seeds of the records is drawn, which are of one model and setting.
     """
     of_policy = group_by((r for r in records if r["result"].get("cells")), "policy")
     if not of_policy:
@@ -282,25 +247,19 @@ def _height(names: Sequence[str]) -> float:
     return 3.4 + 0.17 * -(-len(names) // 3)
 
 
-def _scales(axes: Axes, across: Sequence[float], up: Sequence[float]) -> None:
-    if needs_log_scale(across, FAR_BYTES):
+def _dress_axes(axes: Axes, across: str, up: str, x: Sequence[float], y: Sequence[float]) -> None:
+    """Label, scale and style axes, and put the legend below them, where it hides no point."""
+    axes.set_xlabel(across)
+    axes.set_ylabel(up)
+    if needs_log_scale(x, FAR_BYTES):
         axes.set_xscale("log")
-    if needs_log_scale(up, FAR):
+    if needs_log_scale(y, FAR):
         axes.set_yscale("log")
-
-
-def _dress_axes(axes: Axes) -> None:
-    """Style axes, and put the legend below them, where it hides no point."""
     style_axes(axes)
     axes.figure.legend(loc="outside lower left", frameon=False, fontsize=8, ncols=3)
 
 
-FORMATS = {
-    "html": "report.html",
-    "md": "report.md",
-    "csv": "tables.csv",
-    "latex": "tables.tex",
-}
+FORMATS = {"html": "report.html", "md": "report.md", "csv": "tables.csv", "latex": "tables.tex"}
 """The file name of each format of a report."""
 USUAL = ("html", "md")
 MARKS = "Bold is best, underlined second best."
@@ -363,38 +322,27 @@ def write_report(
     if not done:
         raise WeirError(f"{source} has no finished cell yet, so there is nothing to report")
     parts = list(_parts(done))
-    facts = _facts(cells, records)
     tables = [part.table for part in parts if part.table is not None]
-    pages = [out / FORMATS[name] for name in FORMATS if name in formats]
+    page = (parts, _facts(cells, records), failures(records), source)
+    renderers: dict[str, Callable[[], str]] = {
+        "html": lambda: _html(*page),
+        "md": lambda: _markdown(*page),
+        "csv": lambda: as_csv(tables),
+        "latex": lambda: as_latex(tables),
+    }
     if out.exists() and not out.is_dir():
         raise WeirError(f"{out} is a file, and --out is the folder of a report; name another")
     try:
         out.mkdir(parents=True, exist_ok=True)
-        for page in pages:
-            page.write_text(_render(page.suffix, parts, tables, facts, records, source), "utf-8")
+        wanted = [name for name in FORMATS if name in formats]
+        for name in wanted:
+            (out / FORMATS[name]).write_text(renderers[name](), "utf-8")
         for part in parts:
             if part.picture is not None and "md" in formats:
                 (out / f"{part.name}.svg").write_text(part.picture, "utf-8")
     except OSError as error:
         raise WeirError(f"cannot write to {out}: {error.strerror}") from None
-    return pages
-
-
-def _render(
-    suffix: str,
-    parts: Sequence[ReportPart],
-    tables: Sequence[FigureTable],
-    facts: str,
-    records: Sequence[CellRecord],
-    source: str,
-) -> str:
-    """Render a report in one format."""
-    if suffix == ".csv":
-        return as_csv(tables)
-    if suffix == ".tex":
-        return as_latex(tables)
-    page = _html if suffix == ".html" else _markdown
-    return page(parts, facts, failures(records), source)
+    return [out / FORMATS[name] for name in wanted]
 
 
 def _parts(done: Sequence[CellRecord]) -> Iterator[ReportPart]:
@@ -417,28 +365,18 @@ def _parts(done: Sequence[CellRecord]) -> Iterator[ReportPart]:
     short = short_heads(list(unique(record["setting"] for record in done)))
     settings = group_by(done, "model", "protocol", "setting")
     for number, ((model, _, setting), mine) in enumerate(settings.items()):
-        better = mine[0]["better"]
         label = mine[0]["metric"]
+        points = (
+            f"{label} against the bytes of the cache; {mine[0]['better']} is better. Points of one "
+            "policy with different budgets are joined; those on the gray line no other beats in "
+            "both."
+        )
+        along = "Perplexity of each block of the text; lower is better."
+        needles = "Share of needles found, by length and depth of the haystack."
         for kind, heading, picture, words in (
-            (
-                "pareto",
-                f"{label} against bytes",
-                plot_pareto(mine, label),
-                f"{label} against the bytes of the cache; {better} is better. Points of one policy "
-                "with different budgets are joined; those on the gray line no other beats in both.",
-            ),
-            (
-                "along",
-                "perplexity along the text",
-                plot_along(mine),
-                "Perplexity of each block of the text; lower is better.",
-            ),
-            (
-                "heat",
-                "needles by length and depth",
-                plot_heat(mine),
-                "Share of needles found, by length and depth of the haystack.",
-            ),
+            ("pareto", f"{label} against bytes", plot_pareto(mine, label), points),
+            ("along", "perplexity along the text", plot_along(mine), along),
+            ("heat", "needles by length and depth", plot_heat(mine), needles),
         ):
             if picture is not None:
                 title = f"{model}: {short[setting]}, {heading}"
@@ -448,20 +386,18 @@ def _parts(done: Sequence[CellRecord]) -> Iterator[ReportPart]:
 def _facts(cells: int, records: Sequence[CellRecord]) -> str:
     """A sentence about what was run."""
 
-    def several(word: str, values: Sequence[object]) -> str:
-        return f"{len(values)} {word}{'' if len(values) == 1 else 's'}"
+    def several(word: str, count: int) -> str:
+        return f"{count} {word}{'' if count == 1 else 's'}"
 
-    kinds = [
-        several(word, unique(record[field] for record in records))
-        for word, field in (("model", "model"), ("task setting", "setting"), ("seed", "seed"))
-    ]
-    policies = len(unique(record["policy"] for record in records))
+    fields = ("model", "setting", "seed", "policy")
+    *counts, policies = (len(unique(record[field] for record in records)) for field in fields)
+    kinds = map(several, ("model", "task setting", "seed"), counts)
     failed = len(failures(records))
     done = len(records) - failed
     versions = ", ".join(unique(record["weir"] for record in records))
     return (
         f"{', '.join(kinds)}, policies and budgets: {policies}. Of "
-        f"{several('cell', range(cells))}, {done} {'is' if done == 1 else 'are'} done and {failed} "
+        f"{several('cell', cells)}, {done} {'is' if done == 1 else 'are'} done and {failed} "
         f"failed. weir {versions}."
     )
 

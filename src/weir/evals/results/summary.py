@@ -64,9 +64,8 @@ def estimate_of(records: Sequence[dict[str, Any]], field: str) -> Estimate | Non
     known = [record for record in records if record[field] is not None]
     if not known:
         return None
-    results = [record["result"] for record in known]
-    if field == "value" and all(_is_share(record) for record in known):
-        return Estimate.of_counts(results)
+    if field == "value" and all(map(_is_share, known)):
+        return Estimate.of_counts([record["result"] for record in known])
     return Estimate.of([record[field] for record in known])
 
 
@@ -83,14 +82,6 @@ def _spread(values: Sequence[float]) -> float | None:
     return stdev(values) if len(values) > 1 else None
 
 
-def largest_of(records: Sequence[dict[str, Any]], field: str) -> Estimate | None:
-    """The largest of a field; its seeds and n are those of the records."""
-    values = [record[field] for record in records if record[field] is not None]
-    if not values:
-        return None
-    return Estimate(max(values), len(values), len(values))
-
-
 CACHE = "cache, MB"
 """The head of the column of bytes."""
 FOLDERS = re.compile(r"""\b((?:file|text)=["'])(?!hub:)[^"']*/""")
@@ -105,23 +96,26 @@ class Column:
 
     Attributes:
         head: heading.
-        values: one figure per row; None if missing.
+        figures: one per row; None if missing.
         better: which way is better; None marks nothing.
         digits: digits after the decimal point.
         megabytes: whether figures are bytes, to be shown as MB.
-        figures: the values with their uncertainty, one per row; empty if unknown.
     """
 
     head: str
-    values: tuple[float | None, ...]
+    figures: tuple[Estimate | None, ...]
     better: Better | None
     digits: int = 3
     megabytes: bool = False
-    figures: tuple[Estimate | None, ...] = ()
+
+    @property
+    def values(self) -> tuple[float | None, ...]:
+        """The means of the figures."""
+        return tuple(None if figure is None else figure.mean for figure in self.figures)
 
     def sure(self, row: int) -> str:
         """Format the interval, deviation and n of a row; empty if there are none."""
-        figure = self.figures[row] if self.figures else None
+        figure = self.figures[row]
         if figure is None or figure.low is None or figure.high is None:
             return ""
         low, high = (f"{end:.{self.digits}f}" for end in (figure.low, figure.high))
@@ -135,9 +129,7 @@ class Column:
         """
         if self.better is None:
             return {}
-        written = {
-            row: float(self.written(row)) for row, v in enumerate(self.values) if v is not None
-        }
+        written = {row: float(self.written(row)) for row, one in enumerate(self.figures) if one}
         known = sorted(set(written.values()), reverse=self.better == "higher")[:-1]
         return {row: known.index(v) + 1 for row, v in written.items() if v in known[:2]}
 
@@ -173,10 +165,10 @@ def overviews(records: Sequence[CellRecord]) -> list[FigureTable]:
         settings = group_by(mine, "setting")
         short = short_heads(list(unique(record["setting"] for record in mine)))
         columns = [
-            _column(_head(short[setting], rows[0]), rows, policies, "value", rows[0]["better"])
+            _column(_head(short[setting], rows[0]), rows, policies)
             for (setting,), rows in settings.items()
         ]
-        columns.append(_column(CACHE, mine, policies, "kv_bytes", None, largest=True))
+        columns.append(_bytes_column(mine, policies))
         title = model if paper is None else f"{model}, protocol {paper}"
         tables.append(FigureTable(title, policies, tuple(columns)))
     return tables
@@ -192,19 +184,12 @@ def by_distance(records: Sequence[CellRecord]) -> list[FigureTable]:
         distances = unique(row["distance"] for row in mine[0]["result"]["by_distance"])
         columns = []
         for distance in distances:
-            figures = []
-            for policy in policies:
-                rows = [
-                    row
-                    for record in mine
-                    if record["policy"] == policy
-                    for row in record["result"]["by_distance"]
-                    if row["distance"] == distance
-                ]
-                figures.append(Estimate.of_counts(rows))
-            values = tuple(None if one is None else one.mean for one in figures)
-            head = f"{distance:,}"
-            columns.append(Column(head, values, "higher", digits=2, figures=tuple(figures)))
+            counts: dict[str, list[CellRecord]] = {policy: [] for policy in policies}
+            for record in mine:
+                rows = record["result"]["by_distance"]
+                counts[record["policy"]] += [row for row in rows if row["distance"] == distance]
+            figures = map(Estimate.of_counts, counts.values())
+            columns.append(Column(f"{distance:,}", tuple(figures), "higher", digits=2))
         title = f"{model}: {short[setting]}, by distance"
         tables.append(FigureTable(title, policies, tuple(columns)))
     return tables
@@ -247,22 +232,24 @@ def group_by(records: Iterable[CellRecord], *keys: str) -> dict[tuple[Any, ...],
     return found
 
 
-def _column(
-    head: str,
-    records: list[CellRecord],
-    policies: Sequence[str],
-    field: str,
-    better: Better | None,
-    *,
-    largest: bool = False,
-) -> Column:
-    summed = largest_of if largest else estimate_of
-    figures = [summed([r for r in records if r["policy"] == policy], field) for policy in policies]
-    values = [None if figure is None else figure.mean for figure in figures]
-    most = max((abs(value) for value in values if value is not None), default=0.0)
+def _column(head: str, records: list[CellRecord], policies: Sequence[str]) -> Column:
+    """The main figure of each policy."""
+    figures = tuple(
+        estimate_of([r for r in records if r["policy"] == policy], "value") for policy in policies
+    )
+    most = max((abs(figure.mean) for figure in figures if figure), default=0.0)
     digits = 3 if most <= 1 else 1 if most >= 10 else 2
-    megabytes = field == "kv_bytes"
-    return Column(head, tuple(values), better, digits, megabytes, tuple(figures))
+    return Column(head, figures, records[0]["better"], digits)
+
+
+def _bytes_column(records: list[CellRecord], policies: Sequence[str]) -> Column:
+    """The largest cache of each policy; its seeds and n are those of the records."""
+    figures = []
+    for policy in policies:
+        known = [r["kv_bytes"] for r in records if r["policy"] == policy]
+        mine = [nbytes for nbytes in known if nbytes is not None]
+        figures.append(Estimate(max(mine), len(mine), len(mine)) if mine else None)
+    return Column(CACHE, tuple(figures), None, megabytes=True)
 
 
 def _parameters(setting: str) -> list[str]:
@@ -273,34 +260,9 @@ REFERENCE = "streaming_llm"
 """The policy beside which all others are put."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """The model, setting and size at which policies are compared.
-
-    Attributes:
-        model, setting, chunk, positions: as in a cell.
-        loaded: the model's own name, however it was loaded.
-        memory: bytes from which budgets were computed; None if budgets were given in slots.
-        budget: budget in slots; None if bytes were given.
-    """
-
-    model: str
-    loaded: str
-    setting: str
-    chunk: int
-    positions: str
-    memory: int | None
-    budget: int | None
-
-    @classmethod
-    def of(cls, record: CellRecord) -> Place:
-        """The place of a record."""
-        memory = record.get("memory")
-        budget = record["budget"] if memory is None else None
-        chunk, positions = record.get("chunk", 64), record.get("positions", "rolling")
-        model = record["model"]
-        loaded = str(record.get("loaded", model))
-        return cls(model, loaded, record["setting"], chunk, positions, memory, budget)
+Place = tuple[str, str, tuple[Any, ...]]
+"""Where policies are compared: a model however it was loaded, a setting, and the size with all else
+that a cell says."""
 
 
 def across_models(records: Sequence[CellRecord]) -> list[FigureTable]:
@@ -309,24 +271,19 @@ def across_models(records: Sequence[CellRecord]) -> list[FigureTable]:
     Figures where lower is better (perplexities and errors) are ratios; shares of right answers are
     differences. Each model counts once, with its mean over seeds, sizes and ways of loading, and
     the interval is over the models. Policies whose budget was not inserted are left out, and so are
-    figures that some model lacks.
-
-    Args:
-        records: records of any models. With fewer than two models there is no table.
+    figures that some model lacks. With fewer than two models there is no table.
     """
     sized = [r for r in records if r["status"] == "done" and r.get("budget") is not None]
     tables = []
     for (paper,), mine in group_by(sized, "protocol").items():
         found = _means([r for r in mine if r["value"] is not None])
         beside = [place for place, row in found.items() if REFERENCE in row]
-        models = unique(place.loaded for place in beside)
+        models = unique(model for model, *_ in beside)
         if len(models) < 2:
             continue
-        settings = list(unique(place.setting for place in beside))
-        short, rows = (
-            short_heads(settings),
-            unique(name for place in beside for name in found[place]),
-        )
+        settings = list(unique(setting for _, setting, _ in beside))
+        short = short_heads(settings)
+        rows = unique(name for place in beside for name in found[place])
         columns = []
         for setting in settings:
             better = next(r["better"] for r in mine if r["setting"] == setting)
@@ -335,9 +292,8 @@ def across_models(records: Sequence[CellRecord]) -> list[FigureTable]:
                 Estimate.of(list(change.values())) if change.keys() == set(models) else None
                 for change in changes
             )
-            means = tuple(None if one is None else one.mean for one in figures)
             head = f"{short[setting]}, {'ratio' if better == 'lower' else 'difference'}"
-            columns.append(Column(head, means, better, 3, figures=figures))
+            columns.append(Column(head, figures, better))
         title = f"mean of {len(models)} models beside {REFERENCE}"
         title = title if paper is None else f"{title}, protocol {paper}"
         tables.append(FigureTable(title, rows, tuple(columns)))
@@ -349,12 +305,12 @@ def _changes(
 ) -> dict[str, float]:
     """A policy's change against the reference by model, averaged over the sizes of both."""
     changes: dict[str, list[float]] = {}
-    for place, row in found.items():
-        if place.setting != setting or not {name, REFERENCE} <= row.keys():
+    for (model, here, _), row in found.items():
+        if here != setting or not {name, REFERENCE} <= row.keys():
             continue
         now, was = row[name], row[REFERENCE]
         if was or not ratio:
-            changes.setdefault(place.loaded, []).append(now / was if ratio else now - was)
+            changes.setdefault(model, []).append(now / was if ratio else now - was)
     return {model: fmean(values) for model, values in changes.items()}
 
 
@@ -362,7 +318,11 @@ def _means(records: Sequence[CellRecord]) -> Mapping[Place, Mapping[str, float]]
     """Means over seeds, by place and policy without budget."""
     values: dict[Place, dict[str, list[float]]] = {}
     for record in records:
-        row = values.setdefault(Place.of(record), {})
+        model, memory = record["model"], record.get("memory")
+        size = (memory, record["budget"] if memory is None else None)
+        how = (model, record.get("chunk", 64), record.get("positions", "rolling"), size)
+        place = (str(record.get("loaded", model)), record["setting"], how)
+        row = values.setdefault(place, {})
         policy = record["written"] if "written" in record else record["policy"]
         row.setdefault(strip_budget(policy), []).append(record["value"])
     return {

@@ -64,15 +64,12 @@ class AttentionError(Task):
             progress(done / rows)
             return False
 
-        rows = measure_error(
-            subject.model, ids, sized, setup, seeds=(subject.seed,), on_step=report
-        )
+        seeds = (subject.seed,)
+        rows = measure_error(subject.model, ids, sized, setup, seeds=seeds, on_step=report)
         (mean,) = mean_over_layers(rows)
         return {
             "error": mean["error"],
-            "by_layer": [
-                {"layer": row.layer, "error": row.error, "kept": row.kept} for row in rows
-            ],
+            "by_layer": [{"layer": r.layer, "error": r.error, "kept": r.kept} for r in rows],
             "kept": mean["kept"],
             "tokens": setup.tokens,
             "queries": setup.queries,

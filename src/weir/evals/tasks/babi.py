@@ -18,7 +18,8 @@ import torch
 from weir.errors import WeirError
 from weir.evals.scores import count_right
 from weir.evals.task import Better, Progress, Subject, Task, task
-from weir.evals.tasks.natural_facts import AT_ONCE, BOOK_TOKENS, Wording, likeliest_answers
+from weir.evals.tasks.exercises import BOOK_TOKENS
+from weir.evals.tasks.natural_facts import AT_ONCE, Wording, likeliest_answers
 from weir.stream import read_stream, read_text
 from weir.train import passage
 

@@ -7,14 +7,12 @@ compared at each answer. For comparison, one-shot: each question alone, on its o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
-from weir.errors import WeirError
 from weir.evals.answers import check_template
 from weir.evals.records import JsonRecord, read_records
 from weir.evals.scores import count_right
@@ -54,8 +52,7 @@ class Choice(Task):
     metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher", "one_shot": "higher"}
 
     def __post_init__(self) -> None:
-        if self.samples is not None and self.samples < 1:
-            raise WeirError(f"choice takes 1 sample or more, not {self.samples}")
+        self.check_samples()
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
         """Ask all questions on one stream, then each on its own stream.
@@ -72,15 +69,14 @@ class Choice(Task):
         if self.chat:
             check_template(subject.tokenizer)
         stream = subject.stream()
-        turns = self._turns(stream, subject.tokenizer)
-        streamed, alone = [], []
-        for question in questions:
-            streamed.append(answer_in_place(stream, *turns(question)))
-            progress(len(streamed) / (2 * len(questions)))
-        for question in questions:
-            fresh = subject.stream()
-            alone.append(answer_in_place(fresh, *self._turns(fresh, subject.tokenizer)(question)))
-            progress((len(questions) + len(alone)) / (2 * len(questions)))
+        conversation = Conversation(stream, subject.tokenizer)
+        answers = []
+        for number, question in enumerate([*questions, *questions], 1):
+            if number > len(questions):
+                conversation = Conversation(subject.stream(), subject.tokenizer)
+            answers.append(self._answer(conversation, question))
+            progress(number / (2 * len(questions)))
+        streamed, alone = answers[: len(questions)], answers[len(questions) :]
         return {
             **count_right(sum(streamed), len(questions)),
             "one_shot": sum(alone) / len(questions),
@@ -90,25 +86,22 @@ class Choice(Task):
             "kv_bytes": stream.nbytes,
         }
 
-    def _turns(
-        self, stream: Stream, tokenizer: PreTrainedTokenizerBase
-    ) -> Callable[[Question], tuple[list[int], list[int]]]:
-        """A function that gives the ids of a question and of its answer."""
+    def _answer(self, conversation: Conversation, question: Question) -> int:
+        """Ask a question behind what the stream has read; 1 for the right answer, else 0."""
+        stream, tokenizer = conversation.stream, conversation.tokenizer
 
         def ids(text: str, start: bool = False) -> list[int]:
             return list(tokenizer(text, add_special_tokens=start)["input_ids"])
 
-        conversation = Conversation(stream, tokenizer)
-
-        def turn(question: Question) -> tuple[list[int], list[int]]:
-            if self.chat:
-                asked = f"{question}\nAnswer with the letter of the right choice alone."
-                return conversation.turn(asked), ids(question.right)
-            before = "" if stream.seen == 0 else "\n\n"
-            asked = f"{before}{question}\nAnswer:"
-            return ids(asked, start=stream.seen == 0), ids(f" {question.right}")
-
-        return turn
+        if self.chat:
+            turn = conversation.turn(
+                f"{question}\nAnswer with the letter of the right choice alone."
+            )
+            return answer_in_place(stream, turn, ids(question.right))
+        first = stream.seen == 0
+        before = "" if first else "\n\n"
+        asked = ids(f"{before}{question}\nAnswer:", start=first)
+        return answer_in_place(stream, asked, ids(f" {question.right}"))
 
 
 def answer_in_place(stream: Stream, question: Sequence[int], right: Sequence[int]) -> int:

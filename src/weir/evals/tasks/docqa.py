@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from weir.errors import WeirError
-from weir.evals.answers import ask, costs
+from weir.evals.answers import ask_all, costs
 from weir.evals.records import JsonRecord, read_records
 from weir.evals.scores import contains, count_right, is_exact
 from weir.evals.task import Better, Progress, Subject, Task, task
@@ -68,8 +68,7 @@ class DocumentQA(Task):
     def __post_init__(self) -> None:
         if self.documents is not None and self.documents < 1:
             raise WeirError(f"docqa takes 1 document or more, not {self.documents}")
-        if self.samples is not None and self.samples < 1:
-            raise WeirError(f"docqa takes 1 sample or more, not {self.samples}")
+        self.check_samples()
         for place in self.places():
             if place < 0 or (self.documents is not None and place >= self.documents):
                 raise WeirError(f"there is no place {place} among the documents of docqa")
@@ -100,11 +99,9 @@ class DocumentQA(Task):
             exact matches; "answers"; and what `costs` says of the caches.
         """
         cases = self.cases()
-        answers, texts = [], []
-        for case in cases:
-            answers.append(ask(subject, case.prompt, MOST, () if self.chat else ("\n",), self.chat))
-            texts.append(answers[-1].text.strip().partition("\n")[0].strip())
-            progress(len(texts) / len(cases))
+        prompts, stops = [case.prompt for case in cases], () if self.chat else ("\n",)
+        answers = ask_all(subject, prompts, MOST, stops, self.chat, progress)
+        texts = [answer.text.strip().partition("\n")[0].strip() for answer in answers]
         pairs = list(zip(texts, cases, strict=True))
         exact = count_right(sum(is_exact(text, case.answers) for text, case in pairs), len(cases))
         return {
@@ -129,23 +126,19 @@ class DocumentQA(Task):
 
     def _case(self, record: JsonRecord, places: list[int]) -> DocumentQuestion:
         documents = record.records("ctxs", least=1)
-        is_gold = [document.flag("isgold") for document in documents]
-        if is_gold.count(True) != 1:
-            raise record.wrong(
-                "ctxs", f"must have one document with isgold true, not {is_gold.count(True)}"
-            )
-        at = is_gold.index(True)
-        gold = documents.pop(at)
+        gold = [place for place, document in enumerate(documents) if document.flag("isgold")]
+        if len(gold) != 1:
+            raise record.wrong("ctxs", f"must have one document with isgold true, not {len(gold)}")
+        answer = documents.pop(gold[0])
         if self.documents is not None:
             if len(documents) + 1 < self.documents:
-                raise record.wrong(
-                    "ctxs", f"has {len(documents) + 1} documents of {self.documents}"
-                )
+                there = f"{len(documents) + 1} documents of {self.documents}"
+                raise record.wrong("ctxs", f"has {there}")
             documents = documents[: self.documents - 1]
-        place = places[0] if places else min(at, len(documents))
+        place = places[0] if places else min(gold[0], len(documents))
         if place > len(documents):
             raise record.wrong("ctxs", f"has {len(documents) + 1} documents and no place {place}")
-        documents.insert(place, gold)
+        documents.insert(place, answer)
         return DocumentQuestion(
             record.text("question"),
             tuple((document.text("title"), document.text("text")) for document in documents),

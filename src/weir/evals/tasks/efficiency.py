@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any, ClassVar
 
@@ -79,15 +80,10 @@ class Efficiency(Task):
             for name, stream in streams.items():
                 decode[name].append(_seconds(stream, ids[:, step : step + 1]))
             progress(0.5 + (step + 1 - self.prompt) / (2 * self.tokens))
-        rows = {
-            name: {
-                "rival": name,
-                "prefill_s": median(prefill[name]),
-                "decode_s": median(decode[name]),
-                "kv_bytes": streams[name].nbytes,
-            }
-            for name in rivals
-        }
+        rows = {}
+        for name, stream in streams.items():
+            times = {"prefill_s": median(prefill[name]), "decode_s": median(decode[name])}
+            rows[name] = {"rival": name, **times, "kv_bytes": stream.nbytes}
         mine = rows[str(subject.policy)]
         return {
             "decode_over_exact": _ratio(mine, rows[EXACT], "decode_s"),
@@ -118,18 +114,13 @@ class Efficiency(Task):
 
 
 def _seconds(stream: Stream, ids: Tensor) -> float:
-    """Measure the seconds that a stream takes for some tokens."""
-    _wait(ids)
+    """Measure the seconds that a stream takes for some tokens, until the accelerator is done."""
+    wait = partial(torch.cuda.synchronize, ids.device) if ids.is_cuda else lambda: None
+    wait()
     begun = time.perf_counter()
     stream.feed(ids)
-    _wait(ids)
+    wait()
     return time.perf_counter() - begun
-
-
-def _wait(ids: Tensor) -> None:
-    """Wait until the accelerator is done."""
-    if ids.is_cuda:
-        torch.cuda.synchronize(ids.device)
 
 
 def _ratio(mine: dict[str, Any], other: dict[str, Any] | None, field: str) -> float | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from weir.errors import WeirError
-from weir.evals.answers import GeneratedAnswer, ask, costs
+from weir.evals.answers import ask_all, costs
 from weir.evals.records import read_records
 from weir.evals.scores import count_right
 from weir.evals.task import Better, Progress, Subject, Task, task
@@ -71,21 +71,18 @@ class Lines(Task):
             `costs` says of the caches.
         """
         cases = self.cases(subject.seed)
-        answers: list[GeneratedAnswer] = []
-        right = 0
-        for case in cases:
-            answers.append(self._ask(subject, case))
-            right += number_in(answers[-1].text, last=self.chat) == case.number
-            progress(len(answers) / len(cases))
+        prompts = [
+            case.prompt if self.chat else f"{case.prompt}\n{line_start(case.name)}"
+            for case in cases
+        ]
+        most, stops = (100, ()) if self.chat else (15, (">",))
+        answers = ask_all(subject, prompts, most, stops, self.chat, progress)
         texts = [one.text for one in answers]
-        return {**count_right(right, len(cases)), "answers": texts, **costs(answers)}
-
-    def _ask(self, subject: Subject, case: LineQuestion) -> GeneratedAnswer:
-        if self.chat:
-            return ask(subject, case.prompt, max_new_tokens=100, chat=True)
-        return ask(
-            subject, f"{case.prompt}\n{line_start(case.name)}", max_new_tokens=15, stops=(">",)
+        right = sum(
+            number_in(text, last=self.chat) == case.number
+            for text, case in zip(texts, cases, strict=True)
         )
+        return {**count_right(right, len(cases)), "answers": texts, **costs(answers)}
 
     def cases(self, seed: int) -> list[LineQuestion]:
         """Read or make the questions.

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError, suggest
-from weir.evals.answers import ask, costs
+from weir.evals.answers import ask_all, costs
 from weir.evals.records import JsonRecord, import_optional, read_records
 from weir.evals.task import Better, Progress, Subject, Task, task
 
@@ -50,8 +50,7 @@ class LongBench(Task):
     metrics: ClassVar[dict[str, Better]] = {"score": "higher"}
 
     def __post_init__(self) -> None:
-        if self.samples is not None and self.samples < 1:
-            raise WeirError(f"longbench takes 1 sample or more, not {self.samples}")
+        self.check_samples()
         if self.truncate is not None and self.truncate < 2:
             raise WeirError(f"a prompt is cut to 2 tokens or more, not to {self.truncate}")
 
@@ -68,15 +67,15 @@ class LongBench(Task):
         harness = harness_task(name, rows)
         options = harness.config.generation_kwargs
         chat = self.chat and name not in PLAIN
-        answers, scores = [], []
-        for row in rows:
-            prompt = harness.doc_to_text(row)
-            if self.truncate is not None:
-                prompt = without_middle(subject.tokenizer, prompt, self.truncate)
-            stops = tuple(options["until"])
-            answers.append(ask(subject, prompt, int(options["max_gen_toks"]), stops, chat))
-            scores.append(float(harness.process_results(row, [answers[-1].text])["score"]))
-            progress(len(scores) / len(rows))
+        prompts = [harness.doc_to_text(row) for row in rows]
+        if self.truncate is not None:
+            prompts = [without_middle(subject.tokenizer, one, self.truncate) for one in prompts]
+        most, stops = int(options["max_gen_toks"]), tuple(options["until"])
+        answers = ask_all(subject, prompts, most, stops, chat, progress)
+        scores = [
+            float(harness.process_results(row, [answer.text])["score"])
+            for row, answer in zip(rows, answers, strict=True)
+        ]
         return {
             "score": mean(scores),
             "dataset": name,

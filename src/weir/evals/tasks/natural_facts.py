@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
@@ -21,6 +21,7 @@ from weir.errors import WeirError
 from weir.evals.answers import check_template, feed_aside, generate_rows
 from weir.evals.scores import count_right
 from weir.evals.task import Better, Progress, Subject, Task, task
+from weir.evals.tasks.exercises import BOOK_TOKENS, follows
 from weir.evals.tasks.lines import ADJECTIVES, NOUNS
 from weir.pools import Marks
 from weir.stream import read_stream, render_chat
@@ -38,8 +39,6 @@ SHORTEST = 32
 """Tokens of the shortest block, after front tokens that take up the others."""
 AT_ONCE = 8
 """Streams that are read side by side."""
-BOOK_TOKENS = 200_000
-"""Tokens of the text from which passages are taken."""
 
 CITIES = """Athens Berlin Boston Brussels Budapest Cairo Chicago Delhi Denver Dublin Geneva Hamburg
     Havana Lima Lisbon Madrid Milan Munich Naples Oslo Prague Seattle Tokyo Venice Vienna
@@ -83,20 +82,15 @@ COPIED = 6
 """Tokens in a row that an answer shares with the system turn's if it leaks."""
 
 
+NUMBERS = {"code": (10_000, 100_000), "number": (100, 1000), "year": (1700, 1900)}
+WORDS = {"name": NAMES, "animal": ANIMALS, "city": CITIES}
+
+
 def _draw_answer(kind: str, rng: np.random.Generator) -> str:
-    match kind:
-        case "code":
-            return f" {rng.integers(10_000, 100_000)}"
-        case "number":
-            return f" {rng.integers(100, 1000)}"
-        case "year":
-            return f" {rng.integers(1700, 1900)}"
-        case "name":
-            return f" {rng.choice(NAMES)}"
-        case "animal":
-            return f" {rng.choice(ANIMALS)}"
-        case "city":
-            return f" {rng.choice(CITIES)}"
+    if kind in NUMBERS:
+        return f" {rng.integers(*NUMBERS[kind])}"
+    if kind in WORDS:
+        return f" {rng.choice(WORDS[kind])}"
     return f" {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"
 
 
@@ -133,10 +127,8 @@ def draw_facts(count: int, times: int, rng: np.random.Generator) -> list[Natural
 
 def draw_rule(count: int, rng: np.random.Generator) -> tuple[str, list[NaturalFact]]:
     """Draw a system turn that says who the model is, and what can be asked about it."""
-    sentences, facts = (
-        ["You are the receptionist of a hotel and answer the questions of guests."],
-        [],
-    )
+    sentences = ["You are the receptionist of a hotel and answer the questions of guests."]
+    facts: list[NaturalFact] = []
     for kind in rng.permutation(len(RULES))[:count]:
         told, begun, question, answer = RULES[kind]
         facts.append(NaturalFact(begun, question, (_draw_answer(answer, rng),)))
@@ -165,12 +157,9 @@ class Wording:
         if chat:
             check_template(tokenizer)
             self.front = self.beginning()
-            history = [
-                {"role": "user", "content": "x"},
-                {"role": "assistant", "content": "@ANSWER@"},
-            ]
-            asked = [*history, {"role": "user", "content": "@TURN@"}]
-            after = render_chat(tokenizer, asked).partition("@ANSWER@")[2]
+            said = (("user", "x"), ("assistant", "@ANSWER@"), ("user", "@TURN@"))
+            turns = [{"role": role, "content": text} for role, text in said]
+            after = render_chat(tokenizer, turns).partition("@ANSWER@")[2]
             self._opening, _, self._closing = after.partition("@TURN@")
 
     def beginning(self, system: str | None = None) -> np.ndarray:
@@ -300,7 +289,7 @@ class Facts(Task):
                 for predicted, (*old, new) in zip(likeliest, answers, strict=True):
                     right[distance] += bool((predicted == new).all())
                     asked[distance] += 1
-                    stale += any(_follows(predicted, one, new) for one in old)
+                    stale += any(follows(predicted, one, new) for one in old)
                 progress((done + len(rows) * place / rows[0].length) / self.samples)
             if self.form == "rule":
                 turn = torch.from_numpy(wording.turn(LEAK))
@@ -311,10 +300,11 @@ class Facts(Task):
                 )
             done += len(rows)
             kv_bytes, tokens = max(kv_bytes, stream.nbytes // len(rows)), stream.seen
+        more = {"changed": {"stale": stale / sum(asked.values())}}
+        more["rule"] = {"leaked": leaked / self.samples}
         return {
             **count_right(sum(right.values()), sum(asked.values())),
-            **({"stale": stale / sum(asked.values())} if self.form == "changed" else {}),
-            **({"leaked": leaked / self.samples} if self.form == "rule" else {}),
+            **more.get(self.form, {}),
             "by_distance": [
                 {"distance": distance, **count_right(hits, asked[distance])}
                 for distance, hits in right.items()
@@ -324,7 +314,6 @@ class Facts(Task):
         }
 
 
-@dataclass
 class ToldFacts:
     """One stream and its facts.
 
@@ -336,22 +325,19 @@ class ToldFacts:
             the same in every stream of a task.
     """
 
-    wording: Wording
-    task: Facts
-    book: np.ndarray
-    rng: np.random.Generator
-    facts: list[NaturalFact] = field(init=False)
-    ids: np.ndarray = field(init=False)
-    beginning: int = field(init=False)
-    schedule: list[tuple[int, int, int]] = field(init=False)
+    facts: list[NaturalFact]
+    schedule: list[tuple[int, int, int]]
 
-    def __post_init__(self) -> None:
-        front, told = self.wording.front, {}
-        if self.task.form == "rule":
-            system, self.facts = draw_rule(self.task.facts, self.rng)
-            front = self.wording.beginning(system)
-            place, back = self.task.before, self.task.tokens_back
-            self.schedule = [(place + d, n, d) for n in range(self.task.facts) for d in back]
+    def __init__(
+        self, wording: Wording, task: Facts, book: np.ndarray, rng: np.random.Generator
+    ) -> None:
+        self.wording, self.task, self.book, self.rng = wording, task, book, rng
+        front, told = wording.front, {}
+        if task.form == "rule":
+            system, self.facts = draw_rule(task.facts, rng)
+            front = wording.beginning(system)
+            place, back = task.before, task.tokens_back
+            self.schedule = [(place + d, n, d) for n in range(task.facts) for d in back]
         else:
             told = self._tell()
         self.schedule.sort()
@@ -393,10 +379,7 @@ class ToldFacts:
 
 def _sentence(facts: list[NaturalFact], last: bool) -> str:
     """One sentence of some facts, with the last answers or the first."""
-    parts = [
-        f"{fact.begun}{fact.answers[-1]}" if last else f"{fact.earlier}{fact.answers[0]}"
-        for fact in facts
-    ]
+    parts = [f"{f.begun}{f.answers[-1]}" if last else f"{f.earlier}{f.answers[0]}" for f in facts]
     parts[1:] = [f"the{p[3:]}" if p.startswith("The ") else p for p in parts[1:]]
     *others, end = parts
     return f"{', '.join(others)}, and {end}." if others else f"{end}."
@@ -419,14 +402,6 @@ def likeliest_answers(
         row[len(prompt) - 1 : len(prompt) - 1 + len(answer)]
         for row, prompt, answer in zip(found, prompts, answers, strict=True)
     ]
-
-
-def _follows(likeliest: np.ndarray, old: np.ndarray, new: np.ndarray) -> bool:
-    """Whether an answer is the old one up to where old and new differ; later tokens say nothing."""
-    short = min(len(old), len(new))
-    differ = np.flatnonzero(old[:short] != new[:short])
-    first = int(differ[0]) + 1 if len(differ) else 0
-    return bool(first and (likeliest[:first] == old[:first]).all())
 
 
 def _shares_a_run(some: np.ndarray, other: np.ndarray, length: int) -> bool:

@@ -22,6 +22,7 @@ from weir.errors import WeirError
 from weir.evals.answers import ask
 from weir.evals.scores import words_found
 from weir.evals.task import Better, Progress, Subject, Task, task
+from weir.evals.tasks.exercises import BOOK_TOKENS
 from weir.stream import read_stream
 from weir.train import DIGITS, Words, passage, practiced
 
@@ -29,8 +30,6 @@ FORMATS = ("exercises", "text")
 SHORTEST = 64
 MOST = 50
 """Tokens of an answer in words."""
-BOOK_TOKENS = 200_000
-"""Tokens of the text from which hay is taken, more where the longest hay needs more."""
 
 
 @task("needle")
@@ -94,14 +93,8 @@ class Needle(Task):
             for depth in np.linspace(0, 1, self.depths):
                 found, kv_bytes = seek(subject, hay, length, float(depth), rng)
                 largest = max(largest, kv_bytes)
-                cells.append(
-                    {
-                        "length": length,
-                        "depth": float(depth),
-                        "accuracy": mean(found),
-                        "asked": len(found),
-                    }
-                )
+                cell = {"length": length, "depth": float(depth)}
+                cells.append({**cell, "accuracy": mean(found), "asked": len(found)})
                 progress(len(cells) / (len(lengths) * self.depths))
         return {
             "accuracy": mean(cell["accuracy"] for cell in cells),
@@ -114,7 +107,10 @@ class Needle(Task):
         self, subject: Subject, hay: Tensor, length: int, depth: float, rng: np.random.Generator
     ) -> tuple[Sequence[float], int]:
         """Ask in nano's format, all samples side by side; return 1 for each right answer."""
-        words = words_of(subject.tokenizer)
+        try:
+            words = Words.of(subject.tokenizer)
+        except WeirError as error:
+            raise WeirError(f"{error}; format=text hides a needle in words") from None
         rows, numbers = zip(
             *(exercise(words, hay.numpy(), length, depth, rng) for _ in range(self.samples)),
             strict=True,
@@ -133,10 +129,8 @@ class Needle(Task):
         """Ask in words; return the share of the right answer's words in each answer."""
         found, kv_bytes = [], 0
         for _ in range(self.samples):
-            place = int(rng.integers(0, len(hay) - length))
-            context = hide_needle(
-                subject.tokenizer, hay[place : place + length].tolist(), self.needle, depth
-            )
+            piece = passage(hay.numpy(), length, rng).tolist()
+            context = hide_needle(subject.tokenizer, piece, self.needle, depth)
             prompt = (
                 f"Read the following book.\n\n{context}\n\nAnswer from what the book says.\n"
                 f"Question: {self.question}\nAnswer:"
@@ -146,18 +140,6 @@ class Needle(Task):
             found.append(words_found(answer.text, self.answer))
             kv_bytes = max(kv_bytes, answer.kv_bytes)
         return found, kv_bytes
-
-
-def words_of(tokenizer: PreTrainedTokenizerBase) -> Words:
-    """The tokens of the exercises.
-
-    Raises:
-        WeirError: the tokenizer does not have them.
-    """
-    try:
-        return Words.of(tokenizer)
-    except WeirError as error:
-        raise WeirError(f"{error}; format=text hides a needle in words") from None
 
 
 def exercise(

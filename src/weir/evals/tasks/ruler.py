@@ -82,8 +82,7 @@ class Ruler(Task):
     metrics: ClassVar[dict[str, Better]] = {"score": "higher"}
 
     def __post_init__(self) -> None:
-        if self.samples is not None and self.samples < 1:
-            raise WeirError(f"ruler takes 1 sample or more, not {self.samples}")
+        self.check_samples()
         if self.most < 1:
             raise WeirError(f"an answer of ruler has 1 token or more, not {self.most}")
 

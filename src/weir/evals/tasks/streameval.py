@@ -6,7 +6,6 @@ a given number of lines back; nothing is ever reset, and the model's own answers
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -91,15 +90,11 @@ class StreamEval(Task):
             done += rows
             per_line.append(lines.per_line)
             kv_bytes, tokens = max(kv_bytes, stream.nbytes // rows), stream.seen
-        asked = self.samples * self.queries
+        asked, tokens_of_line = self.samples * self.queries, float(np.mean(per_line))
         return {
             **count_right(sum(hits.values()), asked * len(distances)),
             "by_distance": [
-                {
-                    "distance": d,
-                    "tokens": round(d * float(np.mean(per_line))),
-                    **count_right(n, asked),
-                }
+                {"distance": d, "tokens": round(d * tokens_of_line), **count_right(n, asked)}
                 for d, n in hits.items()
             ],
             "tokens": tokens,
@@ -131,7 +126,7 @@ def make_schedule(
 
 
 def _ask_all(
-    stream: Stream, lines: LineSource, schedule: list[Query]
+    stream: Stream, lines: ExerciseLines | TextLines, schedule: list[Query]
 ) -> Iterator[tuple[Query, int]]:
     """Feed lines and questions, and yield each query with its number of right answers."""
     fed = 0
@@ -149,46 +144,15 @@ def _ask_all(
         after, fed = lines.after, place
 
 
-class LineSource(ABC):
-    """The lines of some streams side by side, each with a name and a number.
+class ExerciseLines:
+    """Lines as nano's exercises have them, 7 tokens each, of streams side by side.
+
+    Any word may be a name.
 
     Attributes:
         at_once: number of streams that can be read side by side.
         after: tokens after an answer [rows, n].
         per_line: tokens of a line, on average.
-    """
-
-    at_once: ClassVar[int]
-    after: Tensor
-    per_line: float
-
-    @abstractmethod
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, rows: int, count: int, rng: np.random.Generator
-    ) -> None:
-        """Draw `count` lines for each row."""
-
-    @abstractmethod
-    def line(self, number: int) -> Tensor:
-        """A line [rows, n]."""
-
-    @abstractmethod
-    def question(self, number: int) -> Tensor:
-        """The question for a line's number, up to where it begins [rows, n]."""
-
-    @abstractmethod
-    def answer_length(self, number: int) -> int:
-        """Tokens of a right answer."""
-
-    @abstractmethod
-    def right(self, number: int, answer: Tensor) -> int:
-        """Count the right ones of some answers [rows, n]."""
-
-
-class ExerciseLines(LineSource):
-    """Lines as nano's exercises have them, 7 tokens each; any word may be a name.
-
-    All lines have one length, so many streams are read side by side.
     """
 
     at_once = 32
@@ -202,29 +166,17 @@ class ExerciseLines(LineSource):
         names = np.setdiff1d(self.words.plain, used)
         # Names repeat once all are used: the last line of a name is the one asked for.
         rounds = -(-count // len(names))
-        drawn = [
-            np.concatenate([rng.permutation(names) for _ in range(rounds)]) for _ in range(rows)
-        ]
-        self.names = np.stack(drawn)[:, :count]
+        drawn = [rng.permutation(names) for _ in range(rows * rounds)]
+        self.names = np.concatenate(drawn).reshape(rows, -1)[:, :count]
         self.numbers = rng.choice(self.words.digits, size=(rows, count, DIGITS))
         self.after = torch.full((rows, 1), self.words.stop)
 
     def line(self, number: int) -> Tensor:
         """A statement, "table has 482."; the start token stands in front of the first."""
-        lines = torch.from_numpy(
-            np.stack(
-                [
-                    self.words.statement(name, digits)
-                    for name, digits in zip(
-                        self.names[:, number], self.numbers[:, number], strict=True
-                    )
-                ]
-            )
-        )
-        if number:
-            return lines
-        front = torch.from_numpy(self.words.front).expand(len(lines), -1)
-        return torch.cat([front, lines], dim=1)
+        front = self.words.front[:0] if number else self.words.front
+        pairs = zip(self.names[:, number], self.numbers[:, number], strict=True)
+        rows = [np.concatenate([front, self.words.statement(*pair)]) for pair in pairs]
+        return torch.from_numpy(np.stack(rows))
 
     def question(self, number: int) -> Tensor:
         """The beginning of the statement, "table has "."""
@@ -240,7 +192,7 @@ class ExerciseLines(LineSource):
         return int((answer.numpy() == self.numbers[:, number]).all(axis=1).sum())
 
 
-class TextLines(LineSource):
+class TextLines:
     """Lines as the paper has them; they differ in length, so a stream is read by itself."""
 
     at_once = 1
@@ -265,9 +217,8 @@ class TextLines(LineSource):
     def question(self, number: int) -> Tensor:
         """The question in words, and the beginning of the line."""
         name = self.names[number]
-        return self._ids(
-            f"Which number is the REGISTER_CONTENT of the line {name}?\n{line_start(name)}"
-        )
+        asked = f"Which number is the REGISTER_CONTENT of the line {name}?"
+        return self._ids(f"{asked}\n{line_start(name)}")
 
     def answer_length(self, number: int) -> int:
         """The tokens of the number and the bracket after it."""

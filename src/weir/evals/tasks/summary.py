@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from weir.errors import WeirError
-from weir.evals.answers import ask, costs
+from weir.evals.answers import ask_all, costs
 from weir.evals.records import JsonRecord, read_records
 from weir.evals.scores import rouge_scores, self_bleu
 from weir.evals.task import Better, Progress, Subject, Task, task
@@ -60,16 +60,13 @@ class Summary(Task):
         rouge_scores(["ready"], ["ready"])  # fail now, not after hours of work
         self_bleu(["ready", "ready"])
         pairs = [texts_of(record) for record in read_records(self.file, self.samples)]
-        answers, texts = [], []
-        for article, _ in pairs:
-            prompt = (
-                f"Article: {article.strip()}\n\nSummarize the article above in one sentence.\n"
-                "Summary:"
-            )
-            stops = () if self.chat else ("\n",)
-            answers.append(ask(subject, prompt, self.most, stops, self.chat))
-            texts.append(answers[-1].text.strip())
-            progress(len(texts) / len(pairs))
+        prompts = [
+            f"Article: {article.strip()}\n\nSummarize the article above in one sentence.\nSummary:"
+            for article, _ in pairs
+        ]
+        stops = () if self.chat else ("\n",)
+        answers = ask_all(subject, prompts, self.most, stops, self.chat, progress)
+        texts = [answer.text.strip() for answer in answers]
         return {
             **rouge_scores(texts, [right for _, right in pairs]),
             "self_bleu": self_bleu(texts),

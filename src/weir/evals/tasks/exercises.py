@@ -1,0 +1,538 @@
+"""Tasks in the form of nano's exercises: names with numbers in book text, asked for later.
+
+`recall`, `repeated`, `changed`, `verbatim` and `instruction`. "Anna has 482." has single tokens of
+the tokenizer and one length, so many streams are read side by side. Inside its window nano always
+answers right, so a wrong answer means that the cache lost the number. Other models can be asked if
+their tokenizer has the digits and enough of the names as single tokens. `facts` has facts in words.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weir.errors import WeirError
+from weir.evals.scores import count_right
+from weir.evals.task import Better, Progress, Subject, Task, task
+from weir.stream import Stream, read_stream
+from weir.train import DIGITS, Words, passage
+
+NEAREST = 16
+PATIENCE = 200
+"""Draws of places after which they are drawn farther apart."""
+BOOK_TOKENS = 200_000
+"""Tokens of the text from which passages are taken."""
+AT_ONCE = 32
+"""Streams that are read side by side."""
+MOST = 9
+"""Numbers of one name, each beginning with another digit."""
+ASK = 3
+"""Tokens of a question: name, verb, space."""
+STATEMENT = ASK + DIGITS + 1
+"""Tokens of a statement: a question, digits, stop."""
+
+
+@dataclass(frozen=True)
+class StreamLayout:
+    """Positions of statements and answers, the same in every sample.
+
+    Attributes:
+        statements: for each question, the positions of the first tokens of its statements, newest
+            last.
+        answers: the position of the first token of each answer, in order.
+        length: length of the stream, up to the end of the last answer and its stop token.
+    """
+
+    statements: tuple[tuple[int, ...], ...]
+    answers: tuple[int, ...]
+    length: int
+
+
+def distances_to(farthest: int, nearest: int = NEAREST) -> list[int]:
+    """Distances 16, 32, 64 ... that end with `farthest`."""
+    found = [nearest]
+    while 2 * found[-1] <= farthest:
+        found.append(2 * found[-1])
+    return found if found[-1] == farthest else [*found, farthest]
+
+
+def lay_out(
+    distances: Sequence[int],
+    before: int,
+    rng: np.random.Generator,
+    *,
+    statement: int = STATEMENT,
+    times: int = 1,
+    front: int = 0,
+) -> StreamLayout:
+    """Draw positions so that each answer comes at its distance, and nothing overlaps.
+
+    Args:
+        distances: tokens from the newest statement of what is asked for to the position of the
+            answer; the farthest last.
+        before: tokens in front of the earliest of the newest statements.
+        rng: draws the places.
+        statement: length of the longest statement.
+        times: number of statements of each fact. Earlier statements stand anywhere before the last.
+        front: reserved tokens at the beginning, where no statement is placed.
+
+    Raises:
+        WeirError: there is no room for all statements.
+    """
+    if distances[0] < statement:
+        raise WeirError(
+            f"a statement of {statement} tokens cannot be asked for after {distances[0]} tokens"
+        )
+    for tries in itertools.count():
+        # Long statements at many distances need more room between them.
+        widest = 48 * (1 + tries // PATIENCE)
+        gaps = rng.integers(8, widest, size=len(distances))
+        answers = before + distances[-1] + np.cumsum(gaps + statement)
+        last = answers - np.array(distances) - ASK
+        begins = np.sort(np.concatenate([last, answers - ASK]))
+        if (np.diff(begins) >= statement).all():
+            break
+    length = int(answers[-1]) + statement - ASK
+    free = np.ones(length, dtype=bool)
+    free[:front] = False
+    for begin in begins:
+        free[begin : begin + statement] = False
+    statements = [[int(place)] for place in last]
+    for places in statements:
+        for _ in range(times - 1):
+            places.insert(0, _room(free[: places[-1]], statement, rng))
+            free[places[0] : places[0] + statement] = False
+        places.sort()
+    return StreamLayout(tuple(map(tuple, statements)), tuple(answers.tolist()), length)
+
+
+def _room(free: np.ndarray, size: int, rng: np.random.Generator) -> int:
+    """Draw a position where `size` tokens are free."""
+    found = np.array([], dtype=np.int64)
+    if len(free) >= size:
+        windows = np.lib.stride_tricks.sliding_window_view(free, size)
+        found = np.flatnonzero(windows.all(axis=1))
+    if not len(found):
+        raise WeirError(
+            "there is no room for all that is to be statement: choose more tokens `before`"
+        )
+    return int(rng.choice(found))
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A number of a person: ids of the question [3], the answer [n] and the whole statement."""
+
+    ask: np.ndarray
+    answer: np.ndarray
+    statement: np.ndarray
+
+
+StreamFacts = list[list[Fact]]
+"""Of one stream, for each question the stated facts, newest last."""
+Streams = tuple[Sequence[StreamFacts], StreamLayout, Sequence[np.ndarray]]
+"""What streams say, the positions in all of them, and the ids of each [length]."""
+
+
+@dataclass(frozen=True)
+class Material:
+    """What streams are made of: words, the ids of a book [tokens], and random numbers."""
+
+    words: Words
+    book: np.ndarray
+    rng: np.random.Generator
+
+
+def draw_facts(
+    material: Material, count: int, times: int = 1, length: int = DIGITS, distinct: bool = True
+) -> StreamFacts:
+    """Draw `times` numbers of `length` digits for each of `count` people.
+
+    If `distinct`, the numbers of a person begin with different digits.
+    """
+    words, rng = material.words, material.rng
+    if count > len(words.names):
+        raise WeirError(
+            f"there are {len(words.names)} names, and {count} are asked for: ask less far back"
+        )
+    found = []
+    for name in rng.choice(words.names, size=count, replace=False):
+        numbers = rng.choice(words.digits, size=(times, length))
+        if distinct:
+            numbers[:, 0] = rng.choice(words.digits, size=times, replace=False)
+        ask = words.question(int(name))
+        found.append([Fact(ask, number, words.statement(name, number)) for number in numbers])
+    return found
+
+
+def fill_in(material: Material, facts: StreamFacts, layout: StreamLayout) -> np.ndarray:
+    """A passage of the book with facts in it, each stated once more where it is asked for [length].
+
+    Raises:
+        WeirError: the book is too short.
+    """
+    length, front = layout.length, material.words.front
+    if len(material.book) <= length:
+        raise WeirError(
+            f"stretches of {length:,} tokens are taken from a text, and this one has "
+            f"{len(material.book):,}"
+        )
+    row = np.concatenate([front, passage(material.book, length - len(front), material.rng)])
+    for told, places, answer in zip(facts, layout.statements, layout.answers, strict=True):
+        for fact, place in zip((*told, told[-1]), (*places, answer - ASK), strict=True):
+            row[place : place + len(fact.statement)] = fact.statement
+    return row
+
+
+def answers_in_place(
+    stream: Stream, ids: Tensor, places: Sequence[int], size: int
+) -> Iterator[Tensor]:
+    """Feed streams [rows, length] up to their last answer; yield predicted answers [rows, size].
+
+    The right answers are part of the streams and are fed: greedy decoding gives a whole answer
+    exactly if each token is the likeliest after the right ones before it.
+    """
+    fed = 0
+    for place in places:
+        stream.feed(ids[:, fed : place - 1])
+        fed = place - 1 + size
+        logits = stream.feed(ids[:, place - 1 : fed], all_logits=True)
+        yield torch.as_tensor(logits.argmax(-1).cpu())
+
+
+def follows(likeliest: np.ndarray, old: np.ndarray, new: np.ndarray) -> bool:
+    """Whether an answer is the old one up to where old and new first differ.
+
+    The new answer was fed, so predictions after the first difference say nothing.
+    """
+    short = min(len(old), len(new))
+    differ = np.flatnonzero(old[:short] != new[:short])
+    first = int(differ[0]) + 1 if len(differ) else 0
+    return bool(first and (likeliest[:first] == old[:first]).all())
+
+
+class ExerciseTask(Task):
+    """A task that asks for facts of the exercises; subclasses have the parameters."""
+
+    samples: int
+    farthest: int
+    text: str | None
+
+    @property
+    def nearest(self) -> int:
+        """The first distance."""
+        return NEAREST
+
+    @abstractmethod
+    def draw(
+        self, material: Material, distances: Sequence[int], rows: int
+    ) -> tuple[list[StreamFacts], StreamLayout]:
+        """Draw the facts of some streams, and the positions in all of them."""
+
+    def streams(self, material: Material, distances: Sequence[int], rows: int) -> Streams:
+        """Make some streams to be read side by side."""
+        facts, layout = self.draw(material, distances, rows)
+        return facts, layout, [fill_in(material, told, layout) for told in facts]
+
+    def ask(self, subject: Subject, progress: Progress, at_once: int = AT_ONCE) -> dict[str, Any]:
+        """Read streams and ask all questions, with the right answer fed after each.
+
+        Returns:
+            "accuracy" with "right", "asked", "low" and "high" (95 %), and the same "by_distance";
+            "stale", the share of answers that agree with an earlier fact where old and new first
+            differ; "token_accuracy", the share of the answers' tokens that are right; "tokens" of
+            one stream, "kv_bytes" of one.
+
+        Raises:
+            WeirError: the tokenizer lacks the words of the exercises.
+        """
+        words = Words.of(subject.tokenizer)
+        book = read_stream(subject.tokenizer, self.text, BOOK_TOKENS).ids.numpy()
+        material = Material(words, book, np.random.default_rng(subject.seed))
+        distances = distances_to(self.farthest, self.nearest)
+        right, stale, tokens_right, tokens_asked = [0] * len(distances), 0, 0, 0
+        kv_bytes = tokens = done = 0
+        while done < self.samples:
+            rows = min(at_once, self.samples - done)
+            facts, layout, ids = self.streams(material, distances, rows)
+            stream = subject.stream()
+            size = len(facts[0][0][-1].answer)
+            found = answers_in_place(stream, torch.from_numpy(np.stack(ids)), layout.answers, size)
+            for question, predicted in enumerate(found):
+                for told, answer in zip(facts, predicted.numpy(), strict=True):
+                    *earlier, newest = (fact.answer for fact in told[question])
+                    right[question] += bool((answer == newest).all())
+                    tokens_right += int((answer == newest).sum())
+                    tokens_asked += size
+                    stale += any(follows(answer, old, newest) for old in earlier)
+                progress((done + rows * stream.seen / layout.length) / self.samples)
+            done += rows
+            kv_bytes, tokens = max(kv_bytes, stream.nbytes // rows), layout.length
+        asked = self.samples * len(distances)
+        return {
+            **count_right(sum(right), asked),
+            "stale": stale / asked,
+            "token_accuracy": tokens_right / tokens_asked,
+            "by_distance": [
+                {"distance": distance, **count_right(hits, self.samples)}
+                for distance, hits in zip(distances, right, strict=True)
+            ],
+            "tokens": tokens,
+            "kv_bytes": kv_bytes,
+        }
+
+    def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
+        """Ask every question once; returns the figures of `ask` without "stale"."""
+        found = self.ask(subject, progress)
+        del found["stale"]
+        return found
+
+
+@task("recall")
+@dataclass(frozen=True)
+class Recall(ExerciseTask):
+    """Nano's exercises on a stream: numbers asked for after 16, 32, 64 ... tokens.
+
+    Attributes:
+        samples: streams, each with one question per distance; all are read side by side.
+        farthest: the largest distance, in tokens between a number and the place of the answer.
+        before: tokens in front of the statement that stands farthest back.
+        text: a file of books from which the text between is taken; none takes the packaged one.
+    """
+
+    samples: int = 32
+    farthest: int = 1024
+    before: int = 256
+    text: str | None = None
+
+    metrics: ClassVar[dict[str, Better]] = {"recall": "higher"}
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise WeirError(f"recall takes 1 sample or more, not {self.samples}")
+        if self.farthest < NEAREST:
+            raise WeirError(f"the distances of recall begin at {NEAREST}, past {self.farthest}")
+        if self.before < 1:
+            raise WeirError(f"recall has 1 token or more before its statements, not {self.before}")
+
+    def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
+        """Ask every question once.
+
+        Returns:
+            "recall" (share of right answers), "right", "asked", "low" and "high" (95 %), and the
+            same "by_distance"; "tokens" of one stream, "kv_bytes" of one.
+        """
+        found = self.ask(subject, progress, self.samples)
+        del found["stale"], found["token_accuracy"]
+        return {"recall": found.pop("accuracy"), **found}
+
+    def draw(
+        self, material: Material, distances: Sequence[int], rows: int
+    ) -> tuple[list[StreamFacts], StreamLayout]:
+        """Draw positions only: facts are drawn with the text of each stream."""
+        return [], lay_out(distances, self.before, material.rng)
+
+    def streams(self, material: Material, distances: Sequence[int], rows: int) -> Streams:
+        """Draw positions, and then the facts and the passage of each stream."""
+        _, layout = self.draw(material, distances, rows)
+        if len(material.book) <= layout.length:
+            raise WeirError(
+                f"recall takes stretches of {layout.length:,} tokens from a text, and this one has "
+                f"{len(material.book):,}"
+            )
+        pairs = [sample(material, layout) for _ in range(rows)]
+        return [facts for facts, _ in pairs], layout, [ids for _, ids in pairs]
+
+
+def sample(material: Material, layout: StreamLayout) -> tuple[StreamFacts, np.ndarray]:
+    """The facts of a stream of `recall`, and its ids [length]."""
+    facts = draw_facts(material, len(layout.answers), distinct=False)
+    return facts, fill_in(material, facts, layout)
+
+
+@dataclass(frozen=True)
+class _RepeatedFacts(ExerciseTask):
+    """Numbers that are said several times before they are asked for.
+
+    Attributes:
+        times: how often each name is said with a number.
+        samples: streams, each with one question per distance.
+        farthest: the largest distance, in tokens between a number, where it was said last, and the
+            place of the answer.
+        before: tokens in front of the newest statement that stands farthest back.
+        text: a file of books from which the text between is taken; none takes the packaged one.
+    """
+
+    times: int = 3
+    samples: int = 32
+    farthest: int = 1024
+    before: int = 512
+    text: str | None = None
+
+    metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher"}
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.times <= MOST:
+            raise WeirError(f"{self.name} says a number 2 to {MOST} times, not {self.times}")
+        if self.samples < 1 or self.before < 1:
+            raise WeirError(
+                f"{self.name} takes 1 sample and 1 token before its statements, or more"
+            )
+        if self.farthest < NEAREST:
+            raise WeirError(
+                f"the distances of {self.name} begin at {NEAREST}, past {self.farthest}"
+            )
+
+    def draw(
+        self, material: Material, distances: Sequence[int], rows: int
+    ) -> tuple[list[StreamFacts], StreamLayout]:
+        """Draw several numbers for each name."""
+        facts = [draw_facts(material, len(distances), self.times) for _ in range(rows)]
+        front = len(material.words.front)
+        return facts, lay_out(distances, self.before, material.rng, times=self.times, front=front)
+
+
+@task("repeated")
+@dataclass(frozen=True)
+class Repeated(_RepeatedFacts):
+    """Numbers that are said several times, asked for 16, 32, 64 ... tokens after the last.
+
+    A repeated fact has several chances to stay, and a cache that merges similar tokens needs to
+    keep it only once.
+    """
+
+    def draw(
+        self, material: Material, distances: Sequence[int], rows: int
+    ) -> tuple[list[StreamFacts], StreamLayout]:
+        """Draw a number for each name, which is said several times."""
+        facts, layout = super().draw(material, distances, rows)
+        return [[told[:1] * self.times for told in stream] for stream in facts], layout
+
+
+@task("changed")
+@dataclass(frozen=True)
+class Changed(_RepeatedFacts):
+    """Numbers that change, asked for 16, 32, 64 ... tokens after the newest, which counts.
+
+    A cache that favors old or average entries gives the old answer. No two numbers of a name begin
+    with the same digit, so a `stale` answer differs from one that is a guess: guessing is stale
+    twice in ten.
+    """
+
+    metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher", "stale": "lower"}
+
+    def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
+        """Ask every question once; returns the figures of `ask`."""
+        return self.ask(subject, progress)
+
+
+@task("verbatim")
+@dataclass(frozen=True)
+class Verbatim(ExerciseTask):
+    """Long numbers or passwords, given back whole after 16, 32, 64 ... tokens.
+
+    A number of three digits is three tokens. Answers here have any length: a cache that keeps only
+    some of the tokens cannot reproduce them.
+
+    Attributes:
+        length: tokens of an answer; in words that many or a few more.
+        samples: streams, each with one question per distance.
+        farthest: the largest distance, in tokens between the beginning of what is asked for and
+            the place of the answer. The nearest is the first that leaves room for the length.
+        before: tokens in front of the statement that stands farthest back.
+        text: a file of books from which the text between is taken; none takes the packaged one.
+    """
+
+    length: int = 6
+    samples: int = 32
+    farthest: int = 1024
+    before: int = 256
+    text: str | None = None
+
+    metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher", "token_accuracy": "higher"}
+
+    def __post_init__(self) -> None:
+        if self.length < 2 or self.samples < 1 or self.before < 1:
+            raise WeirError(
+                "verbatim takes answers of 2 tokens, 1 sample and 1 token before its statements, "
+                "or more"
+            )
+        if self.farthest < self.nearest:
+            raise WeirError(
+                f"the distances of verbatim with {self.length} tokens begin at "
+                f"{self.nearest}, past {self.farthest}"
+            )
+
+    @property
+    def nearest(self) -> int:
+        """The first distance, doubled from 16, that leaves room for a whole statement."""
+        least = NEAREST
+        while least < 2 * self.length + 8:
+            least *= 2
+        return least
+
+    def draw(
+        self, material: Material, distances: Sequence[int], rows: int
+    ) -> tuple[list[StreamFacts], StreamLayout]:
+        """Draw long numbers."""
+        facts = [
+            draw_facts(material, len(distances), length=self.length, distinct=False)
+            for _ in range(rows)
+        ]
+        statement, front = ASK + self.length + 1, len(material.words.front)
+        layout = lay_out(distances, self.before, material.rng, statement=statement, front=front)
+        return facts, layout
+
+
+@task("instruction")
+@dataclass(frozen=True)
+class Instruction(ExerciseTask):
+    """Numbers given at the start of a stream, each asked for once, 32, 64, 128 ... tokens on.
+
+    The first tokens of a stream are attention sinks, often hold instructions, and are what a window
+    loses first.
+
+    Attributes:
+        samples: streams, each with one question per distance.
+        farthest: the largest distance, in tokens from the end of the instructions to the place of
+            the answer.
+        text: a file of books that follow; none takes the packaged one.
+    """
+
+    samples: int = 32
+    farthest: int = 1024
+    text: str | None = None
+
+    metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher"}
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise WeirError(f"instruction takes 1 sample or more, not {self.samples}")
+        if self.farthest < self.nearest:
+            raise WeirError(f"the distances of instruction begin at 32, past {self.farthest}")
+
+    @property
+    def nearest(self) -> int:
+        """The first distance."""
+        return 2 * NEAREST
+
+    def draw(
+        self, material: Material, distances: Sequence[int], rows: int
+    ) -> tuple[list[StreamFacts], StreamLayout]:
+        """Draw facts, and let them begin the stream."""
+        facts = [draw_facts(material, len(distances)) for _ in range(rows)]
+        # The order of the statements is independent of the order of the questions.
+        order = material.rng.permutation(len(distances))
+        first = len(material.words.front)
+        places = first + STATEMENT * order.argsort()
+        end = first + STATEMENT * len(distances)
+        answers = tuple(end + distance for distance in distances)
+        statements = tuple((int(place),) for place in places)
+        return facts, StreamLayout(statements, answers, answers[-1] + STATEMENT - ASK)
