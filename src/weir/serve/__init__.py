@@ -23,7 +23,7 @@ from weir.serve.engine import (
 from weir.serve.limits import Limits
 from weir.serve.memory_estimate import MemoryEstimate, estimate_memory
 from weir.serve.messages import Message, hash_prefixes
-from weir.serve.prefix_match import Prompt
+from weir.serve.prompts import Prompt
 from weir.serve.sessions import (
     Checkpoint,
     MemoryStore,
@@ -52,7 +52,6 @@ __all__ = [
     "Message",
     "OutputQueue",
     "Prompt",
-    "PromptTooLong",
     "ResponseStore",
     "SampledToken",
     "Sampler",

@@ -36,8 +36,7 @@ from weir.serve.engine import (
 )
 from weir.serve.limits import Limits
 from weir.serve.messages import Message, call_id, hash_prefixes
-from weir.serve.prefix_match import Prompt, PromptMatcher
-from weir.serve.rendering import PromptRenderer
+from weir.serve.prompts import Prompt, PromptMatcher, PromptRenderer
 from weir.serve.sessions import (
     AcquireLease,
     ConversationLocks,
@@ -332,16 +331,15 @@ class EngineClient:
         """The record of a turn that has ended."""
         assert prompt.session is not None
         assert isinstance(sequence.listener, OutputProcessor)
-        finished = sequence.listener.finish(reason)
-        stats = finished.stats
-        answer = Message("assistant", finished.text)
+        text, stats = sequence.listener.finish(), sequence.listener.stats
+        answer = Message("assistant", text)
         if request.tools:
             answer = read_calls(
                 self.renderer.call_format,
                 request.tools,
-                finished.text,
+                text,
                 partial(call_id, sequence.id),
-                cut=finished.cut,
+                cut=reason == "length",
                 calls_only=request.calls_only,
             )
         return TurnRecord(

@@ -14,7 +14,7 @@ from typing import Any
 from weir.errors import WeirError
 from weir.serve.client import EngineClient
 from weir.serve.messages import Message, StrayResult, link_results
-from weir.serve.prefix_match import Prompt
+from weir.serve.prompts import Prompt
 from weir.serve.sessions import Item, StoredResponse, TurnRecord, messages_of
 from weir.serve.tools import Tool, describe_tools
 

@@ -23,7 +23,7 @@ from weir.serve.api.sse import DONE, EventTemplate, encode_event
 from weir.serve.client import EngineClient, Generation
 from weir.serve.engine import FinishEvent, TokenEvent
 from weir.serve.messages import Message, StrayResult, link_results
-from weir.serve.prefix_match import Prompt
+from weir.serve.prompts import Prompt
 from weir.serve.tools import AnswerPart, CallParser, CallStart, TextDelta, join_parts
 
 router = APIRouter()

@@ -33,7 +33,7 @@ from weir.serve.client import (
     ServerClosing,
 )
 from weir.serve.engine import Busy, Cancelled, FinishEvent, TokenEvent
-from weir.serve.prefix_match import Prompt
+from weir.serve.prompts import Prompt
 from weir.serve.sessions import DISK_FULL, AnsweredElsewhere, LeaseLost, StorageFull
 from weir.serve.structured import BadSchema
 from weir.stream import PromptTooLong

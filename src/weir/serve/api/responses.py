@@ -22,7 +22,7 @@ from weir.serve.api.schemas.responses import ResponseBody
 from weir.serve.api.sessions import run_in_thread
 from weir.serve.client import EngineClient
 from weir.serve.messages import StrayResult
-from weir.serve.prefix_match import Prompt
+from weir.serve.prompts import Prompt
 from weir.serve.response_turn import HistoryNotKept, PreviousNotFound, ResponseTurn, node_of
 from weir.serve.sessions import ConversationLocked, StoredResponse
 
