@@ -160,10 +160,7 @@ def kill(store: SQLiteStore) -> None:
     folder_file.os = Cut(0)  # type: ignore[attr-defined]
     try:
         checkpoints._db._writer.set_authorizer(lambda *given: 1)  # SQLITE_DENY
-        with writer._changed:
-            writer._closed = True
-            writer._changed.notify_all()
-        writer._thread.join()
+        writer.close()
     finally:
         folder_file.os = os  # type: ignore[attr-defined]
     checkpoints._db.close()

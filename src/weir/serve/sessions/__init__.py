@@ -11,21 +11,17 @@ from weir.serve.sessions.items import (
     new_id,
     result_item,
 )
-from weir.serve.sessions.leases import (
-    AcquireLease,
-    AnsweredElsewhere,
-    ConversationLocked,
-    ConversationLocks,
-    LeaseLost,
-    SessionLease,
-)
 from weir.serve.sessions.memory_store import MemoryStore
 from weir.serve.sessions.records import (
     DISK_FULL,
+    AcquireLease,
+    AnsweredElsewhere,
     Checkpoint,
     LazyCheckpoint,
+    LeaseLost,
     NameTaken,
     OnSaved,
+    SessionLease,
     SessionStore,
     SessionSummary,
     StorageFull,
@@ -35,7 +31,13 @@ from weir.serve.sessions.records import (
     pack_ids,
     unpack_ids,
 )
-from weir.serve.sessions.responses import ResponseStore, StoredConversation, StoredResponse
+from weir.serve.sessions.responses import (
+    ConversationLocked,
+    ConversationLocks,
+    ResponseStore,
+    StoredConversation,
+    StoredResponse,
+)
 from weir.serve.sessions.snapshot import RowFormat, decode_checkpoint, encode_checkpoint
 from weir.serve.sessions.snapshot_folder import free_bytes, is_full
 from weir.serve.sessions.sqlite_store import SQLiteStore

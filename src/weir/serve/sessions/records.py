@@ -1,6 +1,7 @@
 """Saved turns: a checkpoint of the row, and a record of the owner and the messages.
 
-Also the protocol of stores that keep both. Knows nothing about HTTP or models.
+Also the protocols of stores that keep both, and of leases of sessions. Knows nothing about HTTP or
+models.
 """
 
 from __future__ import annotations
@@ -238,6 +239,39 @@ class SessionStore(Protocol):
 
     def make_scratch_folder(self) -> TemporaryDirectory[str]:
         """A folder for a large file in transit, on the disk that checkpoints are on."""
+
+
+class AnsweredElsewhere(WeirError):
+    """Another server is answering this session.
+
+    Args:
+        seconds: time until the next try.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__("another replica is answering this session")
+        self.seconds = seconds
+
+
+class LeaseLost(WeirError):
+    """Another server has taken over the session, so this turn is discarded."""
+
+
+class SessionLease(Protocol):
+    """The right to answer a session, for one turn.
+
+    Attributes:
+        epoch: epoch of the claim; the store refuses records of older epochs (`TurnRecord.epoch`).
+    """
+
+    epoch: int
+
+    def release(self) -> None:
+        """End the lease, however the turn ended."""
+
+
+AcquireLease = Callable[[str, str], SessionLease]
+"""Leases a session, by owner and name; raises `AnsweredElsewhere`."""
 
 
 def find_path(node: str, parents: Mapping[str, str | None]) -> list[str]:
