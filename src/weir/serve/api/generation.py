@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
@@ -19,12 +20,11 @@ from weir.serve.api.errors import (
     server_error,
     storage_full,
 )
-from weir.serve.api.logs import LOG
-from weir.serve.api.metrics import Metrics
-from weir.serve.api.middleware import add_log_fields
+from weir.serve.api.middleware import LOG, add_log_fields
+from weir.serve.api.operations import Metrics
 from weir.serve.api.requests import while_connected
 from weir.serve.api.schemas.chat import GenerationBody
-from weir.serve.api.sse import EventStream
+from weir.serve.api.sse import EventStream, encode_event
 from weir.serve.client import (
     EngineClient,
     Generation,
@@ -44,17 +44,20 @@ ATTEMPTS = 3
 Events = AsyncIterator[list[TokenEvent | FinishEvent]]
 
 
-class Renderer(Protocol):
+class Renderer(ABC):
     """Writes the answers of one request in one of OpenAI's formats."""
 
+    @abstractmethod
     async def whole(self, events: Events) -> dict[str, Any]:
         """Write all answers as one object."""
 
+    @abstractmethod
     def stream(self, events: Events) -> AsyncIterator[bytes]:
         """Write answers as server-sent events, while they are made."""
 
     def failure(self, error: APIError) -> bytes:
         """Write that an answer has failed after the stream began."""
+        return encode_event(error.body)
 
 
 def make_request(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Query, Request
 
 from weir.errors import WeirError
+from weir.serve.api.dependencies import Client, Owner
 from weir.serve.api.errors import not_found
-from weir.serve.api.requests import authorize
 from weir.serve.client import EngineClient
 from weir.serve.engine import RowInspection, Sequence
 from weir.serve.recall import Recaller, RecallSource, RowMemory, running_row, saved_row
@@ -23,16 +23,16 @@ PATIENCE = 5.0
 async def memory(
     name: str,
     request: Request,
+    client: Client,
+    owner: Owner,
     most: Annotated[int, Query(ge=0, le=8192)] = 2048,
     latest: Annotated[int, Query(ge=0, le=8192)] = 512,
-    owner: str = Depends(authorize),
 ) -> dict[str, Any]:
     """List the tokens that a session's cache holds: now, or at the end of its newest turn.
 
     `most` bounds the held tokens that are listed; `latest` is the number of tokens at the end of
     the stream that are listed, held or not.
     """
-    client: EngineClient = request.app.state.client
     sequence = client.running_sequence(owner, name)
     inspection = None if sequence is None else await inspect(client, sequence)
     recaller: Recaller = request.app.state.recaller

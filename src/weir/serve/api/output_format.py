@@ -109,7 +109,7 @@ async def add_constraint(
         compiled = await asyncio.to_thread(grammars.compile_schema, schema, strict=strict)
     except BadSchema as error:
         raise _invalid_schema("the schema", error, param) from None
-    return replace(request, constraint=compiled.constraint)
+    return replace(request, constraint=compiled)
 
 
 def _schema_of(response_format: ResponseFormat | None) -> tuple[dict[str, object] | None, bool]:
@@ -164,7 +164,7 @@ def _compile_tools(
         raise _invalid_schema("all tools together", error, "tools") from None
     return replace(
         request,
-        constraint=compiled.constraint,
+        constraint=compiled,
         tools=use.callable if use.choice != "none" else (),
         calls_only=use.choice == "required",
     )

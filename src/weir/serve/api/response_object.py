@@ -10,9 +10,9 @@ from typing import Any
 
 from weir.errors import WeirError
 from weir.serve.api.errors import APIError, server_error
-from weir.serve.api.generation import Events, usage_of
+from weir.serve.api.generation import Events, Renderer, usage_of
 from weir.serve.api.logprobs import LogprobFormatter
-from weir.serve.api.logs import LOG
+from weir.serve.api.middleware import LOG
 from weir.serve.api.output_items import ItemEvent, OutputItems
 from weir.serve.api.schemas.responses import ResponseBody
 from weir.serve.api.sse import DONE
@@ -23,7 +23,7 @@ from weir.serve.sessions import Item
 from weir.serve.tools import CallParser
 
 
-class ResponseRenderer:
+class ResponseRenderer(Renderer):
     """Writes responses."""
 
     def __init__(self, body: ResponseBody, turn: ResponseTurn, generation: Generation) -> None:

@@ -9,17 +9,18 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from weir.serve.api.errors import APIError, not_found
+from weir.serve.api.dependencies import Client, Owner
+from weir.serve.api.errors import APIError
 from weir.serve.api.generation import make_request, send, start
 from weir.serve.api.middleware import at_end
 from weir.serve.api.models import check_model
 from weir.serve.api.openapi import describe_body
 from weir.serve.api.output_format import add_constraint, check_tools
-from weir.serve.api.requests import SESSION_HEADER, authorize, named_session, read_body
+from weir.serve.api.requests import SESSION_HEADER, named_session, read_body
 from weir.serve.api.response_object import ResponseRenderer
 from weir.serve.api.schemas.items import PageQuery, result_param
 from weir.serve.api.schemas.responses import ResponseBody
-from weir.serve.api.sessions import run_in_thread
+from weir.serve.api.sessions import look_up, run_in_thread
 from weir.serve.client import EngineClient
 from weir.serve.messages import StrayResult
 from weir.serve.prompts import Prompt
@@ -30,15 +31,14 @@ router = APIRouter()
 
 
 @router.post("/v1/responses", openapi_extra=describe_body(ResponseBody, streams=True))
-async def respond(request: Request, owner: str = Depends(authorize)) -> Response:
+async def respond(request: Request, client: Client, owner: Owner) -> Response:
     """Create a response: alone, after a previous one, or in a conversation."""
-    client: EngineClient = request.app.state.client
     session = named_session(request)
     body = await read_body(request, ResponseBody, owner)
     check_model(client, body.model)
     _check(body, session)
     if body.named is not None:
-        lock(request, owner, body.named)
+        lock(request, client, owner, body.named)
     turn = ResponseTurn(
         client,
         owner,
@@ -64,56 +64,46 @@ async def respond(request: Request, owner: str = Depends(authorize)) -> Response
 
 
 @router.get("/v1/responses/{name}")
-async def retrieve(
-    name: str, request: Request, owner: str = Depends(authorize), stream: bool = False
-) -> dict[str, Any]:
+async def retrieve(name: str, client: Client, owner: Owner, stream: bool = False) -> dict[str, Any]:
     """Retrieve a stored response."""
-    found = await _found(request, owner, name)
+    found = await _found(client, owner, name)
     if stream:
         raise APIError(400, "only responses in the background are streamed again", param="stream")
     return found.body
 
 
 @router.delete("/v1/responses/{name}")
-async def delete(name: str, request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
+async def delete(name: str, client: Client, owner: Owner) -> dict[str, Any]:
     """Delete a response and its state. Responses that continue it stay."""
-    client: EngineClient = request.app.state.client
-    await _found(request, owner, name)
-    await run_in_thread(lambda: client.responses.delete_responses(owner, [name]))
-    await run_in_thread(lambda: client.engine.forget(node_of(name)))
+    await _found(client, owner, name)
+    await run_in_thread(client.responses.delete_responses, owner, [name])
+    await run_in_thread(client.engine.forget, node_of(name))
     return {"id": name, "object": "response", "deleted": True}
 
 
 @router.post("/v1/responses/{name}/cancel")
-async def cancel(name: str, request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
+async def cancel(name: str, client: Client, owner: Owner) -> dict[str, Any]:
     """Not supported: close the connection to cancel a response."""
-    await _found(request, owner, name)
+    await _found(client, owner, name)
     raise APIError(400, "Cannot cancel a synchronous response.", param="response_id")
 
 
 @router.post("/v1/responses/compact")
-async def compact(owner: str = Depends(authorize)) -> dict[str, Any]:
+async def compact(owner: Owner) -> dict[str, Any]:
     """Not supported: no conversation is too long, so nothing is compacted."""
     raise APIError(404, "nothing is compacted here: no conversation is too long", code="not_found")
 
 
 @router.get("/v1/responses/{name}/input_items")
 async def input_items(
-    name: str,
-    request: Request,
-    page: Annotated[PageQuery, Depends()],
-    owner: str = Depends(authorize),
+    name: str, page: Annotated[PageQuery, Depends()], client: Client, owner: Owner
 ) -> dict[str, Any]:
     """List the input items of a response, without those of previous responses."""
-    return page.to_json(page.cut((await _found(request, owner, name)).input))
+    return page.to_json(page.cut((await _found(client, owner, name)).input))
 
 
-async def _found(request: Request, owner: str, name: str) -> StoredResponse:
-    client: EngineClient = request.app.state.client
-    found = await asyncio.to_thread(client.responses.get_response, owner, name)
-    if found is None:
-        raise not_found("response")
-    return found
+async def _found(client: EngineClient, owner: str, name: str) -> StoredResponse:
+    return await look_up("response", client.responses.get_response, owner, name)
 
 
 def _check(body: ResponseBody, session: str | None) -> None:
@@ -157,13 +147,12 @@ def _match(turn: ResponseTurn) -> Prompt:
         raise APIError(400, str(error), param="input", code="history_not_kept") from None
 
 
-def lock(request: Request, owner: str, conversation: str) -> None:
+def lock(request: Request, client: EngineClient, owner: str, conversation: str) -> None:
     """Lock a conversation until the request is over.
 
     Raises:
         APIError: another request has it.
     """
-    client: EngineClient = request.app.state.client
     try:
         client.locks.acquire(owner, conversation)
     except ConversationLocked as error:

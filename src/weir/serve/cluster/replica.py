@@ -124,7 +124,7 @@ class Replica:
             settings.limits,
             acquire_lease=self._store.acquire_lease,
         )
-        self._keys = Keys(list(settings.keys))
+        self._keys = Keys(settings.keys)
         self._over = threading.Event()
         threading.Thread(target=self._beat, name="weir-beat", daemon=True).start()
 

@@ -3,9 +3,7 @@
 from weir.serve.structured.grammar import (
     ANY_SPACE,
     ONE_SPACE,
-    CompiledGrammar,
     GrammarCompiler,
-    GrammarConstraint,
     add_guidance,
 )
 from weir.serve.structured.schema_limits import BadSchema, check_schema
@@ -14,9 +12,7 @@ __all__ = [
     "ANY_SPACE",
     "ONE_SPACE",
     "BadSchema",
-    "CompiledGrammar",
     "GrammarCompiler",
-    "GrammarConstraint",
     "add_guidance",
     "check_schema",
 ]

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,9 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._cached: LLTokenizer | None = None
 
-    def compile_schema(self, schema: Mapping[str, Any], *, strict: bool) -> CompiledGrammar:
+    def compile_schema(
+        self, schema: Mapping[str, Any], *, strict: bool
+    ) -> Callable[[], GrammarConstraint]:
         """Compile a JSON schema.
 
         Args:
@@ -67,12 +70,15 @@ class GrammarCompiler:
 
     def compile(
         self, grammar: Mapping[str, Any], *, stop_when_complete: bool = True
-    ) -> CompiledGrammar:
+    ) -> Callable[[], GrammarConstraint]:
         """Compile a grammar.
 
         Args:
             stop_when_complete: where the model has no token that ends an answer, end it as soon as
                 the grammar accepts it.
+
+        Returns:
+            Makes the constraint of one answer.
 
         Raises:
             BadSchema: it is no grammar, or too large.
@@ -90,7 +96,7 @@ class GrammarCompiler:
                 raise BadSchema("it is too complex")
         tokens = max(self._size, self._tokens().vocab_size)
         eager = stop_when_complete and not self._stop_ids
-        return CompiledGrammar(matcher, self._size, tokens, eager=eager)
+        return partial(GrammarConstraint, matcher, self._size, tokens, eager=eager)
 
     def _tokens(self) -> LLTokenizer:
         """The tokenizer as llguidance has it, made when it is first needed: that takes a second."""
@@ -107,35 +113,17 @@ class GrammarCompiler:
         return self._cached
 
 
-class CompiledGrammar:
-    """A compiled grammar.
+class GrammarConstraint:
+    """The constraint of one answer (`weir.serve.Constraint`).
 
     Args:
-        tokens: number of tokens that the matcher knows, which may be larger.
-        eager: whether an answer is done as soon as the grammar accepts it.
+        matcher: of the grammar, at its start; it is copied.
+        tokens: number of tokens that the matcher knows, which may be larger than `size`.
+        eager: whether the answer is done as soon as the grammar accepts it.
     """
 
     def __init__(self, matcher: LLMatcher, size: int, tokens: int, *, eager: bool) -> None:
-        self._matcher = matcher
-        self._size = size
-        self._tokens = tokens
-        self._eager = eager
-
-    def constraint(self) -> GrammarConstraint:
-        """A constraint for one answer."""
-        return GrammarConstraint(
-            self._matcher.deep_copy(),
-            self._size,
-            self._tokens,
-            eager=self._eager,
-        )
-
-
-class GrammarConstraint:
-    """The constraint of one answer (`weir.serve.Constraint`)."""
-
-    def __init__(self, matcher: LLMatcher, size: int, tokens: int, *, eager: bool) -> None:
-        self._matcher = matcher
+        self._matcher = matcher.deep_copy()
         self._size = size
         self._eager = eager
         self._bits = np.zeros((1, -(-tokens // 32)), np.int32)

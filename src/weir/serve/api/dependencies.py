@@ -1,12 +1,21 @@
-"""Keys of clients: only their hashes are known, and they are compared in constant time."""
+"""What routes depend on: the owner of a request, by its key, and the client of the engine.
+
+Of keys only hashes are known, and they are compared in constant time.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Annotated
+
+from fastapi import Depends, Request
 
 from weir.errors import WeirError
+from weir.serve.api.errors import APIError
+from weir.serve.client import EngineClient
 
 
 class Keys:
@@ -16,19 +25,11 @@ class Keys:
         hashes: SHA-256 of each key, in hexadecimal; none where no key is needed.
     """
 
-    def __init__(self, hashes: list[str] | None = None) -> None:
-        self._hashes = [digest.lower() for digest in hashes or []]
-
-    def __bool__(self) -> bool:
-        return bool(self._hashes)
-
-    @property
-    def hashes(self) -> tuple[str, ...]:
-        """SHA-256 of each key, in hexadecimal."""
-        return tuple(self._hashes)
+    def __init__(self, hashes: Iterable[str] = ()) -> None:
+        self.hashes = tuple(digest.lower() for digest in hashes)
 
     def __len__(self) -> int:
-        return len(self._hashes)
+        return len(self.hashes)
 
     @classmethod
     def read(cls, path: str | Path) -> Keys:
@@ -64,7 +65,38 @@ class Keys:
         """
         digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
         found = None
-        for known in self._hashes:
+        for known in self.hashes:
             if hmac.compare_digest(known, digest):
                 found = known
         return found
+
+
+async def authorize(request: Request) -> str:
+    """The owner of a request.
+
+    Raises:
+        APIError: the key is missing or wrong.
+    """
+    keys: Keys = request.app.state.keys
+    if not keys:
+        return ""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    owner = keys.owner_of(key.strip()) if scheme.lower() == "bearer" else None
+    if owner is None:
+        raise APIError(
+            401,
+            "a key is needed that this server knows: Authorization: Bearer KEY",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+    return owner
+
+
+async def find_client(request: Request) -> EngineClient:
+    """The client of the engine that the application serves."""
+    client: EngineClient = request.app.state.client
+    return client
+
+
+Owner = Annotated[str, Depends(authorize)]
+Client = Annotated[EngineClient, Depends(find_client)]
