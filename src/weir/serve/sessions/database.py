@@ -154,28 +154,15 @@ class Database:
                     self._writer.execute("ROLLBACK")
                 raise
 
-    @contextmanager
-    def reading(self) -> Iterator[sqlite3.Connection]:
-        """Open the last committed state of the database for reading."""
+    def query(self, query: str, *values: Any) -> list[sqlite3.Row]:
+        """The rows of a query, by column name, of what was committed last."""
         with self._reading:
-            yield self._reader
+            return self._reader.execute(query, values).fetchall()
 
 
 def _connected(path: Path | str) -> sqlite3.Connection:
     found = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
+    found.row_factory = sqlite3.Row
     for setting in ("synchronous = FULL", "foreign_keys = ON", "trusted_schema = OFF"):
         found.execute(f"PRAGMA {setting}")
     return found
-
-
-def fetch_all(db: sqlite3.Connection, query: str, *values: Any) -> list[sqlite3.Row]:
-    """All rows of a query, by column name."""
-    cursor = db.cursor()
-    cursor.row_factory = sqlite3.Row
-    found: list[sqlite3.Row] = cursor.execute(query, values).fetchall()
-    return found
-
-
-def fetch_one(db: sqlite3.Connection, query: str, *values: Any) -> sqlite3.Row | None:
-    """The first row of a query; None if there is none."""
-    return next(iter(fetch_all(db, query, *values)), None)

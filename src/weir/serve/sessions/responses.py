@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from weir.errors import WeirError
-from weir.serve.sessions.database import Database, fetch_all, fetch_one
+from weir.serve.sessions.database import Database
 from weir.serve.sessions.items import Item, new_id
 from weir.serve.sessions.records import DISK_FULL, StorageFull
 from weir.serve.sessions.snapshot_folder import free_bytes, is_full
@@ -206,8 +206,8 @@ class ResponseStore:
 
     def get_response(self, owner: str, name: str) -> StoredResponse | None:
         """A response of the owner's."""
-        with self._tables.reading() as db:
-            row = fetch_one(db, "SELECT * FROM responses WHERE id = ? AND owner = ?", name, owner)
+        query = "SELECT * FROM responses WHERE id = ? AND owner = ?"
+        row = next(iter(self._tables.query(query, name, owner)), None)
         if row is None:
             return None
         written = json.loads(row["input"]), json.loads(row["body"])
@@ -217,11 +217,8 @@ class ResponseStore:
 
     def list_responses(self, owner: str, session: str) -> list[str]:
         """The responses of a session of the owner's."""
-        with self._tables.reading() as db:
-            found = fetch_all(
-                db, "SELECT id FROM responses WHERE owner = ? AND session = ?", owner, session
-            )
-        return [row["id"] for row in found]
+        query = "SELECT id FROM responses WHERE owner = ? AND session = ?"
+        return [row["id"] for row in self._tables.query(query, owner, session)]
 
     def delete_responses(self, owner: str, names: Sequence[str]) -> None:
         """Delete responses of the owner's.
@@ -259,10 +256,8 @@ class ResponseStore:
 
     def get_conversation(self, owner: str, name: str) -> StoredConversation | None:
         """A conversation of the owner's."""
-        with self._tables.reading() as db:
-            row = fetch_one(
-                db, "SELECT * FROM conversations WHERE id = ? AND owner = ?", name, owner
-            )
+        query = "SELECT * FROM conversations WHERE id = ? AND owner = ?"
+        row = next(iter(self._tables.query(query, name, owner)), None)
         if row is None:
             return None
         return StoredConversation(
@@ -297,15 +292,13 @@ class ResponseStore:
 
     def list_items(self, owner: str, conversation: str, after: int = 0) -> list[Item]:
         """The items of a conversation with a number above `after`, the oldest first."""
-        with self._tables.reading() as db:
-            found = fetch_all(
-                db,
-                "SELECT body FROM items WHERE conversation = ? AND owner = ? AND number > ? "
-                "ORDER BY number",
-                conversation,
-                owner,
-                after,
-            )
+        found = self._tables.query(
+            "SELECT body FROM items WHERE conversation = ? AND owner = ? AND number > ? "
+            "ORDER BY number",
+            conversation,
+            owner,
+            after,
+        )
         return [json.loads(row["body"]) for row in found]
 
     def page_items(
@@ -321,38 +314,29 @@ class ResponseStore:
             None if there is no such item.
         """
         order, compare = ("DESC", "<") if newest else ("ASC", ">")
-        with self._tables.reading() as db:
-            start = fetch_one(
-                db,
-                "SELECT number FROM items WHERE conversation = ? AND owner = ? AND id = ?",
-                conversation,
-                owner,
-                after or "",
-            )
-            if after is not None and start is None:
-                return None
-            found = fetch_all(
-                db,
-                "SELECT body FROM items WHERE conversation = ? AND owner = ? AND "
-                f"(? IS NULL OR number {compare} ?) ORDER BY number {order} LIMIT ?",
-                conversation,
-                owner,
-                *(2 * [None if start is None else start["number"]]),
-                most,
-            )
+        start = self._tables.query(
+            "SELECT number FROM items WHERE conversation = ? AND owner = ? AND id = ?",
+            conversation,
+            owner,
+            after or "",
+        )
+        if after is not None and not start:
+            return None
+        found = self._tables.query(
+            "SELECT body FROM items WHERE conversation = ? AND owner = ? AND "
+            f"(? IS NULL OR number {compare} ?) ORDER BY number {order} LIMIT ?",
+            conversation,
+            owner,
+            *(2 * [start[0]["number"] if start else None]),
+            most,
+        )
         return [json.loads(row["body"]) for row in found]
 
     def get_item(self, owner: str, conversation: str, name: str) -> Item | None:
         """An item of a conversation."""
-        with self._tables.reading() as db:
-            row = fetch_one(
-                db,
-                "SELECT body FROM items WHERE conversation = ? AND owner = ? AND id = ?",
-                conversation,
-                owner,
-                name,
-            )
-        return None if row is None else json.loads(row["body"])
+        query = "SELECT body FROM items WHERE conversation = ? AND owner = ? AND id = ?"
+        rows = self._tables.query(query, conversation, owner, name)
+        return json.loads(rows[0]["body"]) if rows else None
 
     def add_items(self, owner: str, conversation: str, items: Sequence[Item]) -> None:
         """Add items to a conversation; the next response reads them.
