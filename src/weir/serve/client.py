@@ -37,13 +37,7 @@ from weir.serve.engine import (
 from weir.serve.limits import Limits
 from weir.serve.messages import Message, call_id, hash_prefixes
 from weir.serve.prompts import Prompt, PromptMatcher, PromptRenderer
-from weir.serve.sessions import (
-    AcquireLease,
-    ConversationLocks,
-    ResponseStore,
-    TurnRecord,
-    pack_ids,
-)
+from weir.serve.sessions import AcquireLease, ConversationLocks, ResponseStore, TurnRecord, pack_ids
 from weir.serve.sessions.manager import SessionManager
 from weir.serve.tools import Tool, read_calls
 

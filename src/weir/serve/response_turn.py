@@ -205,11 +205,7 @@ class ResponseTurn:
         return self.client.matcher.match(self.owner, messages, session, self.tools)
 
     def _history(self, name: str) -> list[Message]:
-        """All messages up to the end of a response, without instructions.
-
-        Raises:
-            HistoryNotKept: a part of it is not kept any more.
-        """
+        """All messages up to the end of a response, without instructions."""
         parts: list[list[Message]] = []
         at: str | None = name
         while at is not None:

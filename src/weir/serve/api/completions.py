@@ -60,11 +60,7 @@ async def chat(request: Request, client: Client, owner: Owner) -> Response:
 def _match(
     client: EngineClient, body: ChatBody, owner: str, session: str | None, tools: ToolUse
 ) -> Prompt:
-    """Find the prompt of a chat.
-
-    Raises:
-        APIError: a result has no call before it, or the last message is an assistant's.
-    """
+    """Find the prompt of a chat."""
     try:
         linked = link_results([message.message() for message in body.messages])
     except StrayResult as error:

@@ -125,9 +125,6 @@ def _check_results(items: list[Item], before: Sequence[Item] = ()) -> None:
 
     Args:
         before: those that are in it. The calls of some may not be kept any more.
-
-    Raises:
-        APIError: a result has no open call before it.
     """
     known = len(find_stray_results(messages_of(before)))
     for error in find_stray_results(messages_of([*before, *items]))[known:]:
@@ -136,11 +133,7 @@ def _check_results(items: list[Item], before: Sequence[Item] = ()) -> None:
 
 
 def _check_no_stray(call: Item, items: Sequence[Item]) -> None:
-    """Check that no tool result loses its call.
-
-    Raises:
-        APIError: the call has its result in the conversation.
-    """
+    """Check that no tool result loses its call."""
     left = [item for item in items if item["id"] != call["id"]]
     if len(find_stray_results(messages_of(left))) > len(find_stray_results(messages_of(items))):
         raise APIError(

@@ -216,11 +216,7 @@ async def send(
 
 
 async def _observe(generation: Generation, metrics: Metrics) -> Events:
-    """The events of a generation, counted.
-
-    Raises:
-        APIError: an answer failed.
-    """
+    """The events of a generation, counted."""
     last: dict[int, float] = {}
     try:
         async for events in generation.events():

@@ -12,13 +12,7 @@ from weir.errors import WeirError
 from weir.serve.api.errors import APIError
 from weir.serve.api.schemas.formats import ResponseFormat, ToolOffer
 from weir.serve.client import EngineClient, GenerationRequest
-from weir.serve.structured import (
-    ANY_SPACE,
-    BadSchema,
-    GrammarCompiler,
-    add_guidance,
-    check_schema,
-)
+from weir.serve.structured import ANY_SPACE, BadSchema, GrammarCompiler, add_guidance, check_schema
 from weir.serve.tools import Tool
 from weir.serve.tools.grammar import CallMode, tool_grammar
 

@@ -80,11 +80,7 @@ class ResponseRenderer(Renderer):
         return "completed" if self._generation.finished[0].reason == "stop" else "incomplete"
 
     async def _finish(self, status: str) -> dict[str, Any]:
-        """The response at its end, which is stored before anybody hears of it.
-
-        Raises:
-            APIError: it cannot be stored.
-        """
+        """The response at its end, which is stored before anybody hears of it."""
         whole = self._response(status, self._items.done)
         try:
             await asyncio.to_thread(self._turn.store, self._generation.prompt.session, whole)

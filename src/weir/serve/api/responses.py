@@ -129,11 +129,7 @@ def _check(body: ResponseBody, session: str | None) -> None:
 
 
 def _match(turn: ResponseTurn) -> Prompt:
-    """Find the prompt of a turn.
-
-    Raises:
-        APIError: what it continues is not there, or a tool result has no call.
-    """
+    """Find the prompt of a turn."""
     named = "previous_response_id" if turn.conversation is None else "conversation"
     try:
         return turn.match()

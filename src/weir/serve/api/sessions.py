@@ -16,13 +16,7 @@ from weir.errors import WeirError
 from weir.serve.api.dependencies import Client, Owner
 from weir.serve.api.errors import APIError, conflict, not_found, rate_limited, storage_full
 from weir.serve.api.openapi import describe_body
-from weir.serve.api.requests import (
-    SESSION_NAME,
-    begin_request,
-    check_query,
-    read_body,
-    read_chunks,
-)
+from weir.serve.api.requests import SESSION_NAME, begin_request, check_query, read_body, read_chunks
 from weir.serve.api.schemas.base import Strict
 from weir.serve.api.schemas.items import PageQuery
 from weir.serve.api.sse import EventStream

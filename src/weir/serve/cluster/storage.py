@@ -134,11 +134,7 @@ class LocalStorage(Storage):
         return free_bytes(Path(self._root)) >= size
 
     def _write_part(self, path: str, data: bytes) -> Path:
-        """Write and sync a file beside the one that is meant.
-
-        Raises:
-            StorageFull: the disk is full.
-        """
+        """Write and sync a file beside the one that is meant."""
         part = (Path(self._root) / path).parent / f"{secrets.token_hex(8)}.part"
         try:
             part.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -170,11 +170,7 @@ class SharedStore:
     # --- saving
 
     def load(self, node: str) -> Checkpoint:
-        """Load a checkpoint; the state of another replica's is read on access.
-
-        Raises:
-            WeirError: it is not kept.
-        """
+        """Load a checkpoint; the state of another replica's is read on access."""
         return self._near.load(node)
 
     def save(self, checkpoint: Checkpoint, record: TurnRecord, done: OnSaved) -> None:
@@ -198,11 +194,7 @@ class SharedStore:
             self._forget(record.owner, record.session, turns[: -self._kept])
 
     def check_room(self, turns: int) -> None:
-        """Refuse turns that could not be kept, before they are answered.
-
-        Raises:
-            StorageFull: there is no room for so many turns.
-        """
+        """Refuse turns that could not be kept, before they are answered."""
         if not self._storage.has_room(turns * self._row_format.turn_bytes):
             raise StorageFull(DISK_FULL)
 
@@ -262,12 +254,7 @@ class SharedStore:
     # --- sessions that exist
 
     def fork(self, owner: str, node: str, session: str) -> SessionSummary:
-        """Begin a session with copies of a turn and of its ancestors.
-
-        Raises:
-            NameTaken: the owner has a session of this name.
-            WeirError: the owner has no such turn, or it cannot be kept.
-        """
+        """Begin a session with copies of a turn and of its ancestors."""
         record = self.find_turn(owner, node)
         if record is None:
             raise WeirError("there is no such turn")
@@ -300,12 +287,7 @@ class SharedStore:
     def import_session(
         self, records: Sequence[TurnRecord], checkpoints: Sequence[Checkpoint]
     ) -> SessionSummary:
-        """Save the newest turns of one new session.
-
-        Raises:
-            NameTaken: the owner has a session of this name.
-            WeirError: they cannot be kept.
-        """
+        """Save the newest turns of one new session."""
         records, checkpoints = records[-self._kept :], checkpoints[-self._kept :]
         owner, session = records[0].owner, records[0].session
         folder = folder_of(owner, session)
@@ -349,11 +331,7 @@ class SharedStore:
             return page
 
     def _put(self, folder: str, page: LedgerPage) -> None:
-        """Create a page of this replica.
-
-        Raises:
-            LeaseLost: another replica has claimed the session.
-        """
+        """Create a page of this replica."""
         try:
             self._ledger.put(folder, page)
         except LeaseLost:
@@ -391,11 +369,7 @@ class SharedStore:
     # --- files of turns
 
     def _write_files(self, folder: str, record: TurnRecord, checkpoint: Checkpoint) -> None:
-        """Write the snapshot of a turn, and then its record.
-
-        Raises:
-            WeirError: they cannot be written.
-        """
+        """Write the snapshot of a turn, and then its record."""
         snapshot = encode_checkpoint(self._row_format, checkpoint)
         try:
             self._storage.write(f"{folder}/{record.node}.safetensors", snapshot)

@@ -141,11 +141,7 @@ class SessionArchive:
     def _validated(
         cls, facts: Any, tensors: dict[str, torch.Tensor], row_format: RowFormat
     ) -> SessionArchive:
-        """Validate the content of a file, and build the archive.
-
-        Raises:
-            ValidationError, WeirError: the content is invalid; the message names the part.
-        """
+        """Validate the content of a file, and build the archive."""
         facts_of(format=integer(FORMAT, FORMAT), turns=list_of(_turn(row_format.vocabulary)))(
             facts, ""
         )

@@ -73,12 +73,7 @@ class Database:
     """
 
     def __init__(
-        self,
-        path: Path | None,
-        *,
-        begin: bool,
-        tables: str = _TABLES,
-        version: int = VERSION,
+        self, path: Path | None, *, begin: bool, tables: str = _TABLES, version: int = VERSION
     ) -> None:
         if path is None:
             self._writing = threading.RLock()

@@ -196,11 +196,7 @@ class SessionManager:
 
 @contextmanager
 def _one_at_a_time(lock: threading.Lock) -> Iterator[None]:
-    """Allow one export or import at a time: the whole file is in memory.
-
-    Raises:
-        Busy: one is running.
-    """
+    """Allow one export or import at a time: the whole file is in memory."""
     if not lock.acquire(blocking=False):
         raise Busy("another session is being exported or imported")
     try:

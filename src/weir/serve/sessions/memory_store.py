@@ -36,11 +36,7 @@ class MemoryStore:
         self._sessions: dict[tuple[str, str], list[str]] = {}
 
     def load(self, node: str) -> Checkpoint:
-        """A checkpoint.
-
-        Raises:
-            WeirError: it is not kept.
-        """
+        """A checkpoint."""
         with self._lock:
             if node not in self._turns:
                 raise WeirError("what this turn goes on from is not kept any more")
@@ -163,12 +159,7 @@ class MemoryStore:
             return [self._turns[node][1] for node in self._sessions.get((owner, session), ())]
 
     def fork(self, owner: str, node: str, session: str) -> SessionSummary:
-        """Begin a session that ends with a turn of another: that one and its ancestors.
-
-        Raises:
-            NameTaken: the owner has a session of this name.
-            WeirError: the owner has no such turn.
-        """
+        """Begin a session that ends with a turn of another: that one and its ancestors."""
         with self._lock:
             records = [record for _, record in self._turns.values() if record.owner == owner]
             path = find_path(node, {record.node: record.parent for record in records})
@@ -199,11 +190,7 @@ class MemoryStore:
     def import_session(
         self, records: Sequence[TurnRecord], checkpoints: Sequence[Checkpoint]
     ) -> SessionSummary:
-        """Save the turns of one new session, parents first.
-
-        Raises:
-            WeirError: there are more of them than are kept.
-        """
+        """Save the turns of one new session, parents first."""
         if len(records) > self._most:
             raise WeirError(f"it has {len(records)} turns, and {self._most} of all are kept here")
         with self._lock:

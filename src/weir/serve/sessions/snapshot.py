@@ -147,11 +147,7 @@ def decode_foreign(row_format: RowFormat, data: bytes) -> Checkpoint:
 
 
 def _decode(row_format: RowFormat, data: bytes) -> tuple[dict[str, Any], RowState]:
-    """Decode the stated format of a file, and its row without validation.
-
-    Raises:
-        WeirError: it is no snapshot, or of another version.
-    """
+    """Decode the stated format of a file, and its row without validation."""
     try:
         facts = json.loads(_read_metadata(data)[KEY])
         tensors = load(data)
@@ -172,11 +168,7 @@ def _accept(value: Any, place: str) -> None:
 
 
 def _read_metadata(data: bytes) -> dict[str, str]:
-    """Read the metadata in the header of a safetensors file, which `load` leaves out.
-
-    Raises:
-        ValueError, LookupError, RecursionError: there are none.
-    """
+    """Read the metadata in the header of a safetensors file, which `load` leaves out."""
     length = int.from_bytes(data[:8], "little")
     if not 0 < length <= len(data) - 8:
         raise ValueError("its header is longer than it is")

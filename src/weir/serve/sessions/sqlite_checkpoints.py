@@ -163,11 +163,7 @@ class SQLiteCheckpoints:
         return LazyCheckpoint(pending, lambda: self._read(written))
 
     def _read(self, written: WrittenSnapshot) -> Checkpoint:
-        """Read a snapshot file.
-
-        Raises:
-            WeirError: it was deleted meanwhile, cannot be read, or is damaged.
-        """
+        """Read a snapshot file."""
         name, file = written.name, written.file
         try:
             data = self._files.read(file, written.bytes)

@@ -111,11 +111,7 @@ class SQLiteStore:
         return self.checkpoints.load(node)
 
     def check_room(self, turns: int) -> None:
-        """Refuse turns that could not be kept, before they are answered; drops old ones if it may.
-
-        Raises:
-            StorageFull: there is no room for so many turns, and none go on in memory.
-        """
+        """Refuse turns that could not be kept, before they are answered; may drop old ones."""
         full = not self.checkpoints.make_room(turns * self._turn_bytes, self._keep)
         if full and not self._was_full:
             more = f"; up to {self._keep} turns go on in memory" if self._keep else ""
@@ -147,11 +143,7 @@ class SQLiteStore:
             self._memory.save(checkpoint, record, lambda error: None)
 
     def _write_remembered(self, *more: tuple[Checkpoint, TurnRecord]) -> None:
-        """Write the turns that went on in memory, the oldest first, and then more.
-
-        Raises:
-            WeirError: the disk refuses; what is not written stays in memory.
-        """
+        """Write the turns that went on in memory, the oldest first, and then more."""
         with self.checkpoints.exclusive():
             for checkpoint, record in [*self._memory.turns(), *more]:
                 added = [(record.node, checkpoint)]
@@ -380,11 +372,7 @@ def _read(row: sqlite3.Row) -> TurnRecord:
 
 
 def _check_names(record: TurnRecord) -> None:
-    """Refuse names that SQLite cannot store.
-
-    Raises:
-        WeirError: the session's name has lone surrogates.
-    """
+    """Refuse names that SQLite cannot store."""
     if not _is_text(record.owner, record.session, record.node, record.parent or ""):
         raise WeirError(NO_TEXT)
 

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import Query
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    StringConstraints,
-    Tag,
-    field_validator,
-)
+from pydantic import Discriminator, Field, StringConstraints, Tag, field_validator
 
 from weir.serve.api.errors import not_found
-from weir.serve.api.schemas.base import Arguments, ListOf, Name, Strict, bounded_dict, unsupported
+from weir.serve.api.schemas.base import (
+    Arguments,
+    Lenient,
+    ListOf,
+    Name,
+    Strict,
+    bounded_dict,
+    unsupported,
+)
 from weir.serve.messages import Call, StrayResult
 from weir.serve.sessions import Item, call_item, input_item, new_id, result_item
 
@@ -32,19 +32,15 @@ Metadata = Annotated[
 ]
 
 
-class ItemPart(BaseModel):
+class ItemPart(Lenient):
     """Text content of a message or of a tool result."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["input_text", "output_text", "text"]
     text: str
 
 
-class MessageItem(BaseModel):
+class MessageItem(Lenient):
     """A message. Unknown fields are ignored, so that output items can be sent back."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -68,10 +64,8 @@ class MessageItem(BaseModel):
 CallId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
-class CallItem(BaseModel):
+class CallItem(Lenient):
     """A function call that the model has made."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
     type: Literal["function_call"]
     call_id: CallId
@@ -83,10 +77,8 @@ class CallItem(BaseModel):
         return call_item(new_id("fc"), Call(self.call_id, self.name, self.arguments), "completed")
 
 
-class ResultItem(BaseModel):
+class ResultItem(Lenient):
     """The result of a function call."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
     type: Literal["function_call_output"]
     call_id: CallId
