@@ -105,11 +105,6 @@ def not_found(what: str) -> APIError:
     return APIError(404, f"there is no such {what}", code="not_found")
 
 
-def conflict(message: str, code: str, *, param: str | None = None) -> APIError:
-    """The request does not go with the state of things."""
-    return APIError(409, message, param=param, code=code)
-
-
 def busy_elsewhere(message: str, seconds: float) -> APIError:
     """Another server is answering the session: the client should try again."""
     return APIError(

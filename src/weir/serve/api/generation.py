@@ -185,12 +185,7 @@ async def send(
     *,
     stream: bool,
 ) -> Response:
-    """Send the answers of a request that has started.
-
-    Raises:
-        APIError: an answer failed before anything was sent.
-        ClientGone: the client has hung up.
-    """
+    """Send the answers of a request that has started."""
     client: EngineClient = http.app.state.client
     metrics: Metrics = http.app.state.metrics
 

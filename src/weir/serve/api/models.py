@@ -61,11 +61,7 @@ def card(client: EngineClient) -> dict[str, Any]:
 
 
 def check_model(client: EngineClient, name: str) -> None:
-    """Check the name of a model.
-
-    Raises:
-        APIError: the server has another one.
-    """
+    """Check the name of a model."""
     if name != client.name:
         raise APIError(
             404,

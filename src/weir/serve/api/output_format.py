@@ -84,9 +84,6 @@ async def add_constraint(
 
     Args:
         param: the field with the schema of the format, for errors.
-
-    Raises:
-        APIError: answers cannot be held to it.
     """
     client: EngineClient = http.app.state.client
     is_text = response_format is None or response_format.type == "text"

@@ -1,31 +1,42 @@
-"""`/v1/responses`: turns that name the one they continue, and can be retrieved."""
+"""`/v1/responses`: turns that name the one they continue, and can be retrieved.
+
+A response is sent as one object, or as typed events with sequence numbers.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
+from weir.errors import WeirError
 from weir.serve.api.dependencies import Client, Owner
-from weir.serve.api.errors import APIError
-from weir.serve.api.generation import make_request, send, start
-from weir.serve.api.middleware import at_end
+from weir.serve.api.errors import APIError, server_error
+from weir.serve.api.generation import Events, Renderer, make_request, send, start, usage_of
+from weir.serve.api.logprobs import LogprobFormatter
+from weir.serve.api.middleware import LOG, at_end
 from weir.serve.api.models import check_model
 from weir.serve.api.openapi import describe_body
 from weir.serve.api.output_format import add_constraint, check_tools
+from weir.serve.api.output_items import ItemEvent, OutputItems
 from weir.serve.api.requests import SESSION_HEADER, named_session, read_body
-from weir.serve.api.response_object import ResponseRenderer
 from weir.serve.api.schemas.items import PageQuery, result_param
 from weir.serve.api.schemas.responses import ResponseBody
 from weir.serve.api.sessions import look_up, run_in_thread
-from weir.serve.client import EngineClient
+from weir.serve.api.sse import DONE
+from weir.serve.client import EngineClient, Generation
+from weir.serve.engine import FinishEvent, TokenEvent
 from weir.serve.messages import StrayResult
 from weir.serve.prompts import Prompt
 from weir.serve.response_turn import HistoryNotKept, PreviousNotFound, ResponseTurn, node_of
-from weir.serve.sessions import ConversationLocked, StoredResponse
+from weir.serve.sessions import ConversationLocked, Item, StoredResponse
+from weir.serve.tools import CallParser
 
 router = APIRouter()
 
@@ -144,11 +155,7 @@ def _match(turn: ResponseTurn) -> Prompt:
 
 
 def lock(request: Request, client: EngineClient, owner: str, conversation: str) -> None:
-    """Lock a conversation until the request is over.
-
-    Raises:
-        APIError: another request has it.
-    """
+    """Lock a conversation until the request is over."""
     try:
         client.locks.acquire(owner, conversation)
     except ConversationLocked as error:
@@ -160,3 +167,146 @@ def lock(request: Request, client: EngineClient, owner: str, conversation: str) 
             headers={"Retry-After": "1"},
         ) from None
     at_end(request.scope, lambda: client.locks.release(owner, conversation))
+
+
+class ResponseRenderer(Renderer):
+    """Writes responses."""
+
+    def __init__(self, body: ResponseBody, turn: ResponseTurn, generation: Generation) -> None:
+        request, client = generation.request, turn.client
+        self._body = body
+        self._turn = turn
+        self._generation = generation
+        self._model = client.name
+        self._logprobs = LogprobFormatter(client.tokenizer, request.stop_ids)
+        parser = None
+        if request.tools:
+            names = {tool.name for tool in request.tools}
+            parser = CallParser(client.renderer.call_format, names, request.calls_only)
+        self._items = OutputItems(parser, generation.call_id(0))
+        self._created = int(time.time())
+        self._number = 0
+
+    async def whole(self, events: Events) -> dict[str, Any]:
+        """Write the response as one object."""
+        async for several in events:
+            for event in several:
+                self._items.add(event.text, self._logprobs_of(event))
+        status = self._final_status()
+        self._items.finish(status)
+        return await self._finish(status)
+
+    async def stream(self, events: Events) -> AsyncIterator[bytes]:
+        """Write the response as events."""
+        empty = self._response("in_progress", [])
+        yield self._encode(
+            [(f"response.{kind}", {"response": empty}) for kind in ("created", "in_progress")]
+        )
+        async for several in events:
+            added = (self._items.add(one.text, self._logprobs_of(one)) for one in several)
+            yield self._encode([event for some in added for event in some])
+        status = self._final_status()
+        last = self._items.finish(status)
+        whole = await self._finish(status)
+        yield self._encode([*last, (f"response.{status}", {"response": whole})]) + DONE
+
+    def failure(self, error: APIError) -> bytes:
+        """Write that the response has failed."""
+        facts = error.body["error"]
+        failed = {"code": facts["code"] or "server_error", "message": facts["message"]}
+        response = {**self._response("failed", []), "error": failed}
+        return self._encode([("response.failed", {"response": response})])
+
+    def _logprobs_of(self, event: TokenEvent | FinishEvent) -> list[dict[str, Any]]:
+        if self._body.logprobs is None or isinstance(event, FinishEvent):
+            return []
+        return self._logprobs.entries(event.token)
+
+    def _final_status(self) -> str:
+        return "completed" if self._generation.finished[0].reason == "stop" else "incomplete"
+
+    async def _finish(self, status: str) -> dict[str, Any]:
+        """The response at its end, which is stored before anybody hears of it."""
+        whole = self._response(status, self._items.done)
+        try:
+            await asyncio.to_thread(self._turn.store, self._generation.prompt.session, whole)
+        except WeirError as error:
+            LOG.error("response not kept", exc_info=error)
+            raise server_error() from None
+        return whole
+
+    def _encode(self, events: Sequence[ItemEvent]) -> bytes:
+        """Events as they are sent, numbered."""
+        encoded = bytearray()
+        for kind, fields in events:
+            event = {"type": kind, "sequence_number": self._number, **fields}
+            self._number += 1
+            data = json.dumps(event, separators=(",", ":"))
+            encoded += f"event: {kind}\ndata: {data}\n\n".encode()
+        return bytes(encoded)
+
+    def _response(self, status: str, output: list[Item]) -> dict[str, Any]:
+        body, conversation = self._body, self._turn.conversation
+        ended = status in ("completed", "incomplete")
+        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            "id": f"resp_{self._generation.sequences[0].id}",
+            "object": "response",
+            "created_at": self._created,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": cut,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": None,
+            "model": self._model,
+            "output": output,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "conversation": None if conversation is None else {"id": conversation},
+            "reasoning": {"effort": None, "summary": None},
+            "safety_identifier": body.safety_identifier,
+            "prompt_cache_key": body.prompt_cache_key,
+            "service_tier": "default",
+            "store": body.is_stored,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "text": {"format": _format_of(body)},
+            "tool_choice": _choice_of(body),
+            "tools": [tool.model_dump() for tool in body.tools or ()],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "presence_penalty": body.presence_penalty or 0.0,
+            "frequency_penalty": body.frequency_penalty or 0.0,
+            "truncation": body.truncation or "disabled",
+            "usage": self._usage() if ended else None,
+            "user": None,
+            "metadata": body.metadata or {},
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        """Token usage, in the fields of the Responses API."""
+        usage = usage_of(self._generation)
+        read, cached = usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+        written = read - cached if self._body.is_stored else 0
+        return {
+            "input_tokens": read,
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": written},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+            "weir": usage["weir"],
+        }
+
+
+def _choice_of(body: ResponseBody) -> str | dict[str, Any]:
+    """The choice among tools, as the client wrote it."""
+    choice = body.tool_choice
+    return choice or "auto" if isinstance(choice, str | None) else choice.model_dump()
+
+
+def _format_of(body: ResponseBody) -> dict[str, Any]:
+    """The format of the answer, as the client wrote it."""
+    found = body.text and body.text.format
+    return found.model_dump(by_alias=True, exclude_none=True) if found else {"type": "text"}

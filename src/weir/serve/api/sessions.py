@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from weir.errors import WeirError
 from weir.serve.api.dependencies import Client, Owner
-from weir.serve.api.errors import APIError, conflict, not_found, rate_limited, storage_full
+from weir.serve.api.errors import APIError, not_found, rate_limited, storage_full
 from weir.serve.api.openapi import describe_body
 from weir.serve.api.requests import SESSION_NAME, begin_request, check_query, read_body, read_chunks
 from weir.serve.api.schemas.base import Strict
@@ -157,11 +157,7 @@ async def _read(path: Path) -> AsyncIterator[bytes]:
 
 
 async def look_up(what: str, find: Callable[..., Result | None], *given: Any) -> Result:
-    """Look something up in a thread.
-
-    Raises:
-        APIError: there is no such thing.
-    """
+    """Look something up in a thread."""
     found = await asyncio.to_thread(find, *given)
     if found is None:
         raise not_found(what)
@@ -169,11 +165,7 @@ async def look_up(what: str, find: Callable[..., Result | None], *given: Any) ->
 
 
 async def run_in_thread(work: Callable[..., Result], *given: Any) -> Result:
-    """Run work on sessions in a thread.
-
-    Raises:
-        APIError: it cannot be done.
-    """
+    """Run work on sessions in a thread."""
     try:
         return await asyncio.to_thread(work, *given)
     except UnknownSession as error:
@@ -181,9 +173,9 @@ async def run_in_thread(work: Callable[..., Result], *given: Any) -> Result:
     except Busy as error:
         raise rate_limited(str(error)) from None
     except NameTaken as error:
-        raise conflict(str(error), "already_exists", param="id") from None
+        raise APIError(409, str(error), code="already_exists", param="id") from None
     except HeldByConversation as error:
-        raise conflict(str(error), "is_conversation") from None
+        raise APIError(409, str(error), code="is_conversation") from None
     except StorageFull:
         raise storage_full(DISK_FULL) from None
     except WeirError as error:

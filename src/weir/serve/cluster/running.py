@@ -147,11 +147,7 @@ class Replica:
         return make_app(self._client, self._keys)
 
     def check_health(self) -> None:
-        """Health check for Ray, which replaces a replica whose engine has failed.
-
-        Raises:
-            WeirError: the engine has failed.
-        """
+        """Health check for Ray, which replaces a replica whose engine has failed."""
         if self._client.failure is not None:
             raise WeirError("the engine has failed, and nothing is answered any more")
 
@@ -222,11 +218,7 @@ def _check(address: str) -> None:
 
 
 def deploy(settings: Settings, replicas: int, host: str, port: int, routing: str) -> None:
-    """Deploy replicas at an address, and wait until all of them answer.
-
-    Raises:
-        WeirError: the replicas do not start.
-    """
+    """Deploy replicas at an address, and wait until all of them answer."""
     gpus = 1 if ray.cluster_resources().get("GPU", 0) >= replicas else 0
     limits = settings.limits
     deployment = serve.deployment(

@@ -92,11 +92,7 @@ class Storage:
 
 
 class LocalStorage(Storage):
-    """A folder of a file system that all machines mount; fsspec alone would not sync its files.
-
-    Raises:
-        WeirError: it cannot be created.
-    """
+    """A folder of a file system that all machines mount; fsspec alone would not sync its files."""
 
     def __init__(self, root: Path) -> None:
         import fsspec

@@ -23,9 +23,9 @@ import threading
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Protocol
 
 from weir.errors import WeirError
 from weir.serve.cluster.ledger import TAKEN, Ledger, LedgerPage
@@ -464,8 +464,7 @@ def _hash(*parts: str) -> str:
 
 
 def _record_to_json(record: TurnRecord) -> bytes:
-    values: dict[str, Any] = {f.name: getattr(record, f.name) for f in fields(record)}
-    del values["epoch"]
+    values = {name: value for name, value in vars(record).items() if name != "epoch"}
     values["messages"] = [message.to_json() for message in record.messages]
     values["ids"] = record.ids.hex()
     return json.dumps(values).encode()

@@ -80,11 +80,7 @@ class SessionArchive:
         return SessionArchive(records, self.checkpoints)
 
     def write(self, path: Path, row_format: RowFormat) -> None:
-        """Write the archive to a file, whole or not at all.
-
-        Raises:
-            WeirError: it cannot be written.
-        """
+        """Write the archive to a file, whole or not at all."""
         snapshots = [encode_checkpoint(row_format, checkpoint) for checkpoint in self.checkpoints]
         facts = {
             "format": FORMAT,
@@ -183,18 +179,11 @@ class SessionArchive:
 
 
 def _record_to_json(record: TurnRecord) -> dict[str, Any]:
-    """Convert a record for an archive, without its owner and session."""
-    return {
-        "node": record.node,
-        "parent": record.parent,
-        "chain": record.chain,
-        "messages": [message.to_json() for message in record.messages],
-        "last": record.last,
-        "seen": record.seen,
-        "usage": record.usage,
-        "created": record.created,
-        "ids": unpack_ids(record.ids).tolist(),
-    }
+    """Convert a record for an archive, without its owner, session and epoch."""
+    names = ("node", "parent", "chain", "messages", "last", "seen", "usage", "created")
+    values = {name: getattr(record, name) for name in names}
+    values["messages"] = [message.to_json() for message in record.messages]
+    return {**values, "ids": unpack_ids(record.ids).tolist()}
 
 
 def _turn(vocabulary: int) -> Any:

@@ -134,11 +134,7 @@ class Database:
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """Open a transaction, for one thread at a time: all of it is written, or nothing.
-
-        Raises:
-            sqlite3.Error: it cannot be written.
-        """
+        """Open a transaction, for one thread at a time: all of it is written, or nothing."""
         with self._writing:
             self._writer.execute("BEGIN IMMEDIATE")
             try:

@@ -160,7 +160,8 @@ class SessionStore(Protocol):
 
     A turn is saved whole, checkpoint and record, or not at all, and no client hears that it ended
     before it is safe. When room runs out, the least recently used turns are deleted; a session ends
-    with its last turn. `load` returns exactly the numbers that `save` received.
+    with its last turn. `load` returns exactly the numbers that `save` received. Methods that
+    write raise a WeirError where the disk refuses.
 
     A turn may be in several sessions, since a fork shares its ancestors. It is deleted when it is
     in none any more; the session in its record is the first that it joined and still is in.
@@ -187,11 +188,7 @@ class SessionStore(Protocol):
         """Whether the disk has no room for one more turn."""
 
     def drop(self, node: str) -> None:
-        """Delete a turn, if there is one of that name.
-
-        Raises:
-            WeirError: the disk refuses.
-        """
+        """Delete a turn, if there is one of that name."""
 
     def find_history(self, owner: str, chain: str) -> TurnRecord | None:
         """The owner's newest turn that ends a conversation of this hash."""
@@ -222,20 +219,12 @@ class SessionStore(Protocol):
         """
 
     def remove_turns(self, owner: str, session: str, nodes: Collection[str]) -> list[str]:
-        """Take turns out of a session; returns those that were in no other and are now deleted.
-
-        Raises:
-            WeirError: the disk refuses.
-        """
+        """Take turns out of a session; returns those that were in no other and are now deleted."""
 
     def import_session(
         self, records: Sequence[TurnRecord], checkpoints: Sequence[Checkpoint]
     ) -> SessionSummary:
-        """Save the turns of one new session, parents first; all or none.
-
-        Raises:
-            WeirError: they cannot be kept.
-        """
+        """Save the turns of one new session, parents first; all or none."""
 
     def make_scratch_folder(self) -> TemporaryDirectory[str]:
         """A folder for a large file in transit, on the disk that checkpoints are on."""

@@ -135,6 +135,8 @@ class ConversationLocks:
 class ResponseStore:
     """Responses and conversations of all owners, open until `close`.
 
+    Methods that write raise a WeirError where the disk refuses.
+
     Args:
         path: path of the file; None for memory.
         most: maximum bytes of an owner's responses, and of the items of its conversations. The
@@ -176,9 +178,6 @@ class ResponseStore:
         Args:
             conversation: conversation whose newest response this is; None for none.
             items: items of the response that the conversation does not have yet.
-
-        Raises:
-            WeirError: it cannot be kept.
         """
         with self._changing() as db:
             written = json.dumps(response.input), json.dumps(response.body)
@@ -221,11 +220,7 @@ class ResponseStore:
         return [row["id"] for row in self._tables.query(query, owner, session)]
 
     def delete_responses(self, owner: str, names: Sequence[str]) -> None:
-        """Delete responses of the owner's.
-
-        Raises:
-            WeirError: the disk refuses.
-        """
+        """Delete responses of the owner's."""
         with self._changing() as db:
             db.execute(
                 "DELETE FROM responses WHERE owner = ? AND id IN (SELECT value FROM json_each(?))",
@@ -237,11 +232,7 @@ class ResponseStore:
     def create_conversation(
         self, owner: str, metadata: dict[str, str], items: Sequence[Item]
     ) -> StoredConversation:
-        """Begin a conversation.
-
-        Raises:
-            WeirError: it cannot be kept.
-        """
+        """Begin a conversation."""
         name, written = new_id("conv"), json.dumps(metadata)
         with self._changing() as db:
             db.execute(
@@ -270,11 +261,7 @@ class ResponseStore:
         )
 
     def set_metadata(self, owner: str, name: str, metadata: dict[str, str]) -> None:
-        """Replace the metadata of a conversation.
-
-        Raises:
-            WeirError: it cannot be kept.
-        """
+        """Replace the metadata of a conversation."""
         with self._changing() as db:
             db.execute(
                 "UPDATE conversations SET metadata = ? WHERE id = ? AND owner = ?",
@@ -282,11 +269,7 @@ class ResponseStore:
             )
 
     def delete_conversation(self, owner: str, name: str) -> None:
-        """Delete a conversation and its items.
-
-        Raises:
-            WeirError: the disk refuses.
-        """
+        """Delete a conversation and its items."""
         with self._changing() as db:
             db.execute("DELETE FROM conversations WHERE id = ? AND owner = ?", (name, owner))
 
@@ -339,20 +322,12 @@ class ResponseStore:
         return json.loads(rows[0]["body"]) if rows else None
 
     def add_items(self, owner: str, conversation: str, items: Sequence[Item]) -> None:
-        """Add items to a conversation; the next response reads them.
-
-        Raises:
-            WeirError: they cannot be kept.
-        """
+        """Add items to a conversation; the next response reads them."""
         with self._changing() as db:
             self._append(db, owner, conversation, items)
 
     def remove_item(self, owner: str, conversation: str, name: str) -> None:
-        """Delete an item; if it was read, the next response reads the conversation from the start.
-
-        Raises:
-            WeirError: the disk refuses.
-        """
+        """Delete an item; if it was read, the next response reads the conversation anew."""
         which = "conversation = ? AND owner = ? AND id = ?"
         values = (conversation, owner, name)
         with self._changing() as db:

@@ -108,11 +108,7 @@ def encode_checkpoint(row_format: RowFormat, checkpoint: Checkpoint) -> bytes:
 
 
 def decode_checkpoint(row_format: RowFormat, data: bytes) -> Checkpoint:
-    """Decode a file that `encode_checkpoint` wrote; the caller has verified its checksum.
-
-    Raises:
-        WeirError: it is damaged, or of another version.
-    """
+    """Decode a file that `encode_checkpoint` wrote; the caller has verified its checksum."""
     facts, state = _decode(row_format, data)
     return Checkpoint(state, tuple(facts["pending"]))
 

@@ -347,11 +347,7 @@ class SQLiteCheckpoints:
         return evicted
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete checkpoints with their records, all or none; unknown names are ignored.
-
-        Raises:
-            WeirError: the disk refuses.
-        """
+        """Delete checkpoints with their records, all or none; unknown names are ignored."""
         names = list(names)
         try:
             try:

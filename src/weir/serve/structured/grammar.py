@@ -79,9 +79,6 @@ class GrammarCompiler:
 
         Returns:
             Makes the constraint of one answer.
-
-        Raises:
-            BadSchema: it is no grammar, or too large.
         """
         with self._lock:  # one at a time, so that clients' grammars take up one thread at most
             began = time.thread_time()
@@ -114,7 +111,7 @@ class GrammarCompiler:
 
 
 class GrammarConstraint:
-    """The constraint of one answer (`weir.serve.Constraint`).
+    """The constraint of one answer (`weir.serve.engine.Constraint`).
 
     Args:
         matcher: of the grammar, at its start; it is copied.
@@ -149,11 +146,7 @@ class GrammarConstraint:
         return logits.masked_fill_(torch.from_numpy(bits == 0), -torch.inf)
 
     def accept(self, token: int) -> None:
-        """Advance by a token.
-
-        Raises:
-            BadSchema: it may not come next.
-        """
+        """Advance by a token."""
         self._matcher.consume_token(token)
         self._check()
 

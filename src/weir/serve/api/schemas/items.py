@@ -145,11 +145,7 @@ class PageQuery:
     what: ClassVar[str] = "item"
 
     def cut(self, items: Sequence[Item]) -> list[Item]:
-        """Cut the page from items in oldest-first order, plus one more if there is one.
-
-        Raises:
-            APIError: there is no item `after`.
-        """
+        """Cut the page from items in oldest-first order, plus one more if there is one."""
         wanted = list(items) if self.order == "asc" else list(reversed(items))
         if self.after is not None:
             at = next((n for n, item in enumerate(wanted) if item["id"] == self.after), None)
