@@ -37,7 +37,7 @@ from weir.serve.engine import (
 from weir.serve.limits import Limits
 from weir.serve.messages import Message, call_id, hash_prefixes
 from weir.serve.prompts import Prompt, PromptMatcher, PromptRenderer
-from weir.serve.sessions import AcquireLease, ConversationLocks, ResponseStore, TurnRecord, pack_ids
+from weir.serve.sessions import AcquireLease, ResponseStore, TurnRecord, pack_ids
 from weir.serve.sessions.manager import SessionManager
 from weir.serve.tools import Tool, read_calls
 
@@ -156,6 +156,7 @@ class EngineClient:
         acquire_lease: leases sessions, where other servers may answer them too.
 
     Attributes:
+        locked: conversations that requests are using, by owner; only the event loop changes it.
         is_replica: whether other servers have the same sessions.
         failure: why the engine has stopped by itself, if it did.
     """
@@ -176,7 +177,7 @@ class EngineClient:
         self.limits = limits
         self.responses = responses or ResponseStore(most=limits.texts)
         self.sessions = SessionManager(engine, self.responses, limits)
-        self.locks = ConversationLocks()
+        self.locked: set[tuple[str, str]] = set()
         self.is_replica = acquire_lease is not None
         self.stop_ids = frozenset(StopTokens.of(engine.model.generation_config).stops)
         self.failure: Exception | None = None

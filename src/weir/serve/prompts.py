@@ -23,17 +23,38 @@ from weir.stream import ChatTemplate, PromptEncoder, PromptTooLong
 
 
 @dataclass(frozen=True)
-class RenderedPrompt:
-    """Messages as tokens.
+class Prompt:
+    """The tokens that a request feeds to the model, and the turn that they continue.
 
     Attributes:
-        beginning: how many of them are the conversation's beginning, where they start one.
-        header: how many at their end are the header of the answer to come.
+        ids: what is fed, one token or more.
+        owner: hash of the client's key; empty where the server needs none.
+        parent: the saved turn that they continue; None at the beginning of a stream.
+        session: the session that the new turn belongs to; None if it is not saved.
+        messages: those that are new since `parent`.
+        beginning: how many of `ids` are the stream's beginning, which stays; without `parent` only.
+        header: how many at the end of `ids` are the header of the answer.
     """
 
     ids: list[int]
+    owner: str = ""
+    parent: TurnRecord | None = None
+    session: str | None = None
+    hash: str = ""
+    messages: tuple[Message, ...] = ()
     beginning: int = 0
     header: int = 0
+    lease: SessionLease | None = None
+
+    @property
+    def cached(self) -> int:
+        """Tokens that need not be fed: all before but the last, which is still pending."""
+        return 0 if self.parent is None else self.parent.seen - 1
+
+    @property
+    def length(self) -> int:
+        """Tokens of everything before the answer."""
+        return len(self.ids) + (0 if self.parent is None else self.parent.seen)
 
 
 class PromptRenderer:
@@ -94,7 +115,7 @@ class PromptRenderer:
         """Tokenize a text as it is."""
         return self._sink.first(self._encoder.encode(text, special=True))
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> RenderedPrompt:
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Prompt:
         """Render a conversation from its beginning.
 
         Raises:
@@ -105,11 +126,12 @@ class PromptRenderer:
         ids = template.whole(rendered)
         beginning, header = template.beginning(rendered, ids), self._template.header(ids)
         with_sink = self._sink.first(ids)
-        return RenderedPrompt(with_sink, beginning + len(with_sink) - len(ids), header)
+        beginning += len(with_sink) - len(ids)
+        return Prompt(with_sink, beginning=beginning, header=header)
 
     def render_next(
         self, messages: Sequence[Message], last: int, tools: Sequence[Tool]
-    ) -> RenderedPrompt | None:
+    ) -> Prompt | None:
         """Render what follows an answer.
 
         Args:
@@ -123,7 +145,7 @@ class PromptRenderer:
         rendered, described = self._for_template(messages, tools if in_template else ())
         try:
             ids = self._template.with_tools(described).after(rendered, last)
-            return RenderedPrompt(ids, header=self._template.header(ids)) if ids else None
+            return Prompt(ids, header=self._template.header(ids)) if ids else None
         except PromptTooLong:
             raise
         except WeirError:
@@ -136,40 +158,6 @@ class PromptRenderer:
         if isinstance(self._call_format, WeirError):
             return [message.for_template() for message in messages], []
         return self._call_format.for_template(messages, tools)
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """The tokens that a request feeds to the model, and the turn that they continue.
-
-    Attributes:
-        owner: hash of the client's key; empty where the server needs none.
-        parent: the saved turn that they continue; None at the beginning of a stream.
-        session: the session that the new turn belongs to; None if it is not saved.
-        messages: those that are new since `parent`.
-        beginning: how many of `ids` are the stream's beginning, which stays; without `parent` only.
-        header: how many at the end of `ids` are the header of the answer.
-    """
-
-    owner: str
-    ids: list[int]
-    parent: TurnRecord | None = None
-    session: str | None = None
-    hash: str = ""
-    messages: tuple[Message, ...] = ()
-    beginning: int = 0
-    header: int = 0
-    lease: SessionLease | None = None
-
-    @property
-    def cached(self) -> int:
-        """Tokens that need not be fed: all before but the last, which is still pending."""
-        return 0 if self.parent is None else self.parent.seen - 1
-
-    @property
-    def length(self) -> int:
-        """Tokens of everything before the answer."""
-        return len(self.ids) + (0 if self.parent is None else self.parent.seen)
 
 
 class PromptMatcher:
@@ -222,14 +210,12 @@ class PromptMatcher:
                 return prompt
         rendered = self._renderer.render(messages, tools)
         return self._check(
-            Prompt(
-                owner,
-                rendered.ids,
+            replace(
+                rendered,
+                owner=owner,
                 session=session or f"sess_{secrets.token_hex(16)}",
                 hash=hashes[-1],
                 messages=tuple(messages),
-                beginning=rendered.beginning,
-                header=rendered.header,
             )
         )
 
@@ -262,14 +248,13 @@ class PromptMatcher:
         if rendered is None:
             return None
         return self._check(
-            Prompt(
-                parent.owner,
-                rendered.ids,
+            replace(
+                rendered,
+                owner=parent.owner,
                 parent=parent,
                 session=session or parent.session,
                 hash=hash_prefixes(parent.chain, messages)[-1],
                 messages=tuple(messages),
-                header=rendered.header,
             )
         )
 
@@ -281,12 +266,12 @@ class PromptMatcher:
             WeirError: a token is out of range, or there are none.
         """
         if isinstance(text, str):
-            return self._check(Prompt(owner, self._renderer.render_text(text)))
+            return self._check(Prompt(self._renderer.render_text(text), owner))
         wrong = next((token for token in text if not 0 <= token < self._vocabulary), None)
         if wrong is not None:
             last = self._vocabulary - 1
             raise WeirError(f"token {quote(wrong)} does not exist; ids are 0 to {last}")
-        return self._check(Prompt(owner, list(text)))
+        return self._check(Prompt(list(text), owner))
 
     def _check(self, prompt: Prompt) -> Prompt:
         """Refuse a prompt without tokens or with too many; take the lease on its session."""

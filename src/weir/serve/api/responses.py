@@ -35,7 +35,7 @@ from weir.serve.engine import FinishEvent, TokenEvent
 from weir.serve.messages import StrayResult
 from weir.serve.prompts import Prompt
 from weir.serve.response_turn import HistoryNotKept, PreviousNotFound, ResponseTurn, node_of
-from weir.serve.sessions import ConversationLocked, Item, StoredResponse
+from weir.serve.sessions import Item, StoredResponse
 from weir.serve.tools import CallParser
 
 router = APIRouter()
@@ -156,17 +156,17 @@ def _match(turn: ResponseTurn) -> Prompt:
 
 def lock(request: Request, client: EngineClient, owner: str, conversation: str) -> None:
     """Lock a conversation until the request is over."""
-    try:
-        client.locks.acquire(owner, conversation)
-    except ConversationLocked as error:
+    held = owner, conversation
+    if held in client.locked:
         raise APIError(
             409,
-            str(error),
+            "another request is at this conversation; come again when it is done",
             param="conversation",
             code="conversation_locked",
             headers={"Retry-After": "1"},
-        ) from None
-    at_end(request.scope, lambda: client.locks.release(owner, conversation))
+        )
+    client.locked.add(held)
+    at_end(request.scope, lambda: client.locked.discard(held))
 
 
 class ResponseRenderer(Renderer):

@@ -32,8 +32,6 @@ from weir.serve.sessions.records import (
     unpack_ids,
 )
 from weir.serve.sessions.responses import (
-    ConversationLocked,
-    ConversationLocks,
     ResponseStore,
     StoredConversation,
     StoredResponse,
@@ -49,8 +47,6 @@ __all__ = [
     "AnsweredElsewhere",
     "BackgroundWriter",
     "Checkpoint",
-    "ConversationLocked",
-    "ConversationLocks",
     "Item",
     "LazyCheckpoint",
     "LeaseLost",

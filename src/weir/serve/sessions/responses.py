@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -100,36 +99,6 @@ class StoredConversation:
     head: str | None
     read: int
     whole: bool
-
-
-class ConversationLocked(WeirError):
-    """Another request is using the conversation."""
-
-
-class ConversationLocks:
-    """Lets one request at a time use a conversation."""
-
-    def __init__(self) -> None:
-        self._held: set[tuple[str, str]] = set()
-        self._lock = threading.Lock()
-
-    def acquire(self, owner: str, conversation: str) -> None:
-        """Keep other requests out until `release`.
-
-        Raises:
-            ConversationLocked: another request is using it.
-        """
-        with self._lock:
-            if (owner, conversation) in self._held:
-                raise ConversationLocked(
-                    "another request is at this conversation; come again when it is done"
-                )
-            self._held.add((owner, conversation))
-
-    def release(self, owner: str, conversation: str) -> None:
-        """Let other requests use it again."""
-        with self._lock:
-            self._held.discard((owner, conversation))
 
 
 class ResponseStore:
