@@ -254,7 +254,7 @@ class EngineClient:
         try:
             self.store.check_room(turns)
         except BaseException:
-            self.release(prompt)
+            prompt.release()
             raise
         return prompt
 
@@ -275,7 +275,7 @@ class EngineClient:
         try:
             sequences = [self._sequence(request, prompt, answer, queue) for answer in answers]
         except BaseException:
-            self.release(prompt)
+            prompt.release()
             raise
         sequences[0].forks = sequences[1:]
         generation = Generation(request, prompt, sequences, queue, self, set(answers))
@@ -368,16 +368,11 @@ class EngineClient:
             self._generations.discard(generation)
         if generation.running:
             self._cancel(generation)
-        self.release(generation.prompt)
+        generation.prompt.release()
 
     def _cancel(self, generation: Generation) -> None:
         for sequence in generation.sequences:
             self.engine.cancel(sequence)
-
-    def release(self, prompt: Prompt) -> None:
-        """Release the lease of a prompt."""
-        if prompt.lease is not None:
-            prompt.lease.release()
 
     def is_dropped(self, prompt: Prompt) -> bool:
         """Whether the turn that a prompt continues is not kept any more."""

@@ -56,6 +56,11 @@ class Prompt:
         """Tokens of everything before the answer."""
         return len(self.ids) + (0 if self.parent is None else self.parent.seen)
 
+    def release(self) -> None:
+        """Release the lease on its session."""
+        if self.lease is not None:
+            self.lease.release()
+
 
 class PromptRenderer:
     """Renders messages for one model. Called from any thread.

@@ -160,7 +160,7 @@ async def _find_prompt(client: EngineClient, request: GenerationRequest, param: 
 
     def release(done: asyncio.Future[Prompt]) -> None:
         if not done.cancelled() and not done.exception():
-            client.release(done.result())
+            done.result().release()
 
     try:
         return await asyncio.shield(matching)
