@@ -189,7 +189,7 @@ class SharedStore:
                 raise LeaseLost(TAKEN)
             turns = (*page.turns, record.node)
             self._put(folder, page.next(turns[-self._kept :]))
-            self._near.save(checkpoint, record, _ignore)
+            self._near.save(checkpoint, record)
             self._publish(record.owner, record.session, [record])
             self._forget(record.owner, record.session, turns[: -self._kept])
 
@@ -364,7 +364,7 @@ class SharedStore:
         folder = folder_of(owner, session)
         for name in page.turns:
             if (record := self._read_record(folder, name)) is not None:
-                self._near.save(self._lazy_checkpoint(folder, record), record, _ignore)
+                self._near.save(self._lazy_checkpoint(folder, record), record)
 
     # --- files of turns
 
@@ -475,7 +475,3 @@ def _record_from_json(data: bytes) -> TurnRecord:
     values["messages"] = tuple(Message.from_json(kept) for kept in values["messages"])
     values["ids"] = bytes.fromhex(values["ids"])
     return TurnRecord(**values)
-
-
-def _ignore(error: Exception | None) -> None:
-    """Ignore the result: the store in memory saves at once."""

@@ -35,6 +35,7 @@ DISK_FULL = (
     "the disk that keeps sessions is full, so no turn is answered that would have to be kept; "
     "delete sessions or make room"
 )
+NOT_KEPT = "what this turn goes on from is not kept any more"
 
 
 @dataclass(frozen=True)

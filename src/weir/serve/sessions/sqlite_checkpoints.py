@@ -22,7 +22,7 @@ from pathlib import Path
 
 from weir.errors import WeirError, quote
 from weir.serve.sessions.database import Database
-from weir.serve.sessions.records import Checkpoint, LazyCheckpoint, StorageFull
+from weir.serve.sessions.records import NOT_KEPT, Checkpoint, LazyCheckpoint, StorageFull
 from weir.serve.sessions.snapshot import RowFormat, decode_checkpoint, encode_checkpoint
 from weir.serve.sessions.snapshot_folder import (
     DiskReserve,
@@ -57,6 +57,7 @@ class SQLiteCheckpoints:
 
     Attributes:
         nbytes: bytes of all snapshots.
+        exclusive: excludes other changes inside a `with` block.
 
     Raises:
         WeirError: the folder cannot be used, another process uses it, or its rows are of another
@@ -105,7 +106,7 @@ class SQLiteCheckpoints:
 
     def _open(self) -> None:
         """Check that the rows are of this format, and delete what a killed process left."""
-        self._exclusive = threading.RLock()  # guards `nbytes`
+        self.exclusive = threading.RLock()  # guards `nbytes`
         self._uses_lock = threading.Lock()
         self._uses: dict[str, int] = {}  # uses that are not in the database yet, by checkpoint
         try:
@@ -155,7 +156,7 @@ class SQLiteCheckpoints:
         """
         rows = self.db.query("SELECT file, bytes, sha256, pending FROM nodes WHERE name = ?", name)
         if not rows:
-            raise _not_kept()
+            raise WeirError(NOT_KEPT)
         row = rows[0]
         self.touch(name)
         pending = tuple(json.loads(row["pending"]))
@@ -176,7 +177,7 @@ class SQLiteCheckpoints:
         except FileNotFoundError:
             with contextlib.suppress(WeirError):
                 self._delete_damaged(name, file)
-            raise _not_kept() from None
+            raise WeirError(NOT_KEPT) from None
         except OSError as error:
             raise WeirError(f"turn {quote(name)} cannot be read: {error.strerror}") from None
         except WeirError as error:
@@ -224,7 +225,7 @@ class SQLiteCheckpoints:
         """
         if self.has_room(size) or self._limit is None:
             return self.has_room(size)
-        with self._exclusive:
+        with self.exclusive:
             uses = self.unwritten_uses()
             rows = self.db.query("SELECT name, bytes, used FROM nodes")
             rows.sort(key=lambda row: max(row["used"], uses.get(row["name"], 0)))
@@ -245,19 +246,13 @@ class SQLiteCheckpoints:
     # --- writing
 
     @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Exclude other changes inside a `with` block."""
-        with self._exclusive:
-            yield
-
-    @contextmanager
     def changing(self) -> Iterator[sqlite3.Connection]:
         """Open a transaction, which also writes pending uses.
 
         Raises:
             sqlite3.Error: it cannot be committed; nothing has changed.
         """
-        with self._exclusive, self.db.writing() as db:
+        with self.exclusive, self.db.writing() as db:
             uses = self.unwritten_uses()
             db.executemany(
                 "UPDATE nodes SET used = ? WHERE name = ?",
@@ -296,7 +291,7 @@ class SQLiteCheckpoints:
                 file, checksum = new_name(), hashlib.sha256(data).hexdigest()
                 self._files.write(file, data)
                 written.append(WrittenSnapshot(name, file, len(data), checksum, checkpoint.pending))
-            with self._exclusive:
+            with self.exclusive:
                 with self.changing() as db:
                     gone = [
                         row
@@ -369,7 +364,7 @@ class SQLiteCheckpoints:
     def _delete_rows(self, names: list[str]) -> list[str]:
         """Delete rows; returns the files they named."""
         gone: list[sqlite3.Row] = []
-        with self._exclusive:
+        with self.exclusive:
             with self.changing() as db:
                 for name in names:
                     gone += db.execute(ROWS_OF, (name,)).fetchall()
@@ -394,7 +389,3 @@ class SQLiteCheckpoints:
             )
         reason = getattr(error, "strerror", None) or error
         return WeirError(f"the turn cannot be kept in {self.folder}: {reason}")
-
-
-def _not_kept() -> WeirError:
-    return WeirError("what this turn goes on from is not kept any more")

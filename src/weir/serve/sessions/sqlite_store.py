@@ -134,11 +134,11 @@ class SQLiteStore:
         except StorageFull:
             if not self._keep:
                 raise
-            self._memory.save(checkpoint, record, lambda error: None)
+            self._memory.save(checkpoint, record)
 
     def _write_remembered(self, *more: tuple[Checkpoint, TurnRecord]) -> None:
         """Write the turns that went on in memory, the oldest first, and then more."""
-        with self.checkpoints.exclusive():
+        with self.checkpoints.exclusive:
             for checkpoint, record in [*self._memory.turns(), *more]:
                 added = [(record.node, checkpoint)]
                 with self.checkpoints.adding(added, "one turn") as db:
@@ -161,7 +161,7 @@ class SQLiteStore:
 
     def drop(self, node: str) -> None:
         """Delete a turn, if there is one of that name."""
-        with self.checkpoints.exclusive():
+        with self.checkpoints.exclusive:
             self._memory.drop(node)
             self.checkpoints.delete([node])
 
@@ -288,7 +288,7 @@ class SQLiteStore:
         """Take turns out of a session; those that are in no other are deleted and returned."""
         if not _is_text(owner, session, *nodes):
             return []
-        with self.checkpoints.exclusive():
+        with self.checkpoints.exclusive:
             found = self.checkpoints.db.query(
                 "SELECT node, (SELECT count(*) FROM members AS m WHERE m.node = members.node) "
                 "AS places FROM members WHERE owner = ? AND session = ? AND node IN "
