@@ -20,13 +20,7 @@ from weir.serve.limits import Limits
 from weir.serve.memory_estimate import estimate_memory
 from weir.serve.messages import Message, hash_prefixes
 from weir.serve.prompts import Prompt
-from weir.serve.sessions import (
-    Checkpoint,
-    MemoryStore,
-    ResponseStore,
-    SessionStore,
-    TurnRecord,
-)
+from weir.serve.sessions import Checkpoint, MemoryStore, ResponseStore, SessionStore, TurnRecord
 
 __all__ = [
     "Busy",

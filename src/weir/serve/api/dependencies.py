@@ -1,4 +1,4 @@
-"""What routes depend on: the owner of a request, by its key, and the client of the engine.
+"""What routes depend on: the owner of a request, by its key, the engine's client, a page of a list.
 
 Of keys only hashes are known, and they are compared in constant time.
 """
@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, ClassVar, Literal
 
-from fastapi import Depends, Request
+from fastapi import Depends, Query, Request
 
 from weir.errors import WeirError
-from weir.serve.api.errors import APIError
+from weir.serve.api.errors import APIError, not_found
 from weir.serve.client import EngineClient
+from weir.serve.sessions import Item
 
 
 class Keys:
@@ -100,3 +102,47 @@ async def find_client(request: Request) -> EngineClient:
 
 Owner = Annotated[str, Depends(authorize)]
 Client = Annotated[EngineClient, Depends(find_client)]
+
+
+@dataclass(frozen=True)
+class PageQuery:
+    """The page of a list that a client asks for; a dependency of routes.
+
+    Attributes:
+        after: id of the item before the page.
+        limit: number of items.
+        order: oldest or newest first.
+        include: further fields; there are none.
+    """
+
+    after: Annotated[str | None, Query()] = None
+    limit: Annotated[int, Query(ge=1, le=100)] = 20
+    order: Annotated[Literal["asc", "desc"], Query()] = "desc"
+    include: Annotated[list[str] | None, Query(alias="include[]")] = None
+
+    what: ClassVar[str] = "item"
+
+    def cut(self, items: Sequence[Item]) -> list[Item]:
+        """Cut the page from items in oldest-first order, plus one more if there is one."""
+        wanted = list(items) if self.order == "asc" else list(reversed(items))
+        if self.after is not None:
+            at = next((n for n, item in enumerate(wanted) if item["id"] == self.after), None)
+            if at is None:
+                raise not_found(self.what)
+            wanted = wanted[at + 1 :]
+        return wanted[: self.limit + 1]
+
+    def to_json(self, found: Sequence[Item]) -> dict[str, Any]:
+        """The page as JSON, from its items plus one more if there is one."""
+        return list_object(found[: self.limit], more=len(found) > self.limit)
+
+
+def list_object(items: Sequence[Item], *, more: bool = False) -> dict[str, Any]:
+    """Items as a JSON list object; `more` says whether others follow."""
+    return {
+        "object": "list",
+        "data": list(items),
+        "first_id": items[0]["id"] if items else None,
+        "last_id": items[-1]["id"] if items else None,
+        "has_more": more,
+    }

@@ -13,12 +13,11 @@ from pydantic import Field, StringConstraints
 from starlette.responses import Response
 
 from weir.errors import WeirError
-from weir.serve.api.dependencies import Client, Owner
+from weir.serve.api.dependencies import Client, Owner, PageQuery
 from weir.serve.api.errors import APIError, not_found, rate_limited, storage_full
 from weir.serve.api.openapi import describe_body
 from weir.serve.api.requests import SESSION_NAME, begin_request, check_query, read_body, read_chunks
 from weir.serve.api.schemas.base import Strict
-from weir.serve.api.schemas.items import PageQuery
 from weir.serve.api.sse import EventStream
 from weir.serve.engine import Busy
 from weir.serve.sessions import DISK_FULL, NameTaken, SessionSummary, StorageFull, TurnRecord

@@ -31,11 +31,7 @@ from weir.serve.sessions.records import (
     pack_ids,
     unpack_ids,
 )
-from weir.serve.sessions.responses import (
-    ResponseStore,
-    StoredConversation,
-    StoredResponse,
-)
+from weir.serve.sessions.responses import ResponseStore, StoredConversation, StoredResponse
 from weir.serve.sessions.snapshot import RowFormat, decode_checkpoint, encode_checkpoint
 from weir.serve.sessions.snapshot_folder import free_bytes, is_full
 from weir.serve.sessions.sqlite_store import SQLiteStore

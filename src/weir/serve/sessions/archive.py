@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import secrets
-import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,8 @@ from weir.cache import record as facts_of
 from weir.errors import WeirError, quote
 from weir.serve.messages import Message
 from weir.serve.sessions.records import Checkpoint, SessionStore, TurnRecord, pack_ids, unpack_ids
-from weir.serve.sessions.snapshot import RowFormat, decode_foreign, encode_checkpoint
+from weir.serve.sessions.snapshot import RowFormat, anything, decode_foreign, encode_checkpoint
+from weir.stream import replace_atomically
 
 FORMAT = 2
 KEY = "weir_sessions"
@@ -94,12 +93,8 @@ class SessionArchive:
             for n, data in enumerate(snapshots)
         }
         try:
-            with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{path.name}.") as folder:
-                new = Path(folder) / "new"
+            with replace_atomically(path) as new:
                 save_file(tensors, str(new), metadata={KEY: json.dumps(facts)})
-                with open(new, "rb+") as file:
-                    os.fsync(file.fileno())
-                os.replace(new, path)
         except (OSError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or error
             raise WeirError(f"the session cannot be written: {reason}") from None
@@ -208,7 +203,7 @@ def _chain(value: Any, place: str) -> None:
 
 
 def _message(value: Any, place: str) -> None:
-    list_of(_anything)(value, place)
+    list_of(anything)(value, place)
     if len(value) not in (3, 6):
         raise ValidationError(f"{place} must have 3 parts or 6, not {len(value)}")
     role, content, name, *more = value
@@ -233,7 +228,3 @@ def _time(value: Any, place: str) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 <= value <= FARTHEST:
         raise ValidationError(f"{place} must be seconds since 1970, not {quote(value)}")
-
-
-def _anything(value: Any, place: str) -> None:
-    """Accept anything: the parts are checked one by one."""
