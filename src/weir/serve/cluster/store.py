@@ -23,7 +23,8 @@ import threading
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Protocol
 
@@ -42,6 +43,7 @@ from weir.serve.sessions import (
     NameTaken,
     OnSaved,
     RowFormat,
+    SessionLease,
     SessionSummary,
     StorageFull,
     TurnRecord,
@@ -66,23 +68,6 @@ class Leases(Protocol):
 
     def beat(self, replica: str, sessions: Collection[str]) -> None:
         """Record a replica's heartbeat and its turns under way."""
-
-
-@dataclass(eq=False)
-class SharedLease:
-    """The right to answer a session, for one turn (`SessionLease`)."""
-
-    store: SharedStore
-    session: str
-    epoch: int
-    _released: bool = False
-
-    def release(self) -> None:
-        """End the lease; a second time does nothing."""
-        with self.store._counting:
-            released, self._released = self._released, True
-        if not released:
-            self.store.release(self.session)
 
 
 class SharedStore:
@@ -135,7 +120,7 @@ class SharedStore:
 
     # --- leases
 
-    def acquire_lease(self, owner: str, session: str) -> SharedLease:
+    def acquire_lease(self, owner: str, session: str) -> SessionLease:
         """Lease a session for a turn, and load the turns that other replicas added.
 
         Raises:
@@ -148,13 +133,13 @@ class SharedStore:
             seconds = self._leases.begin(session, self.replica)
             if seconds > 0:
                 raise AnsweredElsewhere(seconds)
-            return SharedLease(self, session, self._claim(owner, session).epoch)
+            epoch = self._claim(owner, session).epoch
+            return SessionLease(epoch, partial(self._end_turn, session))
         except BaseException:
-            self.release(session)
+            self._end_turn(session)
             raise
 
-    def release(self, session: str) -> None:
-        """End a turn of a session."""
+    def _end_turn(self, session: str) -> None:
         with self._counting:
             self._answering[session] -= 1
             if not self._answering[session]:

@@ -6,6 +6,7 @@ models.
 
 from __future__ import annotations
 
+import threading
 import time
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -247,17 +248,23 @@ class LeaseLost(WeirError):
     """Another server has taken over the session, so this turn is discarded."""
 
 
-class SessionLease(Protocol):
+@dataclass(frozen=True, eq=False)
+class SessionLease:
     """The right to answer a session, for one turn.
 
     Attributes:
         epoch: epoch of the claim; the store refuses records of older epochs (`TurnRecord.epoch`).
+        end: called when it is released.
     """
 
     epoch: int
+    end: Callable[[], None]
+    _once: threading.Lock = field(default_factory=threading.Lock)
 
     def release(self) -> None:
-        """End the lease, however the turn ended."""
+        """End the lease, however the turn ended; a second time does nothing."""
+        if self._once.acquire(blocking=False):
+            self.end()
 
 
 AcquireLease = Callable[[str, str], SessionLease]
