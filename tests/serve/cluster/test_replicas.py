@@ -13,7 +13,6 @@ from weir.errors import WeirError
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'weir-kv[cluster]'")
 running = pytest.importorskip("weir.serve.cluster.running")
-running = pytest.importorskip("weir.serve.cluster.running")
 router = pytest.importorskip("weir.serve.cluster.router")
 
 POLICY = "sink(4) | recent(60)"
