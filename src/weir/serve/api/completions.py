@@ -140,10 +140,6 @@ class CompletionRenderer(Renderer):
         """The chunks of an event."""
 
 
-def _facts(client: EngineClient) -> dict[str, Any]:
-    return {"created": int(time.time()), "model": client.name}
-
-
 class ChatRenderer(CompletionRenderer):
     """Writes chat completions."""
 
@@ -155,8 +151,12 @@ class ChatRenderer(CompletionRenderer):
             CallParser(client.renderer.call_format, names, request.calls_only)
             for _ in range(body.num_answers if request.tools else 0)
         ]
-        head = {"id": f"chatcmpl-{secrets.token_hex(16)}", **_facts(client)}
-        head["object"] = "chat.completion.chunk"
+        head = {
+            "id": f"chatcmpl-{secrets.token_hex(16)}",
+            "created": int(time.time()),
+            "model": client.name,
+            "object": "chat.completion.chunk",
+        }
         super().__init__(body, client, generation, head)
 
     async def whole(self, events: Events) -> dict[str, Any]:
@@ -282,8 +282,12 @@ class TextRenderer(CompletionRenderer):
     def __init__(self, body: TextBody, client: EngineClient, generation: Generation) -> None:
         self._with_logprobs = body.logprobs is not None
         self._offsets = [0] * body.num_answers
-        name = f"cmpl-{secrets.token_hex(16)}"
-        head = {"id": name, "object": "text_completion", **_facts(client)}
+        head = {
+            "id": f"cmpl-{secrets.token_hex(16)}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": client.name,
+        }
         super().__init__(body, client, generation, head)
 
     async def whole(self, events: Events) -> dict[str, Any]:
