@@ -23,8 +23,7 @@ from weir.serve.api import middleware, requests
 from weir.serve.api.errors import APIError
 from weir.serve.api.requests import LARGE, MAX_NODES, NodeCounter
 from weir.serve.api.schemas.chat import ChatBody, TextBody
-from weir.serve.api.schemas.items import ConversationBody
-from weir.serve.api.schemas.responses import ResponseBody
+from weir.serve.api.schemas.responses import ConversationBody, ResponseBody
 from weir.stream import chat_template, encoding
 
 LIMITS = Limits(body=2_000_000, bodies=3_000_000, prompt=400, answer=10, reading=2)

@@ -25,7 +25,7 @@ from weir.cli.serve import compile_or_say
 from weir.errors import WeirError
 from weir.models import ASSETS
 from weir.serve import Busy, Limits
-from weir.serve.api.logs import JSONFormatter
+from weir.serve.api.middleware import JSONFormatter
 
 USER = {"role": "user", "content": "Hello there"}
 CHAT = "/v1/chat/completions"

@@ -589,7 +589,7 @@ def test_one_request_at_a_time_is_at_a_conversation(server, client):
     thread.start()
     try:
         assert started.wait(60)
-        server.engine_client.locks.acquire("", made.id)  # a name belongs to its key
+        server.engine_client.locked.add(("", made.id))  # a name belongs to its key
         for ask in (
             lambda: say(client, "Short", conversation=made.id),
             lambda: client.conversations.items.create(made.id, items=[message("x")]),
@@ -600,7 +600,7 @@ def test_one_request_at_a_time_is_at_a_conversation(server, client):
             assert error.value.code == "conversation_locked"
             assert error.value.response.headers["retry-after"] == "1"
     finally:
-        server.engine_client.locks.release("", made.id)
+        server.engine_client.locked.discard(("", made.id))
         ended.set()
         thread.join()
     say(client, "Short", conversation=made.id)

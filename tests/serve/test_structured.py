@@ -66,35 +66,33 @@ SCHEMAS = st.recursive(
 @settings(max_examples=12, deadline=None, derandomize=True, database=None)
 @given(SCHEMAS, st.integers(0, 2**31))
 def test_whatever_a_model_says_is_valid_to_the_schema(schema, seed):
-    answer = said(GRAMMARS.compile_schema(schema, strict=True).constraint(), seed)
+    answer = said(GRAMMARS.compile_schema(schema, strict=True)(), seed)
     jsonschema.validate(json.loads(answer), schema)
 
 
 def test_nobody_fills_an_answer_with_spaces():
     schema = {"type": "array", "items": {"const": 1}, "minItems": 3, "maxItems": 3}
-    answers = [
-        said(GRAMMARS.compile_schema(schema, strict=True).constraint(), seed) for seed in range(20)
-    ]
+    answers = [said(GRAMMARS.compile_schema(schema, strict=True)(), seed) for seed in range(20)]
     assert {json.dumps(json.loads(answer)) for answer in answers} == {"[1, 1, 1]"}
     assert any("\n" in answer for answer in answers)
     assert max(len(run) for answer in answers for run in re.findall(r"\s+", answer)) <= 9
     schema["x-guidance"] = {"whitespace_pattern": " {1,100000}", "lenient": True}
-    assert len(said(GRAMMARS.compile_schema(schema, strict=True).constraint())) < 200
+    assert len(said(GRAMMARS.compile_schema(schema, strict=True)())) < 200
 
 
 def test_an_answer_ends_by_itself_where_no_token_ends_one():
     shape = GrammarCompiler(TOKENIZER, frozenset(), len(TOKENIZER)).compile_schema(
         {"type": "integer"}, strict=True
     )
-    assert re.fullmatch(r"-?\d", said(shape.constraint()))
+    assert re.fullmatch(r"-?\d", said(shape()))
     number = GRAMMARS.compile_schema({"type": "integer"}, strict=True)
-    longer = [said(number.constraint(), seed) for seed in range(30)]
+    longer = [said(number(), seed) for seed in range(30)]
     assert max(map(len, longer)) > 2
 
 
 def test_answers_of_one_shape_do_not_know_of_each_other():
     shape = GRAMMARS.compile_schema({"enum": ["ab", "cd"]}, strict=True)
-    one, other = shape.constraint(), shape.constraint()
+    one, other = shape(), shape()
     for token in TOKENIZER('"a')["input_ids"]:
         one.accept(token)
     for token in TOKENIZER('"c')["input_ids"]:
@@ -109,13 +107,13 @@ def test_answers_of_one_shape_do_not_know_of_each_other():
 def test_a_grammar_that_becomes_too_complex_is_given_up():
     # Each property may be left out, so that after `{` any of thousands may follow.
     wide = {"type": "object", "properties": {f"p{n}": {} for n in range(700)}}
-    mask = GRAMMARS.compile_schema(wide, strict=True).constraint()
+    mask = GRAMMARS.compile_schema(wide, strict=True)()
     with pytest.raises(BadSchema, match="cannot be held to its grammar"):
         said(mask)
 
 
 def test_probabilities_told_are_those_before_the_mask():
-    mask = GRAMMARS.compile_schema({"const": True}, strict=True).constraint()
+    mask = GRAMMARS.compile_schema({"const": True}, strict=True)()
     sampler = Sampler(SamplingParams(logprobs=2), constraint=mask)
     logits = torch.arange(len(TOKENIZER), dtype=torch.float32)
     (choice,) = sample([sampler], logits[None])
@@ -126,11 +124,7 @@ def test_probabilities_told_are_those_before_the_mask():
 
 def test_a_model_may_have_more_or_fewer_logits_than_its_tokenizer_has_tokens():
     for size in (len(TOKENIZER) + 61, 200):
-        mask = (
-            GrammarCompiler(TOKENIZER, ENDS, size)
-            .compile_schema({"const": True}, strict=True)
-            .constraint()
-        )
+        mask = GrammarCompiler(TOKENIZER, ENDS, size).compile_schema({"const": True}, strict=True)()
         assert TOKENIZER.decode([mask.allow(torch.zeros(size)).argmax().item()]) == "t"
 
 
@@ -195,7 +189,7 @@ def test_a_schema_that_is_itself_and_nothing_else_is_refused_in_words():
 
 def test_what_is_not_known_is_left_aside_unless_strict():
     schema = {"const": 1, "not": {"const": 2}}
-    assert said(GRAMMARS.compile_schema(schema, strict=False).constraint()) == "1"
+    assert said(GRAMMARS.compile_schema(schema, strict=False)()) == "1"
     with pytest.raises(BadSchema, match="not"):
         GRAMMARS.compile_schema(schema, strict=True)
 

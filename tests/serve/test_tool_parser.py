@@ -198,7 +198,7 @@ def shape_of(form, choice, tools=TOOLS, *, parallel=True, newlines=True, schema=
 
 def accepts(shape, text: str) -> bool:
     """Whether all of a text may be said, and then the answer may end."""
-    mask = shape.constraint()
+    mask = shape()
     for token in [*TOKENIZER(text)["input_ids"], END]:
         if mask.done:
             return token == END
@@ -235,7 +235,7 @@ def test_an_answer_is_text_or_calls_as_the_choice_says(form):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_a_model_says_can_be_read_as_calls_of_these_tools(form, seed):
-    mask = shape_of(FORMS[form], "required", parallel=False).constraint()
+    mask = shape_of(FORMS[form], "required", parallel=False)()
     sampler = Sampler(
         SamplingParams(sampling=Sampling(temperature=1.0), seed=seed), constraint=mask
     )

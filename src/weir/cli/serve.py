@@ -185,11 +185,10 @@ def serve(
         known = f"{len(accepted)} keys" if accepted else "no keys: for this machine only"
         if cluster is not None and data is not None:
             from weir.serve.cluster import running
-            from weir.serve.cluster.replica import Settings
 
             address, number = bound.getsockname()[:2]
             bound.close()  # Ray binds the port itself
-            settings = Settings(
+            settings = running.Settings(
                 model_name,
                 str(wanted),
                 chunk,

@@ -1,66 +1,47 @@
 """Endless sessions of many clients at once, through one model."""
 
-from weir.serve.client import EngineClient, Generation, GenerationRequest
+from weir.serve.client import EngineClient, GenerationRequest
 from weir.serve.engine import (
     Busy,
     Cancelled,
-    Constraint,
     Engine,
-    EngineLoad,
     FailureEvent,
     FinishEvent,
-    Listener,
     OutputQueue,
     SampledToken,
     Sampler,
     SamplingParams,
     Sequence,
-    StreamStats,
     TokenEvent,
     compile_engine,
     sizes_of,
 )
 from weir.serve.limits import Limits
-from weir.serve.memory_estimate import MemoryEstimate, estimate_memory
+from weir.serve.memory_estimate import estimate_memory
 from weir.serve.messages import Message, hash_prefixes
-from weir.serve.prefix_match import Prompt
-from weir.serve.sessions import (
-    Checkpoint,
-    MemoryStore,
-    ResponseStore,
-    SessionStore,
-    SessionSummary,
-    TurnRecord,
-)
+from weir.serve.prompts import Prompt
+from weir.serve.sessions import Checkpoint, MemoryStore, ResponseStore, SessionStore, TurnRecord
 
 __all__ = [
     "Busy",
     "Cancelled",
     "Checkpoint",
-    "Constraint",
     "Engine",
     "EngineClient",
-    "EngineLoad",
     "FailureEvent",
     "FinishEvent",
-    "Generation",
     "GenerationRequest",
     "Limits",
-    "Listener",
-    "MemoryEstimate",
     "MemoryStore",
     "Message",
     "OutputQueue",
     "Prompt",
-    "PromptTooLong",
     "ResponseStore",
     "SampledToken",
     "Sampler",
     "SamplingParams",
     "Sequence",
     "SessionStore",
-    "SessionSummary",
-    "StreamStats",
     "TokenEvent",
     "TurnRecord",
     "compile_engine",

@@ -36,15 +36,8 @@ from weir.serve.engine import (
 )
 from weir.serve.limits import Limits
 from weir.serve.messages import Message, call_id, hash_prefixes
-from weir.serve.prefix_match import Prompt, PromptMatcher
-from weir.serve.rendering import PromptRenderer
-from weir.serve.sessions import (
-    AcquireLease,
-    ConversationLocks,
-    ResponseStore,
-    TurnRecord,
-    pack_ids,
-)
+from weir.serve.prompts import Prompt, PromptMatcher, PromptRenderer
+from weir.serve.sessions import AcquireLease, ResponseStore, TurnRecord, pack_ids
 from weir.serve.sessions.manager import SessionManager
 from weir.serve.tools import Tool, read_calls
 
@@ -163,6 +156,7 @@ class EngineClient:
         acquire_lease: leases sessions, where other servers may answer them too.
 
     Attributes:
+        locked: conversations that requests are using, by owner; only the event loop changes it.
         is_replica: whether other servers have the same sessions.
         failure: why the engine has stopped by itself, if it did.
     """
@@ -183,7 +177,7 @@ class EngineClient:
         self.limits = limits
         self.responses = responses or ResponseStore(most=limits.texts)
         self.sessions = SessionManager(engine, self.responses, limits)
-        self.locks = ConversationLocks()
+        self.locked: set[tuple[str, str]] = set()
         self.is_replica = acquire_lease is not None
         self.stop_ids = frozenset(StopTokens.of(engine.model.generation_config).stops)
         self.failure: Exception | None = None
@@ -260,7 +254,7 @@ class EngineClient:
         try:
             self.store.check_room(turns)
         except BaseException:
-            self.release(prompt)
+            prompt.release()
             raise
         return prompt
 
@@ -281,7 +275,7 @@ class EngineClient:
         try:
             sequences = [self._sequence(request, prompt, answer, queue) for answer in answers]
         except BaseException:
-            self.release(prompt)
+            prompt.release()
             raise
         sequences[0].forks = sequences[1:]
         generation = Generation(request, prompt, sequences, queue, self, set(answers))
@@ -332,16 +326,15 @@ class EngineClient:
         """The record of a turn that has ended."""
         assert prompt.session is not None
         assert isinstance(sequence.listener, OutputProcessor)
-        finished = sequence.listener.finish(reason)
-        stats = finished.stats
-        answer = Message("assistant", finished.text)
+        text, stats = sequence.listener.finish(), sequence.listener.stats
+        answer = Message("assistant", text)
         if request.tools:
             answer = read_calls(
                 self.renderer.call_format,
                 request.tools,
-                finished.text,
+                text,
                 partial(call_id, sequence.id),
-                cut=finished.cut,
+                cut=reason == "length",
                 calls_only=request.calls_only,
             )
         return TurnRecord(
@@ -357,11 +350,7 @@ class EngineClient:
                 "prompt_tokens": prompt.length,
                 "cached_tokens": prompt.cached,
                 "completion_tokens": len(sequence.output_ids),
-                "held": stats.held,
-                "bytes": stats.bytes,
-                "folds": stats.folds,
-                "pinned": stats.pinned,
-                "beginning": stats.beginning,
+                **{name: value for name, value in vars(stats).items() if name != "seen"},
             },
             ids=pack_ids([*prompt.ids, *sequence.output_ids]),
             epoch=0 if prompt.lease is None else prompt.lease.epoch,
@@ -379,16 +368,11 @@ class EngineClient:
             self._generations.discard(generation)
         if generation.running:
             self._cancel(generation)
-        self.release(generation.prompt)
+        generation.prompt.release()
 
     def _cancel(self, generation: Generation) -> None:
         for sequence in generation.sequences:
             self.engine.cancel(sequence)
-
-    def release(self, prompt: Prompt) -> None:
-        """Release the lease of a prompt."""
-        if prompt.lease is not None:
-            prompt.lease.release()
 
     def is_dropped(self, prompt: Prompt) -> bool:
         """Whether the turn that a prompt continues is not kept any more."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -27,63 +28,12 @@ CONTEXT = 4
 
 
 @dataclass(frozen=True)
-class RecalledToken:
-    """A token of a stream.
-
-    Attributes:
-        at: its place in the stream, from 0.
-        text: of the token; None if its id is no longer known.
-        pools: for each of `RowMemory.pools`, how many pairs of a layer and a KV head hold it there.
-    """
-
-    at: int
-    text: str | None
-    special: bool
-    pools: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class PoolUsage:
-    """A pool of the policy, in one row.
-
-    Attributes:
-        name: its name; the last is "new", of tokens that wait for the next fold.
-        slots: in use, the mean over layers and KV heads.
-    """
-
-    name: str
-    slots: float
-    tokens: int
-
-
-@dataclass(frozen=True)
-class RowMemory:
-    """What a row holds.
-
-    Attributes:
-        doing: of a running turn: "reading" or "answering"; None between turns.
-        read: those of them that the row has read: all but the last of an answer.
-        bytes_uncompressed: that keys and values of all tokens read would take.
-    """
-
-    doing: str | None
-    seen: int
-    read: int
-    folds: int
-    bytes: int
-    bytes_uncompressed: int
-    pairs: int
-    pools: tuple[PoolUsage, ...]
-    held: int
-    tokens: tuple[RecalledToken, ...]
-
-
-@dataclass(frozen=True)
 class RecallSource:
     """A row, and what is known of the tokens that were fed to it.
 
     Attributes:
         turns: the tokens of its stream, by turns, as far back as they are kept.
+        doing: of a running turn: "reading" or "answering"; None between turns.
     """
 
     holding: Holding
@@ -125,7 +75,7 @@ class Recaller:
     """Lists what rows of one cache remember."""
 
     def __init__(self, cache: StreamingCache, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._chunk = cache.chunk
+        self._policy, self._chunk = str(cache.policy), cache.chunk
         self._bytes = cache.nbytes // (cache.batch or 1)
         layers = [plan.heads for plan in cache.plans]
         self._token_bytes = sum(
@@ -135,8 +85,10 @@ class Recaller:
         self._tokenizer = tokenizer
         self._decode_cached = lru_cache(maxsize=2048)(self._decode)
 
-    def recall(self, source: RecallSource, most: int, latest: int) -> RowMemory:
-        """List what a row remembers.
+    def recall(self, source: RecallSource, most: int, latest: int) -> dict[str, Any]:
+        """List what a row remembers, as `GET /v1/sessions/ID/memory` has it.
+
+        The last of the pools is "new", of tokens that wait for the next fold.
 
         Args:
             most: number of held tokens that are listed: those that most layers and heads hold.
@@ -144,41 +96,41 @@ class Recaller:
         """
         holding = source.holding
         held = holding.tokens()
-        pools = tuple(
-            PoolUsage(
-                name,
-                int((holding.pool == number).sum()) / max(1, holding.pairs),
-                sum(name in token.pools for token in held),
-            )
+        pools: list[dict[str, Any]] = [
+            {
+                "name": name,
+                # The mean over layers and KV heads.
+                "slots": int((holding.pool == number).sum()) / max(1, holding.pairs),
+                "tokens": sum(name in token.pools for token in held),
+            }
             for number, name in enumerate(holding.pools)
-        )
+        ]
         last = range(max(0, source.seen - latest), source.seen)
         listed = sorted(held, key=lambda token: (token.pairs, token.token))[len(held) - most :]
         by_place = {token.token: token.pools for token in held if token.token in last}
         by_place |= {token.token: token.pools for token in listed}
         places = sorted(by_place.keys() | set(last))
         known = dict(self._texts(source.turns, places))
-        texts = ((place, known.get(place, (None, False))) for place in places)
-        return RowMemory(
-            doing=source.doing,
-            seen=source.seen,
-            read=holding.seen,
-            folds=(holding.seen - pools[-1].tokens) // self._chunk,
-            bytes=self._bytes,
-            bytes_uncompressed=self._token_bytes * holding.seen,
-            pairs=holding.pairs,
-            pools=pools,
-            held=len(held),
-            tokens=tuple(
-                RecalledToken(
-                    place,
-                    text,
-                    is_special,
-                    tuple(by_place.get(place, {}).get(pool.name, 0) for pool in pools),
-                )
-                for place, (text, is_special) in texts
-            ),
-        )
+        tokens = []
+        for place in places:
+            text, is_special = known.get(place, (None, False))
+            in_pools = [by_place.get(place, {}).get(name, 0) for name in holding.pools]
+            token = {"at": place, "text": text, "pools": in_pools}
+            tokens.append({**token, "special": True} if is_special else token)
+        return {
+            "doing": source.doing,
+            "policy": self._policy,
+            "chunk": self._chunk,
+            "seen": source.seen,
+            "read": holding.seen,
+            "folds": (holding.seen - pools[-1]["tokens"]) // self._chunk,
+            "bytes": self._bytes,
+            "bytes_of_all": self._token_bytes * holding.seen,
+            "pairs": holding.pairs,
+            "held": len(held),
+            "pools": pools,
+            "tokens": tokens,
+        }
 
     def _texts(
         self, turns: list[TurnTokens], places: list[int]

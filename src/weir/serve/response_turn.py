@@ -14,7 +14,7 @@ from typing import Any
 from weir.errors import WeirError
 from weir.serve.client import EngineClient
 from weir.serve.messages import Message, StrayResult, link_results
-from weir.serve.prefix_match import Prompt
+from weir.serve.prompts import Prompt
 from weir.serve.sessions import Item, StoredResponse, TurnRecord, messages_of
 from weir.serve.tools import Tool, describe_tools
 
@@ -205,11 +205,7 @@ class ResponseTurn:
         return self.client.matcher.match(self.owner, messages, session, self.tools)
 
     def _history(self, name: str) -> list[Message]:
-        """All messages up to the end of a response, without instructions.
-
-        Raises:
-            HistoryNotKept: a part of it is not kept any more.
-        """
+        """All messages up to the end of a response, without instructions."""
         parts: list[list[Message]] = []
         at: str | None = name
         while at is not None:

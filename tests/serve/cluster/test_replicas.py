@@ -12,7 +12,6 @@ import pytest
 from weir.errors import WeirError
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'weir-kv[cluster]'")
-replica = pytest.importorskip("weir.serve.cluster.replica")
 running = pytest.importorskip("weir.serve.cluster.running")
 router = pytest.importorskip("weir.serve.cluster.router")
 
@@ -28,7 +27,7 @@ def free_port() -> int:
 def url(tmp_path):
     """Two replicas of nano that answer."""
     port = free_port()
-    settings = replica.Settings("nano", POLICY, 16, 2, str(tmp_path), "nano", most=16, threads=1)
+    settings = running.Settings("nano", POLICY, 16, 2, str(tmp_path), "nano", most=16, threads=1)
     with running.joined("local"):
         running.deploy(settings, 2, "127.0.0.1", port, "leases")
         yield f"http://127.0.0.1:{port}"

@@ -159,14 +159,11 @@ def kill(store: SQLiteStore) -> None:
     checkpoints, writer = store.checkpoints, store._writer
     folder_file.os = Cut(0)  # type: ignore[attr-defined]
     try:
-        checkpoints._db._writer.set_authorizer(lambda *given: 1)  # SQLITE_DENY
-        with writer._changed:
-            writer._closed = True
-            writer._changed.notify_all()
-        writer._thread.join()
+        checkpoints.db._writer.set_authorizer(lambda *given: 1)  # SQLITE_DENY
+        writer.close()
     finally:
         folder_file.os = os  # type: ignore[attr-defined]
-    checkpoints._db.close()
+    checkpoints.db.close()
     checkpoints._files.close()
     os.close(checkpoints._lock)
     checkpoints._lock = -1

@@ -182,14 +182,14 @@ def test_a_full_disk_refuses_a_node_and_loses_none(tmp_path, monkeypatch, call):
 def test_tables_that_cannot_be_written_refuse_a_node_and_lose_none(tmp_path):
     with store(tmp_path) as one:
         kept(one, "n0", NODES[0])
-        pages = one.checkpoints._db._writer.execute("PRAGMA page_count").fetchone()[0]
-        one.checkpoints._db._writer.execute(f"PRAGMA max_page_count = {pages}")
+        pages = one.checkpoints.db._writer.execute("PRAGMA page_count").fetchone()[0]
+        one.checkpoints.db._writer.execute(f"PRAGMA max_page_count = {pages}")
         errors = [kept(one, f"{n:05}" * 200, NODES[1]) for n in range(60)]
         errors = [error for error in errors if error is not None]
         assert errors and all("is full" in str(error) for error in errors)
         assert len(files(tmp_path)) == 61 - len(errors)
         assert has(one, "n0", NODES[0])
-        one.checkpoints._db._writer.execute("PRAGMA max_page_count = 1000000")
+        one.checkpoints.db._writer.execute("PRAGMA max_page_count = 1000000")
         assert kept(one, "n1", NODES[1]) is None
 
 
@@ -512,8 +512,7 @@ def check_all_is_there(folder: Path, safe: dict[str, int]) -> None:
     """What was said to be safe is, and nothing else is in the way."""
     with store(folder) as one:
         assert all(has(one, name, NODES[n]) for name, n in safe.items())
-        with one.checkpoints._db.reading() as db:
-            known = [row[0] for row in db.execute("SELECT name FROM nodes")]
+        known = [row["name"] for row in one.checkpoints.db.query("SELECT name FROM nodes")]
         for name in known:
             assert one.load(name).state  # none is unreadable
         assert len(known) == len(files(folder))

@@ -7,7 +7,6 @@ import itertools
 import json
 import shutil
 import tempfile
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -472,19 +471,13 @@ class Stores(RuleBasedStateMachine):
     def killed(self, data: st.DataObject, n: int, after: int) -> None:
         """In the course of a turn, which is there whole or not at all; others are as they were."""
         made = self.make(data, n)
-        told, over = [], threading.Event()
-
-        def done(error: Exception | None) -> None:
-            told.append(error)
-            over.set()
-
+        told: list[Exception | None] = []
         folder_file.os = Cut(after)  # type: ignore[attr-defined]
         try:
-            self.its.save(NODES[n], made, done)
+            self.its.save(NODES[n], made, told.append)
             # To the end, or where it was cut off: what is known afterwards is a matter of what was
             # drawn, never of how fast this machine is.
-            while self.its._writer._thread.is_alive() and not over.wait(0.001):
-                pass
+            self.its._writer.close()
         finally:
             kill(self.its)
         self.its = store(self.folder)

@@ -1,12 +1,18 @@
-"""The ASGI application: routes and error handlers."""
+"""The ASGI application: routes and error handlers; and its server on a socket, until a signal."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import ipaddress
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from types import FrameType
 
+import uvicorn
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -14,8 +20,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from weir import __version__
+from weir.errors import WeirError
 from weir.serve.api import (
-    chat,
     completions,
     conversations,
     memory,
@@ -25,15 +31,21 @@ from weir.serve.api import (
     responses,
     sessions,
 )
+from weir.serve.api.dependencies import Keys, authorize
 from weir.serve.api.errors import APIError, invalid_query, server_error
-from weir.serve.api.keys import Keys
-from weir.serve.api.metrics import Metrics
 from weir.serve.api.middleware import RequestMiddleware, watch_stalls
 from weir.serve.api.openapi import ERRORS
-from weir.serve.api.requests import BodyLimiter, ClientGone, authorize
+from weir.serve.api.operations import Metrics
+from weir.serve.api.requests import BodyLimiter, ClientGone
 from weir.serve.client import EngineClient
+from weir.serve.limits import Limits
 from weir.serve.recall import Recaller
 from weir.serve.structured import GrammarCompiler
+
+MAX_CONNECTIONS = 1024
+"""Connections that may be open at once; further requests get 503."""
+GRACE = 5
+"""Seconds for telling clients that their answers have been given up."""
 
 
 def make_app(client: EngineClient, keys: Keys | None = None) -> ASGIApp:
@@ -68,41 +80,105 @@ def make_app(client: EngineClient, keys: Keys | None = None) -> ASGIApp:
     app.state.grammars = GrammarCompiler(client.tokenizer, client.stop_ids, client.vocabulary)
     app.state.metrics = metrics = Metrics(client)
     app.state.recaller = Recaller(client.engine.cache, client.tokenizer)
-    app.add_exception_handler(APIError, _api_error)
-    app.add_exception_handler(RequestValidationError, _invalid_query)
-    app.add_exception_handler(ClientGone, _client_gone)
-    app.add_exception_handler(HTTPException, _not_found)
-    app.add_exception_handler(Exception, _server_error)
+    for kind in (APIError, RequestValidationError, ClientGone, HTTPException, Exception):
+        app.add_exception_handler(kind, _respond_to_error)
     for part in (operations, page):
         app.include_router(part.public, responses=ERRORS)
     # Responses and conversations are stored by one server, and replicas do not share them.
     stored = () if client.is_replica else (responses, conversations)
-    for part in (chat, completions, *stored, models, sessions, memory, operations):
+    for part in (completions, *stored, models, sessions, memory, operations):
         app.include_router(part.router, dependencies=[Depends(authorize)], responses=ERRORS)
     return RequestMiddleware(app, metrics, local=not app.state.keys)
 
 
-async def _api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, APIError)
-    return error.response()
+async def _respond_to_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, ClientGone):
+        return Response(status_code=499)  # for the log: nobody reads it
+    if isinstance(error, RequestValidationError):
+        error = invalid_query(error)
+    elif isinstance(error, HTTPException):  # Starlette's own: unknown paths and methods
+        message = f"there is no {request.method} {request.url.path[:200]} here"
+        headers = dict(error.headers) if error.headers else None
+        error = APIError(error.status_code, message, code="not_found", headers=headers)
+    # Any other goes on to the middleware, which logs it.
+    return (error if isinstance(error, APIError) else server_error()).response()
 
 
-async def _invalid_query(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    return invalid_query(error).response()
+def bind(host: str, port: int, keys: Keys) -> socket.socket:
+    """Bind a socket to an address, for `run_app`.
+
+    Args:
+        port: 0 takes any that is free.
+        keys: of clients; without any, only a loopback address is taken.
+
+    Raises:
+        WeirError: the address can be reached from elsewhere and there are no keys, or it is in use
+            or does not exist.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        raise WeirError(f"{host} is no address to serve at: {error}") from None
+    if not keys and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+        raise WeirError(
+            f"{host} can be reached from other machines, and without keys everybody could use it; "
+            "name keys with --keys FILE, or serve at 127.0.0.1"
+        )
+    made = socket.socket(family, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind(address)
+    except OSError as error:
+        made.close()
+        raise WeirError(f"cannot serve at {host}:{port}: {error.strerror}") from None
+    return made
 
 
-async def _client_gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # for the log: nobody reads it
+class _Server(uvicorn.Server):
+    """A uvicorn server that drains the engine when it is told to end."""
+
+    def __init__(self, config: uvicorn.Config, drain: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._draining = threading.Thread(target=drain, name="weir drain", daemon=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Take no more connections, and start to drain."""
+        super().handle_exit(sig, frame)
+        if self._draining.ident is None:
+            self._draining.start()
 
 
-async def _server_error(request: Request, error: Exception) -> Response:
-    return server_error().response()  # the error itself goes on to the middleware, which logs it
+def run_app(app: ASGIApp, bound: socket.socket, limits: Limits, drain: Callable[[], None]) -> None:
+    """Serve until SIGTERM or SIGINT.
 
+    Then no more requests are taken and answers have `limits.drain` seconds to end. The others are
+    given up and their clients are told. A second SIGINT ends at once.
 
-async def _not_found(request: Request, error: Exception) -> Response:
-    """Starlette's errors: unknown paths and methods."""
-    assert isinstance(error, HTTPException)
-    message = f"there is no {request.method} {request.url.path[:200]} here"
-    headers = dict(error.headers) if error.headers else None
-    return APIError(error.status_code, message, code="not_found", headers=headers).response()
+    Args:
+        bound: from `bind`; closed when it returns.
+    """
+    server = _Server(
+        uvicorn.Config(
+            app,
+            http="h11",
+            ws="none",
+            lifespan="on",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            proxy_headers=False,
+            limit_concurrency=MAX_CONNECTIONS,
+            timeout_graceful_shutdown=round(limits.drain) + GRACE,
+        ),
+        drain,
+    )
+    # uvicorn raises these signals again when it has ended well, and they must not kill the process.
+    before = {
+        number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        server.run(sockets=[bound])
+    finally:
+        bound.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)

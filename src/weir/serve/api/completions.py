@@ -1,71 +1,298 @@
-"""`POST /v1/completions`: continues a text, of which nothing is saved."""
+"""`POST /v1/chat/completions`, and `POST /v1/completions`, of which nothing is saved."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from weir.serve.api.dependencies import Client, Owner
 from weir.serve.api.errors import APIError
-from weir.serve.api.generation import Events, make_request, send, start, usage_of
+from weir.serve.api.generation import Events, Renderer, make_request, send, start, usage_of
 from weir.serve.api.logprobs import LogprobFormatter, clip
 from weir.serve.api.models import check_model
 from weir.serve.api.openapi import describe_body
-from weir.serve.api.requests import authorize, read_body
-from weir.serve.api.schemas.chat import TextBody
+from weir.serve.api.output_format import ToolUse, add_constraint, check_tools
+from weir.serve.api.requests import SESSION_HEADER, named_session, read_body
+from weir.serve.api.schemas.chat import ChatBody, CompletionBody, TextBody
 from weir.serve.api.sse import DONE, EventTemplate, encode_event
 from weir.serve.client import EngineClient, Generation
 from weir.serve.engine import FinishEvent, TokenEvent
+from weir.serve.messages import Message, StrayResult, link_results
+from weir.serve.prompts import Prompt
+from weir.serve.tools import AnswerPart, CallParser, CallStart, TextDelta, join_parts
 
 DEFAULT_LIMIT = 16
-"""Tokens of an answer if the client does not say, as with OpenAI."""
+"""Tokens that continue a text if the client does not say, as with OpenAI."""
 
 router = APIRouter()
 
 
+@router.post("/v1/chat/completions", openapi_extra=describe_body(ChatBody, streams=True))
+async def chat(request: Request, client: Client, owner: Owner) -> Response:
+    """Complete a chat. Only the messages that are new since a saved turn are processed."""
+    session = named_session(request)
+    body = await read_body(request, ChatBody, owner)
+    check_model(client, body.model)
+    tools = check_tools(client, body.offer)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise APIError(400, "top_logprobs is for logprobs: true", param="top_logprobs")
+    limit: tuple[str, int | None] = ("max_tokens", body.max_tokens)
+    if body.max_completion_tokens is not None:
+        limit = ("max_completion_tokens", body.max_completion_tokens)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    match = partial(_match, client, body, owner, session, tools)
+    job = make_request(client, body, match, limit, logprobs, client.limits.answer_default)
+    param = "response_format.json_schema.schema"
+    job = await add_constraint(request, body.response_format, tools, job, param)
+    generation = await start(request, job, "messages")
+    renderer = ChatRenderer(body, client, generation)
+    headers = {SESSION_HEADER: generation.prompt.session or ""}
+    return await send(request, renderer, generation, headers, stream=bool(body.stream))
+
+
+def _match(
+    client: EngineClient, body: ChatBody, owner: str, session: str | None, tools: ToolUse
+) -> Prompt:
+    """Find the prompt of a chat."""
+    try:
+        linked = link_results([message.message() for message in body.messages])
+    except StrayResult as error:
+        param = f"messages[{error.number}].tool_call_id"
+        raise APIError(400, str(error), param=param) from None
+    if linked[-1].role == "assistant":
+        raise APIError(
+            400, "the last message must be one to answer, not an assistant's", param="messages"
+        )
+    return client.matcher.match(owner, linked, session, tools.tools)
+
+
 @router.post("/v1/completions", openapi_extra=describe_body(TextBody, streams=True))
-async def complete(request: Request, owner: str = Depends(authorize)) -> Response:
+async def complete(request: Request, client: Client, owner: Owner) -> Response:
     """Complete a text or token ids. Nothing is saved."""
-    client: EngineClient = request.app.state.client
     body = await read_body(request, TextBody, owner)
     check_model(client, body.model)
     match = partial(client.matcher.complete, owner, body.only_prompt)
     limit = ("max_tokens", body.max_tokens)
     job = make_request(client, body, match, limit, body.logprobs, DEFAULT_LIMIT)
     generation = await start(request, job, "prompt")
-    renderer = CompletionRenderer(body, client, generation)
+    renderer = TextRenderer(body, client, generation)
     return await send(request, renderer, generation, {}, stream=bool(body.stream))
 
 
-class CompletionRenderer:
+class CompletionRenderer(Renderer):
+    """Writes completions: one object, or chunks of choices.
+
+    Args:
+        head: the fields of a chunk beside its choices.
+    """
+
+    def __init__(
+        self,
+        body: CompletionBody,
+        client: EngineClient,
+        generation: Generation,
+        head: dict[str, Any],
+    ) -> None:
+        self._generation = generation
+        self._include_usage = body.include_usage
+        self._num_answers = body.num_answers
+        self._stop_ids = generation.request.stop_ids
+        self._logprobs = LogprobFormatter(client.tokenizer, self._stop_ids)
+        self._head = head
+        mark = secrets.token_hex(16)
+        self._templates = [
+            EventTemplate(self._chunk(self._text_choice(answer, mark)), mark)
+            for answer in range(self._num_answers)
+        ]
+
+    async def stream(self, events: Events) -> AsyncIterator[bytes]:
+        """Write answers as events."""
+        for choice in self._first_choices():
+            yield encode_event(self._chunk(choice))
+        async for several in events:
+            if encoded := b"".join(map(self._encode, several)):
+                yield encoded
+        if self._include_usage:
+            yield encode_event({**self._head, "choices": [], "usage": usage_of(self._generation)})
+        yield DONE
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        usage = {"usage": None} if self._include_usage else {}
+        return {**self._head, "choices": [choice], **usage}
+
+    def _first_choices(self) -> Iterator[dict[str, Any]]:
+        """The choices of the chunks that come before any token."""
+        yield from ()
+
+    @abstractmethod
+    def _text_choice(self, answer: int, text: str) -> dict[str, Any]:
+        """The choice of a chunk that adds nothing but text."""
+
+    @abstractmethod
+    def _encode(self, event: TokenEvent | FinishEvent) -> bytes:
+        """The chunks of an event."""
+
+
+class ChatRenderer(CompletionRenderer):
+    """Writes chat completions."""
+
+    def __init__(self, body: ChatBody, client: EngineClient, generation: Generation) -> None:
+        request = generation.request
+        names = {tool.name for tool in request.tools}
+        self._with_logprobs = bool(body.logprobs)
+        self._parsers = [
+            CallParser(client.renderer.call_format, names, request.calls_only)
+            for _ in range(body.num_answers if request.tools else 0)
+        ]
+        head = {
+            "id": f"chatcmpl-{secrets.token_hex(16)}",
+            "created": int(time.time()),
+            "model": client.name,
+            "object": "chat.completion.chunk",
+        }
+        super().__init__(body, client, generation, head)
+
+    async def whole(self, events: Events) -> dict[str, Any]:
+        """Write all answers as one object."""
+        parts: list[list[AnswerPart]] = [[] for _ in range(self._num_answers)]
+        logprobs: list[list[dict[str, Any]]] = [[] for _ in parts]
+        async for several in events:
+            for event in several:
+                parts[event.answer] += self._parse(event)
+                logprobs[event.answer] += self._logprobs_of(event)
+        choices = [
+            {
+                "index": answer,
+                "message": _message(join_parts(own, self._generation.call_id(answer))),
+                "logprobs": {"content": known, "refusal": None} if self._with_logprobs else None,
+                "finish_reason": self._finish_reason(self._generation.finished[answer]),
+            }
+            for answer, (own, known) in enumerate(zip(parts, logprobs, strict=True))
+        ]
+        usage = usage_of(self._generation)
+        return {**self._head, "object": "chat.completion", "choices": choices, "usage": usage}
+
+    def _first_choices(self) -> Iterator[dict[str, Any]]:
+        for answer in range(self._num_answers):
+            content = None if self._parsers else ""
+            yield self._choice(answer, {"role": "assistant", "content": content})
+
+    def _text_choice(self, answer: int, text: str) -> dict[str, Any]:
+        return self._choice(answer, {"content": text})
+
+    def _encode(self, event: TokenEvent | FinishEvent) -> bytes:
+        if isinstance(event, TokenEvent) and not (self._parsers or self._with_logprobs):
+            return self._templates[event.answer].encode(event.text) if event.text else b""
+        logprobs = self._logprobs_of(event)
+        make_id = self._generation.call_id(event.answer)
+        deltas = [delta for part in self._parse(event) for delta in _deltas(part, make_id)]
+        if logprobs and not deltas:
+            deltas = [{} if self._parsers else {"content": ""}]
+        # The log-probabilities of a token go with the first of what it brought.
+        choices = [
+            self._choice(event.answer, delta, None if number else logprobs)
+            for number, delta in enumerate(deltas)
+        ]
+        if isinstance(event, FinishEvent):
+            choices.append(self._choice(event.answer, {}, reason=self._finish_reason(event)))
+        return b"".join(encode_event(self._chunk(choice)) for choice in choices)
+
+    def _parse(self, event: TokenEvent | FinishEvent) -> list[AnswerPart]:
+        """The parts of an answer in an event: text, and calls where there are tools."""
+        if not self._parsers:
+            return [TextDelta(event.text)] if event.text else []
+        parser = self._parsers[event.answer]
+        parts = parser.feed(event.text)
+        if isinstance(event, FinishEvent):
+            parts += parser.finish(cut=event.reason == "length")
+        return parts
+
+    def _finish_reason(self, end: FinishEvent) -> str:
+        called = bool(self._parsers) and self._parsers[end.answer].num_complete > 0
+        return "tool_calls" if called and end.reason == "stop" else end.reason
+
+    def _choice(
+        self,
+        answer: int,
+        delta: dict[str, Any],
+        logprobs: list[dict[str, Any]] | None = None,
+        reason: str | None = None,
+    ) -> dict[str, Any]:
+        return {
+            "index": answer,
+            "delta": delta,
+            "logprobs": {"content": logprobs, "refusal": None} if logprobs else None,
+            "finish_reason": reason,
+        }
+
+    def _logprobs_of(self, event: TokenEvent | FinishEvent) -> list[dict[str, Any]]:
+        if not self._with_logprobs or isinstance(event, FinishEvent):
+            return []
+        return self._logprobs.entries(event.token)
+
+
+def _message(message: Message) -> dict[str, Any]:
+    """An answer as JSON."""
+    data: dict[str, Any] = {
+        "role": "assistant",
+        "content": message.content,
+        "refusal": None,
+        "annotations": [],
+    }
+    if message.calls:
+        data["content"] = message.content or None
+        data["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in message.calls
+        ]
+    return data
+
+
+def _deltas(part: AnswerPart, make_id: Callable[[int], str]) -> list[dict[str, Any]]:
+    """The deltas of a part of an answer."""
+    if isinstance(part, TextDelta) and part.call is None:
+        return [{"content": part.text}]
+    if isinstance(part, TextDelta):
+        return [{"tool_calls": [{"index": part.call, "function": {"arguments": part.text}}]}]
+    if isinstance(part, CallStart):
+        call = {
+            "index": part.call,
+            "id": make_id(part.call),
+            "type": "function",
+            "function": {"name": part.name, "arguments": ""},
+        }
+        return [{"tool_calls": [call]}]
+    return []
+
+
+class TextRenderer(CompletionRenderer):
     """Writes text completions."""
 
     def __init__(self, body: TextBody, client: EngineClient, generation: Generation) -> None:
-        self._body = body
-        self._generation = generation
-        self._stop_ids = generation.request.stop_ids
-        self._logprobs = LogprobFormatter(client.tokenizer, self._stop_ids)
+        self._with_logprobs = body.logprobs is not None
         self._offsets = [0] * body.num_answers
-        self._head = {
+        head = {
             "id": f"cmpl-{secrets.token_hex(16)}",
             "object": "text_completion",
             "created": int(time.time()),
             "model": client.name,
         }
-        mark = secrets.token_hex(16)
-        self._templates = [
-            EventTemplate(self._chunk(self._choice(answer, mark, [], None)), mark)
-            for answer in range(body.num_answers)
-        ]
+        super().__init__(body, client, generation, head)
 
     async def whole(self, events: Events) -> dict[str, Any]:
         """Write all answers as one object."""
-        texts: list[list[str]] = [[] for _ in range(self._body.num_answers)]
+        texts: list[list[str]] = [[] for _ in range(self._num_answers)]
         tokens: list[list[TokenEvent]] = [[] for _ in texts]
         async for several in events:
             for event in several:
@@ -79,29 +306,15 @@ class CompletionRenderer:
         ]
         return {**self._head, "choices": choices, "usage": usage_of(self._generation)}
 
-    async def stream(self, events: Events) -> AsyncIterator[bytes]:
-        """Write answers as events."""
-        async for several in events:
-            if encoded := b"".join(map(self._encode, several)):
-                yield encoded
-        if self._body.include_usage:
-            yield encode_event({**self._head, "choices": [], "usage": usage_of(self._generation)})
-        yield DONE
-
-    def failure(self, error: APIError) -> bytes:
-        """Write that an answer has failed."""
-        return encode_event(error.body)
+    def _text_choice(self, answer: int, text: str) -> dict[str, Any]:
+        return self._choice(answer, text, [], None)
 
     def _encode(self, event: TokenEvent | FinishEvent) -> bytes:
-        if isinstance(event, TokenEvent) and self._body.logprobs is None:
+        if isinstance(event, TokenEvent) and not self._with_logprobs:
             return self._templates[event.answer].encode(event.text) if event.text else b""
         tokens = [event] if isinstance(event, TokenEvent) else []
         reason = event.reason if isinstance(event, FinishEvent) else None
         return encode_event(self._chunk(self._choice(event.answer, event.text, tokens, reason)))
-
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        usage = {"usage": None} if self._body.include_usage else {}
-        return {**self._head, "choices": [choice], **usage}
 
     def _choice(
         self, answer: int, text: str, tokens: list[TokenEvent], reason: str | None
@@ -109,29 +322,22 @@ class CompletionRenderer:
         return {
             "index": answer,
             "text": text,
-            "logprobs": self._logprobs_of(answer, tokens),
+            "logprobs": self._logprobs_of(answer, tokens) if self._with_logprobs else None,
             "finish_reason": reason,
         }
 
-    def _logprobs_of(self, answer: int, events: list[TokenEvent]) -> dict[str, Any] | None:
+    def _logprobs_of(self, answer: int, events: list[TokenEvent]) -> dict[str, list[Any]]:
         """Log-probabilities in the older of OpenAI's formats: parallel lists."""
-        if self._body.logprobs is None:
-            return None
-        lists: dict[str, Any] = {
-            "tokens": [],
-            "token_logprobs": [],
-            "top_logprobs": [],
-            "text_offset": [],
-        }
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        lists: dict[str, list[Any]] = {name: [] for name in names}
         for event in events:
             token = event.token
             if token.logprob is None or token.id in self._stop_ids:
                 continue
             text = self._logprobs.text(token.id)
             top = {self._logprobs.text(other): clip(logprob) for other, logprob in token.top}
-            lists["tokens"].append(text)
-            lists["token_logprobs"].append(clip(token.logprob))
-            lists["top_logprobs"].append(top)
-            lists["text_offset"].append(self._offsets[answer])
+            values = (text, clip(token.logprob), top, self._offsets[answer])
+            for name, value in zip(names, values, strict=True):
+                lists[name].append(value)
             self._offsets[answer] += len(text)
         return lists

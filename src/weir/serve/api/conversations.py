@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 
 from weir.errors import quote
-from weir.serve.api.errors import APIError, not_found
+from weir.serve.api.dependencies import Client, Owner, PageQuery, list_object
+from weir.serve.api.errors import APIError
 from weir.serve.api.openapi import describe_body
-from weir.serve.api.requests import authorize, read_body
+from weir.serve.api.requests import read_body
 from weir.serve.api.responses import lock
-from weir.serve.api.schemas.items import (
-    ConversationBody,
-    ItemsBody,
-    MetadataBody,
-    PageQuery,
-    list_object,
-    result_param,
-)
-from weir.serve.api.sessions import run_in_thread
+from weir.serve.api.schemas.responses import ConversationBody, ItemsBody, MetadataBody, result_param
+from weir.serve.api.sessions import look_up, run_in_thread
 from weir.serve.client import EngineClient
 from weir.serve.messages import find_stray_results
 from weir.serve.sessions import Item, StoredConversation, messages_of
@@ -31,118 +26,90 @@ PATH = "/v1/conversations/{name}"
 
 
 @router.post("/v1/conversations", openapi_extra=describe_body(ConversationBody))
-async def create(request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
+async def create(request: Request, client: Client, owner: Owner) -> dict[str, Any]:
     """Create a conversation."""
     body = await read_body(request, ConversationBody, owner)
-    client: EngineClient = request.app.state.client
     items = [item.item() for item in body.items or ()]
     _check_results(items)
-    return conversation_object(
-        await run_in_thread(
-            lambda: client.responses.create_conversation(owner, body.metadata or {}, items)
-        )
-    )
+    create = client.responses.create_conversation
+    return conversation_object(await run_in_thread(create, owner, body.metadata or {}, items))
 
 
 @router.get(PATH)
-async def retrieve(name: str, request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
+async def retrieve(name: str, client: Client, owner: Owner) -> dict[str, Any]:
     """Retrieve a conversation."""
-    return conversation_object(await _found(request, owner, name))
+    return conversation_object(await _found(client, owner, name))
 
 
 @router.post(PATH, openapi_extra=describe_body(MetadataBody))
-async def describe(name: str, request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
+async def describe(name: str, request: Request, client: Client, owner: Owner) -> dict[str, Any]:
     """Replace the metadata of a conversation."""
     body = await read_body(request, MetadataBody, owner)
-    await _found(request, owner, name)
-    client: EngineClient = request.app.state.client
-    await run_in_thread(lambda: client.responses.set_metadata(owner, name, body.metadata or {}))
-    return conversation_object(await _found(request, owner, name))
+    await _found(client, owner, name)
+    await run_in_thread(client.responses.set_metadata, owner, name, body.metadata or {})
+    return conversation_object(await _found(client, owner, name))
 
 
 @router.delete(PATH)
-async def delete(name: str, request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
+async def delete(name: str, request: Request, client: Client, owner: Owner) -> dict[str, Any]:
     """Delete a conversation with its items, its responses and their states."""
-    await _lock(request, owner, name)
-    client: EngineClient = request.app.state.client
-    await run_in_thread(lambda: client.sessions.delete_conversation(owner, name))
+    await _lock(request, client, owner, name)
+    await run_in_thread(client.sessions.delete_conversation, owner, name)
     return {"id": name, "object": "conversation.deleted", "deleted": True}
 
 
 @router.get(PATH + "/items")
 async def items(
-    name: str,
-    request: Request,
-    page: Annotated[PageQuery, Depends()],
-    owner: str = Depends(authorize),
+    name: str, page: Annotated[PageQuery, Depends()], client: Client, owner: Owner
 ) -> dict[str, Any]:
     """List the items of a conversation."""
-    await _found(request, owner, name)
-    client: EngineClient = request.app.state.client
+    await _found(client, owner, name)
     newest = page.order == "desc"
-    found = await asyncio.to_thread(
-        client.responses.page_items, owner, name, page.after, page.limit + 1, newest=newest
-    )
-    if found is None:
-        raise not_found("item")
-    return page.to_json(found)
+    list_page = partial(client.responses.page_items, most=page.limit + 1, newest=newest)
+    return page.to_json(await look_up("item", list_page, owner, name, page.after))
 
 
 @router.post(PATH + "/items", openapi_extra=describe_body(ItemsBody))
-async def add(name: str, request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
+async def add(name: str, request: Request, client: Client, owner: Owner) -> dict[str, Any]:
     """Add items to a conversation, for the next response to process."""
     body = await read_body(request, ItemsBody, owner)
-    await _lock(request, owner, name)
-    client: EngineClient = request.app.state.client
+    await _lock(request, client, owner, name)
     made = [item.item() for item in body.items]
     if any(one["type"] == "function_call_output" for one in made):
         _check_results(made, await asyncio.to_thread(client.responses.list_items, owner, name))
-    await run_in_thread(lambda: client.responses.add_items(owner, name, made))
+    await run_in_thread(client.responses.add_items, owner, name, made)
     return list_object(made)
 
 
 @router.get(PATH + "/items/{item}")
-async def item(
-    name: str, item: str, request: Request, owner: str = Depends(authorize)
-) -> dict[str, Any]:
+async def item(name: str, item: str, client: Client, owner: Owner) -> dict[str, Any]:
     """Retrieve an item of a conversation."""
-    return await _item(request, owner, name, item)
+    return await look_up("item", client.responses.get_item, owner, name, item)
 
 
 @router.delete(PATH + "/items/{item}")
 async def remove(
-    name: str, item: str, request: Request, owner: str = Depends(authorize)
+    name: str, item: str, request: Request, client: Client, owner: Owner
 ) -> dict[str, Any]:
     """Delete an item of a conversation. The next response is generated without it."""
-    found = await _lock(request, owner, name)
-    gone = await _item(request, owner, name, item)
-    client: EngineClient = request.app.state.client
+    found = await _lock(request, client, owner, name)
+    gone = await look_up("item", client.responses.get_item, owner, name, item)
     if gone["type"] == "function_call":
         _check_no_stray(gone, await asyncio.to_thread(client.responses.list_items, owner, name))
-    await run_in_thread(lambda: client.responses.remove_item(owner, name, item))
+    await run_in_thread(client.responses.remove_item, owner, name, item)
     return conversation_object(found)
 
 
-async def _found(request: Request, owner: str, name: str) -> StoredConversation:
-    client: EngineClient = request.app.state.client
-    found = await asyncio.to_thread(client.responses.get_conversation, owner, name)
-    if found is None:
-        raise not_found("conversation")
-    return found
+async def _found(client: EngineClient, owner: str, name: str) -> StoredConversation:
+    return await look_up("conversation", client.responses.get_conversation, owner, name)
 
 
-async def _lock(request: Request, owner: str, name: str) -> StoredConversation:
+async def _lock(
+    request: Request, client: EngineClient, owner: str, name: str
+) -> StoredConversation:
     """Find a conversation, and lock it until the request is over."""
-    found = await _found(request, owner, name)
-    lock(request, owner, name)
-    return found
-
-
-async def _item(request: Request, owner: str, name: str, item: str) -> Item:
-    client: EngineClient = request.app.state.client
-    found = await asyncio.to_thread(client.responses.get_item, owner, name, item)
-    if found is None:
-        raise not_found("item")
+    found = await _found(client, owner, name)
+    lock(request, client, owner, name)
     return found
 
 
@@ -151,9 +118,6 @@ def _check_results(items: list[Item], before: Sequence[Item] = ()) -> None:
 
     Args:
         before: those that are in it. The calls of some may not be kept any more.
-
-    Raises:
-        APIError: a result has no open call before it.
     """
     known = len(find_stray_results(messages_of(before)))
     for error in find_stray_results(messages_of([*before, *items]))[known:]:
@@ -162,11 +126,7 @@ def _check_results(items: list[Item], before: Sequence[Item] = ()) -> None:
 
 
 def _check_no_stray(call: Item, items: Sequence[Item]) -> None:
-    """Check that no tool result loses its call.
-
-    Raises:
-        APIError: the call has its result in the conversation.
-    """
+    """Check that no tool result loses its call."""
     left = [item for item in items if item["id"] != call["id"]]
     if len(find_stray_results(messages_of(left))) > len(find_stray_results(messages_of(items))):
         raise APIError(

@@ -12,10 +12,7 @@ from starlette.responses import JSONResponse
 
 from weir.errors import shorten
 
-CODES = {
-    "missing": "missing_required_parameter",
-    "extra_forbidden": "unknown_parameter",
-}
+CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}
 
 DEFAULT_CODES = {400: "invalid_value", 408: "request_timeout", 415: "unsupported_media_type"}
 """Codes of errors that have none of their own, by status."""
@@ -108,11 +105,6 @@ def not_found(what: str) -> APIError:
     return APIError(404, f"there is no such {what}", code="not_found")
 
 
-def conflict(message: str, code: str, *, param: str | None = None) -> APIError:
-    """The request does not go with the state of things."""
-    return APIError(409, message, param=param, code=code)
-
-
 def busy_elsewhere(message: str, seconds: float) -> APIError:
     """Another server is answering the session: the client should try again."""
     return APIError(
@@ -131,11 +123,7 @@ def server_error(message: str = "the server failed to answer; its log says why")
 def storage_full(message: str) -> APIError:
     """Nothing can be kept: asking again does not help, so clients are told not to."""
     return APIError(
-        507,
-        message,
-        code="storage_full",
-        kind="server_error",
-        headers={"x-should-retry": "false"},
+        507, message, code="storage_full", kind="server_error", headers={"x-should-retry": "false"}
     )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
@@ -19,12 +20,11 @@ from weir.serve.api.errors import (
     server_error,
     storage_full,
 )
-from weir.serve.api.logs import LOG
-from weir.serve.api.metrics import Metrics
-from weir.serve.api.middleware import add_log_fields
+from weir.serve.api.middleware import LOG, add_log_fields
+from weir.serve.api.operations import Metrics
 from weir.serve.api.requests import while_connected
 from weir.serve.api.schemas.chat import GenerationBody
-from weir.serve.api.sse import EventStream
+from weir.serve.api.sse import EventStream, encode_event
 from weir.serve.client import (
     EngineClient,
     Generation,
@@ -33,7 +33,7 @@ from weir.serve.client import (
     ServerClosing,
 )
 from weir.serve.engine import Busy, Cancelled, FinishEvent, TokenEvent
-from weir.serve.prefix_match import Prompt
+from weir.serve.prompts import Prompt
 from weir.serve.sessions import DISK_FULL, AnsweredElsewhere, LeaseLost, StorageFull
 from weir.serve.structured import BadSchema
 from weir.stream import PromptTooLong
@@ -44,17 +44,20 @@ ATTEMPTS = 3
 Events = AsyncIterator[list[TokenEvent | FinishEvent]]
 
 
-class Renderer(Protocol):
+class Renderer(ABC):
     """Writes the answers of one request in one of OpenAI's formats."""
 
+    @abstractmethod
     async def whole(self, events: Events) -> dict[str, Any]:
         """Write all answers as one object."""
 
+    @abstractmethod
     def stream(self, events: Events) -> AsyncIterator[bytes]:
         """Write answers as server-sent events, while they are made."""
 
     def failure(self, error: APIError) -> bytes:
         """Write that an answer has failed after the stream began."""
+        return encode_event(error.body)
 
 
 def make_request(
@@ -157,7 +160,7 @@ async def _find_prompt(client: EngineClient, request: GenerationRequest, param: 
 
     def release(done: asyncio.Future[Prompt]) -> None:
         if not done.cancelled() and not done.exception():
-            client.release(done.result())
+            done.result().release()
 
     try:
         return await asyncio.shield(matching)
@@ -182,12 +185,7 @@ async def send(
     *,
     stream: bool,
 ) -> Response:
-    """Send the answers of a request that has started.
-
-    Raises:
-        APIError: an answer failed before anything was sent.
-        ClientGone: the client has hung up.
-    """
+    """Send the answers of a request that has started."""
     client: EngineClient = http.app.state.client
     metrics: Metrics = http.app.state.metrics
 
@@ -213,11 +211,7 @@ async def send(
 
 
 async def _observe(generation: Generation, metrics: Metrics) -> Events:
-    """The events of a generation, counted.
-
-    Raises:
-        APIError: an answer failed.
-    """
+    """The events of a generation, counted."""
     last: dict[int, float] = {}
     try:
         async for events in generation.events():

@@ -1,13 +1,16 @@
 """Middleware of every request: its id, a check of its Host, a line in the log, a count.
 
-It is plain ASGI, so that disconnects come through. Knows nothing about what is asked.
+It is plain ASGI, so that disconnects come through. Logs are lines of JSON and never contain what
+was said. Knows nothing about what is asked.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,9 +18,9 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weir.serve.api.errors import APIError, server_error
-from weir.serve.api.logs import LOG, log_event
-from weir.serve.api.metrics import Metrics
+from weir.serve.api.operations import Metrics
 
+LOG = logging.getLogger("weir.serve")
 UNDER_WAY: set[str] = set()
 """Ids of the requests that have begun and not ended."""
 STALL = 1.0
@@ -129,3 +132,36 @@ def at_end(scope: Scope, call: Callable[[], None]) -> None:
 def add_log_fields(scope: Scope, **fields: Any) -> None:
     """Add fields to the line of a request in the log."""
     scope["state"]["log_fields"].update(fields)
+
+
+class JSONFormatter(logging.Formatter):
+    """Formats each record as a line of JSON in printable ASCII."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Format a record."""
+        line: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+            + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "event": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info and record.exc_info[0] is not None:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str).replace("\x7f", "\\u007f")
+
+
+def log_json() -> None:
+    """Write the logs of the server and of uvicorn to standard error, as lines of JSON."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JSONFormatter())
+    for name, level in (("weir.serve", logging.INFO), ("uvicorn", logging.WARNING)):
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.setLevel(level)
+        logger.propagate = False
+
+
+def log_event(event: str, level: int = logging.INFO, **fields: Any) -> None:
+    """Log an event with fields, none of which may contain what somebody said."""
+    LOG.log(level, event, extra={"fields": fields})

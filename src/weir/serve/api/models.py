@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 
+from weir.serve.api.dependencies import Client
 from weir.serve.api.errors import APIError
 from weir.serve.client import EngineClient
 
@@ -21,15 +22,14 @@ STARTED = int(time.time())
 
 
 @router.get("/v1/models")
-async def models(request: Request) -> dict[str, Any]:
+async def models(client: Client) -> dict[str, Any]:
     """List the models: there is one."""
-    return {"object": "list", "data": [card(request.app.state.client)]}
+    return {"object": "list", "data": [card(client)]}
 
 
 @router.get("/v1/models/{name:path}")
-async def model(name: str, request: Request) -> dict[str, Any]:
+async def model(name: str, client: Client) -> dict[str, Any]:
     """Retrieve the model."""
-    client: EngineClient = request.app.state.client
     check_model(client, name)
     return card(client)
 
@@ -61,11 +61,7 @@ def card(client: EngineClient) -> dict[str, Any]:
 
 
 def check_model(client: EngineClient, name: str) -> None:
-    """Check the name of a model.
-
-    Raises:
-        APIError: the server has another one.
-    """
+    """Check the name of a model."""
     if name != client.name:
         raise APIError(
             404,

@@ -12,13 +12,7 @@ from weir.errors import WeirError
 from weir.serve.api.errors import APIError
 from weir.serve.api.schemas.formats import ResponseFormat, ToolOffer
 from weir.serve.client import EngineClient, GenerationRequest
-from weir.serve.structured import (
-    ANY_SPACE,
-    BadSchema,
-    GrammarCompiler,
-    add_guidance,
-    check_schema,
-)
+from weir.serve.structured import ANY_SPACE, BadSchema, GrammarCompiler, add_guidance, check_schema
 from weir.serve.tools import Tool
 from weir.serve.tools.grammar import CallMode, tool_grammar
 
@@ -90,9 +84,6 @@ async def add_constraint(
 
     Args:
         param: the field with the schema of the format, for errors.
-
-    Raises:
-        APIError: answers cannot be held to it.
     """
     client: EngineClient = http.app.state.client
     is_text = response_format is None or response_format.type == "text"
@@ -109,7 +100,7 @@ async def add_constraint(
         compiled = await asyncio.to_thread(grammars.compile_schema, schema, strict=strict)
     except BadSchema as error:
         raise _invalid_schema("the schema", error, param) from None
-    return replace(request, constraint=compiled.constraint)
+    return replace(request, constraint=compiled)
 
 
 def _schema_of(response_format: ResponseFormat | None) -> tuple[dict[str, object] | None, bool]:
@@ -164,7 +155,7 @@ def _compile_tools(
         raise _invalid_schema("all tools together", error, "tools") from None
     return replace(
         request,
-        constraint=compiled.constraint,
+        constraint=compiled,
         tools=use.callable if use.choice != "none" else (),
         calls_only=use.choice == "required",
     )

@@ -1,4 +1,4 @@
-"""Reading of a request: its owner, body and session, before anything is done; and its hang-up."""
+"""Reading of a request: its body and session, before anything is done; and its hang-up."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from weir.serve.api.errors import APIError, invalid_body, invalid_json, rate_limited
-from weir.serve.api.keys import Keys
 from weir.serve.api.middleware import at_end
 from weir.serve.client import EngineClient
 from weir.serve.engine import Busy
@@ -40,27 +39,6 @@ LARGE = 65_536
 
 class ClientGone(Exception):
     """The client has hung up."""
-
-
-def authorize(request: Request) -> str:
-    """The owner of a request; a dependency of every route but `/health`.
-
-    Raises:
-        APIError: the key is missing or wrong.
-    """
-    keys: Keys = request.app.state.keys
-    if not keys:
-        return ""
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    owner = keys.owner_of(key.strip()) if scheme.lower() == "bearer" else None
-    if owner is None:
-        raise APIError(
-            401,
-            "a key is needed that this server knows: Authorization: Bearer KEY",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
-    return owner
 
 
 class BodyLimiter:

@@ -1,44 +1,54 @@
-"""`/v1/responses`: turns that name the one they continue, and can be retrieved."""
+"""`/v1/responses`: turns that name the one they continue, and can be retrieved.
+
+A response is sent as one object, or as typed events with sequence numbers.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from weir.serve.api.errors import APIError, not_found
-from weir.serve.api.generation import make_request, send, start
-from weir.serve.api.middleware import at_end
+from weir.errors import WeirError
+from weir.serve.api.dependencies import Client, Owner, PageQuery
+from weir.serve.api.errors import APIError, server_error
+from weir.serve.api.generation import Events, Renderer, make_request, send, start, usage_of
+from weir.serve.api.logprobs import LogprobFormatter
+from weir.serve.api.middleware import LOG, at_end
 from weir.serve.api.models import check_model
 from weir.serve.api.openapi import describe_body
 from weir.serve.api.output_format import add_constraint, check_tools
-from weir.serve.api.requests import SESSION_HEADER, authorize, named_session, read_body
-from weir.serve.api.response_object import ResponseRenderer
-from weir.serve.api.schemas.items import PageQuery, result_param
-from weir.serve.api.schemas.responses import ResponseBody
-from weir.serve.api.sessions import run_in_thread
-from weir.serve.client import EngineClient
+from weir.serve.api.output_items import ItemEvent, OutputItems
+from weir.serve.api.requests import SESSION_HEADER, named_session, read_body
+from weir.serve.api.schemas.responses import ResponseBody, result_param
+from weir.serve.api.sessions import look_up, run_in_thread
+from weir.serve.api.sse import DONE
+from weir.serve.client import EngineClient, Generation
+from weir.serve.engine import FinishEvent, TokenEvent
 from weir.serve.messages import StrayResult
-from weir.serve.prefix_match import Prompt
+from weir.serve.prompts import Prompt
 from weir.serve.response_turn import HistoryNotKept, PreviousNotFound, ResponseTurn, node_of
-from weir.serve.sessions import ConversationLocked, StoredResponse
+from weir.serve.sessions import Item, StoredResponse
+from weir.serve.tools import CallParser
 
 router = APIRouter()
 
 
 @router.post("/v1/responses", openapi_extra=describe_body(ResponseBody, streams=True))
-async def respond(request: Request, owner: str = Depends(authorize)) -> Response:
+async def respond(request: Request, client: Client, owner: Owner) -> Response:
     """Create a response: alone, after a previous one, or in a conversation."""
-    client: EngineClient = request.app.state.client
     session = named_session(request)
     body = await read_body(request, ResponseBody, owner)
     check_model(client, body.model)
     _check(body, session)
     if body.named is not None:
-        lock(request, owner, body.named)
+        lock(request, client, owner, body.named)
     turn = ResponseTurn(
         client,
         owner,
@@ -64,56 +74,46 @@ async def respond(request: Request, owner: str = Depends(authorize)) -> Response
 
 
 @router.get("/v1/responses/{name}")
-async def retrieve(
-    name: str, request: Request, owner: str = Depends(authorize), stream: bool = False
-) -> dict[str, Any]:
+async def retrieve(name: str, client: Client, owner: Owner, stream: bool = False) -> dict[str, Any]:
     """Retrieve a stored response."""
-    found = await _found(request, owner, name)
+    found = await _found(client, owner, name)
     if stream:
         raise APIError(400, "only responses in the background are streamed again", param="stream")
     return found.body
 
 
 @router.delete("/v1/responses/{name}")
-async def delete(name: str, request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
+async def delete(name: str, client: Client, owner: Owner) -> dict[str, Any]:
     """Delete a response and its state. Responses that continue it stay."""
-    client: EngineClient = request.app.state.client
-    await _found(request, owner, name)
-    await run_in_thread(lambda: client.responses.delete_responses(owner, [name]))
-    await run_in_thread(lambda: client.engine.forget(node_of(name)))
+    await _found(client, owner, name)
+    await run_in_thread(client.responses.delete_responses, owner, [name])
+    await run_in_thread(client.engine.forget, node_of(name))
     return {"id": name, "object": "response", "deleted": True}
 
 
 @router.post("/v1/responses/{name}/cancel")
-async def cancel(name: str, request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
+async def cancel(name: str, client: Client, owner: Owner) -> dict[str, Any]:
     """Not supported: close the connection to cancel a response."""
-    await _found(request, owner, name)
+    await _found(client, owner, name)
     raise APIError(400, "Cannot cancel a synchronous response.", param="response_id")
 
 
 @router.post("/v1/responses/compact")
-async def compact(owner: str = Depends(authorize)) -> dict[str, Any]:
+async def compact(owner: Owner) -> dict[str, Any]:
     """Not supported: no conversation is too long, so nothing is compacted."""
     raise APIError(404, "nothing is compacted here: no conversation is too long", code="not_found")
 
 
 @router.get("/v1/responses/{name}/input_items")
 async def input_items(
-    name: str,
-    request: Request,
-    page: Annotated[PageQuery, Depends()],
-    owner: str = Depends(authorize),
+    name: str, page: Annotated[PageQuery, Depends()], client: Client, owner: Owner
 ) -> dict[str, Any]:
     """List the input items of a response, without those of previous responses."""
-    return page.to_json(page.cut((await _found(request, owner, name)).input))
+    return page.to_json(page.cut((await _found(client, owner, name)).input))
 
 
-async def _found(request: Request, owner: str, name: str) -> StoredResponse:
-    client: EngineClient = request.app.state.client
-    found = await asyncio.to_thread(client.responses.get_response, owner, name)
-    if found is None:
-        raise not_found("response")
-    return found
+async def _found(client: EngineClient, owner: str, name: str) -> StoredResponse:
+    return await look_up("response", client.responses.get_response, owner, name)
 
 
 def _check(body: ResponseBody, session: str | None) -> None:
@@ -139,11 +139,7 @@ def _check(body: ResponseBody, session: str | None) -> None:
 
 
 def _match(turn: ResponseTurn) -> Prompt:
-    """Find the prompt of a turn.
-
-    Raises:
-        APIError: what it continues is not there, or a tool result has no call.
-    """
+    """Find the prompt of a turn."""
     named = "previous_response_id" if turn.conversation is None else "conversation"
     try:
         return turn.match()
@@ -157,21 +153,159 @@ def _match(turn: ResponseTurn) -> Prompt:
         raise APIError(400, str(error), param="input", code="history_not_kept") from None
 
 
-def lock(request: Request, owner: str, conversation: str) -> None:
-    """Lock a conversation until the request is over.
-
-    Raises:
-        APIError: another request has it.
-    """
-    client: EngineClient = request.app.state.client
-    try:
-        client.locks.acquire(owner, conversation)
-    except ConversationLocked as error:
+def lock(request: Request, client: EngineClient, owner: str, conversation: str) -> None:
+    """Lock a conversation until the request is over."""
+    held = owner, conversation
+    if held in client.locked:
         raise APIError(
             409,
-            str(error),
+            "another request is at this conversation; come again when it is done",
             param="conversation",
             code="conversation_locked",
             headers={"Retry-After": "1"},
-        ) from None
-    at_end(request.scope, lambda: client.locks.release(owner, conversation))
+        )
+    client.locked.add(held)
+    at_end(request.scope, lambda: client.locked.discard(held))
+
+
+class ResponseRenderer(Renderer):
+    """Writes responses."""
+
+    def __init__(self, body: ResponseBody, turn: ResponseTurn, generation: Generation) -> None:
+        request, client = generation.request, turn.client
+        self._body = body
+        self._turn = turn
+        self._generation = generation
+        self._model = client.name
+        self._logprobs = LogprobFormatter(client.tokenizer, request.stop_ids)
+        parser = None
+        if request.tools:
+            names = {tool.name for tool in request.tools}
+            parser = CallParser(client.renderer.call_format, names, request.calls_only)
+        self._items = OutputItems(parser, generation.call_id(0))
+        self._created = int(time.time())
+        self._number = 0
+
+    async def whole(self, events: Events) -> dict[str, Any]:
+        """Write the response as one object."""
+        async for several in events:
+            for event in several:
+                self._items.add(event.text, self._logprobs_of(event))
+        status = self._final_status()
+        self._items.finish(status)
+        return await self._finish(status)
+
+    async def stream(self, events: Events) -> AsyncIterator[bytes]:
+        """Write the response as events."""
+        empty = self._response("in_progress", [])
+        yield self._encode(
+            [(f"response.{kind}", {"response": empty}) for kind in ("created", "in_progress")]
+        )
+        async for several in events:
+            added = (self._items.add(one.text, self._logprobs_of(one)) for one in several)
+            yield self._encode([event for some in added for event in some])
+        status = self._final_status()
+        last = self._items.finish(status)
+        whole = await self._finish(status)
+        yield self._encode([*last, (f"response.{status}", {"response": whole})]) + DONE
+
+    def failure(self, error: APIError) -> bytes:
+        """Write that the response has failed."""
+        facts = error.body["error"]
+        failed = {"code": facts["code"] or "server_error", "message": facts["message"]}
+        response = {**self._response("failed", []), "error": failed}
+        return self._encode([("response.failed", {"response": response})])
+
+    def _logprobs_of(self, event: TokenEvent | FinishEvent) -> list[dict[str, Any]]:
+        if self._body.logprobs is None or isinstance(event, FinishEvent):
+            return []
+        return self._logprobs.entries(event.token)
+
+    def _final_status(self) -> str:
+        return "completed" if self._generation.finished[0].reason == "stop" else "incomplete"
+
+    async def _finish(self, status: str) -> dict[str, Any]:
+        """The response at its end, which is stored before anybody hears of it."""
+        whole = self._response(status, self._items.done)
+        try:
+            await asyncio.to_thread(self._turn.store, self._generation.prompt.session, whole)
+        except WeirError as error:
+            LOG.error("response not kept", exc_info=error)
+            raise server_error() from None
+        return whole
+
+    def _encode(self, events: Sequence[ItemEvent]) -> bytes:
+        """Events as they are sent, numbered."""
+        encoded = bytearray()
+        for kind, fields in events:
+            event = {"type": kind, "sequence_number": self._number, **fields}
+            self._number += 1
+            data = json.dumps(event, separators=(",", ":"))
+            encoded += f"event: {kind}\ndata: {data}\n\n".encode()
+        return bytes(encoded)
+
+    def _response(self, status: str, output: list[Item]) -> dict[str, Any]:
+        body, conversation = self._body, self._turn.conversation
+        ended = status in ("completed", "incomplete")
+        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            "id": f"resp_{self._generation.sequences[0].id}",
+            "object": "response",
+            "created_at": self._created,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": cut,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": None,
+            "model": self._model,
+            "output": output,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "conversation": None if conversation is None else {"id": conversation},
+            "reasoning": {"effort": None, "summary": None},
+            "safety_identifier": body.safety_identifier,
+            "prompt_cache_key": body.prompt_cache_key,
+            "service_tier": "default",
+            "store": body.is_stored,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "text": {"format": _format_of(body)},
+            "tool_choice": _choice_of(body),
+            "tools": [tool.model_dump() for tool in body.tools or ()],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "presence_penalty": body.presence_penalty or 0.0,
+            "frequency_penalty": body.frequency_penalty or 0.0,
+            "truncation": body.truncation or "disabled",
+            "usage": self._usage() if ended else None,
+            "user": None,
+            "metadata": body.metadata or {},
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        """Token usage, in the fields of the Responses API."""
+        usage = usage_of(self._generation)
+        read, cached = usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+        written = read - cached if self._body.is_stored else 0
+        return {
+            "input_tokens": read,
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": written},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+            "weir": usage["weir"],
+        }
+
+
+def _choice_of(body: ResponseBody) -> str | dict[str, Any]:
+    """The choice among tools, as the client wrote it."""
+    choice = body.tool_choice
+    return choice or "auto" if isinstance(choice, str | None) else choice.model_dump()
+
+
+def _format_of(body: ResponseBody) -> dict[str, Any]:
+    """The format of the answer, as the client wrote it."""
+    found = body.text and body.text.format
+    return found.model_dump(by_alias=True, exclude_none=True) if found else {"type": "text"}

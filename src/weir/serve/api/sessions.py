@@ -13,20 +13,12 @@ from pydantic import Field, StringConstraints
 from starlette.responses import Response
 
 from weir.errors import WeirError
-from weir.serve.api.errors import APIError, conflict, not_found, rate_limited, storage_full
+from weir.serve.api.dependencies import Client, Owner, PageQuery
+from weir.serve.api.errors import APIError, not_found, rate_limited, storage_full
 from weir.serve.api.openapi import describe_body
-from weir.serve.api.requests import (
-    SESSION_NAME,
-    authorize,
-    begin_request,
-    check_query,
-    read_body,
-    read_chunks,
-)
+from weir.serve.api.requests import SESSION_NAME, begin_request, check_query, read_body, read_chunks
 from weir.serve.api.schemas.base import Strict
-from weir.serve.api.schemas.items import PageQuery
 from weir.serve.api.sse import EventStream
-from weir.serve.client import EngineClient
 from weir.serve.engine import Busy
 from weir.serve.sessions import DISK_FULL, NameTaken, SessionSummary, StorageFull, TurnRecord
 from weir.serve.sessions.manager import HeldByConversation, UnknownSession
@@ -68,9 +60,8 @@ class TurnPage(PageQuery):
 
 
 @router.get("/v1/sessions")
-async def sessions(request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
+async def sessions(client: Client, owner: Owner) -> dict[str, Any]:
     """List all sessions, most recently used first."""
-    client: EngineClient = request.app.state.client
     found = await asyncio.to_thread(client.store.list_sessions, owner)
     # A session that was imported or forked is new in the store, but its turns are not.
     found = sorted(found, key=lambda session: session.used)
@@ -80,7 +71,7 @@ async def sessions(request: Request, owner: str = Depends(authorize)) -> dict[st
 @router.post(
     "/v1/sessions/import", openapi_extra={"requestBody": {"required": True, "content": BINARY}}
 )
-async def take_in(request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
+async def take_in(request: Request, owner: Owner) -> dict[str, Any]:
     """Import a session from a file, as a new session."""
     client = begin_request(request, owner)
     limits = client.limits
@@ -91,66 +82,53 @@ async def take_in(request: Request, owner: str = Depends(authorize)) -> dict[str
                 request, FILE, limits.parcel, FILE_PATIENCE * limits.stall
             ):
                 await asyncio.to_thread(file.write, chunk)
-        return session_object(await run_in_thread(lambda: client.sessions.import_file(owner, path)))
+        return session_object(await run_in_thread(client.sessions.import_file, owner, path))
 
 
 @router.get("/v1/sessions/{name}")
-async def session(name: str, request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
+async def session(name: str, client: Client, owner: Owner) -> dict[str, Any]:
     """Retrieve a session."""
-    client: EngineClient = request.app.state.client
-    found = await asyncio.to_thread(client.store.get_session, owner, name)
-    if found is None:
-        raise not_found("session")
-    return session_object(found)
+    return session_object(await look_up("session", client.store.get_session, owner, name))
 
 
 @router.delete("/v1/sessions/{name}")
-async def delete(name: str, request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
+async def delete(name: str, client: Client, owner: Owner) -> dict[str, Any]:
     """Delete a session, and its turns that no other session has."""
-    client: EngineClient = request.app.state.client
-    if not await run_in_thread(lambda: client.sessions.delete(owner, name)):
+    if not await run_in_thread(client.sessions.delete, owner, name):
         raise not_found("session")
     return {"id": name, "object": "session", "deleted": True}
 
 
 @router.get("/v1/sessions/{name}/turns")
 async def turns(
-    name: str,
-    request: Request,
-    page: Annotated[TurnPage, Depends()],
-    owner: str = Depends(authorize),
+    name: str, page: Annotated[TurnPage, Depends()], client: Client, owner: Owner
 ) -> dict[str, Any]:
     """List the saved turns of a session, in pages."""
-    client: EngineClient = request.app.state.client
-    records, path = await run_in_thread(lambda: client.sessions.list_turns(owner, name))
+    records, path = await run_in_thread(client.sessions.list_turns, owner, name)
     return page.to_json(page.cut([turn_object(record, record.node in path) for record in records]))
 
 
 @router.post("/v1/sessions/{name}/fork", openapi_extra=describe_body(ForkBody))
-async def fork(name: str, request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
+async def fork(name: str, request: Request, client: Client, owner: Owner) -> dict[str, Any]:
     """Fork a session at one of its turns."""
     body = await read_body(request, ForkBody, owner)
-    client: EngineClient = request.app.state.client
     node = None if body.turn is None else body.turn.removeprefix("resp_")
-    return session_object(
-        await run_in_thread(lambda: client.sessions.fork(owner, name, node, body.id))
-    )
+    return session_object(await run_in_thread(client.sessions.fork, owner, name, node, body.id))
 
 
 @router.post("/v1/sessions/{name}/rewind", openapi_extra=describe_body(RewindBody))
-async def rewind(name: str, request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
+async def rewind(name: str, request: Request, client: Client, owner: Owner) -> dict[str, Any]:
     """Rewind a session to one of its turns."""
     body = await read_body(request, RewindBody, owner)
-    client: EngineClient = request.app.state.client
     node = body.turn.removeprefix("resp_")
-    return session_object(await run_in_thread(lambda: client.sessions.rewind(owner, name, node)))
+    return session_object(await run_in_thread(client.sessions.rewind, owner, name, node))
 
 
 @router.get("/v1/sessions/{name}/export", openapi_extra={"responses": {"200": {"content": BINARY}}})
 async def export(
     name: str,
     request: Request,
-    owner: str = Depends(authorize),
+    owner: Owner,
     turns: Annotated[int | None, Field(ge=1, lt=2**31)] = None,
 ) -> Response:
     """Export a session, or its newest turns, as a file."""
@@ -158,7 +136,7 @@ async def export(
     folder = client.store.make_scratch_folder()
     path = Path(folder.name) / "session"
     try:
-        await run_in_thread(lambda: client.sessions.export_file(owner, name, turns, path))
+        await run_in_thread(client.sessions.export_file, owner, name, turns, path)
     except BaseException:
         folder.cleanup()
         raise
@@ -177,22 +155,26 @@ async def _read(path: Path) -> AsyncIterator[bytes]:
             yield chunk
 
 
-async def run_in_thread(work: Callable[[], Result]) -> Result:
-    """Run work on sessions in a thread.
+async def look_up(what: str, find: Callable[..., Result | None], *given: Any) -> Result:
+    """Look something up in a thread."""
+    found = await asyncio.to_thread(find, *given)
+    if found is None:
+        raise not_found(what)
+    return found
 
-    Raises:
-        APIError: it cannot be done.
-    """
+
+async def run_in_thread(work: Callable[..., Result], *given: Any) -> Result:
+    """Run work on sessions in a thread."""
     try:
-        return await asyncio.to_thread(work)
+        return await asyncio.to_thread(work, *given)
     except UnknownSession as error:
         raise not_found(str(error).rpartition(" ")[2]) from None
     except Busy as error:
         raise rate_limited(str(error)) from None
     except NameTaken as error:
-        raise conflict(str(error), "already_exists", param="id") from None
+        raise APIError(409, str(error), code="already_exists", param="id") from None
     except HeldByConversation as error:
-        raise conflict(str(error), "is_conversation") from None
+        raise APIError(409, str(error), code="is_conversation") from None
     except StorageFull:
         raise storage_full(DISK_FULL) from None
     except WeirError as error:

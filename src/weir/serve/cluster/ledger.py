@@ -57,11 +57,7 @@ class Ledger:
         self._storage = storage
 
     def read(self, folder: str) -> LedgerPage | None:
-        """Read the valid page; None if there never was one.
-
-        Raises:
-            WeirError: it cannot be read.
-        """
+        """Read the valid page; None if there never was one."""
         for _ in range(100):
             numbers = self._numbers(folder)
             if not numbers:
@@ -72,11 +68,7 @@ class Ledger:
         raise WeirError(f"the pages of {folder} go faster than they can be read")
 
     def claim(self, folder: str, replica: str) -> LedgerPage:
-        """Take over a session, so that turns under way on other replicas cannot end any more.
-
-        Raises:
-            WeirError: other replicas keep claiming the session.
-        """
+        """Take over a session, so that turns under way on other replicas cannot end any more."""
         for _ in range(100):
             before = self.read(folder)
             mine = LedgerPage(1, 1, replica)

@@ -92,11 +92,7 @@ class Storage:
 
 
 class LocalStorage(Storage):
-    """A folder of a file system that all machines mount; fsspec alone would not sync its files.
-
-    Raises:
-        WeirError: it cannot be created.
-    """
+    """A folder of a file system that all machines mount; fsspec alone would not sync its files."""
 
     def __init__(self, root: Path) -> None:
         import fsspec
@@ -134,11 +130,7 @@ class LocalStorage(Storage):
         return free_bytes(Path(self._root)) >= size
 
     def _write_part(self, path: str, data: bytes) -> Path:
-        """Write and sync a file beside the one that is meant.
-
-        Raises:
-            StorageFull: the disk is full.
-        """
+        """Write and sync a file beside the one that is meant."""
         part = (Path(self._root) / path).parent / f"{secrets.token_hex(8)}.part"
         try:
             part.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

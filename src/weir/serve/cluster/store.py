@@ -23,9 +23,10 @@ import threading
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, replace
+from functools import partial
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Protocol
 
 from weir.errors import WeirError
 from weir.serve.cluster.ledger import TAKEN, Ledger, LedgerPage
@@ -42,6 +43,7 @@ from weir.serve.sessions import (
     NameTaken,
     OnSaved,
     RowFormat,
+    SessionLease,
     SessionSummary,
     StorageFull,
     TurnRecord,
@@ -66,23 +68,6 @@ class Leases(Protocol):
 
     def beat(self, replica: str, sessions: Collection[str]) -> None:
         """Record a replica's heartbeat and its turns under way."""
-
-
-@dataclass(eq=False)
-class SharedLease:
-    """The right to answer a session, for one turn (`SessionLease`)."""
-
-    store: SharedStore
-    session: str
-    epoch: int
-    _released: bool = False
-
-    def release(self) -> None:
-        """End the lease; a second time does nothing."""
-        with self.store._counting:
-            released, self._released = self._released, True
-        if not released:
-            self.store.release(self.session)
 
 
 class SharedStore:
@@ -135,7 +120,7 @@ class SharedStore:
 
     # --- leases
 
-    def acquire_lease(self, owner: str, session: str) -> SharedLease:
+    def acquire_lease(self, owner: str, session: str) -> SessionLease:
         """Lease a session for a turn, and load the turns that other replicas added.
 
         Raises:
@@ -148,13 +133,13 @@ class SharedStore:
             seconds = self._leases.begin(session, self.replica)
             if seconds > 0:
                 raise AnsweredElsewhere(seconds)
-            return SharedLease(self, session, self._claim(owner, session).epoch)
+            epoch = self._claim(owner, session).epoch
+            return SessionLease(epoch, partial(self._end_turn, session))
         except BaseException:
-            self.release(session)
+            self._end_turn(session)
             raise
 
-    def release(self, session: str) -> None:
-        """End a turn of a session."""
+    def _end_turn(self, session: str) -> None:
         with self._counting:
             self._answering[session] -= 1
             if not self._answering[session]:
@@ -170,11 +155,7 @@ class SharedStore:
     # --- saving
 
     def load(self, node: str) -> Checkpoint:
-        """Load a checkpoint; the state of another replica's is read on access.
-
-        Raises:
-            WeirError: it is not kept.
-        """
+        """Load a checkpoint; the state of another replica's is read on access."""
         return self._near.load(node)
 
     def save(self, checkpoint: Checkpoint, record: TurnRecord, done: OnSaved) -> None:
@@ -193,16 +174,12 @@ class SharedStore:
                 raise LeaseLost(TAKEN)
             turns = (*page.turns, record.node)
             self._put(folder, page.next(turns[-self._kept :]))
-            self._near.save(checkpoint, record, _ignore)
+            self._near.save(checkpoint, record)
             self._publish(record.owner, record.session, [record])
             self._forget(record.owner, record.session, turns[: -self._kept])
 
     def check_room(self, turns: int) -> None:
-        """Refuse turns that could not be kept, before they are answered.
-
-        Raises:
-            StorageFull: there is no room for so many turns.
-        """
+        """Refuse turns that could not be kept, before they are answered."""
         if not self._storage.has_room(turns * self._row_format.turn_bytes):
             raise StorageFull(DISK_FULL)
 
@@ -262,12 +239,7 @@ class SharedStore:
     # --- sessions that exist
 
     def fork(self, owner: str, node: str, session: str) -> SessionSummary:
-        """Begin a session with copies of a turn and of its ancestors.
-
-        Raises:
-            NameTaken: the owner has a session of this name.
-            WeirError: the owner has no such turn, or it cannot be kept.
-        """
+        """Begin a session with copies of a turn and of its ancestors."""
         record = self.find_turn(owner, node)
         if record is None:
             raise WeirError("there is no such turn")
@@ -300,12 +272,7 @@ class SharedStore:
     def import_session(
         self, records: Sequence[TurnRecord], checkpoints: Sequence[Checkpoint]
     ) -> SessionSummary:
-        """Save the newest turns of one new session.
-
-        Raises:
-            NameTaken: the owner has a session of this name.
-            WeirError: they cannot be kept.
-        """
+        """Save the newest turns of one new session."""
         records, checkpoints = records[-self._kept :], checkpoints[-self._kept :]
         owner, session = records[0].owner, records[0].session
         folder = folder_of(owner, session)
@@ -349,11 +316,7 @@ class SharedStore:
             return page
 
     def _put(self, folder: str, page: LedgerPage) -> None:
-        """Create a page of this replica.
-
-        Raises:
-            LeaseLost: another replica has claimed the session.
-        """
+        """Create a page of this replica."""
         try:
             self._ledger.put(folder, page)
         except LeaseLost:
@@ -386,16 +349,12 @@ class SharedStore:
         folder = folder_of(owner, session)
         for name in page.turns:
             if (record := self._read_record(folder, name)) is not None:
-                self._near.save(self._lazy_checkpoint(folder, record), record, _ignore)
+                self._near.save(self._lazy_checkpoint(folder, record), record)
 
     # --- files of turns
 
     def _write_files(self, folder: str, record: TurnRecord, checkpoint: Checkpoint) -> None:
-        """Write the snapshot of a turn, and then its record.
-
-        Raises:
-            WeirError: they cannot be written.
-        """
+        """Write the snapshot of a turn, and then its record."""
         snapshot = encode_checkpoint(self._row_format, checkpoint)
         try:
             self._storage.write(f"{folder}/{record.node}.safetensors", snapshot)
@@ -490,8 +449,7 @@ def _hash(*parts: str) -> str:
 
 
 def _record_to_json(record: TurnRecord) -> bytes:
-    values: dict[str, Any] = {f.name: getattr(record, f.name) for f in fields(record)}
-    del values["epoch"]
+    values = {name: value for name, value in vars(record).items() if name != "epoch"}
     values["messages"] = [message.to_json() for message in record.messages]
     values["ids"] = record.ids.hex()
     return json.dumps(values).encode()
@@ -502,7 +460,3 @@ def _record_from_json(data: bytes) -> TurnRecord:
     values["messages"] = tuple(Message.from_json(kept) for kept in values["messages"])
     values["ids"] = bytes.fromhex(values["ids"])
     return TurnRecord(**values)
-
-
-def _ignore(error: Exception | None) -> None:
-    """Ignore the result: the store in memory saves at once."""

@@ -1,10 +1,15 @@
 """The engine: sequences of many sessions through one model, in rows allocated once."""
 
-from weir.serve.engine.engine import Cancelled, Engine, EngineLoad, compile_engine, sizes_of
-from weir.serve.engine.inspection import RowInspection
+from weir.serve.engine.engine import (
+    Cancelled,
+    Engine,
+    EngineLoad,
+    RowInspection,
+    compile_engine,
+    sizes_of,
+)
 from weir.serve.engine.output import (
     FailureEvent,
-    FinishedAnswer,
     FinishEvent,
     Notifier,
     OutputEvent,
@@ -25,7 +30,6 @@ __all__ = [
     "EngineLoad",
     "FailureEvent",
     "FinishEvent",
-    "FinishedAnswer",
     "Listener",
     "Notifier",
     "OutputEvent",

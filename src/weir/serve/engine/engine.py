@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from weir.cache import StreamingCache
+from weir.cache import Holding, StreamingCache
 from weir.errors import WeirError
 from weir.models import compile_steps
 from weir.policies import Policy
 from weir.pools import Marks
-from weir.serve.engine.inspection import InspectionQueue, RowInspection, inspect_row
 from weir.serve.engine.runner import ModelRunner
 from weir.serve.engine.sampler import SampledToken, sample
 from weir.serve.engine.scheduler import Scheduler
@@ -39,6 +38,19 @@ beside compiling another one."""
 
 class Cancelled(WeirError):
     """The sequence was cancelled."""
+
+
+@dataclass(frozen=True)
+class RowInspection:
+    """A running sequence between two steps.
+
+    Attributes:
+        holding: what its row holds.
+        output_ids: its answer so far; the row has not read the last token of it yet.
+    """
+
+    holding: Holding
+    output_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -96,7 +108,7 @@ class Engine:
         self.runner = ModelRunner(model, self.cache)
         self.scheduler = Scheduler(rows, queue, prefill_chunk, deterministic=deterministic)
         self.on_step: Callable[[], None] = lambda: None
-        self._inspections = InspectionQueue()
+        self._inspections: dict[Sequence, Future[RowInspection | None]] = {}
         self._seen = self._calls = 0
         self._stopping = False
         self._changed = threading.Condition()  # guards all of the above, and wakes `run`
@@ -129,11 +141,12 @@ class Engine:
     def inspect(self, sequence: Sequence) -> Future[RowInspection | None]:
         """Inspect a sequence's row between two steps; the result is None if it has none by then.
 
-        A step inspects one row at most, so that frequent requests do not slow answers down.
+        A step inspects one row at most, so that frequent requests do not slow answers down, and all
+        who ask for one sequence share one inspection.
         """
         with self._changed:
             self._changed.notify()
-            return self._inspections.add(sequence)
+            return self._inspections.setdefault(sequence, Future())
 
     def stop(self) -> None:
         """Take no more sequences; `run` returns when those it has are done."""
@@ -373,9 +386,19 @@ class Engine:
     def _inspect(self) -> None:
         """Answer the oldest request for an inspection."""
         with self._changed:
-            request = self._inspections.pop()
-        if request is not None:
-            inspect_row(self.cache, *request)
+            sequence = next(iter(self._inspections), None)
+            if sequence is None:
+                return
+            future = self._inspections.pop(sequence)
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            found = None
+            if sequence.row is not None and sequence.is_running:
+                found = RowInspection(self.cache.holding(sequence.row), tuple(sequence.output_ids))
+            future.set_result(found)
+        except Exception as error:
+            future.set_exception(error)
 
 
 def sizes_of(engine: Engine) -> tuple[int, ...]:

@@ -109,22 +109,18 @@ class OutputQueue:
         size: tokens that may wait.
 
     Attributes:
-        overrun: set when more tokens came than may wait; the further ones are lost.
+        full: whether more tokens came than may wait; the further ones are lost.
+        overrun: set in the loop when it is full.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, size: int) -> None:
         self.loop = loop
+        self.full = False
         self.overrun = asyncio.Event()
         self._size = size
         self._lock = threading.Lock()
         self._events: list[OutputEvent] = []
-        self._full = False
         self._ready = asyncio.Event()
-
-    @property
-    def full(self) -> bool:
-        """Whether more tokens came than may wait."""
-        return self._full
 
     def put(self, event: OutputEvent) -> bool:
         """Put an event in; a token is lost if too many wait.
@@ -134,7 +130,7 @@ class OutputQueue:
         """
         with self._lock:
             if isinstance(event, TokenEvent) and len(self._events) >= self._size:
-                first, self._full = not self._full, True
+                first, self.full = not self.full, True
             else:
                 first = not self._events
                 self._events.append(event)
@@ -160,7 +156,7 @@ class OutputQueue:
     def wake(self) -> None:
         """Let `take` look again; called in the loop."""
         self._ready.set()
-        if self._full:
+        if self.full:
             self.overrun.set()
 
 
@@ -197,19 +193,6 @@ def _wake(loop: asyncio.AbstractEventLoop, queues: Iterable[OutputQueue]) -> Non
         loop.call_soon_threadsafe(wake)
 
 
-@dataclass(frozen=True)
-class FinishedAnswer:
-    """An answer that has ended.
-
-    Attributes:
-        cut: whether it ran into its limit.
-    """
-
-    text: str
-    cut: bool
-    stats: StreamStats
-
-
 class OutputProcessor:
     """The listener of one sequence: makes text of its tokens and puts events into a queue.
 
@@ -219,9 +202,11 @@ class OutputProcessor:
 
     Attributes:
         sequence: its sequence; set before that is submitted.
+        stats: of its stream; set when the last token has come.
     """
 
     sequence: Sequence
+    stats: StreamStats
 
     def __init__(
         self,
@@ -242,7 +227,6 @@ class OutputProcessor:
         self._notifier = notifier
         self._on_saved = on_saved
         self._rest: str | None = None  # text held back until the answer ended
-        self._stats: StreamStats | None = None
 
     def on_token(self, token: SampledToken) -> str | None:
         """Put out the text that a token adds; "stop" if it completes a stop text."""
@@ -259,27 +243,25 @@ class OutputProcessor:
         if is_stop or self._detokenizer.stopped or done:
             # By the time the answer is saved, its row may belong to another sequence.
             assert sequence.row is not None
-            self._stats = StreamStats.of(self._cache, sequence.row)
+            self.stats = StreamStats.of(self._cache, sequence.row)
         return "stop" if self._detokenizer.stopped else None
 
-    def finish(self, reason: str) -> FinishedAnswer:
-        """The whole answer, once it has ended."""
-        assert self._stats is not None
+    def finish(self) -> str:
+        """The text of the whole answer, once it has ended."""
         if self._rest is None:
             self._rest = "" if self._detokenizer.stopped else self._detokenizer.end()
-        text = "".join([*self._text, self._rest])
-        return FinishedAnswer(text, reason == "length", self._stats)
+        return "".join([*self._text, self._rest])
 
     def on_finish(self, reason: str) -> None:
         """Put out the end of the answer, which is saved."""
         try:
-            answer = self.finish(reason)
+            self.finish()
             self._on_saved()
         except Exception as error:
             self.on_failure(error)
             return
         tokens, rest = len(self.sequence.output_ids), self._rest or ""
-        self._queue.put_now(FinishEvent(self._answer, rest, reason, tokens, answer.stats))
+        self._queue.put_now(FinishEvent(self._answer, rest, reason, tokens, self.stats))
 
     def on_failure(self, error: Exception) -> None:
         """Put out that the answer has failed."""

@@ -175,11 +175,7 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def add(self, sequence: Sequence) -> None:
-        """Let a sequence wait for a row.
-
-        Raises:
-            Busy: the queue is full.
-        """
+        """Let a sequence wait for a row."""
         self.waiting.add(sequence, self.rows.size - self.rows.busy)
 
     def admit(self) -> tuple[Sequence, bool] | None:
@@ -229,11 +225,7 @@ class Scheduler:
             self.rows.release(sequence.row)
 
     def check(self) -> None:
-        """Check the rows after a step, and start afresh with fairness if nobody is left.
-
-        Raises:
-            WeirError: a row has no owner, or two.
-        """
+        """Check the rows after a step, and start afresh with fairness if nobody is left."""
         self.rows.check({one.row for one in self.running if one.row is not None})
         if not self:
             self.waiting.reset_fairness()

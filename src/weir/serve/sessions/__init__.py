@@ -11,21 +11,17 @@ from weir.serve.sessions.items import (
     new_id,
     result_item,
 )
-from weir.serve.sessions.leases import (
-    AcquireLease,
-    AnsweredElsewhere,
-    ConversationLocked,
-    ConversationLocks,
-    LeaseLost,
-    SessionLease,
-)
 from weir.serve.sessions.memory_store import MemoryStore
 from weir.serve.sessions.records import (
     DISK_FULL,
+    AcquireLease,
+    AnsweredElsewhere,
     Checkpoint,
     LazyCheckpoint,
+    LeaseLost,
     NameTaken,
     OnSaved,
+    SessionLease,
     SessionStore,
     SessionSummary,
     StorageFull,
@@ -47,8 +43,6 @@ __all__ = [
     "AnsweredElsewhere",
     "BackgroundWriter",
     "Checkpoint",
-    "ConversationLocked",
-    "ConversationLocks",
     "Item",
     "LazyCheckpoint",
     "LeaseLost",

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import secrets
-import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,8 @@ from weir.cache import record as facts_of
 from weir.errors import WeirError, quote
 from weir.serve.messages import Message
 from weir.serve.sessions.records import Checkpoint, SessionStore, TurnRecord, pack_ids, unpack_ids
-from weir.serve.sessions.snapshot import RowFormat, decode_foreign, encode_checkpoint
+from weir.serve.sessions.snapshot import RowFormat, anything, decode_foreign, encode_checkpoint
+from weir.stream import replace_atomically
 
 FORMAT = 2
 KEY = "weir_sessions"
@@ -80,11 +79,7 @@ class SessionArchive:
         return SessionArchive(records, self.checkpoints)
 
     def write(self, path: Path, row_format: RowFormat) -> None:
-        """Write the archive to a file, whole or not at all.
-
-        Raises:
-            WeirError: it cannot be written.
-        """
+        """Write the archive to a file, whole or not at all."""
         snapshots = [encode_checkpoint(row_format, checkpoint) for checkpoint in self.checkpoints]
         facts = {
             "format": FORMAT,
@@ -98,12 +93,8 @@ class SessionArchive:
             for n, data in enumerate(snapshots)
         }
         try:
-            with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{path.name}.") as folder:
-                new = Path(folder) / "new"
+            with replace_atomically(path) as new:
                 save_file(tensors, str(new), metadata={KEY: json.dumps(facts)})
-                with open(new, "rb+") as file:
-                    os.fsync(file.fileno())
-                os.replace(new, path)
         except (OSError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or error
             raise WeirError(f"the session cannot be written: {reason}") from None
@@ -141,11 +132,7 @@ class SessionArchive:
     def _validated(
         cls, facts: Any, tensors: dict[str, torch.Tensor], row_format: RowFormat
     ) -> SessionArchive:
-        """Validate the content of a file, and build the archive.
-
-        Raises:
-            ValidationError, WeirError: the content is invalid; the message names the part.
-        """
+        """Validate the content of a file, and build the archive."""
         facts_of(format=integer(FORMAT, FORMAT), turns=list_of(_turn(row_format.vocabulary)))(
             facts, ""
         )
@@ -187,18 +174,11 @@ class SessionArchive:
 
 
 def _record_to_json(record: TurnRecord) -> dict[str, Any]:
-    """Convert a record for an archive, without its owner and session."""
-    return {
-        "node": record.node,
-        "parent": record.parent,
-        "chain": record.chain,
-        "messages": [message.to_json() for message in record.messages],
-        "last": record.last,
-        "seen": record.seen,
-        "usage": record.usage,
-        "created": record.created,
-        "ids": unpack_ids(record.ids).tolist(),
-    }
+    """Convert a record for an archive, without its owner, session and epoch."""
+    names = ("node", "parent", "chain", "messages", "last", "seen", "usage", "created")
+    values = {name: getattr(record, name) for name in names}
+    values["messages"] = [message.to_json() for message in record.messages]
+    return {**values, "ids": unpack_ids(record.ids).tolist()}
 
 
 def _turn(vocabulary: int) -> Any:
@@ -223,7 +203,7 @@ def _chain(value: Any, place: str) -> None:
 
 
 def _message(value: Any, place: str) -> None:
-    list_of(_anything)(value, place)
+    list_of(anything)(value, place)
     if len(value) not in (3, 6):
         raise ValidationError(f"{place} must have 3 parts or 6, not {len(value)}")
     role, content, name, *more = value
@@ -248,7 +228,3 @@ def _time(value: Any, place: str) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 <= value <= FARTHEST:
         raise ValidationError(f"{place} must be seconds since 1970, not {quote(value)}")
-
-
-def _anything(value: Any, place: str) -> None:
-    """Accept anything: the parts are checked one by one."""

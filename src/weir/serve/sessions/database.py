@@ -73,12 +73,7 @@ class Database:
     """
 
     def __init__(
-        self,
-        path: Path | None,
-        *,
-        begin: bool,
-        tables: str = _TABLES,
-        version: int = VERSION,
+        self, path: Path | None, *, begin: bool, tables: str = _TABLES, version: int = VERSION
     ) -> None:
         if path is None:
             self._writing = threading.RLock()
@@ -139,11 +134,7 @@ class Database:
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """Open a transaction, for one thread at a time: all of it is written, or nothing.
-
-        Raises:
-            sqlite3.Error: it cannot be written.
-        """
+        """Open a transaction, for one thread at a time: all of it is written, or nothing."""
         with self._writing:
             self._writer.execute("BEGIN IMMEDIATE")
             try:
@@ -154,28 +145,15 @@ class Database:
                     self._writer.execute("ROLLBACK")
                 raise
 
-    @contextmanager
-    def reading(self) -> Iterator[sqlite3.Connection]:
-        """Open the last committed state of the database for reading."""
+    def query(self, query: str, *values: Any) -> list[sqlite3.Row]:
+        """The rows of a query, by column name, of what was committed last."""
         with self._reading:
-            yield self._reader
+            return self._reader.execute(query, values).fetchall()
 
 
 def _connected(path: Path | str) -> sqlite3.Connection:
     found = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
+    found.row_factory = sqlite3.Row
     for setting in ("synchronous = FULL", "foreign_keys = ON", "trusted_schema = OFF"):
         found.execute(f"PRAGMA {setting}")
     return found
-
-
-def fetch_all(db: sqlite3.Connection, query: str, *values: Any) -> list[sqlite3.Row]:
-    """All rows of a query, by column name."""
-    cursor = db.cursor()
-    cursor.row_factory = sqlite3.Row
-    found: list[sqlite3.Row] = cursor.execute(query, values).fetchall()
-    return found
-
-
-def fetch_one(db: sqlite3.Connection, query: str, *values: Any) -> sqlite3.Row | None:
-    """The first row of a query; None if there is none."""
-    return next(iter(fetch_all(db, query, *values)), None)

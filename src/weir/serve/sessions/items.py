@@ -1,7 +1,7 @@
 """Items of OpenAI's responses and conversations, and the messages that they stand for.
 
-A new kind of item needs a line in `messages_of` and a form in `serve/api/schemas/items.py`. Knows
-nothing about where items are kept.
+A new kind of item needs a line in `messages_of` and a class in `serve/api/schemas/responses.py`.
+Knows nothing about where items are kept.
 """
 
 from __future__ import annotations

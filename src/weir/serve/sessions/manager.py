@@ -30,7 +30,11 @@ class HeldByConversation(WeirError):
 
 
 class SessionManager:
-    """The sessions of all owners."""
+    """The sessions of all owners.
+
+    Methods raise `UnknownSession` where the owner has no such session or turn in it,
+    `HeldByConversation` where it cannot be changed alone, and a WeirError where the disk refuses.
+    """
 
     def __init__(self, engine: Engine, responses: ResponseStore, limits: Limits) -> None:
         self._engine = engine
@@ -51,9 +55,7 @@ class SessionManager:
         Raises:
             UnknownSession: there is no such session.
         """
-        records = self._store.list_turns(owner, session)
-        if not records:
-            raise _unknown("session")
+        records = self._records(owner, session)
         return records, set(find_path(records[-1].node, {r.node: r.parent for r in records}))
 
     def fork(self, owner: str, session: str, node: str | None, name: str | None) -> SessionSummary:
@@ -62,10 +64,6 @@ class SessionManager:
         Args:
             node: name of the turn; None for the newest.
             name: name of the new session; None for a random one.
-
-        Raises:
-            UnknownSession: there is no such session, or no such turn in it.
-            WeirError: there is one of this name already, or the disk is full.
         """
         at = self._turn(owner, session, node).node
         found = self._store.fork(owner, at, name or f"sess_{secrets.token_hex(16)}")
@@ -73,13 +71,7 @@ class SessionManager:
         return found
 
     def rewind(self, owner: str, session: str, node: str) -> SessionSummary:
-        """Make a turn the newest of its session: all turns but its ancestors are removed.
-
-        Raises:
-            UnknownSession: there is no such session, or no such turn in it.
-            HeldByConversation: it belongs to a conversation.
-            WeirError: the disk refuses.
-        """
+        """Make a turn the newest of its session: all turns but its ancestors are removed."""
         self._turn(owner, session, node)
         self._require_free(owner, session)
         records = self._store.list_turns(owner, session)
@@ -91,12 +83,7 @@ class SessionManager:
         return found
 
     def delete(self, owner: str, session: str) -> bool:
-        """Delete an owner's session; return False if there is none.
-
-        Raises:
-            HeldByConversation: it belongs to a conversation.
-            WeirError: the disk refuses.
-        """
+        """Delete an owner's session; return False if there is none."""
         records = self._store.list_turns(owner, session)
         if records:
             self._require_free(owner, session)
@@ -114,11 +101,7 @@ class SessionManager:
         return self._store.find_turn(owner, response.removeprefix("resp_")) is not None
 
     def delete_conversation(self, owner: str, conversation: str) -> None:
-        """Delete a conversation of an owner's, and its session.
-
-        Raises:
-            WeirError: the disk refuses.
-        """
+        """Delete a conversation of an owner's, and its session."""
         self._responses.delete_conversation(owner, conversation)
         self.delete(owner, conversation)
 
@@ -172,10 +155,14 @@ class SessionManager:
         self.trim(owner)
         return found
 
-    def _turn(self, owner: str, session: str, node: str | None) -> TurnRecord:
+    def _records(self, owner: str, session: str) -> list[TurnRecord]:
         records = self._store.list_turns(owner, session)
         if not records:
             raise _unknown("session")
+        return records
+
+    def _turn(self, owner: str, session: str, node: str | None) -> TurnRecord:
+        records = self._records(owner, session)
         if node is None:
             return records[-1]
         found = next((record for record in records if record.node == node), None)
@@ -196,11 +183,7 @@ class SessionManager:
 
 @contextmanager
 def _one_at_a_time(lock: threading.Lock) -> Iterator[None]:
-    """Allow one export or import at a time: the whole file is in memory.
-
-    Raises:
-        Busy: one is running.
-    """
+    """Allow one export or import at a time: the whole file is in memory."""
     if not lock.acquire(blocking=False):
         raise Busy("another session is being exported or imported")
     try:

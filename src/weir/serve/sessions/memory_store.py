@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 
 from weir.errors import WeirError
 from weir.serve.sessions.records import (
+    NOT_KEPT,
     Checkpoint,
     NameTaken,
     OnSaved,
@@ -36,14 +37,10 @@ class MemoryStore:
         self._sessions: dict[tuple[str, str], list[str]] = {}
 
     def load(self, node: str) -> Checkpoint:
-        """A checkpoint.
-
-        Raises:
-            WeirError: it is not kept.
-        """
+        """A checkpoint."""
         with self._lock:
             if node not in self._turns:
-                raise WeirError("what this turn goes on from is not kept any more")
+                raise WeirError(NOT_KEPT)
             checkpoint, _ = self._turns[node] = self._turns.pop(node)
             return checkpoint
 
@@ -57,12 +54,10 @@ class MemoryStore:
         with self._lock:
             return sorted(self._turns.values(), key=lambda turn: turn[1].created)
 
-    def save(self, checkpoint: Checkpoint, record: TurnRecord, done: OnSaved) -> None:
+    def save(
+        self, checkpoint: Checkpoint, record: TurnRecord, done: OnSaved = lambda error: None
+    ) -> None:
         """Save a turn, and call `done` at once."""
-        self._save(checkpoint, record)
-        done(None)
-
-    def _save(self, checkpoint: Checkpoint, record: TurnRecord) -> None:
         with self._lock:
             self.drop(record.node)
             self._turns[record.node] = checkpoint, record
@@ -70,6 +65,7 @@ class MemoryStore:
             self._sessions.setdefault((record.owner, record.session), []).append(record.node)
             while len(self._turns) > self._most:
                 self.drop(next(iter(self._turns)))
+        done(None)
 
     def check_room(self, turns: int) -> None:
         """Accept any number of turns: old ones make room."""
@@ -163,12 +159,7 @@ class MemoryStore:
             return [self._turns[node][1] for node in self._sessions.get((owner, session), ())]
 
     def fork(self, owner: str, node: str, session: str) -> SessionSummary:
-        """Begin a session that ends with a turn of another: that one and its ancestors.
-
-        Raises:
-            NameTaken: the owner has a session of this name.
-            WeirError: the owner has no such turn.
-        """
+        """Begin a session that ends with a turn of another: that one and its ancestors."""
         with self._lock:
             records = [record for _, record in self._turns.values() if record.owner == owner]
             path = find_path(node, {record.node: record.parent for record in records})
@@ -199,16 +190,12 @@ class MemoryStore:
     def import_session(
         self, records: Sequence[TurnRecord], checkpoints: Sequence[Checkpoint]
     ) -> SessionSummary:
-        """Save the turns of one new session, parents first.
-
-        Raises:
-            WeirError: there are more of them than are kept.
-        """
+        """Save the turns of one new session, parents first."""
         if len(records) > self._most:
             raise WeirError(f"it has {len(records)} turns, and {self._most} of all are kept here")
         with self._lock:
             for record, checkpoint in zip(records, checkpoints, strict=True):
-                self._save(checkpoint, record)
+                self.save(checkpoint, record)
             found = self.get_session(records[0].owner, records[0].session)
             assert found is not None
             return found

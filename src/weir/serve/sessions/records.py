@@ -1,10 +1,12 @@
 """Saved turns: a checkpoint of the row, and a record of the owner and the messages.
 
-Also the protocol of stores that keep both. Knows nothing about HTTP or models.
+Also the protocols of stores that keep both, and of leases of sessions. Knows nothing about HTTP or
+models.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -34,6 +36,7 @@ DISK_FULL = (
     "the disk that keeps sessions is full, so no turn is answered that would have to be kept; "
     "delete sessions or make room"
 )
+NOT_KEPT = "what this turn goes on from is not kept any more"
 
 
 @dataclass(frozen=True)
@@ -159,7 +162,8 @@ class SessionStore(Protocol):
 
     A turn is saved whole, checkpoint and record, or not at all, and no client hears that it ended
     before it is safe. When room runs out, the least recently used turns are deleted; a session ends
-    with its last turn. `load` returns exactly the numbers that `save` received.
+    with its last turn. `load` returns exactly the numbers that `save` received. Methods that
+    write raise a WeirError where the disk refuses.
 
     A turn may be in several sessions, since a fork shares its ancestors. It is deleted when it is
     in none any more; the session in its record is the first that it joined and still is in.
@@ -186,11 +190,7 @@ class SessionStore(Protocol):
         """Whether the disk has no room for one more turn."""
 
     def drop(self, node: str) -> None:
-        """Delete a turn, if there is one of that name.
-
-        Raises:
-            WeirError: the disk refuses.
-        """
+        """Delete a turn, if there is one of that name."""
 
     def find_history(self, owner: str, chain: str) -> TurnRecord | None:
         """The owner's newest turn that ends a conversation of this hash."""
@@ -221,23 +221,54 @@ class SessionStore(Protocol):
         """
 
     def remove_turns(self, owner: str, session: str, nodes: Collection[str]) -> list[str]:
-        """Take turns out of a session; returns those that were in no other and are now deleted.
-
-        Raises:
-            WeirError: the disk refuses.
-        """
+        """Take turns out of a session; returns those that were in no other and are now deleted."""
 
     def import_session(
         self, records: Sequence[TurnRecord], checkpoints: Sequence[Checkpoint]
     ) -> SessionSummary:
-        """Save the turns of one new session, parents first; all or none.
-
-        Raises:
-            WeirError: they cannot be kept.
-        """
+        """Save the turns of one new session, parents first; all or none."""
 
     def make_scratch_folder(self) -> TemporaryDirectory[str]:
         """A folder for a large file in transit, on the disk that checkpoints are on."""
+
+
+class AnsweredElsewhere(WeirError):
+    """Another server is answering this session.
+
+    Args:
+        seconds: time until the next try.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__("another replica is answering this session")
+        self.seconds = seconds
+
+
+class LeaseLost(WeirError):
+    """Another server has taken over the session, so this turn is discarded."""
+
+
+@dataclass(frozen=True, eq=False)
+class SessionLease:
+    """The right to answer a session, for one turn.
+
+    Attributes:
+        epoch: epoch of the claim; the store refuses records of older epochs (`TurnRecord.epoch`).
+        end: called when it is released.
+    """
+
+    epoch: int
+    end: Callable[[], None]
+    _once: threading.Lock = field(default_factory=threading.Lock)
+
+    def release(self) -> None:
+        """End the lease, however the turn ended; a second time does nothing."""
+        if self._once.acquire(blocking=False):
+            self.end()
+
+
+AcquireLease = Callable[[str, str], SessionLease]
+"""Leases a session, by owner and name; raises `AnsweredElsewhere`."""
 
 
 def find_path(node: str, parents: Mapping[str, str | None]) -> list[str]:

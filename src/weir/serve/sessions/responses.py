@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from weir.errors import WeirError
-from weir.serve.sessions.database import Database, fetch_all, fetch_one
+from weir.serve.sessions.database import Database
 from weir.serve.sessions.items import Item, new_id
 from weir.serve.sessions.records import DISK_FULL, StorageFull
 from weir.serve.sessions.snapshot_folder import free_bytes, is_full
@@ -104,6 +104,8 @@ class StoredConversation:
 class ResponseStore:
     """Responses and conversations of all owners, open until `close`.
 
+    Methods that write raise a WeirError where the disk refuses.
+
     Args:
         path: path of the file; None for memory.
         most: maximum bytes of an owner's responses, and of the items of its conversations. The
@@ -145,9 +147,6 @@ class ResponseStore:
         Args:
             conversation: conversation whose newest response this is; None for none.
             items: items of the response that the conversation does not have yet.
-
-        Raises:
-            WeirError: it cannot be kept.
         """
         with self._changing() as db:
             written = json.dumps(response.input), json.dumps(response.body)
@@ -175,8 +174,8 @@ class ResponseStore:
 
     def get_response(self, owner: str, name: str) -> StoredResponse | None:
         """A response of the owner's."""
-        with self._tables.reading() as db:
-            row = fetch_one(db, "SELECT * FROM responses WHERE id = ? AND owner = ?", name, owner)
+        query = "SELECT * FROM responses WHERE id = ? AND owner = ?"
+        row = next(iter(self._tables.query(query, name, owner)), None)
         if row is None:
             return None
         written = json.loads(row["input"]), json.loads(row["body"])
@@ -186,18 +185,11 @@ class ResponseStore:
 
     def list_responses(self, owner: str, session: str) -> list[str]:
         """The responses of a session of the owner's."""
-        with self._tables.reading() as db:
-            found = fetch_all(
-                db, "SELECT id FROM responses WHERE owner = ? AND session = ?", owner, session
-            )
-        return [row["id"] for row in found]
+        query = "SELECT id FROM responses WHERE owner = ? AND session = ?"
+        return [row["id"] for row in self._tables.query(query, owner, session)]
 
     def delete_responses(self, owner: str, names: Sequence[str]) -> None:
-        """Delete responses of the owner's.
-
-        Raises:
-            WeirError: the disk refuses.
-        """
+        """Delete responses of the owner's."""
         with self._changing() as db:
             db.execute(
                 "DELETE FROM responses WHERE owner = ? AND id IN (SELECT value FROM json_each(?))",
@@ -209,11 +201,7 @@ class ResponseStore:
     def create_conversation(
         self, owner: str, metadata: dict[str, str], items: Sequence[Item]
     ) -> StoredConversation:
-        """Begin a conversation.
-
-        Raises:
-            WeirError: it cannot be kept.
-        """
+        """Begin a conversation."""
         name, written = new_id("conv"), json.dumps(metadata)
         with self._changing() as db:
             db.execute(
@@ -228,10 +216,8 @@ class ResponseStore:
 
     def get_conversation(self, owner: str, name: str) -> StoredConversation | None:
         """A conversation of the owner's."""
-        with self._tables.reading() as db:
-            row = fetch_one(
-                db, "SELECT * FROM conversations WHERE id = ? AND owner = ?", name, owner
-            )
+        query = "SELECT * FROM conversations WHERE id = ? AND owner = ?"
+        row = next(iter(self._tables.query(query, name, owner)), None)
         if row is None:
             return None
         return StoredConversation(
@@ -244,11 +230,7 @@ class ResponseStore:
         )
 
     def set_metadata(self, owner: str, name: str, metadata: dict[str, str]) -> None:
-        """Replace the metadata of a conversation.
-
-        Raises:
-            WeirError: it cannot be kept.
-        """
+        """Replace the metadata of a conversation."""
         with self._changing() as db:
             db.execute(
                 "UPDATE conversations SET metadata = ? WHERE id = ? AND owner = ?",
@@ -256,25 +238,19 @@ class ResponseStore:
             )
 
     def delete_conversation(self, owner: str, name: str) -> None:
-        """Delete a conversation and its items.
-
-        Raises:
-            WeirError: the disk refuses.
-        """
+        """Delete a conversation and its items."""
         with self._changing() as db:
             db.execute("DELETE FROM conversations WHERE id = ? AND owner = ?", (name, owner))
 
     def list_items(self, owner: str, conversation: str, after: int = 0) -> list[Item]:
         """The items of a conversation with a number above `after`, the oldest first."""
-        with self._tables.reading() as db:
-            found = fetch_all(
-                db,
-                "SELECT body FROM items WHERE conversation = ? AND owner = ? AND number > ? "
-                "ORDER BY number",
-                conversation,
-                owner,
-                after,
-            )
+        found = self._tables.query(
+            "SELECT body FROM items WHERE conversation = ? AND owner = ? AND number > ? "
+            "ORDER BY number",
+            conversation,
+            owner,
+            after,
+        )
         return [json.loads(row["body"]) for row in found]
 
     def page_items(
@@ -290,54 +266,37 @@ class ResponseStore:
             None if there is no such item.
         """
         order, compare = ("DESC", "<") if newest else ("ASC", ">")
-        with self._tables.reading() as db:
-            start = fetch_one(
-                db,
-                "SELECT number FROM items WHERE conversation = ? AND owner = ? AND id = ?",
-                conversation,
-                owner,
-                after or "",
-            )
-            if after is not None and start is None:
-                return None
-            found = fetch_all(
-                db,
-                "SELECT body FROM items WHERE conversation = ? AND owner = ? AND "
-                f"(? IS NULL OR number {compare} ?) ORDER BY number {order} LIMIT ?",
-                conversation,
-                owner,
-                *(2 * [None if start is None else start["number"]]),
-                most,
-            )
+        start = self._tables.query(
+            "SELECT number FROM items WHERE conversation = ? AND owner = ? AND id = ?",
+            conversation,
+            owner,
+            after or "",
+        )
+        if after is not None and not start:
+            return None
+        found = self._tables.query(
+            "SELECT body FROM items WHERE conversation = ? AND owner = ? AND "
+            f"(? IS NULL OR number {compare} ?) ORDER BY number {order} LIMIT ?",
+            conversation,
+            owner,
+            *(2 * [start[0]["number"] if start else None]),
+            most,
+        )
         return [json.loads(row["body"]) for row in found]
 
     def get_item(self, owner: str, conversation: str, name: str) -> Item | None:
         """An item of a conversation."""
-        with self._tables.reading() as db:
-            row = fetch_one(
-                db,
-                "SELECT body FROM items WHERE conversation = ? AND owner = ? AND id = ?",
-                conversation,
-                owner,
-                name,
-            )
-        return None if row is None else json.loads(row["body"])
+        query = "SELECT body FROM items WHERE conversation = ? AND owner = ? AND id = ?"
+        rows = self._tables.query(query, conversation, owner, name)
+        return json.loads(rows[0]["body"]) if rows else None
 
     def add_items(self, owner: str, conversation: str, items: Sequence[Item]) -> None:
-        """Add items to a conversation; the next response reads them.
-
-        Raises:
-            WeirError: they cannot be kept.
-        """
+        """Add items to a conversation; the next response reads them."""
         with self._changing() as db:
             self._append(db, owner, conversation, items)
 
     def remove_item(self, owner: str, conversation: str, name: str) -> None:
-        """Delete an item; if it was read, the next response reads the conversation from the start.
-
-        Raises:
-            WeirError: the disk refuses.
-        """
+        """Delete an item; if it was read, the next response reads the conversation anew."""
         which = "conversation = ? AND owner = ? AND id = ?"
         values = (conversation, owner, name)
         with self._changing() as db:

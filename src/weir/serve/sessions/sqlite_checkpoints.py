@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weir.errors import WeirError, quote
-from weir.serve.sessions.database import Database, fetch_all, fetch_one
-from weir.serve.sessions.records import Checkpoint, LazyCheckpoint, StorageFull
+from weir.serve.sessions.database import Database
+from weir.serve.sessions.records import NOT_KEPT, Checkpoint, LazyCheckpoint, StorageFull
 from weir.serve.sessions.snapshot import RowFormat, decode_checkpoint, encode_checkpoint
 from weir.serve.sessions.snapshot_folder import (
     DiskReserve,
@@ -33,6 +33,7 @@ from weir.serve.sessions.snapshot_folder import (
 )
 
 _log = logging.getLogger(__name__)
+ROWS_OF = "SELECT file, bytes FROM nodes WHERE name = ?"
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class SQLiteCheckpoints:
 
     Attributes:
         nbytes: bytes of all snapshots.
+        exclusive: excludes other changes inside a `with` block.
 
     Raises:
         WeirError: the folder cannot be used, another process uses it, or its rows are of another
@@ -84,8 +86,8 @@ class SQLiteCheckpoints:
             self._reserve = DiskReserve(folder / "reserve")
             with self._reserve.released():
                 # Snapshots whose database is gone may be valuable: never treat them as leftovers.
-                self._db = Database(folder / "weir.db", begin=not self._files.list_names())
-                undo.callback(self._db.close)
+                self.db = Database(folder / "weir.db", begin=not self._files.list_names())
+                undo.callback(self.db.close)
                 self._open()
             undo.pop_all()
 
@@ -95,7 +97,7 @@ class SQLiteCheckpoints:
             return
         with contextlib.suppress(sqlite3.Error), self.changing():
             pass
-        self._db.close()
+        self.db.close()
         self._files.close()
         os.close(self._lock)
         self._lock = -1
@@ -104,16 +106,15 @@ class SQLiteCheckpoints:
 
     def _open(self) -> None:
         """Check that the rows are of this format, and delete what a killed process left."""
-        self._exclusive = threading.RLock()  # guards `nbytes`
+        self.exclusive = threading.RLock()  # guards `nbytes`
         self._uses_lock = threading.Lock()
         self._uses: dict[str, int] = {}  # uses that are not in the database yet, by checkpoint
         try:
-            with self._db.writing() as db:
+            with self.db.writing() as db:
                 written = json.dumps(self.row_format.to_json())
                 db.execute("INSERT OR IGNORE INTO facts VALUES ('form', ?)", (written,))
-                found = fetch_one(db, "SELECT value FROM facts WHERE name = 'form'")
-                assert found is not None
-                self.row_format.check(json.loads(found["value"]))
+                ((found,),) = db.execute("SELECT value FROM facts WHERE name = 'form'")
+                self.row_format.check(json.loads(found))
                 self._delete_leftovers(db)
                 ((self._clock, self.nbytes),) = db.execute(
                     "SELECT coalesce(max(used), 0), coalesce(sum(bytes), 0) FROM nodes"
@@ -133,7 +134,7 @@ class SQLiteCheckpoints:
             "name NOT IN (SELECT node FROM members)"
         )
         kept = set()
-        for row in fetch_all(db, "SELECT name, file, bytes FROM nodes"):
+        for row in db.execute("SELECT name, file, bytes FROM nodes").fetchall():
             size = self._files.size(str(row["file"]))
             if size == row["bytes"]:
                 kept.add(row["file"])
@@ -146,12 +147,6 @@ class SQLiteCheckpoints:
 
     # --- reading
 
-    @contextmanager
-    def reading(self) -> Iterator[sqlite3.Connection]:
-        """The database as it was committed last."""
-        with self._db.reading() as db:
-            yield db
-
     def load(self, name: str) -> Checkpoint:
         """A checkpoint whose state is read from disk when it is first needed.
 
@@ -159,23 +154,17 @@ class SQLiteCheckpoints:
             WeirError: there is none of that name. Reading the state of a damaged one raises too,
                 and deletes it.
         """
-        with self._db.reading() as db:
-            row = fetch_one(
-                db, "SELECT file, bytes, sha256, pending FROM nodes WHERE name = ?", name
-            )
-        if row is None:
-            raise _not_kept()
+        rows = self.db.query("SELECT file, bytes, sha256, pending FROM nodes WHERE name = ?", name)
+        if not rows:
+            raise WeirError(NOT_KEPT)
+        row = rows[0]
         self.touch(name)
         pending = tuple(json.loads(row["pending"]))
         written = WrittenSnapshot(name, row["file"], row["bytes"], row["sha256"], pending)
         return LazyCheckpoint(pending, lambda: self._read(written))
 
     def _read(self, written: WrittenSnapshot) -> Checkpoint:
-        """Read a snapshot file.
-
-        Raises:
-            WeirError: it was deleted meanwhile, cannot be read, or is damaged.
-        """
+        """Read a snapshot file."""
         name, file = written.name, written.file
         try:
             data = self._files.read(file, written.bytes)
@@ -188,7 +177,7 @@ class SQLiteCheckpoints:
         except FileNotFoundError:
             with contextlib.suppress(WeirError):
                 self._delete_damaged(name, file)
-            raise _not_kept() from None
+            raise WeirError(NOT_KEPT) from None
         except OSError as error:
             raise WeirError(f"turn {quote(name)} cannot be read: {error.strerror}") from None
         except WeirError as error:
@@ -201,9 +190,7 @@ class SQLiteCheckpoints:
 
     def _delete_damaged(self, name: str, file: str) -> None:
         """Delete a checkpoint unless its row now names another file."""
-        with self._db.reading() as db:
-            is_same = any(row["file"] == file for row in _rows_of(db, name))
-        if is_same:
+        if any(row["file"] == file for row in self.db.query(ROWS_OF, name)):
             self.delete([name])
 
     def touch(self, name: str) -> int:
@@ -238,10 +225,9 @@ class SQLiteCheckpoints:
         """
         if self.has_room(size) or self._limit is None:
             return self.has_room(size)
-        with self._exclusive:
+        with self.exclusive:
             uses = self.unwritten_uses()
-            with self._db.reading() as db:
-                rows = fetch_all(db, "SELECT name, bytes, used FROM nodes")
+            rows = self.db.query("SELECT name, bytes, used FROM nodes")
             rows.sort(key=lambda row: max(row["used"], uses.get(row["name"], 0)))
             rows = rows[: max(0, len(rows) - keep)]
             missing = size - self._files.free_bytes()
@@ -260,19 +246,13 @@ class SQLiteCheckpoints:
     # --- writing
 
     @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Exclude other changes inside a `with` block."""
-        with self._exclusive:
-            yield
-
-    @contextmanager
     def changing(self) -> Iterator[sqlite3.Connection]:
         """Open a transaction, which also writes pending uses.
 
         Raises:
             sqlite3.Error: it cannot be committed; nothing has changed.
         """
-        with self._exclusive, self._db.writing() as db:
+        with self.exclusive, self.db.writing() as db:
             uses = self.unwritten_uses()
             db.executemany(
                 "UPDATE nodes SET used = ? WHERE name = ?",
@@ -311,9 +291,13 @@ class SQLiteCheckpoints:
                 file, checksum = new_name(), hashlib.sha256(data).hexdigest()
                 self._files.write(file, data)
                 written.append(WrittenSnapshot(name, file, len(data), checksum, checkpoint.pending))
-            with self._exclusive:
+            with self.exclusive:
                 with self.changing() as db:
-                    gone = [row for snapshot in written for row in _rows_of(db, snapshot.name)]
+                    gone = [
+                        row
+                        for snapshot in written
+                        for row in db.execute(ROWS_OF, (snapshot.name,)).fetchall()
+                    ]
                     for snapshot in written:
                         self._insert(db, snapshot)
                     yield db
@@ -348,9 +332,9 @@ class SQLiteCheckpoints:
         """Delete the least recently used rows until the rest is within the limit; keep new ones."""
         evicted: list[sqlite3.Row] = []
         while self._limit is not None and held > self._limit:
-            oldest = fetch_all(
-                db, "SELECT name, file, bytes FROM nodes ORDER BY used LIMIT ?", len(new) + 1
-            )
+            oldest = db.execute(
+                "SELECT name, file, bytes FROM nodes ORDER BY used LIMIT ?", (len(new) + 1,)
+            ).fetchall()
             row = next(row for row in oldest if row["name"] not in new)
             db.execute("DELETE FROM nodes WHERE name = ?", (row["name"],))
             evicted.append(row)
@@ -358,11 +342,7 @@ class SQLiteCheckpoints:
         return evicted
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete checkpoints with their records, all or none; unknown names are ignored.
-
-        Raises:
-            WeirError: the disk refuses.
-        """
+        """Delete checkpoints with their records, all or none; unknown names are ignored."""
         names = list(names)
         try:
             try:
@@ -371,11 +351,11 @@ class SQLiteCheckpoints:
                 if not is_full(error):
                     raise
                 # Deleting takes room too: free the files and the reserve, then try once more.
-                with self._db.reading() as db:
-                    files = [row["file"] for name in names for row in _rows_of(db, name)]
+                rows = (row for name in names for row in self.db.query(ROWS_OF, name))
+                files = [row["file"] for row in rows]
                 with self._reserve.released():
                     self.delete_files(files)
-                    self._db.shorten()
+                    self.db.shorten()
                     files = self._delete_rows(names)
         except sqlite3.Error as error:
             raise self.refusal(error) from None
@@ -384,10 +364,10 @@ class SQLiteCheckpoints:
     def _delete_rows(self, names: list[str]) -> list[str]:
         """Delete rows; returns the files they named."""
         gone: list[sqlite3.Row] = []
-        with self._exclusive:
+        with self.exclusive:
             with self.changing() as db:
                 for name in names:
-                    gone += _rows_of(db, name)
+                    gone += db.execute(ROWS_OF, (name,)).fetchall()
                     db.execute("DELETE FROM nodes WHERE name = ?", (name,))
             self.nbytes -= sum(row["bytes"] for row in gone)
         return [row["file"] for row in gone]
@@ -409,11 +389,3 @@ class SQLiteCheckpoints:
             )
         reason = getattr(error, "strerror", None) or error
         return WeirError(f"the turn cannot be kept in {self.folder}: {reason}")
-
-
-def _not_kept() -> WeirError:
-    return WeirError("what this turn goes on from is not kept any more")
-
-
-def _rows_of(db: sqlite3.Connection, name: str) -> list[sqlite3.Row]:
-    return fetch_all(db, "SELECT file, bytes FROM nodes WHERE name = ?", name)

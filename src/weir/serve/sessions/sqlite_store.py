@@ -15,7 +15,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import TracebackType
 from typing import Any, Self
 
 from transformers import PreTrainedModel
@@ -23,7 +22,6 @@ from transformers import PreTrainedModel
 from weir.errors import WeirError
 from weir.policies import Policy
 from weir.serve.messages import Message
-from weir.serve.sessions.database import fetch_all, fetch_one
 from weir.serve.sessions.memory_store import MemoryStore
 from weir.serve.sessions.records import (
     DISK_FULL,
@@ -88,12 +86,7 @@ class SQLiteStore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -112,11 +105,7 @@ class SQLiteStore:
         return self.checkpoints.load(node)
 
     def check_room(self, turns: int) -> None:
-        """Refuse turns that could not be kept, before they are answered; drops old ones if it may.
-
-        Raises:
-            StorageFull: there is no room for so many turns, and none go on in memory.
-        """
+        """Refuse turns that could not be kept, before they are answered; may drop old ones."""
         full = not self.checkpoints.make_room(turns * self._turn_bytes, self._keep)
         if full and not self._was_full:
             more = f"; up to {self._keep} turns go on in memory" if self._keep else ""
@@ -145,15 +134,11 @@ class SQLiteStore:
         except StorageFull:
             if not self._keep:
                 raise
-            self._memory.save(checkpoint, record, lambda error: None)
+            self._memory.save(checkpoint, record)
 
     def _write_remembered(self, *more: tuple[Checkpoint, TurnRecord]) -> None:
-        """Write the turns that went on in memory, the oldest first, and then more.
-
-        Raises:
-            WeirError: the disk refuses; what is not written stays in memory.
-        """
-        with self.checkpoints.exclusive():
+        """Write the turns that went on in memory, the oldest first, and then more."""
+        with self.checkpoints.exclusive:
             for checkpoint, record in [*self._memory.turns(), *more]:
                 added = [(record.node, checkpoint)]
                 with self.checkpoints.adding(added, "one turn") as db:
@@ -176,7 +161,7 @@ class SQLiteStore:
 
     def drop(self, node: str) -> None:
         """Delete a turn, if there is one of that name."""
-        with self.checkpoints.exclusive():
+        with self.checkpoints.exclusive:
             self._memory.drop(node)
             self.checkpoints.delete([node])
 
@@ -201,19 +186,17 @@ class SQLiteStore:
             return [*before, *near] if before and before[-1].end == near[0].start else near
         if not _is_text(owner, node):
             return []
-        with self.checkpoints.reading() as db:
-            found = fetch_all(
-                db,
-                "WITH RECURSIVE line (node, parent, seen, ids) AS (SELECT node, parent, seen, ids "
-                "FROM records WHERE node = ?1 AND owner = ?2 UNION ALL SELECT records.node, "
-                "records.parent, records.seen, records.ids FROM records JOIN line "
-                "ON records.node = line.parent AND records.owner = ?2 "
-                "AND records.seen = line.seen - length(line.ids) / 4 AND records.seen < line.seen) "
-                "SELECT node, seen, ids FROM line ORDER BY seen",
-                node,
-                owner,
-            )
-        return [TurnTokens(row["node"], row["seen"], row["ids"]) for row in found]
+        found = self.checkpoints.db.query(
+            "WITH RECURSIVE line (node, parent, seen, ids) AS (SELECT node, parent, seen, ids "
+            "FROM records WHERE node = ?1 AND owner = ?2 UNION ALL SELECT records.node, "
+            "records.parent, records.seen, records.ids FROM records JOIN line "
+            "ON records.node = line.parent AND records.owner = ?2 "
+            "AND records.seen = line.seen - length(line.ids) / 4 AND records.seen < line.seen) "
+            "SELECT node, seen, ids FROM line ORDER BY seen",
+            node,
+            owner,
+        )
+        return [TurnTokens(*row) for row in found]
 
     def get_session(self, owner: str, session: str) -> SessionSummary | None:
         """A session of the owner's."""
@@ -234,62 +217,43 @@ class SQLiteStore:
         """The turns of a session that are kept, in the order they came."""
         if not _is_text(owner, session):
             return []
-        with self.checkpoints.reading() as db:
-            found = fetch_all(
-                db,
-                f"SELECT {_COLUMNS} FROM records JOIN (SELECT node AS member, number AS place FROM "
-                "members WHERE owner = ? AND session = ?) ON member = node ORDER BY place",
-                owner,
-                session,
-            )
+        found = self.checkpoints.db.query(
+            f"SELECT {_COLUMNS} FROM records JOIN (SELECT node AS member, number AS place FROM "
+            "members WHERE owner = ? AND session = ?) ON member = node ORDER BY place",
+            owner,
+            session,
+        )
         return [*map(_read, found), *self._memory.list_turns(owner, session)]
 
     def _record(self, where: str, *values: str) -> TurnRecord | None:
         """The newest record that satisfies an SQL condition."""
         if not _is_text(*values):
             return None
-        with self.checkpoints.reading() as db:
-            row = fetch_one(
-                db,
-                f"SELECT {_COLUMNS} FROM records WHERE {where} ORDER BY number DESC LIMIT 1",
-                *values,
-            )
-        return None if row is None else _read(row)
+        rows = self.checkpoints.db.query(
+            f"SELECT {_COLUMNS} FROM records WHERE {where} ORDER BY number DESC LIMIT 1", *values
+        )
+        return _read(rows[0]) if rows else None
 
     def _summaries(self, where: str, *values: str) -> list[SessionSummary]:
         """Sessions that satisfy an SQL condition; their messages are not read."""
         if not _is_text(*values):
             return []
         uses = json.dumps(self.checkpoints.unwritten_uses())
-        with self.checkpoints.reading() as db:
-            found = fetch_all(
-                db,
-                "WITH own AS (SELECT session, count(*) AS turns, max(members.number) AS newest, "
-                "min(members.number) AS oldest, max(max(used, coalesce(uses.value, 0))) AS used "
-                "FROM members JOIN nodes ON name = node LEFT JOIN json_each(?) AS uses ON "
-                f"uses.key = node WHERE {where} GROUP BY session) "
-                "SELECT own.session, turns, head.node AS head, head.seen, head.usage, "
-                "head.topic, head.created AS used, begin.created AS created FROM own "
-                "JOIN members AS late ON late.number = newest "
-                "JOIN records AS head ON head.node = late.node "
-                "JOIN members AS early ON early.number = oldest "
-                "JOIN records AS begin ON begin.node = early.node ORDER BY own.used",
-                uses,
-                *values,
-            )
-        return [
-            SessionSummary(
-                row["session"],
-                row["head"],
-                row["turns"],
-                created=row["created"],
-                used=row["used"],
-                seen=row["seen"],
-                usage=json.loads(row["usage"]),
-                topic=row["topic"],
-            )
-            for row in found
-        ]
+        found = self.checkpoints.db.query(
+            "WITH own AS (SELECT session, count(*) AS turns, max(members.number) AS newest, "
+            "min(members.number) AS oldest, max(max(used, coalesce(uses.value, 0))) AS used "
+            "FROM members JOIN nodes ON name = node LEFT JOIN json_each(?) AS uses ON "
+            f"uses.key = node WHERE {where} GROUP BY session) "
+            "SELECT own.session AS id, head.node AS head, turns, begin.created AS created, "
+            "head.created AS used, head.seen, head.usage, head.topic FROM own "
+            "JOIN members AS late ON late.number = newest "
+            "JOIN records AS head ON head.node = late.node "
+            "JOIN members AS early ON early.number = oldest "
+            "JOIN records AS begin ON begin.node = early.node ORDER BY own.used",
+            uses,
+            *values,
+        )
+        return [SessionSummary(**{**row, "usage": json.loads(row["usage"])}) for row in found]
 
     # --- sessions that exist
 
@@ -300,19 +264,16 @@ class SQLiteStore:
         self._write_remembered()
         try:
             with self.checkpoints.changing() as db:
-                path = fetch_all(
-                    db,
+                path = db.execute(
                     "WITH RECURSIVE above (ancestor) AS (VALUES (?) UNION SELECT parent FROM "
                     "records JOIN above ON node = ancestor WHERE owner = ?) SELECT node FROM "
                     "records JOIN above ON node = ancestor WHERE owner = ? ORDER BY number",
-                    node,
-                    owner,
-                    owner,
-                )
+                    (node, owner, owner),
+                ).fetchall()
                 if not path:
                     raise WeirError("there is no such turn")
                 taken = "SELECT 1 FROM members WHERE owner = ? AND session = ?"
-                if fetch_one(db, taken, owner, session) is not None:
+                if db.execute(taken, (owner, session)).fetchone() is not None:
                     raise NameTaken("there is a session of this name already")
                 for row in path:
                     _join(db, owner, session, row["node"])
@@ -327,17 +288,15 @@ class SQLiteStore:
         """Take turns out of a session; those that are in no other are deleted and returned."""
         if not _is_text(owner, session, *nodes):
             return []
-        with self.checkpoints.exclusive():
-            with self.checkpoints.reading() as db:
-                found = fetch_all(
-                    db,
-                    "SELECT node, (SELECT count(*) FROM members AS m WHERE m.node = members.node) "
-                    "AS places FROM members WHERE owner = ? AND session = ? AND node IN "
-                    "(SELECT value FROM json_each(?))",
-                    owner,
-                    session,
-                    json.dumps(sorted(nodes)),
-                )
+        with self.checkpoints.exclusive:
+            found = self.checkpoints.db.query(
+                "SELECT node, (SELECT count(*) FROM members AS m WHERE m.node = members.node) "
+                "AS places FROM members WHERE owner = ? AND session = ? AND node IN "
+                "(SELECT value FROM json_each(?))",
+                owner,
+                session,
+                json.dumps(sorted(nodes)),
+            )
             gone = [row["node"] for row in found if row["places"] == 1]
             shared = json.dumps([row["node"] for row in found if row["places"] > 1])
             gone += self._memory.remove_turns(owner, session, nodes)
@@ -407,11 +366,7 @@ def _read(row: sqlite3.Row) -> TurnRecord:
 
 
 def _check_names(record: TurnRecord) -> None:
-    """Refuse names that SQLite cannot store.
-
-    Raises:
-        WeirError: the session's name has lone surrogates.
-    """
+    """Refuse names that SQLite cannot store."""
     if not _is_text(record.owner, record.session, record.node, record.parent or ""):
         raise WeirError(NO_TEXT)
 

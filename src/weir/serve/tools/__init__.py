@@ -1,6 +1,15 @@
 """Calls of a client's functions: how models write them, and how they are constrained and parsed."""
 
-from weir.serve.tools.formats import HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, CallFormat, format_of
+from weir.serve.tools.formats import (
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    MISTRAL_ARGS,
+    CallFormat,
+    Tool,
+    describe_tools,
+    format_of,
+)
 from weir.serve.tools.parser import (
     AnswerPart,
     CallEnd,
@@ -10,7 +19,6 @@ from weir.serve.tools.parser import (
     join_parts,
     read_calls,
 )
-from weir.serve.tools.tool import Tool, describe_tools
 
 __all__ = [
     "HERMES",

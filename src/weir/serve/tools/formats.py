@@ -1,6 +1,6 @@
-"""The formats in which models write tool calls, and the detection of a model's own.
+"""Tools, the formats in which models write calls of them, and the detection of a model's own.
 
-It is read off the chat template, which is what the model saw in training. Where that takes no
+A format is read off the chat template, which is what the model saw in training. Where that takes no
 tools, or there is none, a system message asks for calls in the first of these formats.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,39 @@ from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError
 from weir.serve.messages import Call, Message
-from weir.serve.tools.tool import Tool
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function.
+
+    Attributes:
+        name: letters, digits, `_` and `-`.
+        parameters: a JSON schema of an object; None where it takes nothing.
+        strict: refuse a schema of which some keyword cannot be enforced.
+    """
+
+    name: str
+    description: str | None = None
+    parameters: Mapping[str, Any] | None = None
+    strict: bool = False
+
+    @property
+    def schema(self) -> Mapping[str, Any]:
+        """The JSON schema of the arguments of a call."""
+        nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+        return nothing if self.parameters is None else self.parameters
+
+    def for_template(self) -> dict[str, Any]:
+        """The tool as chat templates take it, and as clients send it."""
+        description = {} if self.description is None else {"description": self.description}
+        function = {"name": self.name, **description, "parameters": self.schema}
+        return {"type": "function", "function": function}
+
+
+def describe_tools(tools: Iterable[Tool]) -> str:
+    """One text with all that is said of tools, to compare or hash."""
+    return "\n".join(json.dumps(tool.for_template()) for tool in tools)
 
 
 @dataclass(frozen=True)

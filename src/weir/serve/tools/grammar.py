@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from weir.serve.structured import ONE_SPACE, add_guidance
-from weir.serve.tools.formats import CallFormat
-from weir.serve.tools.tool import Tool
+from weir.serve.tools.formats import CallFormat, Tool
 
 CallMode = Literal["none", "auto", "required"]
 

@@ -11,8 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from weir.serve.messages import Call, Message
-from weir.serve.tools.formats import CallFormat
-from weir.serve.tools.tool import Tool
+from weir.serve.tools.formats import CallFormat, Tool
 from weir.stream import count_stop_prefix
 
 

@@ -61,6 +61,12 @@ class Strict(BaseModel):
         return {name: value[name] for name in value if name in known or name in unknown}
 
 
+class Lenient(BaseModel):
+    """An object whose unknown fields are ignored, so that what was received can be sent back."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
 def _list_allowed(schema: dict[str, Any], kind: type[BaseModel]) -> None:
     """Add the allowed values of unsupported fields to a JSON schema."""
     assert issubclass(kind, KnownFields)

@@ -9,18 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    StringConstraints,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, StringConstraints, ValidationInfo, field_validator, model_validator
 
 from weir.serve.api.schemas.base import (
     KnownFields,
+    Lenient,
     ListOf,
     Strict,
     Whole,
@@ -45,19 +38,15 @@ Token = Annotated[Whole, Field(ge=0, lt=2**31)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
 
-class TextPart(BaseModel):
+class TextPart(Lenient):
     """Text content of a message."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(Lenient):
     """A message of the conversation. Unknown fields are ignored."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | ListOf[TextPart] | None = None

@@ -6,17 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    StringConstraints,
-    Tag,
-    model_validator,
-)
+from pydantic import BaseModel, Discriminator, Field, StringConstraints, Tag, model_validator
 
-from weir.serve.api.schemas.base import Arguments, ListOf, Name, Strict, unsupported
+from weir.serve.api.schemas.base import Arguments, Lenient, ListOf, Name, Strict, unsupported
 from weir.serve.tools import Tool
 from weir.serve.tools.grammar import CallMode
 
@@ -168,19 +160,15 @@ class ToolOffer:
     choice_param: str = "tool_choice"
 
 
-class CalledFunction(BaseModel):
+class CalledFunction(Lenient):
     """The function and the arguments of a tool call."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
     name: Name
     arguments: Arguments
 
 
-class ToolCall(BaseModel):
+class ToolCall(Lenient):
     """A tool call that the model has made."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
     id: Annotated[str, StringConstraints(min_length=1, max_length=256)]
     type: Literal["function"] = "function"

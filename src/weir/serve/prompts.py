@@ -1,4 +1,4 @@
-"""Prefix match: finds the saved turn that a history continues, so that only new messages are fed.
+"""From messages to a prompt: the saved turn that they continue, and the tokens after it.
 
 Knows nothing about engines, rows or HTTP.
 """
@@ -9,14 +9,17 @@ import hashlib
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError, quote
+from weir.models import ModelSink
 from weir.serve.limits import Limits
 from weir.serve.messages import Message, hash_prefixes
-from weir.serve.rendering import PromptRenderer
 from weir.serve.sessions import AcquireLease, SessionLease, SessionStore, TurnRecord
-from weir.serve.tools import Tool, describe_tools
-from weir.stream import PromptTooLong
+from weir.serve.tools import CallFormat, Tool, describe_tools, format_of
+from weir.stream import ChatTemplate, PromptEncoder, PromptTooLong
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,7 @@ class Prompt:
     """The tokens that a request feeds to the model, and the turn that they continue.
 
     Attributes:
+        ids: what is fed, one token or more.
         owner: hash of the client's key; empty where the server needs none.
         parent: the saved turn that they continue; None at the beginning of a stream.
         session: the session that the new turn belongs to; None if it is not saved.
@@ -32,8 +36,8 @@ class Prompt:
         header: how many at the end of `ids` are the header of the answer.
     """
 
-    owner: str
     ids: list[int]
+    owner: str = ""
     parent: TurnRecord | None = None
     session: str | None = None
     hash: str = ""
@@ -51,6 +55,114 @@ class Prompt:
     def length(self) -> int:
         """Tokens of everything before the answer."""
         return len(self.ids) + (0 if self.parent is None else self.parent.seen)
+
+    def release(self) -> None:
+        """Release the lease on its session."""
+        if self.lease is not None:
+            self.lease.release()
+
+
+class PromptRenderer:
+    """Renders messages for one model. Called from any thread.
+
+    Args:
+        most: tokens that a prompt may have; None for any number.
+
+    Raises:
+        WeirError: the model's chat template fails, or does not come to an end.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_ids: frozenset[int],
+        sink: ModelSink,
+        most: int | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._encoder = PromptEncoder(tokenizer, most)
+        self._template = ChatTemplate(tokenizer, stop_ids, encoder=self._encoder)
+        self._sink = sink
+        try:
+            self._call_format: CallFormat | WeirError = format_of(tokenizer)
+        except WeirError as error:
+            self._call_format = error
+        # A tokenizer prints its warning about padding in the first call: now, before any thread.
+        tokenizer("x")
+        self._template.header([])  # a template that is broken is better known now
+
+    @property
+    def is_line_based(self) -> bool:
+        """Whether a message is a line of its own: the model has no chat template."""
+        return not self._template.templated
+
+    @property
+    def call_format(self) -> CallFormat:
+        """The format in which the model writes tool calls.
+
+        Raises:
+            WeirError: it is not known.
+        """
+        if isinstance(self._call_format, WeirError):
+            raise WeirError(str(self._call_format))
+        return self._call_format
+
+    @property
+    def call_tokens(self) -> dict[str, int]:
+        """The texts around a call that are special tokens, with their ids."""
+        known = self._tokenizer.added_tokens_decoder.items()
+        special = {token.content: number for number, token in known if token.special}
+        form = self.call_format
+        around = (form.trigger, form.between, form.close)
+        return {text: special[text] for text in around if text in special}
+
+    def render_text(self, text: str) -> list[int]:
+        """Tokenize a text as it is."""
+        return self._sink.first(self._encoder.encode(text, special=True))
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Prompt:
+        """Render a conversation from its beginning.
+
+        Raises:
+            WeirError: the template refuses it.
+        """
+        rendered, described = self._for_template(messages, tools)
+        template = self._template.with_tools(described)
+        ids = template.whole(rendered)
+        beginning, header = template.beginning(rendered, ids), self._template.header(ids)
+        with_sink = self._sink.first(ids)
+        beginning += len(with_sink) - len(ids)
+        return Prompt(with_sink, beginning=beginning, header=header)
+
+    def render_next(
+        self, messages: Sequence[Message], last: int, tools: Sequence[Tool]
+    ) -> Prompt | None:
+        """Render what follows an answer.
+
+        Args:
+            last: the last token of the answer.
+
+        Returns:
+            None if the template cannot render these messages without those before.
+        """
+        # Where a system message describes the tools, that was said at the beginning.
+        in_template = isinstance(self._call_format, CallFormat) and self._call_format.in_template
+        rendered, described = self._for_template(messages, tools if in_template else ())
+        try:
+            ids = self._template.with_tools(described).after(rendered, last)
+            return Prompt(ids, header=self._template.header(ids)) if ids else None
+        except PromptTooLong:
+            raise
+        except WeirError:
+            return None  # the template looks at more of the history than is here
+
+    def _for_template(
+        self, messages: Sequence[Message], tools: Sequence[Tool]
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Messages and tools as the template takes them."""
+        if isinstance(self._call_format, WeirError):
+            return [message.for_template() for message in messages], []
+        return self._call_format.for_template(messages, tools)
 
 
 class PromptMatcher:
@@ -103,14 +215,12 @@ class PromptMatcher:
                 return prompt
         rendered = self._renderer.render(messages, tools)
         return self._check(
-            Prompt(
-                owner,
-                rendered.ids,
+            replace(
+                rendered,
+                owner=owner,
                 session=session or f"sess_{secrets.token_hex(16)}",
                 hash=hashes[-1],
                 messages=tuple(messages),
-                beginning=rendered.beginning,
-                header=rendered.header,
             )
         )
 
@@ -143,14 +253,13 @@ class PromptMatcher:
         if rendered is None:
             return None
         return self._check(
-            Prompt(
-                parent.owner,
-                rendered.ids,
+            replace(
+                rendered,
+                owner=parent.owner,
                 parent=parent,
                 session=session or parent.session,
                 hash=hash_prefixes(parent.chain, messages)[-1],
                 messages=tuple(messages),
-                header=rendered.header,
             )
         )
 
@@ -162,12 +271,12 @@ class PromptMatcher:
             WeirError: a token is out of range, or there are none.
         """
         if isinstance(text, str):
-            return self._check(Prompt(owner, self._renderer.render_text(text)))
+            return self._check(Prompt(self._renderer.render_text(text), owner))
         wrong = next((token for token in text if not 0 <= token < self._vocabulary), None)
         if wrong is not None:
             last = self._vocabulary - 1
             raise WeirError(f"token {quote(wrong)} does not exist; ids are 0 to {last}")
-        return self._check(Prompt(owner, list(text)))
+        return self._check(Prompt(list(text), owner))
 
     def _check(self, prompt: Prompt) -> Prompt:
         """Refuse a prompt without tokens or with too many; take the lease on its session."""

@@ -1,15 +1,21 @@
-"""Grammars that answers are held to, compiled and matched by llguidance.
+"""Structured output: grammars that answers are held to, compiled and matched by llguidance.
 
-A grammar is compiled in the thread that asks for it, and each answer has a matcher of its own.
+A grammar is compiled in the thread that asks for it, and each answer has a matcher of its own. The
+compiler bounds most of its own work, but not nested repetitions in a pattern, nor automata that
+count multiples: their cost grows with the numbers in a client's schema, which are bounded here.
 Knows nothing about HTTP or rows.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from decimal import Decimal
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,8 +26,7 @@ from llguidance.numpy import fill_next_token_bitmask
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from weir.errors import shorten
-from weir.serve.structured.schema_limits import BadSchema, check_schema
+from weir.errors import WeirError, quote, shorten
 
 ANY_SPACE = r"( |\n( {0,8}|\t{0,4}))"
 """White space between two tokens of JSON: a space, or a line end and an indent.
@@ -38,6 +43,20 @@ _LIMITS = LLParserLimits(
     max_grammar_size=100_000,
     verbose_errors=False,
 )
+MAX_BYTES = 65_536
+"""Size of a schema, written as JSON."""
+MAX_DEPTH = 48
+"""Levels of nested lists and objects."""
+MAX_PATTERN = 2000
+"""Characters of all patterns together, repetitions written out."""
+MAX_MULTIPLE = 2000
+"""The least common multiple of the digits of all `multipleOf`."""
+
+_TIMES = re.compile(r"\{(\d*),?(\d*)\}")
+
+
+class BadSchema(WeirError):
+    """A JSON schema or grammar that answers cannot be held to."""
 
 
 class GrammarCompiler:
@@ -52,7 +71,9 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._cached: LLTokenizer | None = None
 
-    def compile_schema(self, schema: Mapping[str, Any], *, strict: bool) -> CompiledGrammar:
+    def compile_schema(
+        self, schema: Mapping[str, Any], *, strict: bool
+    ) -> Callable[[], GrammarConstraint]:
         """Compile a JSON schema.
 
         Args:
@@ -67,15 +88,15 @@ class GrammarCompiler:
 
     def compile(
         self, grammar: Mapping[str, Any], *, stop_when_complete: bool = True
-    ) -> CompiledGrammar:
+    ) -> Callable[[], GrammarConstraint]:
         """Compile a grammar.
 
         Args:
             stop_when_complete: where the model has no token that ends an answer, end it as soon as
                 the grammar accepts it.
 
-        Raises:
-            BadSchema: it is no grammar, or too large.
+        Returns:
+            Makes the constraint of one answer.
         """
         with self._lock:  # one at a time, so that clients' grammars take up one thread at most
             began = time.thread_time()
@@ -90,7 +111,7 @@ class GrammarCompiler:
                 raise BadSchema("it is too complex")
         tokens = max(self._size, self._tokens().vocab_size)
         eager = stop_when_complete and not self._stop_ids
-        return CompiledGrammar(matcher, self._size, tokens, eager=eager)
+        return partial(GrammarConstraint, matcher, self._size, tokens, eager=eager)
 
     def _tokens(self) -> LLTokenizer:
         """The tokenizer as llguidance has it, made when it is first needed: that takes a second."""
@@ -107,35 +128,17 @@ class GrammarCompiler:
         return self._cached
 
 
-class CompiledGrammar:
-    """A compiled grammar.
+class GrammarConstraint:
+    """The constraint of one answer (`weir.serve.engine.Constraint`).
 
     Args:
-        tokens: number of tokens that the matcher knows, which may be larger.
-        eager: whether an answer is done as soon as the grammar accepts it.
+        matcher: of the grammar, at its start; it is copied.
+        tokens: number of tokens that the matcher knows, which may be larger than `size`.
+        eager: whether the answer is done as soon as the grammar accepts it.
     """
 
     def __init__(self, matcher: LLMatcher, size: int, tokens: int, *, eager: bool) -> None:
-        self._matcher = matcher
-        self._size = size
-        self._tokens = tokens
-        self._eager = eager
-
-    def constraint(self) -> GrammarConstraint:
-        """A constraint for one answer."""
-        return GrammarConstraint(
-            self._matcher.deep_copy(),
-            self._size,
-            self._tokens,
-            eager=self._eager,
-        )
-
-
-class GrammarConstraint:
-    """The constraint of one answer (`weir.serve.Constraint`)."""
-
-    def __init__(self, matcher: LLMatcher, size: int, tokens: int, *, eager: bool) -> None:
-        self._matcher = matcher
+        self._matcher = matcher.deep_copy()
         self._size = size
         self._eager = eager
         self._bits = np.zeros((1, -(-tokens // 32)), np.int32)
@@ -161,11 +164,7 @@ class GrammarConstraint:
         return logits.masked_fill_(torch.from_numpy(bits == 0), -torch.inf)
 
     def accept(self, token: int) -> None:
-        """Advance by a token.
-
-        Raises:
-            BadSchema: it may not come next.
-        """
+        """Advance by a token."""
         self._matcher.consume_token(token)
         self._check()
 
@@ -196,3 +195,101 @@ def add_guidance(schema: Mapping[str, Any], spaces: str, *, strict: bool) -> dic
     """
     options = {"whitespace_pattern": spaces, "lenient": not strict}
     return {**schema, "x-guidance": options}
+
+
+def check_schema(schema: Any) -> None:
+    """Check that a schema can be compiled in bounded time.
+
+    Raises:
+        BadSchema: it is too large, too deep, repeats too much, or is no JSON.
+    """
+    if _depth(schema) > MAX_DEPTH:
+        raise BadSchema(f"it is nested deeper than {MAX_DEPTH} levels")
+    try:
+        size = len(json.dumps(schema, allow_nan=False))
+    except (ValueError, TypeError):
+        raise BadSchema("it has numbers that JSON does not have") from None
+    if size > MAX_BYTES:
+        raise BadSchema(f"it has {size:,} bytes, and may have {MAX_BYTES:,}")
+    weight, multiple = 0, 1
+    for node in _objects(schema):
+        patterns = [node.get("pattern")]
+        by_name = node.get("patternProperties")
+        patterns += list(by_name) if isinstance(by_name, dict) else []
+        weight += sum(_weight(pattern) for pattern in patterns if isinstance(pattern, str))
+        multiple = math.lcm(multiple, _digits(node.get("multipleOf")))
+        if weight > MAX_PATTERN:
+            raise BadSchema(f"its patterns repeat more than {MAX_PATTERN:,} characters")
+        if multiple > MAX_MULTIPLE:
+            raise BadSchema(f"numbers cannot be held to multiples of {multiple:,}")
+
+
+def _depth(value: Any) -> int:
+    """The number of levels of nested lists and objects, counted to just above the limit."""
+    level, depth = [value], 0
+    while level and depth <= MAX_DEPTH:
+        below: list[Any] = []
+        for one in level:
+            below += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+        level, depth = below, depth + bool(below)
+    return depth
+
+
+def _objects(schema: Any) -> Iterator[dict[str, Any]]:
+    """All objects in a schema, at any level."""
+    if isinstance(schema, dict):
+        yield schema
+    if isinstance(schema, dict | list):
+        for below in schema.values() if isinstance(schema, dict) else schema:
+            yield from _objects(below)
+
+
+def _digits(multiple: Any) -> int:
+    """The digits of a `multipleOf`: 25 for 0.25; 1 for anything that is no number."""
+    if isinstance(multiple, bool) or not isinstance(multiple, int | float) or not multiple:
+        return 1
+    digits = Decimal(str(multiple)).normalize().as_tuple()
+    above = digits.exponent if isinstance(digits.exponent, int) else 0
+    if above > 9:
+        raise BadSchema(f"numbers cannot be held to multiples of {quote(multiple)}")
+    return int("".join(map(str, digits.digits))) * 10 ** max(0, above)
+
+
+def _weight(pattern: str) -> int:
+    """Characters of a pattern with its repetitions written out.
+
+    An unbounded repetition counts once, since it needs no copies.
+    """
+    open_groups, group, last = [], 0, 0  # weights: of outer groups, this group, its last part
+    at = 0
+    while at < len(pattern):
+        char = pattern[at]
+        times = _TIMES.match(pattern, at)
+        if times:
+            often = max((int(number[:9]) for number in times.groups() if number), default=1)
+            group += last * (max(often, 1) - 1)
+            last *= max(often, 1)
+            at = times.end()
+            continue
+        if char == "(":
+            open_groups.append(group)
+            group = last = 0
+        elif char == ")":
+            last, group = group, group + (open_groups.pop() if open_groups else 0)
+        elif char == "[":
+            at = _end_of_class(pattern, at)
+            last, group = 1, group + 1
+        else:
+            at += char == "\\"
+            last, group = 1, group + 1
+        at += 1
+    return group + sum(open_groups)
+
+
+def _end_of_class(pattern: str, at: int) -> int:
+    """The index of the `]` that ends a character class starting here."""
+    end = at + 1 + pattern.startswith("[^", at)
+    end += pattern.startswith("]", end)
+    while end < len(pattern) and pattern[end] != "]":
+        end += 1 + (pattern[end] == "\\")
+    return end

@@ -1,0 +1,148 @@
+"""What routes depend on: the owner of a request, by its key, the engine's client, a page of a list.
+
+Of keys only hashes are known, and they are compared in constant time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from fastapi import Depends, Query, Request
+
+from weir.errors import WeirError
+from weir.serve.api.errors import APIError, not_found
+from weir.serve.client import EngineClient
+from weir.serve.sessions import Item
+
+
+class Keys:
+    """The keys that a server takes.
+
+    Args:
+        hashes: SHA-256 of each key, in hexadecimal; none where no key is needed.
+    """
+
+    def __init__(self, hashes: Iterable[str] = ()) -> None:
+        self.hashes = tuple(digest.lower() for digest in hashes)
+
+    def __len__(self) -> int:
+        return len(self.hashes)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Keys:
+        """Read keys from a file: a hash at the start of each line; `#` starts a comment.
+
+        Raises:
+            WeirError: the file cannot be read, has no key, or a line that is no hash.
+        """
+        try:
+            text = Path(path).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise WeirError(f"cannot read the keys in {path}: {error}") from None
+        hashes = []
+        for number, line in enumerate(text.splitlines(), 1):
+            words = line.partition("#")[0].split()
+            if not words:
+                continue
+            digest = words[0].removeprefix("sha256:").lower()
+            if len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
+                raise WeirError(
+                    f"line {number} of {path} is no SHA-256 of a key; keys themselves do not "
+                    "belong there"
+                )
+            hashes.append(digest)
+        if not hashes:
+            raise WeirError(f"{path} has no keys; leave --keys out to serve without any")
+        return cls(hashes)
+
+    def owner_of(self, key: str) -> str | None:
+        """The owner with a key, which is the key's hash; None if the key is wrong.
+
+        Compares with all hashes, each in constant time.
+        """
+        digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
+        found = None
+        for known in self.hashes:
+            if hmac.compare_digest(known, digest):
+                found = known
+        return found
+
+
+async def authorize(request: Request) -> str:
+    """The owner of a request.
+
+    Raises:
+        APIError: the key is missing or wrong.
+    """
+    keys: Keys = request.app.state.keys
+    if not keys:
+        return ""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    owner = keys.owner_of(key.strip()) if scheme.lower() == "bearer" else None
+    if owner is None:
+        raise APIError(
+            401,
+            "a key is needed that this server knows: Authorization: Bearer KEY",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+    return owner
+
+
+async def find_client(request: Request) -> EngineClient:
+    """The client of the engine that the application serves."""
+    client: EngineClient = request.app.state.client
+    return client
+
+
+Owner = Annotated[str, Depends(authorize)]
+Client = Annotated[EngineClient, Depends(find_client)]
+
+
+@dataclass(frozen=True)
+class PageQuery:
+    """The page of a list that a client asks for; a dependency of routes.
+
+    Attributes:
+        after: id of the item before the page.
+        limit: number of items.
+        order: oldest or newest first.
+        include: further fields; there are none.
+    """
+
+    after: Annotated[str | None, Query()] = None
+    limit: Annotated[int, Query(ge=1, le=100)] = 20
+    order: Annotated[Literal["asc", "desc"], Query()] = "desc"
+    include: Annotated[list[str] | None, Query(alias="include[]")] = None
+
+    what: ClassVar[str] = "item"
+
+    def cut(self, items: Sequence[Item]) -> list[Item]:
+        """Cut the page from items in oldest-first order, plus one more if there is one."""
+        wanted = list(items) if self.order == "asc" else list(reversed(items))
+        if self.after is not None:
+            at = next((n for n, item in enumerate(wanted) if item["id"] == self.after), None)
+            if at is None:
+                raise not_found(self.what)
+            wanted = wanted[at + 1 :]
+        return wanted[: self.limit + 1]
+
+    def to_json(self, found: Sequence[Item]) -> dict[str, Any]:
+        """The page as JSON, from its items plus one more if there is one."""
+        return list_object(found[: self.limit], more=len(found) > self.limit)
+
+
+def list_object(items: Sequence[Item], *, more: bool = False) -> dict[str, Any]:
+    """Items as a JSON list object; `more` says whether others follow."""
+    return {
+        "object": "list",
+        "data": list(items),
+        "first_id": items[0]["id"] if items else None,
+        "last_id": items[-1]["id"] if items else None,
+        "has_more": more,
+    }
