@@ -24,7 +24,7 @@ from weir.serve.api.errors import APIError
 from weir.serve.api.requests import LARGE, MAX_NODES, NodeCounter
 from weir.serve.api.schemas.chat import ChatBody, TextBody
 from weir.serve.api.schemas.responses import ConversationBody, ResponseBody
-from weir.stream import chat_template, encoding
+from weir.stream import chat_template
 
 LIMITS = Limits(body=2_000_000, bodies=3_000_000, prompt=400, answer=10, reading=2)
 CHAT = "/v1/chat/completions"
@@ -220,7 +220,7 @@ def test_a_stall_is_a_line_in_the_log(caplog, monkeypatch):
 
 def test_long_texts_leave_threads_to_short_ones(server, monkeypatch):
     encoder = server.engine_client.renderer._encoder
-    monkeypatch.setattr(encoding, "PIECE", 200)
+    monkeypatch.setattr(chat_template, "PIECE", 200)
     with encoder._one_piece:  # long texts wait
         bodies = [{**CHAT_BODY, "messages": [{**USER, "content": "x" * 300}]}] * 20
         with ThreadPoolExecutor(20) as pool:
