@@ -47,6 +47,7 @@ _KERNELS = {
     ("numba", "quantize_int8"): ("weir.kernels.cpu.int8_codec", "quantize_int8"),
     ("numba", "linear"): ("weir.kernels.cpu.linear", "linear"),
     ("numba", "linear_int8"): ("weir.kernels.cpu.linear", "linear_int8"),
+    ("numba", "linear_blocks"): ("weir.kernels.cpu.linear_blocks", "linear_blocks"),
     ("triton", "walk"): ("weir.kernels.gpu.walk", "walk"),
     ("triton", "decode"): ("weir.kernels.gpu.decode", "decode"),
     ("triton", "decode_quantized"): ("weir.kernels.gpu.decode_quantized", "decode_quantized"),
@@ -180,6 +181,20 @@ def linear_int8(device: torch.device) -> Callable[..., Any] | None:
     return _kernel(_library(device), "linear_int8")
 
 
+def linear_blocks(x: torch.Tensor) -> Callable[..., Any] | None:
+    """The kernel for products with weights in GGUF's blocks (see
+    `weir.kernels.cpu.linear_blocks`); None where the weight is written out for each.
+
+    Args:
+        x: what is multiplied.
+    """
+    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
+        return None
+    if x.requires_grad or is_compiling():
+        return None
+    return _kernel(_library(x.device), "linear_blocks")
+
+
 def is_compiling() -> bool:
     """Whether PyTorch compiles, traces, intercepts or transforms (`torch.vmap`) the operations.
 
@@ -255,5 +270,5 @@ def _kernel(library: str, name: str) -> Callable[..., Any] | None:
     module, function = _KERNELS[library, name]
     try:
         return getattr(import_module(module), function)
-    except ImportError:  # installed, but not for this Python, NumPy or PyTorch
+    except ImportError:  # installed, but not for this Python, NumPy, PyTorch or processor
         return None
