@@ -45,6 +45,8 @@ _KERNELS = {
     ("numba", "rotate_keys"): ("weir.kernels.cpu.rotation", "rotate_keys"),
     ("numba", "dequantize_int8"): ("weir.kernels.cpu.int8_codec", "dequantize_int8"),
     ("numba", "quantize_int8"): ("weir.kernels.cpu.int8_codec", "quantize_int8"),
+    ("numba", "dequantize_int4"): ("weir.kernels.cpu.int4_codec", "dequantize_int4"),
+    ("numba", "quantize_int4"): ("weir.kernels.cpu.int4_codec", "quantize_int4"),
     ("numba", "linear"): ("weir.kernels.cpu.linear", "linear"),
     ("numba", "linear_int8"): ("weir.kernels.cpu.linear", "linear_int8"),
     ("numba", "linear_blocks"): ("weir.kernels.cpu.linear_blocks", "linear_blocks"),
@@ -153,18 +155,16 @@ def rotate_keys(keys: torch.Tensor) -> Callable[..., Any] | None:
     return _for_floats("rotate_keys", keys)
 
 
-def dequantize_int8(out: torch.Tensor) -> Callable[..., Any] | None:
-    """The kernel that reads vectors of 8 bits into such a tensor (see
-    `weir.kernels.cpu.int8_codec`); None for PyTorch.
+def dequantize(name: str, out: torch.Tensor) -> Callable[..., Any] | None:
+    """The kernel that reads vectors of a format, int8 or int4, into such a tensor (see
+    `weir.kernels.cpu.int8_codec`, `int4_codec`); None for PyTorch.
     """
-    return _for_floats("dequantize_int8", out)
+    return _for_floats(f"dequantize_{name}", out)
 
 
-def quantize_int8(x: torch.Tensor) -> Callable[..., Any] | None:
-    """The kernel that quantizes such vectors to 8 bits (see `weir.kernels.cpu.int8_codec`); None
-    for PyTorch.
-    """
-    return _for_floats("quantize_int8", x)
+def quantize(name: str, x: torch.Tensor) -> Callable[..., Any] | None:
+    """The kernel that quantizes such vectors to a format, int8 or int4; None for PyTorch."""
+    return _for_floats(f"quantize_{name}", x)
 
 
 def linear(device: torch.device) -> Callable[..., Any] | None:

@@ -229,7 +229,7 @@ def fits_blocks(module: nn.Module) -> bool:
 def put_blocks(
     model: PreTrainedModel, names: Iterable[str], kind: str, kinds: Mapping[str, str] | None = None
 ) -> None:
-    """Quantize linear layers, and the embedding if it is the head's table; such a table to 8 bits.
+    """Quantize linear layers, and the embedding if it is the head's table; the head to 8 bits.
 
     Args:
         model: any model.
@@ -247,7 +247,8 @@ def put_blocks(
     for name in names:
         module: Any = model.get_submodule(name)
         shared = table if tied and module is head else None
-        _put(module, shared or Blocks.quantize(module.weight, kinds.get(name, kind)))
+        own = kinds.get(name, "q8_0" if module is head else kind)
+        _put(module, shared or Blocks.quantize(module.weight, own))
 
 
 def stored_formats(model: PreTrainedModel, path: Path) -> dict[str, str]:
