@@ -172,7 +172,7 @@ class _InBlocks(nn.Module):
         raise NotImplementedError
 
     @property
-    def weight(self) -> Tensor:  # type: ignore[override]
+    def weight(self) -> Tensor:
         """The weight written out, in the model's dtype."""
         return write_out(self.codes, self.scales, self._outputs()).to(self.kept_dtype)
 
@@ -191,7 +191,7 @@ class _InBlocks(nn.Module):
         destination[prefix + "weight"] = self.weight
 
 
-class BlockLinear(_InBlocks, nn.Linear):
+class BlockLinear(_InBlocks, nn.Linear):  # type: ignore[override]  # read only
     """Linear layer with a weight in blocks."""
 
     def _outputs(self) -> int:
@@ -209,7 +209,7 @@ class BlockLinear(_InBlocks, nn.Linear):
         return out if self.bias is None else out + self.bias
 
 
-class BlockEmbedding(_InBlocks, nn.Embedding):
+class BlockEmbedding(_InBlocks, nn.Embedding):  # type: ignore[override]  # read only
     """Embedding whose table is in blocks, which it may share with the head."""
 
     def _outputs(self) -> int:

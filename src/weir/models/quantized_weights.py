@@ -87,7 +87,7 @@ def quantize_weights(model: PreTrainedModel, weights: str, path: Path | None = N
     choose_products(model, on=False)  # remove patches that use the old weights
     if weights not in BITS:
         if weights == AS_STORED:
-            put_stored_blocks(model, list(bits), check_stored(path, model.config.name_or_path))
+            put_stored_blocks(model, list(bits), check_stored(path, str(model.config.name_or_path)))
         else:
             put_blocks(model, list(bits), weights)
         warn_without_kernel(model)
@@ -138,7 +138,7 @@ def shrink(skeleton: PreTrainedModel, weights: str, path: Path | None = None) ->
     """
     bits = _bits(skeleton, weights)
     if weights == AS_STORED:
-        stored = stored_formats(skeleton, check_stored(path, skeleton.config.name_or_path))
+        stored = stored_formats(skeleton, check_stored(path, str(skeleton.config.name_or_path)))
         put_blocks(skeleton, list(bits), "q8_0", stored)
     elif weights not in BITS:
         put_blocks(skeleton, list(bits), weights)

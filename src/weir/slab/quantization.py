@@ -259,7 +259,7 @@ def hadamard(x: Tensor) -> Tensor:
 
 def _by_blocks(x: Tensor, matrix: Tensor) -> Tensor:
     """Multiply each block of vectors [..., dim] by a matrix."""
-    return (x.unflatten(-1, (-1, matrix.shape[0])) @ matrix).flatten(-2)
+    return (x.reshape(-1, matrix.shape[0]) @ matrix).view(x.shape)
 
 
 def _transform(x: Tensor) -> Tensor:

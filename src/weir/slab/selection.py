@@ -69,9 +69,7 @@ class AttendedSlots:
     def reads_rotated(self) -> bool:
         """Whether quantized slots are read that are stored rotated."""
         return (
-            self.quantized is not None
-            and self.quantized.format.rotated
-            and self.start < self.first
+            self.quantized is not None and self.quantized.format.rotated and self.start < self.first
         )
 
     def rotated(self) -> AttendedSlots:
@@ -267,9 +265,7 @@ def _in_rotated_space(
     """
     wide = torch.promote_types(queries.dtype, torch.float32)
     rotated, slots = hadamard(queries.to(wide)).to(queries.dtype), slots.rotated()
-    attend = select_attention(
-        rotated, slots, params, bias, causal=causal, observe=observe, by=by
-    )
+    attend = select_attention(rotated, slots, params, bias, causal=causal, observe=observe, by=by)
     found = attend(rotated, slots, params, bias)
     answers = hadamard(found.answers.to(wide)).to(found.answers.dtype)
     return found._replace(answers=answers)
