@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,13 +16,6 @@ from weir.errors import WeirError
 
 if TYPE_CHECKING:
     from weir.serve import Engine
-
-
-class Routing(StrEnum):
-    """How requests find a replica: the last one of their session, or one by the session's hash."""
-
-    leases = "leases"
-    hash = "hash"
 
 
 @command()
@@ -110,9 +102,6 @@ def serve(
         Option(help="Serve from replicas on Ray: local, or host:port of a cluster's head."),
     ] = None,
     replicas: Annotated[int, Option(min=1, help="With --cluster: number of replicas.")] = 2,
-    routing: Annotated[
-        Routing, Option(help="With --cluster: how requests find a replica.")
-    ] = Routing.leases,
     *,
     loading: Loading,
 ) -> None:
@@ -138,7 +127,7 @@ def serve(
     if budget is not None:
         policy = options.with_given_budget(policy or options.DEFAULT, budget)
     if cluster is None:
-        options.say_unused(context, ("replicas", "routing"), "they are for --cluster")
+        options.say_unused(context, ("replicas",), "it is for --cluster")
     if disk is not None and data is None:
         raise WeirError("--disk is for --data: name the folder that may grow so large")
     if cluster is not None and disk is not None:
@@ -203,7 +192,7 @@ def serve(
             )
             with running.joined(cluster):
                 with waiting(f"{replicas} replicas on {cluster}"):
-                    running.deploy(settings, replicas, address, number, routing)
+                    running.deploy(settings, replicas, address, number)
                 say(
                     f"{replicas} replicas of that; ends of turns in {data}, {size(memory.row)} each"
                 )

@@ -1,4 +1,4 @@
-"""Saved sessions: checkpoints and records of turns, responses, archives and leases."""
+"""Saved sessions: checkpoints and records of turns, responses and archives."""
 
 from weir.serve.sessions.archive import SessionArchive
 from weir.serve.sessions.items import (
@@ -14,14 +14,11 @@ from weir.serve.sessions.items import (
 from weir.serve.sessions.memory_store import MemoryStore
 from weir.serve.sessions.records import (
     DISK_FULL,
-    AcquireLease,
-    AnsweredElsewhere,
+    NOT_KEPT,
     Checkpoint,
     LazyCheckpoint,
-    LeaseLost,
     NameTaken,
     OnSaved,
-    SessionLease,
     SessionStore,
     SessionSummary,
     StorageFull,
@@ -39,13 +36,11 @@ from weir.serve.sessions.writer import BackgroundWriter
 
 __all__ = [
     "DISK_FULL",
-    "AcquireLease",
-    "AnsweredElsewhere",
+    "NOT_KEPT",
     "BackgroundWriter",
     "Checkpoint",
     "Item",
     "LazyCheckpoint",
-    "LeaseLost",
     "MemoryStore",
     "NameTaken",
     "OnSaved",
@@ -53,7 +48,6 @@ __all__ = [
     "RowFormat",
     "SQLiteStore",
     "SessionArchive",
-    "SessionLease",
     "SessionStore",
     "SessionSummary",
     "StorageFull",

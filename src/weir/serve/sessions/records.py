@@ -1,12 +1,10 @@
 """Saved turns: a checkpoint of the row, and a record of the owner and the messages.
 
-Also the protocols of stores that keep both, and of leases of sessions. Knows nothing about HTTP or
-models.
+Also the protocol of stores that keep both. Knows nothing about HTTP or models.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -82,8 +80,6 @@ class TurnRecord:
         created: when it ended, in seconds since 1970.
         ids: the tokens of this turn, prompt and answer, as `pack_ids` writes them; they end at
             `seen`. Empty if unknown.
-        epoch: the claim on the session that the turn began under (`SessionLease`); 0 where no
-            other server shares it.
     """
 
     node: str
@@ -97,7 +93,6 @@ class TurnRecord:
     usage: dict[str, int] = field(default_factory=dict)
     created: float = field(default_factory=time.time)
     ids: bytes = b""
-    epoch: int = field(default=0, compare=False)  # of this turn's end, and not kept
 
     @property
     def topic(self) -> str:
@@ -230,45 +225,6 @@ class SessionStore(Protocol):
 
     def make_scratch_folder(self) -> TemporaryDirectory[str]:
         """A folder for a large file in transit, on the disk that checkpoints are on."""
-
-
-class AnsweredElsewhere(WeirError):
-    """Another server is answering this session.
-
-    Args:
-        seconds: time until the next try.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__("another replica is answering this session")
-        self.seconds = seconds
-
-
-class LeaseLost(WeirError):
-    """Another server has taken over the session, so this turn is discarded."""
-
-
-@dataclass(frozen=True, eq=False)
-class SessionLease:
-    """The right to answer a session, for one turn.
-
-    Attributes:
-        epoch: epoch of the claim; the store refuses records of older epochs (`TurnRecord.epoch`).
-        end: called when it is released.
-    """
-
-    epoch: int
-    end: Callable[[], None]
-    _once: threading.Lock = field(default_factory=threading.Lock)
-
-    def release(self) -> None:
-        """End the lease, however the turn ended; a second time does nothing."""
-        if self._once.acquire(blocking=False):
-            self.end()
-
-
-AcquireLease = Callable[[str, str], SessionLease]
-"""Leases a session, by owner and name; raises `AnsweredElsewhere`."""
 
 
 def find_path(node: str, parents: Mapping[str, str | None]) -> list[str]:
