@@ -23,7 +23,7 @@ from servers import POLICY, make_model, make_tokenizer, serving  # noqa: E402
 import weir  # noqa: E402
 from weir.serve import Engine, EngineClient, Limits, ResponseStore  # noqa: E402
 from weir.serve.cluster import SharedStore, open_storage  # noqa: E402
-from weir.serve.sessions import RowFormat, SQLiteStore  # noqa: E402
+from weir.serve.sessions import RowFormat, SessionStore  # noqa: E402
 
 TOKENIZER = make_tokenizer()
 MODEL = make_model(TOKENIZER)
@@ -38,7 +38,9 @@ def serve(folder: Path, *, shared: bool) -> None:
         engine = Engine(MODEL, POLICY, 3, store, chunk=4)
         client = EngineClient(engine, TOKENIZER, "small", Limits(), is_replica=True)
     else:
-        engine = Engine(MODEL, POLICY, 3, SQLiteStore(folder, MODEL, POLICY, chunk=4), chunk=4)
+        engine = Engine(
+            MODEL, POLICY, 3, SessionStore(folder, RowFormat.of(MODEL, POLICY, 4)), chunk=4
+        )
         client = EngineClient(
             engine, TOKENIZER, "small", Limits(), ResponseStore(folder / "book.db")
         )

@@ -115,13 +115,11 @@ def serve(
         Engine,
         EngineClient,
         Limits,
-        MemoryStore,
         ResponseStore,
-        SessionStore,
         estimate_memory,
     )
     from weir.serve.api import Keys, bind, log_json, make_app, run_app
-    from weir.serve.sessions import SQLiteStore
+    from weir.serve.sessions import RowFormat, SessionStore
 
     model_name = options.one_model(argument, model_name)
     if budget is not None:
@@ -201,13 +199,11 @@ def serve(
             return
         model, tokenizer = load_model(model_name, loading)
         say_window(model, wanted, chunk)
-        store: SessionStore
-        if data is None:
-            store = MemoryStore(memory.kept)
-        else:
-            store = ending.enter_context(
-                SQLiteStore(data, model, wanted, chunk=chunk, limit=most, keep=memory.kept)
-            )
+        row_format = None if data is None else RowFormat.of(model, wanted, chunk)
+        store = ending.enter_context(
+            SessionStore(data, row_format, limit=most, keep=memory.kept)
+        )
+        if data is not None:
             room_there = "" if most is None else f", at most {size(most)}"
             say(f"ends of turns in {data}, {size(memory.row)} each{room_there}")
         book = ResponseStore(None if data is None else Path(data) / "book.db", limits.texts)

@@ -18,10 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "sessions"))
 
-from stores import FORM, MODEL, NODES, Killed, record, same, save
+from stores import FORM, MODEL, NODES, Killed, PlainStore, record, same, save
 
 from weir.errors import WeirError
-from weir.serve import MemoryStore
 from weir.serve.cluster import SharedStore, Storage, open_storage, storage
 from weir.serve.cluster import store as store_file
 from weir.serve.messages import Call, Message
@@ -274,7 +273,7 @@ class Cluster(RuleBasedStateMachine):
     def begin_with_nothing(self) -> None:
         self.shared = open_storage(f"memory://{secrets.token_hex(8)}")
         self.replicas = {name: self.replica() for name in "ab"}
-        self.oracle = MemoryStore(10_000)
+        self.oracle = PlainStore()
         self.count = 0
 
     def replica(self) -> SharedStore:

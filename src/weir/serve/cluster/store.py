@@ -31,13 +31,14 @@ from weir.serve.sessions import (
     BackgroundWriter,
     Checkpoint,
     LazyCheckpoint,
-    MemoryStore,
     NameTaken,
-    OnSaved,
     RowFormat,
+    SessionStore,
     SessionSummary,
     StorageFull,
+    Turn,
     TurnRecord,
+    TurnTokens,
     decode_checkpoint,
     encode_checkpoint,
     find_path,
@@ -49,8 +50,8 @@ ABANDONED = 3600.0
 """Seconds after which a file without a record belongs to a turn that was never finished."""
 
 
-class SharedStore(MemoryStore):
-    """One replica's view of the shared sessions (`SessionStore`).
+class SharedStore(SessionStore):
+    """One replica's view of the sessions that all share.
 
     Args:
         most: number of turns that this replica keeps in memory.
@@ -63,11 +64,11 @@ class SharedStore(MemoryStore):
     def __init__(
         self, storage: Storage, row_format: RowFormat, *, most: int = 256, kept: int = KEPT
     ) -> None:
-        super().__init__(most)
+        super().__init__(keep=most)
         self._storage = storage
         self._row_format = row_format
         self._kept = kept
-        self._summaries: dict[str, dict[str, SessionSummary]] = {}  # by owner and file
+        self._listed: dict[str, dict[str, SessionSummary]] = {}  # by owner and file
         if storage.read("form.json") is None:
             storage.write("form.json", json.dumps(row_format.to_json()).encode())
         try:
@@ -77,11 +78,7 @@ class SharedStore(MemoryStore):
                 f"the shared folder cannot be used here: {error}; give it its own model and "
                 "policy, or another folder"
             ) from None
-        self._writer = BackgroundWriter(lambda *turn: self._add([turn]), 2)
-
-    def close(self) -> None:
-        """Write all pending turns."""
-        self._writer.close()
+        self._writer = BackgroundWriter(self._write, 2)
 
     def check_room(self, turns: int) -> None:
         """Refuse turns that could not be kept, before they are answered."""
@@ -108,6 +105,16 @@ class SharedStore(MemoryStore):
             found = super().find_turn(owner, node)
         return found
 
+    def ancestry(self, owner: str, node: str) -> list[TurnTokens]:
+        """The tokens that led to a turn of the owner's, as far back as its turns are kept."""
+        self.find_turn(owner, node)
+        return super().ancestry(owner, node)
+
+    def get_session(self, owner: str, session: str) -> SessionSummary | None:
+        """A session of the owner's."""
+        self._learn(owner, session)
+        return super().get_session(owner, session)
+
     def list_turns(self, owner: str, session: str) -> list[TurnRecord]:
         """The turns of a session that are kept, in the order they ended."""
         self._learn(owner, session)
@@ -118,27 +125,20 @@ class SharedStore(MemoryStore):
         folder = f"owners/{_hash(owner)}"
         # Sorted by session, then time: a session's newer entry comes last.
         names = {name.partition("-")[0]: name for name in self._storage.list_names(folder)}
-        known, found = self._summaries.get(owner, {}), {}
+        known, found = self._listed.get(owner, {}), {}
         for name in names.values():
             if name in known:  # entries never change: they are replaced by new ones
                 found[name] = known[name]
             elif (data := self._storage.read(f"{folder}/{name}")) is not None:
                 found[name] = SessionSummary(**json.loads(data))
-        self._summaries[owner] = found
+        self._listed[owner] = found
         return sorted(found.values(), key=lambda session: session.used)
 
     # --- writing
 
-    def save(self, checkpoint: Checkpoint, record: TurnRecord, done: OnSaved) -> None:
-        """Save a turn in the writer's thread, which calls `done`."""
-        self._writer.submit(checkpoint, record, done)
-
-    def import_session(
-        self, records: Sequence[TurnRecord], checkpoints: Sequence[Checkpoint]
-    ) -> SessionSummary:
+    def import_session(self, turns: Sequence[Turn]) -> SessionSummary:
         """Save the newest turns of one new session."""
-        owner, session = records[0].owner, records[0].session
-        turns = list(zip(checkpoints, records, strict=True))
+        owner, session = turns[0][1].owner, turns[0][1].session
         with self._lock:
             if self.list_turns(owner, session):
                 raise NameTaken("there is a session of this name already")
@@ -156,16 +156,12 @@ class SharedStore(MemoryStore):
         turns = {turn.node: turn for turn in super().list_turns(owner, record.session)}
         path = find_path(node, {name: turn.parent for name, turn in turns.items()})
         names = {name: secrets.token_hex(16) for name in path}
-        copies = [
-            replace(
-                turns[name],
-                node=names[name],
-                session=session,
-                parent=names.get(turns[name].parent or ""),
-            )
-            for name in path
-        ]
-        return self.import_session(copies, [self.load(name) for name in path])
+        copies: list[Turn] = []
+        for name, new in names.items():
+            parent = names.get(turns[name].parent or "")
+            copy = replace(turns[name], node=new, session=session, parent=parent)
+            copies.append((self.load(name), copy))
+        return self.import_session(copies)
 
     def remove_turns(self, owner: str, session: str, nodes: Collection[str]) -> list[str]:
         """Take turns out of a session, which deletes them."""
@@ -177,14 +173,17 @@ class SharedStore(MemoryStore):
                 self._publish(owner, session)
         return [record.node for record in gone]
 
-    def _add(self, turns: Sequence[tuple[Checkpoint, TurnRecord]]) -> None:
+    def _write(self, checkpoint: Checkpoint, record: TurnRecord) -> None:
+        self._add([(checkpoint, record)])
+
+    def _add(self, turns: Sequence[Turn]) -> None:
         """Add turns to one session, parents first; all or none."""
         try:
             for checkpoint, record in turns:
                 self._write_files(checkpoint, record)
             with self._lock:
-                for checkpoint, record in turns:
-                    super().save(checkpoint, record)
+                for turn in turns:
+                    self._memory.add([turn])
                 self._publish(record.owner, record.session)
         except BaseException as error:
             for _, record in turns:
@@ -262,11 +261,11 @@ class SharedStore(MemoryStore):
             near = {record.node for record in super().list_turns(owner, session)}
             if near == names:
                 return
-            super().remove_turns(owner, session, near)
+            self._memory.remove(near, owner, session)
             read = [self._read_record(folder, name) for name in names]
             found = [record for record in read if record is not None]
             for record in sorted(found, key=lambda record: (record.created, record.seen)):
-                super().save(self._lazy_checkpoint(folder, record), record)
+                self._memory.add([(self._lazy_checkpoint(folder, record), record)])
 
     def _read_record(self, folder: str, name: str) -> TurnRecord | None:
         """Read the record of a turn; None if it was just deleted, or cannot be read."""
