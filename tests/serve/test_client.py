@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import replace
 
-import pytest
 from servers import make_client
 
 from weir import StreamingCache
@@ -105,21 +103,3 @@ def places_of(cache: StreamingCache) -> set[int]:
     """The places that row 0 holds in every head."""
     heads = [set(head.tolist()) for head in cache.slots(0).position[0]]
     return set.intersection(*heads)
-
-
-def test_a_plan_whose_turns_cannot_be_made_lets_go_of_its_session():
-    client, let_go = make_client(), []
-
-    class Lease:
-        def release(self) -> None:
-            let_go.append(True)
-
-    def broken() -> None:
-        raise MemoryError("no memory")
-
-    plan = replace(client.matcher.match("", [Message("user", "Hi")], None), lease=Lease())
-    request = GenerationRequest(lambda: plan, (SamplingParams(),), 4, constraint=broken)
-    with contextlib.closing(asyncio.new_event_loop()) as loop, pytest.raises(MemoryError):
-        client.generate(request, plan, loop)
-    assert let_go == [True]
-    assert not client._generations

@@ -18,11 +18,11 @@ from weir.serve import (
     Busy,
     Cancelled,
     Engine,
-    MemoryStore,
     SampledToken,
     Sampler,
     SamplingParams,
     Sequence,
+    SessionStore,
 )
 from weir.stream import Sampling
 
@@ -67,7 +67,7 @@ class Heard:
 
 def engine(rows: int = 3, **given) -> Engine:
     given = {"policy": POLICY, "chunk": CHUNK, "prefill_chunk": 5, **given}
-    return Engine(MODEL, given.pop("policy"), rows, given.pop("store", MemoryStore()), **given)
+    return Engine(MODEL, given.pop("policy"), rows, given.pop("store", SessionStore()), **given)
 
 
 def turn(node: str, ids, start: str | None = None, limit: int = 6, **given) -> Sequence:
@@ -318,7 +318,7 @@ def test_a_call_that_fails_is_the_end_of_its_turns_and_of_nothing_else(monkeypat
     assert again.listener.tokens == alone([(words(0, 20), 6), (words(1, 9), 6)])[1]
 
 
-class Full(MemoryStore):
+class Full(SessionStore):
     """A store that takes nothing."""
 
     def save(self, checkpoint, record, done):

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from weir.errors import WeirError
 from weir.models import choose_products, compile_steps, load
-from weir.serve import Engine, MemoryStore, SampledToken, Sampler, SamplingParams, Sequence
+from weir.serve import Engine, SampledToken, Sampler, SamplingParams, Sequence, SessionStore
 from weir.stream import Sampling
 from weir_bench.caches import Dynamic, Weir
 from weir_bench.figure import Row, Setting, Skipped, compare, figure
@@ -268,7 +268,7 @@ class Answering(Contender):
     def __init__(
         self, model: PreTrainedModel, policy: str, chunk: int, rows: int, *, apart: bool
     ) -> None:
-        self._engine = Engine(model, policy, rows, MemoryStore(), chunk=chunk, deterministic=apart)
+        self._engine = Engine(model, policy, rows, SessionStore(), chunk=chunk, deterministic=apart)
         generator = torch.Generator().manual_seed(0)
         for row in range(rows):
             ids = torch.randint(model.config.vocab_size, (32 + row,), generator=generator)

@@ -20,7 +20,7 @@ from weir.serve.limits import Limits
 from weir.serve.memory_estimate import estimate_memory
 from weir.serve.messages import Message, hash_prefixes
 from weir.serve.prompts import Prompt
-from weir.serve.sessions import Checkpoint, MemoryStore, ResponseStore, SessionStore, TurnRecord
+from weir.serve.sessions import Checkpoint, ResponseStore, SessionStore, TurnRecord
 
 __all__ = [
     "Busy",
@@ -32,7 +32,6 @@ __all__ = [
     "FinishEvent",
     "GenerationRequest",
     "Limits",
-    "MemoryStore",
     "Message",
     "OutputQueue",
     "Prompt",

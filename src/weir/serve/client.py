@@ -37,7 +37,7 @@ from weir.serve.engine import (
 from weir.serve.limits import Limits
 from weir.serve.messages import Message, call_id, hash_prefixes
 from weir.serve.prompts import Prompt, PromptMatcher, PromptRenderer
-from weir.serve.sessions import AcquireLease, ResponseStore, TurnRecord, pack_ids
+from weir.serve.sessions import ResponseStore, TurnRecord, pack_ids
 from weir.serve.sessions.manager import SessionManager
 from weir.serve.tools import Tool, read_calls
 
@@ -134,7 +134,7 @@ class Generation:
             events = await self.queue.take()
 
     def close(self) -> None:
-        """Cancel the answers that have not ended, and release the session."""
+        """Cancel the answers that have not ended."""
         self._client.close_generation(self)
 
     def call_id(self, answer: int) -> Callable[[int], str]:
@@ -153,11 +153,10 @@ class EngineClient:
     Args:
         engine: its thread is run by this client from `open` on.
         responses: keeps responses and conversations; in memory where none is given.
-        acquire_lease: leases sessions, where other servers may answer them too.
+        is_replica: whether other servers have the same sessions.
 
     Attributes:
         locked: conversations that requests are using, by owner; only the event loop changes it.
-        is_replica: whether other servers have the same sessions.
         failure: why the engine has stopped by itself, if it did.
     """
 
@@ -168,7 +167,8 @@ class EngineClient:
         name: str,
         limits: Limits,
         responses: ResponseStore | None = None,
-        acquire_lease: AcquireLease | None = None,
+        *,
+        is_replica: bool = False,
     ) -> None:
         self.engine = engine
         self.store = engine.store
@@ -178,7 +178,7 @@ class EngineClient:
         self.responses = responses or ResponseStore(most=limits.texts)
         self.sessions = SessionManager(engine, self.responses, limits)
         self.locked: set[tuple[str, str]] = set()
-        self.is_replica = acquire_lease is not None
+        self.is_replica = is_replica
         self.stop_ids = frozenset(StopTokens.of(engine.model.generation_config).stops)
         self.failure: Exception | None = None
         sink = sink_of(transformers_model(engine.model).config)
@@ -186,9 +186,7 @@ class EngineClient:
         # Turns saved with one model and policy are of no use to another.
         kind = [name, str(engine.cache.policy), engine.cache.chunk, engine.cache.positions]
         root = hashlib.sha256(json.dumps(kind).encode()).hexdigest()
-        self.matcher = PromptMatcher(
-            self.renderer, self.store, limits, root, self.vocabulary, acquire_lease
-        )
+        self.matcher = PromptMatcher(self.renderer, self.store, limits, root, self.vocabulary)
         self._notifier = Notifier()
         engine.on_step = self._notifier.notify
         self._requests: Counter[str] = Counter()
@@ -251,11 +249,7 @@ class EngineClient:
         with self._lock:
             saving = (g.running for g in self._generations if g.prompt.session is not None)
             turns = len(request.sampling) + sum(map(len, saving))
-        try:
-            self.store.check_room(turns)
-        except BaseException:
-            prompt.release()
-            raise
+        self.store.check_room(turns)
         return prompt
 
     def generate(
@@ -264,7 +258,7 @@ class EngineClient:
         """Submit a request to the engine.
 
         Args:
-            prompt: from `request.match`; its lease is released here or by `Generation.close`.
+            prompt: from `match`.
 
         Raises:
             Busy: the engine's queue is full.
@@ -272,11 +266,7 @@ class EngineClient:
         """
         answers = range(len(request.sampling))
         queue = OutputQueue(loop, self.limits.unread * len(answers))
-        try:
-            sequences = [self._sequence(request, prompt, answer, queue) for answer in answers]
-        except BaseException:
-            prompt.release()
-            raise
+        sequences = [self._sequence(request, prompt, answer, queue) for answer in answers]
         sequences[0].forks = sequences[1:]
         generation = Generation(request, prompt, sequences, queue, self, set(answers))
         with self._lock:
@@ -353,7 +343,6 @@ class EngineClient:
                 **{name: value for name, value in vars(stats).items() if name != "seen"},
             },
             ids=pack_ids([*prompt.ids, *sequence.output_ids]),
-            epoch=0 if prompt.lease is None else prompt.lease.epoch,
         )
 
     def _trim(self, prompt: Prompt) -> None:
@@ -363,12 +352,11 @@ class EngineClient:
             self.sessions.trim(prompt.owner)
 
     def close_generation(self, generation: Generation) -> None:
-        """Cancel the answers that have not ended, and release the session (`Generation.close`)."""
+        """Cancel the answers that have not ended (`Generation.close`)."""
         with self._lock:
             self._generations.discard(generation)
         if generation.running:
             self._cancel(generation)
-        generation.prompt.release()
 
     def _cancel(self, generation: Generation) -> None:
         for sequence in generation.sequences:

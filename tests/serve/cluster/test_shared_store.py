@@ -1,45 +1,32 @@
-"""Two replicas share a store: what one has ended the other goes on from, and only one may end."""
+"""Two replicas share a store: what one has ended the other goes on from, and nothing is lost."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "sessions"))
 
-from stores import FORM, MODEL, NODES, record, same, save
+from stores import FORM, MODEL, NODES, Killed, PlainStore, record, same, save
 
 from weir.errors import WeirError
-from weir.serve.cluster import LeaseTable, SharedStore, Storage, open_storage, storage
-from weir.serve.cluster.ledger import PAGES
-from weir.serve.cluster.store import folder_of
+from weir.serve.cluster import SharedStore, Storage, open_storage, storage
+from weir.serve.cluster import store as store_file
 from weir.serve.messages import Call, Message
-from weir.serve.sessions import (
-    AnsweredElsewhere,
-    LeaseLost,
-    NameTaken,
-    RowFormat,
-    SessionLease,
-    StorageFull,
-    TurnRecord,
-)
+from weir.serve.sessions import NameTaken, RowFormat, StorageFull, TurnRecord
 
-
-class Clock:
-    """Seconds, as a test says."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+FOLDER = store_file._folder("me", "s")
 
 
 @pytest.fixture(params=["folder", "fsspec"])
@@ -49,12 +36,10 @@ def shared(request, tmp_path) -> Storage:
 
 
 class Replicas:
-    """Stores of two replicas, and the table between them."""
+    """Stores of two replicas."""
 
     def __init__(self, shared: Storage, **given: Any) -> None:
-        self.clock = Clock()
-        table = LeaseTable(10.0, clock=self.clock)
-        self.a, self.b = (SharedStore(shared, table, name, FORM, **given) for name in "ab")
+        self.a, self.b = (SharedStore(shared, FORM, **given) for _ in "ab")
 
 
 @pytest.fixture
@@ -62,24 +47,13 @@ def replicas(shared) -> Replicas:
     return Replicas(shared)
 
 
-def turn(
-    store: SharedStore, made: TurnRecord, n: int, lease: SessionLease | None = None
-) -> TurnRecord:
+def turn(store: SharedStore, name: str, n: int = 0, **given: Any) -> TurnRecord:
     """A turn that ends on a replica."""
-    lease = lease or store.acquire_lease(made.owner, made.session)
-    made = replace(made, epoch=lease.epoch)
-    try:
-        error = save(store, made, NODES[n])
-    finally:
-        lease.release()
+    made = record(name, n, **{"created": float(n), **given})
+    error = save(store, made, NODES[n])
     if error is not None:
         raise error
     return made
-
-
-def files(shared: Storage, store: SharedStore, made: TurnRecord) -> list[str]:
-    """The files of turns in a session's folder."""
-    return [n for n in shared.list_names(folder_of(made.owner, made.session)) if "." in n]
 
 
 def test_a_turn_is_gone_on_from_on_another_replica_bit_for_bit(replicas):
@@ -87,13 +61,13 @@ def test_a_turn_is_gone_on_from_on_another_replica_bit_for_bit(replicas):
         Message("user", "hé\ud800 \x00"),
         Message("assistant", "", calls=(Call("c", "f", "{}"),)),
     )
-    first = turn(replicas.a, record("n0", 0, messages=said), 0)
+    first = turn(replicas.a, "n0", messages=said)
     assert replicas.b.find_history("me", first.chain) == first
     assert replicas.b.find_turn("me", "n0") == first
     found = replicas.b.load("n0")
     assert found.pending == NODES[0].pending
     assert same(type(NODES[0])(found.state, found.pending), NODES[0])
-    second = turn(replicas.b, record("n1", 1, parent="n0"), 1)
+    second = turn(replicas.b, "n1", 1, parent="n0")
     assert replicas.a.list_turns("me", "s") == [first, second]
     session = replicas.a.get_session("me", "s")
     assert session == replicas.b.get_session("me", "s")
@@ -102,7 +76,7 @@ def test_a_turn_is_gone_on_from_on_another_replica_bit_for_bit(replicas):
 
 
 def test_what_is_anothers_is_not_found(replicas):
-    first = turn(replicas.a, record("n0", 0), 0)
+    first = turn(replicas.a, "n0")
     for store in (replicas.a, replicas.b):
         assert store.find_history("you", first.chain) is None
         assert store.find_turn("you", "n0") is None
@@ -110,52 +84,56 @@ def test_what_is_anothers_is_not_found(replicas):
         assert store.list_sessions("you") == []
 
 
-def test_a_session_that_is_answered_is_not_begun_elsewhere(replicas):
-    held = replicas.a.acquire_lease("me", "s")
-    with pytest.raises(AnsweredElsewhere) as refused:
-        replicas.b.acquire_lease("me", "s")
-    assert refused.value.seconds == 10
-    replicas.b.acquire_lease("me", "other").release()
-    held.release()
-    held.release()  # which changes nothing
-    replicas.b.acquire_lease("me", "s").release()
+def test_replicas_that_answer_one_session_at_once_both_add_to_it(replicas):
+    turn(replicas.a, "n0")
+    errors, answered = [], threading.Barrier(2)
+
+    def answer(store: SharedStore, name: str) -> None:
+        for n in range(1, 4):
+            answered.wait()
+            made = record(f"{name}{n}", n, parent="n0", chain=f"{n}{name}", created=float(n))
+            errors.append(save(store, made, NODES[n]))
+
+    threads = [
+        threading.Thread(target=answer, args=(getattr(replicas, name), name)) for name in "ab"
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == [None] * 6
+    names = {f"{name}{n}" for name in "ab" for n in range(1, 4)} | {"n0"}
+    for store in (replicas.a, replicas.b):
+        assert {each.node for each in store.list_turns("me", "s")} == names
+        for name in sorted(names - {"n0"}):
+            found = store.find_history("me", name[::-1])
+            assert found is not None and found.node == name
+            assert store.load(name).state.facts == NODES[int(name[1])].state.facts
+    turn(replicas.a, "n5", 5)
+    (session,) = replicas.b.list_sessions("me")
+    assert session == replicas.b.get_session("me", "s")
+    assert session.turns == 8
 
 
-def test_a_replica_that_was_silent_for_too_long_cannot_end_its_turn(replicas, shared):
-    first = turn(replicas.a, record("n0", 0), 0)
-    late = replicas.a.acquire_lease("me", "s")
-    replicas.clock.now = 11
-    held = replicas.b.acquire_lease("me", "s")
-    with pytest.raises(LeaseLost):
-        turn(replicas.a, record("late", 1, parent="n0"), 1, late)
-    assert replicas.b.find_turn("me", "late") is None
-    second = turn(replicas.b, record("n2", 2, parent="n0"), 2, held)
-    assert replicas.a.list_turns("me", "s") == [first, second]
-    assert {name.partition(".")[0] for name in files(shared, replicas.a, first)} == {"n0", "n2"}
-
-
-def test_a_turn_that_began_before_its_session_was_lost_and_won_again_cannot_end(replicas):
-    late = replicas.a.acquire_lease("me", "s")
-    replicas.clock.now = 11
-    turn(replicas.b, record("n1", 1), 1)
-    turn(replicas.a, record("n2", 2), 2)
-    with pytest.raises(LeaseLost):
-        turn(replicas.a, record("late", 3), 3, late)
-    assert [each.node for each in replicas.b.list_turns("me", "s")] == ["n1", "n2"]
-
-
-def test_what_a_killed_replica_was_writing_goes_when_its_session_goes_on(replicas, shared):
-    first = turn(replicas.a, record("n0", 0), 0)
-    writing = record("half", 1)
-    replicas.a._write_files(folder_of("me", "s"), writing, NODES[1])
-    assert len(files(shared, replicas.a, first)) == 4
-    replicas.b.acquire_lease("me", "s").release()
-    assert len(files(shared, replicas.a, first)) == 2
+def test_what_a_killed_replica_was_writing_goes_later_or_with_its_session(
+    replicas, shared, monkeypatch
+):
+    turn(replicas.a, "n0")
+    shared.write(f"{FOLDER}/half.safetensors", b"x")
+    turn(replicas.b, "n1", 1)
+    assert "half.safetensors" in shared.list_names(FOLDER)  # it may be under way
+    monkeypatch.setattr(store_file, "ABANDONED", -1.0)
+    turn(replicas.a, "n2", 2)
+    assert "half.safetensors" not in shared.list_names(FOLDER)
+    monkeypatch.undo()
+    shared.write(f"{FOLDER}/half.safetensors", b"x")
+    replicas.b.remove_turns("me", "s", ["n0", "n1", "n2"])
+    assert [name for name in shared.list_names(FOLDER) if "." in name] == []
 
 
 def test_a_full_shared_folder_is_known_before_an_answer_and_loses_none(tmp_path, monkeypatch):
     replicas = Replicas(open_storage(str(tmp_path)))
-    turn(replicas.a, record("n0", 0), 0)
+    turn(replicas.a, "n0")
     monkeypatch.setattr(storage, "free_bytes", lambda folder: FORM.turn_bytes - 1)
     assert replicas.a.is_full()
     with pytest.raises(StorageFull):
@@ -165,53 +143,61 @@ def test_a_full_shared_folder_is_known_before_an_answer_and_loses_none(tmp_path,
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(storage.os, "fsync", full)  # where it was not known
-    late = replicas.a.acquire_lease("me", "s")
-    error = save(replicas.a, replace(record("n1", 1), epoch=late.epoch), NODES[1])
-    late.release()
-    monkeypatch.undo()
-    assert isinstance(error, StorageFull)
-    monkeypatch.setattr(storage.os, "fsync", full)
+    assert isinstance(save(replicas.a, record("n1", 1), NODES[1]), StorageFull)
     again = Replicas(open_storage(str(tmp_path)))  # a start needs no room
-    with pytest.raises(StorageFull):
-        again.b.acquire_lease("me", "s")
+    assert [each.node for each in again.b.list_turns("me", "s")] == ["n0"]
     monkeypatch.undo()
-    assert [each.node for each in replicas.b.list_turns("me", "s")] == ["n0"]
+    assert [each.node for each in replicas.a.list_turns("me", "s")] == ["n0"]
+    assert len([name for name in os.listdir(tmp_path / FOLDER) if "." in name]) == 2
     replicas.a.check_room(1)
 
 
-def test_the_newest_turns_of_a_session_are_kept_and_old_pages_go(shared):
+def test_a_storage_that_fails_loses_no_other_turn(replicas, shared, monkeypatch):
+    turn(replicas.a, "n0")
+
+    def fail(path, data):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(shared, "write", fail)
+    error = save(replicas.a, record("n1", 1), NODES[1])
+    assert "cannot be kept in the shared folder: Input/output error" in str(error)
+    assert [each.node for each in replicas.b.list_turns("me", "s")] == ["n0"]
+
+
+def test_the_newest_turns_of_a_session_are_kept(shared):
     replicas = Replicas(shared, kept=2)
-    made = [turn(replicas.a, record(f"n{n}", n % 6, chain=f"{n:064x}"), n % 6) for n in range(12)]
+    made = [
+        turn(replicas.a, f"n{n}", n % 6, chain=f"{n:064x}", created=float(n)) for n in range(12)
+    ]
     assert replicas.b.list_turns("me", "s") == made[-2:]
     assert replicas.a.list_turns("me", "s") == made[-2:]
     assert replicas.b.find_history("me", made[0].chain) is None
-    assert len(files(shared, replicas.a, made[0])) == 4
-    pages = f"{folder_of('me', 's')}/pages"
-    assert len(shared.list_names(pages)) == PAGES
+    assert len(shared.list_names(FOLDER)) == 4
     assert len(shared.list_names("owners")) <= 1
 
 
 def test_a_session_is_rewound_and_deleted_from_any_replica(replicas, shared):
-    made = [turn(replicas.a, record(f"n{n}", n), n) for n in range(3)]
-    late = replicas.a.acquire_lease("me", "s")
+    made = [turn(replicas.a, f"n{n}", n) for n in range(3)]
     assert replicas.b.remove_turns("me", "s", ["n2", "none"]) == ["n2"]
-    with pytest.raises(LeaseLost):
-        turn(replicas.a, record("late", 3), 3, late)
     assert replicas.a.list_turns("me", "s") == made[:2]
+    late = replicas.b.load("n1")  # and another replica deletes it before it is read
     assert sorted(replicas.a.remove_turns("me", "s", ["n0", "n1"])) == ["n0", "n1"]
+    with pytest.raises(WeirError, match="not kept any more"):
+        _ = late.state
     for store in (replicas.a, replicas.b):
+        assert store.find_turn("me", "n1") is None
         assert store.get_session("me", "s") is None
         assert store.list_sessions("me") == []
         assert store.find_turn("me", "n0") is None
-    assert files(shared, replicas.a, made[0]) == []
-    again = turn(replicas.b, record("n4", 4), 4)
+    assert shared.list_names(FOLDER) == []
+    again = turn(replicas.b, "n4", 4)
     assert replicas.a.list_turns("me", "s") == [again]
 
 
 def test_a_fork_is_a_session_of_its_own(replicas):
-    turn(replicas.a, record("n0", 0), 0)
-    turn(replicas.a, record("n1", 1, parent="n0"), 1)
-    turn(replicas.a, record("n2", 2, parent="n0"), 2)
+    turn(replicas.a, "n0")
+    turn(replicas.a, "n1", 1, parent="n0")
+    turn(replicas.a, "n2", 2, parent="n0")
     fork = replicas.b.fork("me", "n2", "fork")
     copies = replicas.a.list_turns("me", "fork")
     assert [each.last for each in copies] == [0, 2]
@@ -231,7 +217,7 @@ def test_a_folder_of_another_policy_is_refused(shared):
     Replicas(shared)
     other = RowFormat.of(MODEL, "recent(6)", 4)
     with pytest.raises(WeirError, match="cannot be used here: its rows have the policy"):
-        SharedStore(shared, LeaseTable(), "c", other)
+        SharedStore(shared, other)
 
 
 def test_a_shared_file_is_synced_before_it_has_its_name(tmp_path, monkeypatch):
@@ -241,33 +227,14 @@ def test_a_shared_file_is_synced_before_it_has_its_name(tmp_path, monkeypatch):
         real = getattr(os, name)
         monkeypatch.setattr(storage.os, name, lambda *given: (calls.append(name), real(*given)))
 
-    for name in ("fsync", "link", "replace"):
+    for name in ("fsync", "replace"):
         note(name)
     shared = open_storage(str(tmp_path))
-    assert shared.create("folder/file", b"x")
+    shared.write("folder/file", b"x")
     shared.write("folder/file", b"y")
-    assert calls == ["fsync", "link", "fsync", "fsync", "replace", "fsync"]
+    assert calls == ["fsync", "replace", "fsync"] * 2
     assert shared.read("folder/file") == b"y"
-
-
-def test_of_those_who_make_a_file_at_once_one_does(tmp_path):
-    shared = open_storage(str(tmp_path))
-    at_once, made = threading.Barrier(8), []
-
-    def make(n: int) -> None:
-        at_once.wait()
-        for file in range(20):
-            if shared.create(f"folder/{file}", bytes([n]) * 1000):
-                made.append((file, n))
-
-    threads = [threading.Thread(target=make, args=(n,)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(file for file, _ in made) == list(range(20))
-    assert all(shared.read(f"folder/{file}") == bytes([n]) * 1000 for file, n in made)
-    assert len(shared.list_names("folder")) == 20
+    assert shared.list_names("folder") == ["file"]
 
 
 @pytest.mark.parametrize("place", ["nothing://x", "s3"])
@@ -279,3 +246,93 @@ def test_a_storage_that_is_none_is_refused_or_a_folder(place, tmp_path, monkeypa
     else:
         open_storage(place)
         assert (tmp_path / place).is_dir()
+
+
+# --- any course of events
+
+
+class MortalStorage:
+    """A storage as a process sees it that is killed after so many changes."""
+
+    def __init__(self, shared: Storage) -> None:
+        self.shared = shared
+        self.left: int | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if self.left is not None:
+            if self.left <= 0:
+                raise Killed
+            self.left -= name in ("write", "delete")
+        return getattr(self.shared, name)
+
+
+class Cluster(RuleBasedStateMachine):
+    """Two replicas that answer, delete and are killed, beside a store in memory."""
+
+    @initialize()
+    def begin_with_nothing(self) -> None:
+        self.shared = open_storage(f"memory://{secrets.token_hex(8)}")
+        self.replicas = {name: self.replica() for name in "ab"}
+        self.oracle = PlainStore()
+        self.count = 0
+
+    def replica(self) -> SharedStore:
+        return SharedStore(MortalStorage(self.shared), FORM, kept=100)
+
+    def make(self, n: int, session: str) -> TurnRecord:
+        self.count += 1
+        given = {"chain": f"{self.count:064x}", "created": float(self.count)}
+        return record(f"n{self.count}", n, session=session, **given)
+
+    @rule(replica=st.sampled_from("ab"), n=st.integers(0, 5), session=st.sampled_from("st"))
+    def a_turn_ends(self, replica: str, n: int, session: str) -> None:
+        made = self.make(n, session)
+        assert save(self.replicas[replica], made, NODES[n]) is None
+        self.oracle.save(NODES[n], made)
+
+    @rule(
+        replica=st.sampled_from("ab"),
+        n=st.integers(0, 5),
+        session=st.sampled_from("st"),
+        after=st.integers(0, 6),
+    )
+    def a_replica_is_killed_at_the_end_of_a_turn(
+        self, replica: str, n: int, session: str, after: int
+    ) -> None:
+        made, store = self.make(n, session), self.replicas[replica]
+        store._storage.left = after
+        with contextlib.suppress(Killed):
+            store._add([(NODES[n], made)])
+        self.replicas[replica] = self.replica()
+        if any(one.node == made.node for one in self.replicas[replica].list_turns("me", session)):
+            self.oracle.save(NODES[n], made)  # whole, though no client has seen its end
+
+    @rule(
+        replica=st.sampled_from("ab"),
+        session=st.sampled_from("st"),
+        which=st.sets(st.integers(0, 5)),
+    )
+    def turns_are_deleted(self, replica: str, session: str, which: set[int]) -> None:
+        kept = self.oracle.list_turns("me", session)
+        nodes = [kept[n].node for n in which if n < len(kept)]
+        gone = self.replicas[replica].remove_turns("me", session, nodes)
+        assert sorted(gone) == sorted(self.oracle.remove_turns("me", session, nodes))
+
+    @invariant()
+    def replicas_have_what_the_oracle_has(self) -> None:
+        for store in self.replicas.values():
+            for session in "st":
+                wanted = self.oracle.list_turns("me", session)
+                assert store.list_turns("me", session) == wanted
+                for made in wanted:
+                    found = store.load(made.node)
+                    assert same(
+                        type(NODES[0])(found.state, found.pending), self.oracle.load(made.node)
+                    )
+                    assert store.find_history("me", made.chain) == made
+
+
+TestCluster = Cluster.TestCase
+TestCluster.settings = settings(
+    settings.get_profile("weir"), max_examples=12, stateful_step_count=15
+)

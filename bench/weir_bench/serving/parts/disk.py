@@ -12,7 +12,7 @@ import torch
 from weir.cache import StreamingCache
 from weir.models import load
 from weir.serve import Checkpoint, TurnRecord
-from weir.serve.sessions import SQLiteStore
+from weir.serve.sessions import RowFormat, SessionStore
 from weir_bench.figure import Row, compare
 from weir_bench.serving.load import Heard
 from weir_bench.serving.part import Plan, part
@@ -36,7 +36,7 @@ def disk(plan: Plan) -> Iterator[Row | Heard]:
     plan.say("a row to disk and back")
     with (
         undisturbed(),
-        SQLiteStore(plan.scratch / "disk", model, plan.policy, chunk=CHUNK) as store,
+        SessionStore(plan.scratch / "disk", RowFormat.of(model, plan.policy, CHUNK)) as store,
     ):
         for piece in ids.split(256, dim=1):
             model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -57,7 +57,7 @@ def disk(plan: Plan) -> Iterator[Row | Heard]:
     yield compare(what, median(saved), median(back), note=note)
 
 
-def _save(store: SQLiteStore, name: str, checkpoint: Checkpoint) -> None:
+def _save(store: SessionStore, name: str, checkpoint: Checkpoint) -> None:
     """Save a turn and wait until it is safe."""
     safe = threading.Event()
     wrong: list[Exception] = []

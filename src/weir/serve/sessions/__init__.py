@@ -1,6 +1,5 @@
-"""Saved sessions: checkpoints and records of turns, responses, archives and leases."""
+"""Saved sessions: checkpoints and records of turns, responses and archives."""
 
-from weir.serve.sessions.archive import SessionArchive
 from weir.serve.sessions.items import (
     Item,
     answer_item,
@@ -11,20 +10,16 @@ from weir.serve.sessions.items import (
     new_id,
     result_item,
 )
-from weir.serve.sessions.memory_store import MemoryStore
 from weir.serve.sessions.records import (
     DISK_FULL,
-    AcquireLease,
-    AnsweredElsewhere,
+    NOT_KEPT,
     Checkpoint,
     LazyCheckpoint,
-    LeaseLost,
     NameTaken,
     OnSaved,
-    SessionLease,
-    SessionStore,
     SessionSummary,
     StorageFull,
+    Turn,
     TurnRecord,
     TurnTokens,
     find_path,
@@ -34,31 +29,25 @@ from weir.serve.sessions.records import (
 from weir.serve.sessions.responses import ResponseStore, StoredConversation, StoredResponse
 from weir.serve.sessions.snapshot import RowFormat, decode_checkpoint, encode_checkpoint
 from weir.serve.sessions.snapshot_folder import free_bytes, is_full
-from weir.serve.sessions.sqlite_store import SQLiteStore
-from weir.serve.sessions.writer import BackgroundWriter
+from weir.serve.sessions.store import BackgroundWriter, SessionStore
 
 __all__ = [
     "DISK_FULL",
-    "AcquireLease",
-    "AnsweredElsewhere",
+    "NOT_KEPT",
     "BackgroundWriter",
     "Checkpoint",
     "Item",
     "LazyCheckpoint",
-    "LeaseLost",
-    "MemoryStore",
     "NameTaken",
     "OnSaved",
     "ResponseStore",
     "RowFormat",
-    "SQLiteStore",
-    "SessionArchive",
-    "SessionLease",
     "SessionStore",
     "SessionSummary",
     "StorageFull",
     "StoredConversation",
     "StoredResponse",
+    "Turn",
     "TurnRecord",
     "TurnTokens",
     "answer_item",

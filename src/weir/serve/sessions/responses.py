@@ -116,7 +116,7 @@ class ResponseStore:
     """
 
     def __init__(self, path: Path | None = None, most: int = 64_000_000) -> None:
-        self._tables = Database(path, begin=True, tables=_TABLES, version=VERSION)
+        self._tables = Database(path, _TABLES, VERSION)
         self._path = path
         self._most = most
 
