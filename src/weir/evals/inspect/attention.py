@@ -27,7 +27,13 @@ from transformers.masking_utils import sdpa_mask
 from weir.errors import WeirError
 from weir.evals.capture import AttentionCall, ListeningCache
 from weir.models import describe, input_device, sink_of, transformers_model
-from weir.slab import AttentionParams, LayerPositions
+from weir.slab import (
+    AttentionParams,
+    LayerPositions,
+    attention_softmax,
+    compute_logits,
+    two_weight_attention,
+)
 
 PIECE = 256
 """Tokens that a model reads in one call."""
@@ -84,44 +90,37 @@ class Attention:
         Returns:
             [batch, heads, stop - start, slots], float32; -inf where a query does not attend.
         """
-        merged = (self.queries[..., start:stop, :].float() * self.params.scale).flatten(2, 3)
-        logits = merged @ self.keys.float().mT
-        logits = logits.unflatten(2, (-1, stop - start))
-        if self.params.softcap is not None:
-            logits = logits.div_(self.params.softcap).tanh_().mul_(self.params.softcap)
-        if self.positions is not None:
-            here = torch.arange(start, stop, device=self.places.device) + self.first
-            self._place(logits, self.positions, here)
-        elif self.mask is not None:
-            logits.masked_fill_(~self.mask[:, None, :, start:stop], -torch.inf)
-        return logits.flatten(1, 2)
+        queries, bias = self.queries[..., start:stop, :], self._bias(start, stop)
+        return compute_logits(queries, self.keys, self.params, bias).flatten(1, 2)
 
     def weights(self, start: int, stop: int) -> Tensor:
         """The model's attention weights: the softmax of `logits`, of the same shape.
 
         A sink logit takes part in the softmax, so that the weights then sum to less than 1.
         """
-        logits = self.logits(start, stop)
-        sinks = self.params.sinks
-        if sinks is None:
-            return logits.softmax(dim=-1)
-        extra = sinks.to(logits.device).flatten()[None, :, None, None]
-        extra = extra.expand(*logits.shape[:3], 1)
-        return torch.cat([logits, extra], dim=-1).softmax(dim=-1)[..., :-1]
+        logits = self.logits(start, stop).unflatten(1, (self.keys.shape[1], -1))
+        return attention_softmax(logits, logits.new_zeros(1, 1, 1), self.params).flatten(1, 2)
 
-    def _place(self, logits: Tensor, positions: LayerPositions, here: Tensor) -> None:
-        """Add a layer's linear biases, and mask what queries at positions `here` do not see."""
-        if positions.alibi is not None:
-            kv_heads = logits.shape[1]
-            both = torch.cat([self.places, here])[None, None]
-            bias = positions.alibi.bias(both, kv_heads, 0, self.first)
-            keys, own = bias.split([len(self.places), len(here)], dim=-1)
-            logits += keys - own.mT
+    def _bias(self, start: int, stop: int) -> Tensor | None:
+        """Linear biases of some queries, -inf where they do not attend; None for no bias."""
+        if self.positions is None:
+            return None if self.mask is None else _bias_of(self.mask[:, None, :, start:stop])
+        here = torch.arange(start, stop, device=self.places.device) + self.first
         ahead = here[:, None] - self.places
         seen = ahead >= 0
-        if positions.window is not None:
-            seen &= ahead < positions.window
-        logits.masked_fill_(~seen, -torch.inf)
+        if self.positions.window is not None:
+            seen &= ahead < self.positions.window
+        if self.positions.alibi is not None:
+            both = torch.cat([self.places, here])[None, None]
+            biases = self.positions.alibi.bias(both, self.keys.shape[1], 0, self.first)
+            keys, own = biases.split([len(self.places), len(here)], dim=-1)
+            return (keys - own.mT).masked_fill_(~seen, -torch.inf)
+        return _bias_of(seen)
+
+
+def _bias_of(seen: Tensor) -> Tensor:
+    """0 where something is true, and -inf elsewhere."""
+    return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
 
 
 Look = Callable[[Attention], None]
@@ -258,7 +257,7 @@ def _attend(
         key, value: [batch, kv_heads, slots, dim], including those of tokens read before.
 
     Returns:
-        ([batch, length, heads, value_dim], None), block by block.
+        ([batch, length, heads, value_dim], None).
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     params = AttentionParams(
@@ -275,15 +274,11 @@ def _attend(
         out = F.scaled_dot_product_attention(
             query, key, value, mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
-        return out.transpose(1, 2).contiguous(), None
-    places = torch.arange(key.shape[2], device=key.device)
-    group = query.unflatten(1, (key.shape[1], -1))
-    whole = Attention(0, group, key, 0, places, params, None, mask)
-    parts = []
-    for start, stop in whole.blocks():
-        weights = whole.weights(start, stop).unflatten(1, (key.shape[1], -1))
-        parts.append((weights @ value.float()[:, :, None]).flatten(1, 2))
-    return torch.cat(parts, dim=2).to(value.dtype).transpose(1, 2).contiguous(), None
+    else:
+        none, bias = key.new_zeros(1, 1, 1), None if mask is None else _bias_of(mask[:, None])
+        group = query.unflatten(1, (key.shape[1], -1))
+        out = two_weight_attention(group, key, value, none, none, params, bias).flatten(1, 2)
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:

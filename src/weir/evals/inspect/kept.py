@@ -13,13 +13,14 @@ style for every pool and is thicker the more heads hold it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from html import escape
 from importlib import resources
 from itertools import groupby, product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -45,12 +46,8 @@ STRONGEST = 0.45
 STYLE = "\n" + (resources.files("weir.evals.inspect") / "kept.css").read_text("utf-8")
 
 
-@dataclass(frozen=True)
-class Run:
-    """Neighboring tokens, special or not, with the same label.
-
-    `held` is where each of the tokens is held, None for nowhere.
-    """
+class Run(NamedTuple):
+    """Neighboring tokens, special or not, and where each of them is held; None for nowhere."""
 
     first: int
     last: int
@@ -95,12 +92,12 @@ def runs_of(said: Sequence[tuple[str, bool]], holding: Holding) -> Iterator[Run]
 
 def label_of(run: Run, holding: Holding) -> str:
     """The label of a run of tokens, as plain text."""
-    one = run.first == run.last
-    which = f"token {run.first:,}" if one else f"tokens {run.first:,} to {run.last:,}"
+    which, prefix = f"token {run.first:,}", ""
+    if run.first < run.last:
+        which, prefix = f"tokens {run.first:,} to {run.last:,}", "each "
     if run.held is None:
         return f"{which}: gone"
     by = ", ".join(f"{pool} {count:,}" for pool, count in run.held.pools.items())
-    prefix = "" if one else "each "
     label = f"{which}: {prefix}held by {run.held.pairs:,} of {holding.pairs:,} (layer, head)\n{by}"
     if run.held.above != 1 or run.held.below != 1:
         label += (
@@ -160,13 +157,7 @@ GONE, UNREAD = (0.93, 0.94, 0.95), (1.0, 1.0, 1.0)
 
 
 def section(asked: Inspection) -> Section:
-    """Show what the policy holds of the text, as strips over layers and heads, and as text.
-
-    Raises:
-        PolicyError: the policy cannot be read.
-        WeirError: the policy holds nothing, the text is too short or too long, or the model cannot
-            be served.
-    """
+    """Show what the policy holds of the text, as strips over layers and heads, and as text."""
     name = POLICY if asked.policy is None else asked.policy
     if isinstance(parse_policy(name), Recompute):
         raise WeirError(
@@ -182,31 +173,20 @@ def section(asked: Inspection) -> Section:
     if len(ids) < FEWEST:
         raise WeirError(f"{len(ids)} tokens are too few; take a text of {FEWEST} or more")
     found = follow(asked, name, ids, moments_of(asked, len(ids)))
-    layers, heads = chosen(asked)
-    strips = draw(found, len(ids), layers, heads)
+    strips = draw(found, len(ids), *chosen(asked))
+    picture = Picture("kept", strips, f"Which tokens {name} holds in every layer and head.")
     facts = {
         "policy": str(parse_policy(name)),
         "tokens": len(ids),
         "moments": [holding.as_json() for holding in found],
     }
-    return Section(
-        "kept",
-        "What the policy keeps",
-        _explain(name, found),
-        (Picture("kept", strips, f"Which tokens {name} holds in every layer and head."),),
-        _table(found),
-        facts,
-        fragment_of(asked.tokenizer, ids, found),
-        STYLE,
-    )
+    fragment = fragment_of(asked.tokenizer, ids, found)
+    title, text = "What the policy keeps", _explain(name, found)
+    return Section("kept", title, text, (picture,), _table(found), facts, fragment, STYLE)
 
 
 def moments_of(asked: Inspection, tokens: int) -> list[int]:
-    """Token counts at which to look: as asked for, or after each quarter of the text.
-
-    Raises:
-        WeirError: a moment is not within the text, or there are too many.
-    """
+    """Token counts at which to look: as asked for, or after each quarter of the text."""
     if asked.moments is None:
         return [tokens * (n + 1) // QUARTERS for n in range(QUARTERS)]
     moments = sorted(set(asked.moments))
@@ -257,11 +237,9 @@ def only(holding: Holding, layers: Sequence[int], heads: Sequence[int]) -> Holdi
 
 
 def strip(holding: Holding, tokens: int, layers: Sequence[int], heads: Sequence[int]) -> Tensor:
-    """The pool that holds each token of a text, for each layer and KV head.
+    """The pool that holds each token of a text, a number of `holding.pools`, for each KV head.
 
-    Returns:
-        [layers * heads, tokens], int64: a number of `holding.pools`, -1 for gone, -2 for tokens
-        not read yet.
+    [layers * heads, tokens], int64; -1 for gone, -2 for tokens not read yet.
     """
     found = torch.full((len(layers) * len(heads), tokens), -2)
     found[:, : holding.seen] = -1
@@ -308,12 +286,7 @@ def draw(
 
 def narrow_image(image: Tensor) -> Tensor:
     """Mix neighbors of an image [lines, tokens, 3] into the columns of a picture."""
-    lines, tokens, _ = image.shape
-    step = -(-tokens // COLUMNS)
-    column = torch.arange(tokens) // step
-    count = torch.bincount(column)
-    mixed = torch.zeros(lines, len(count), 3).index_add_(1, column, image)
-    return mixed / count[:, None]
+    return F.avg_pool1d(image.mT, -(-image.shape[1] // COLUMNS), ceil_mode=True).mT
 
 
 def _explain(policy: str, found: Sequence[Holding]) -> str:
