@@ -33,11 +33,7 @@ SECTIONS: dict[str, Callable[[Inspection], Section]] = {
 
 
 def select_sections(only: Sequence[str] = ()) -> list[str]:
-    """Select sections by name, in the order of the page; all if none is named.
-
-    Raises:
-        WeirError: there is no such section.
-    """
+    """Select sections by name, in the order of the page; all if none is named."""
     for name in only:
         if name not in SECTIONS:
             raise WeirError(f"there is no section {name!r}; the sections are {', '.join(SECTIONS)}")
@@ -61,9 +57,7 @@ def look(
     """
     reasons: dict[str, str] = {}
     for name in select_sections(only):
-        mine = asked
-        if on_step is not None:
-            mine = replace(asked, on_step=partial(on_step, name))
+        mine = asked if on_step is None else replace(asked, on_step=partial(on_step, name))
         try:
             yield SECTIONS[name](mine)
         except WeirError as error:
@@ -80,19 +74,14 @@ def sizes(model: PreTrainedModel) -> tuple[int, int]:
 
 
 def check_places(model: PreTrainedModel, layers: Sequence[int], heads: Sequence[int]) -> None:
-    """Refuse layers and heads that a model does not have.
-
-    Raises:
-        WeirError: a layer or head does not exist; the message names the first.
-    """
+    """Refuse layers and heads that a model does not have."""
     for name, wanted, count in zip(("layer", "head"), (layers, heads), sizes(model), strict=True):
         for number in wanted:
             if not 0 <= number < count:
-                raise WeirError(
-                    f"{name} {number} does not exist; the model's {name}s are 0 to {count - 1}"
-                    if count
-                    else f"{name} {number} does not exist; the model has no {name}s"
+                known = (
+                    f"model's {name}s are 0 to {count - 1}" if count else f"model has no {name}s"
                 )
+                raise WeirError(f"{name} {number} does not exist; the {known}")
 
 
 DPI = 160
@@ -122,9 +111,7 @@ class InspectionPage:
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise WeirError(f"cannot make the folder {out}: {error.strerror}") from None
-        self.out = out
-        self.title = title
-        self.facts = facts
+        self.out, self.title, self.facts = out, title, facts
         self.files = [out / "index.html"]
         self.sections: list[Section] = []
         self.left_out: dict[str, str] = {}
@@ -132,11 +119,7 @@ class InspectionPage:
         self._links: list[str] = []
 
     def add(self, section: Section) -> None:
-        """Put a section on the page, and write both.
-
-        Raises:
-            WeirError: a file cannot be written.
-        """
+        """Put a section on the page, and write both; WeirError if a file cannot be written."""
         self.sections.append(section)
         name, title = html.escape(section.name), html.escape(section.title)
         parts = [
@@ -151,13 +134,7 @@ class InspectionPage:
         self._write()
 
     def leave_out(self, name: str, why: str) -> None:
-        """Note on the page that a section is left out, and why.
-
-        The page is written only if it has a section.
-
-        Raises:
-            WeirError: a file cannot be written.
-        """
+        """Note on the page that a section is left out, and why; no page has that alone."""
         self.left_out[name] = why
         self._parts.append(
             f'<h2 id="{html.escape(name)}">{html.escape(name)}</h2>\n'
