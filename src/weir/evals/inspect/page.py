@@ -6,7 +6,6 @@ The page needs no network and grows while the remaining sections are computed.
 from __future__ import annotations
 
 import base64
-import html
 import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -18,8 +17,8 @@ from transformers import PreTrainedModel
 from weir import __version__
 from weir.errors import WeirError
 from weir.evals.inspect import kept, keys, layers, maps, norms
-from weir.evals.inspect.section import Inspection, Picture, Section
-from weir.evals.report import html_page
+from weir.evals.inspect.section import Inspection, Section
+from weir.evals.report import html_page, render
 
 SECTIONS: dict[str, Callable[[Inspection], Section]] = {
     "maps": maps.section,
@@ -78,10 +77,8 @@ def check_places(model: PreTrainedModel, layers: Sequence[int], heads: Sequence[
     for name, wanted, count in zip(("layer", "head"), (layers, heads), sizes(model), strict=True):
         for number in wanted:
             if not 0 <= number < count:
-                known = (
-                    f"model's {name}s are 0 to {count - 1}" if count else f"model has no {name}s"
-                )
-                raise WeirError(f"{name} {number} does not exist; the {known}")
+                known = f"'s {name}s are 0 to {count - 1}" if count else f" has no {name}s"
+                raise WeirError(f"{name} {number} does not exist; the model{known}")
 
 
 DPI = 160
@@ -115,46 +112,30 @@ class InspectionPage:
         self.files = [out / "index.html"]
         self.sections: list[Section] = []
         self.left_out: dict[str, str] = {}
-        self._parts: list[str] = []
-        self._links: list[str] = []
+        self._parts: list[Section | str] = []
+        self._images: dict[str, str] = {}
 
     def add(self, section: Section) -> None:
         """Put a section on the page, and write both; WeirError if a file cannot be written."""
         self.sections.append(section)
-        name, title = html.escape(section.name), html.escape(section.title)
-        parts = [
-            f'<h2 id="{name}">{title}</h2>',
-            f"<p>{html.escape(section.text)}</p>",
-            *map(self._picture, section.pictures),
-            section.fragment,
-            "" if section.table is None else section.table.html(),
-        ]
-        self._links.append(f'<a href="#{name}">{title}</a>')
-        self._parts.append("\n".join(filter(None, parts)))
+        self._parts.append(section)
+        for picture in section.pictures:
+            target = io.BytesIO()
+            # Without the program's name and version, the same figures produce the same file.
+            picture.figure.savefig(target, format="png", dpi=DPI, metadata={"Software": None})
+            self._save(self.out / f"{picture.name}.png", target.getvalue())
+            self._images[picture.name] = base64.b64encode(target.getvalue()).decode("ascii")
         self._write()
 
     def leave_out(self, name: str, why: str) -> None:
         """Note on the page that a section is left out, and why; no page has that alone."""
         self.left_out[name] = why
-        self._parts.append(
-            f'<h2 id="{html.escape(name)}">{html.escape(name)}</h2>\n'
-            f'<p class="out">Left out: {html.escape(why)}.</p>'
-        )
+        self._parts.append(name)
         if self.sections:
             self._write()
 
-    def _picture(self, picture: Picture) -> str:
-        target = io.BytesIO()
-        # Without the program's name and version, the same figures produce the same file.
-        picture.figure.savefig(target, format="png", dpi=DPI, metadata={"Software": None})
-        self._save(self.out / f"{picture.name}.png", target.getvalue())
-        inside = base64.b64encode(target.getvalue()).decode("ascii")
-        alt = html.escape(picture.alt)
-        return f'<figure><img src="data:image/png;base64,{inside}" alt="{alt}"></figure>'
-
     def _write(self) -> None:
-        links = f"<nav>{''.join(self._links)}</nav>"
-        body = "\n".join([f"<p>{html.escape(self.facts)}</p>", links, *self._parts])
+        body = render("inspect/page.html", page=self, parts=self._parts, images=self._images)
         footer = (
             f"Made by <code>weir inspect</code>, weir {__version__}. Every picture is a file "
             "beside this page."
