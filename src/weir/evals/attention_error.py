@@ -79,13 +79,7 @@ class ErrorSetup:
 
 @dataclass(frozen=True)
 class SizedPolicy:
-    """A policy to measure, with its budget.
-
-    Attributes:
-        name: as it was asked for.
-        policy: with its budget.
-        rate: the share of the middle that its budget is made for; None where it has its own.
-    """
+    """A policy as it was asked for, with its budget, and the `rate` of the middle that made it."""
 
     name: str
     policy: Policy
@@ -246,9 +240,7 @@ def measure_error(
 def mean_over_layers(rows: Sequence[LayerError]) -> list[dict[str, Any]]:
     """Average the errors over the layers, for each policy, rate and seed.
 
-    Returns:
-        Rows with policy, name, rate, error and deviation (of the layers' mean, over the seeds),
-        kept, and seconds (of all layers together).
+    "deviation" is that of the layers' mean, over the seeds; "seconds" are of all layers together.
     """
     groups: dict[tuple[str, str, float | None], list[LayerError]] = {}
     for row in rows:
@@ -256,10 +248,17 @@ def mean_over_layers(rows: Sequence[LayerError]) -> list[dict[str, Any]]:
     found = []
     for (name, policy, rate), group in groups.items():
         by_seed = [fmean(errors) for errors in zip(*(row.errors for row in group), strict=True)]
-        figures = {"error": fmean(by_seed), "deviation": pstdev(by_seed)}
-        figures["kept"] = fmean(row.kept for row in group)
-        figures["seconds"] = sum(row.seconds for row in group)
-        found.append({"name": name, "policy": policy, "rate": rate, **figures})
+        found.append(
+            {
+                "name": name,
+                "policy": policy,
+                "rate": rate,
+                "error": fmean(by_seed),
+                "deviation": pstdev(by_seed),
+                "kept": fmean(row.kept for row in group),
+                "seconds": sum(row.seconds for row in group),
+            }
+        )
     return found
 
 
@@ -296,26 +295,20 @@ def _answer(
     draws = CounterRNG(seed, inputs.layer)
     layer = Layer(LayerSpec(timed, inputs.positions, chunk, draws, inputs.layer, inputs.layers))
     before = setup.tokens - setup.queries
+
+    def feed(start: int, stop: int, **how: bool) -> Tensor:
+        every = inputs.queries, inputs.keys, inputs.values
+        some = (t[:, :, start:stop] for t in every)
+        return layer.feed(*some, inputs.params, seen=start, **how)
+
     if setup.whole:
-        _feed(layer, inputs, 0, before, whole=True)
-        out = _feed(layer, inputs, before, setup.tokens)
+        feed(0, before, prefill=True, answers=False)
+        out = feed(before, setup.tokens)
     else:
-        out = _feed(layer, inputs, 0, setup.tokens)[:, :, before:]
+        out = feed(0, setup.tokens)[:, :, before:]
     assert layer.state.slab is not None
     held = layer.state.slab.position[0, :, : layer.state.used[0]] >= 0
     return out.float(), float(held.sum(dim=1).float().mean()) / before, sum(timed.spent)
-
-
-def _feed(
-    layer: Layer, inputs: LayerInputs, start: int, stop: int, *, whole: bool = False
-) -> Tensor:
-    """Feed a range of tokens; a `whole` range is stored at once and returns no output."""
-    queries, keys, values = (
-        t[:, :, start:stop] for t in (inputs.queries, inputs.keys, inputs.values)
-    )
-    return layer.feed(
-        queries, keys, values, inputs.params, seen=start, prefill=whole, answers=not whole
-    )
 
 
 @dataclass(frozen=True)
@@ -340,11 +333,7 @@ ACROSS = 4
 
 
 def check_plot(path: Path) -> None:
-    """Check before measuring that a plot can be written to a file.
-
-    Raises:
-        WeirError: the file name or the folder is unsuitable.
-    """
+    """Check before measuring that a plot can be written to a file."""
     if path.suffix.lower() not in KINDS:
         raise WeirError(f"a plot is written as {', '.join(KINDS)}, not as {path}")
     if not path.expanduser().parent.is_dir():
