@@ -56,11 +56,7 @@ class Words:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> Words:
-        """Find the tokens; `names` are those of `NAMES` that are one token with a leading space.
-
-        Raises:
-            WeirError: a required word or digit is not one token, or too few names are.
-        """
+        """Find the tokens; `names` are those of `NAMES` that are one token with a leading space."""
 
         def ids_of(text: str) -> list[int]:
             return list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -210,9 +206,6 @@ def recall_exercise(
 
     The prompt holds `facts` names with numbers in book text; the number asked for was stated
     `distance` tokens before the answer.
-
-    Raises:
-        WeirError: the facts do not fit, or `distance` is not between 8 and `length` - 4.
     """
     stated = 4 + DIGITS
     ask = 3

@@ -259,11 +259,7 @@ def save_checkpoint(
 def restore_checkpoint(
     path: Path, recipe: TrainingRecipe, model: nn.Module, steppers: list[torch.optim.Optimizer]
 ) -> tuple[int, float]:
-    """Load a checkpoint, if there is one, and return its step and the seconds so far.
-
-    Raises:
-        WeirError: the run was begun with another recipe.
-    """
+    """Load a checkpoint, if there is one, and return its step and the seconds so far."""
     if not path.exists():
         return 0, 0.0
     state = torch.load(path, weights_only=True, map_location="cpu")
@@ -308,9 +304,6 @@ def train(
 
     `processes` are those of the launcher by default, and `look_every` is the steps between
     checkpoints, where held-out text is measured: a twentieth of the run by default, at most 200.
-
-    Raises:
-        WeirError: `out` holds a run of another recipe, or the loss is no longer finite.
     """
     processes = processes or Processes.here()
     if recipe.rows % processes.count:

@@ -1,14 +1,8 @@
 """The attention of a model while it reads, block of queries by block: logits and weights.
 
-Callers keep sums over a block's numbers only, so a map of a long sequence is never
-whole anywhere. There are two ways into a model:
-
-- whatever weir streams is read through a dense cache of weir, which sees queries and keys of every
-  family as the attention sees them, with the layer's windows, biases, capping and sink logits;
-- any other, encoders such as BERT among them, through transformers' attention interface, with a
-  function of ours in the place of the model's; the masks are transformers'.
-
-Knows nothing about pictures.
+Callers keep sums over a block's numbers only, so a map of a long sequence is never whole anywhere.
+What weir streams is read through a dense cache, which sees queries and keys as the attention does;
+any other model, encoders such as BERT among them, through transformers' attention interface.
 """
 
 from __future__ import annotations
@@ -48,12 +42,9 @@ class Attention:
     """Queries of one layer in one call, and the keys that they may see.
 
     Attributes:
-        layer: index of the layer, from 0.
         queries: [batch, kv_heads, group, length, key_dim]; `group` query heads share a KV head.
         keys: [batch, kv_heads, slots, key_dim].
-        first: position of the first query in the sequence.
-        places: positions of the keys [slots], int64.
-        params: scale and capping of the logits, and sink logits.
+        first, places: positions of the first query and of the keys [slots], int64.
         positions: the layer's window and linear biases, for models that weir streams.
         mask: for others, transformers' mask: true where a query attends, broadcasts with
             [batch, 1, length, slots]; None for everywhere.
@@ -73,6 +64,11 @@ class Attention:
         """Number of queries per head."""
         return self.queries.shape[3]
 
+    @property
+    def heads(self) -> int:
+        """Number of query heads."""
+        return self.queries.shape[1] * self.queries.shape[2]
+
     def blocks(self) -> Iterator[tuple[int, int]]:
         """(start, stop) of blocks of queries, `BLOCK` at most in each."""
         for start in range(0, self.length, BLOCK):
@@ -81,14 +77,9 @@ class Attention:
     def logits(self, start: int, stop: int) -> Tensor:
         """Logits as they enter the softmax: scaled, capped, with linear biases, before sink logits.
 
-        ALiBi biases are relative to the query's own position, where they are 0: a constant per
-        query does not change a softmax.
-
-        Args:
-            start, stop: range of queries, counted within this call.
-
-        Returns:
-            [batch, heads, stop - start, slots], float32; -inf where a query does not attend.
+        ALiBi biases are 0 at the query's own position: a constant does not change a softmax. Of the
+        queries `start` to `stop` of this call: [batch, heads, stop - start, slots], float32; -inf
+        where a query does not attend.
         """
         queries, bias = self.queries[..., start:stop, :], self._bias(start, stop)
         return compute_logits(queries, self.keys, self.params, bias).flatten(1, 2)
@@ -130,13 +121,8 @@ Look = Callable[[Attention], None]
 def watch(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
     """Run a model on sequences from their beginning, and pass its attention to `look`.
 
-    Args:
-        model: a causal language model, in calls of `PIECE` tokens, or an encoder, in one.
-        ids: [batch, length], int64, without padding.
-        look: called for every layer of every call.
-
-    Raises:
-        WeirError: the model does not use softmax attention, or its attention cannot be observed.
+    `ids` are [batch, length], without padding; a causal language model reads them in calls of
+    `PIECE` tokens, an encoder in one. `look` is called for every layer of every call.
     """
     model = transformers_model(model)
     try:
@@ -163,11 +149,11 @@ def watch(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
         look(Attention(call.layer, queries, keys, start, places, call.params, positions))
 
     watcher = ListeningCache(model, "dense", hear, positions="original", chunk=PIECE)
-    more = {"logits_to_keep": 1}
+    more = {"past_key_values": watcher, "use_cache": True, "logits_to_keep": 1}
     try:
         with torch.no_grad():
             for piece in ids.to(input_device(model)).split(PIECE, dim=1):
-                model(input_ids=piece, past_key_values=watcher, use_cache=True, **more)
+                model(input_ids=piece, **more)
     finally:
         watcher.close()
 
@@ -203,8 +189,7 @@ def _watch_another(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
     ) -> None:
         nonlocal shown
         index = getattr(module, "layer_idx", None)
-        if not isinstance(index, int):
-            index = shown % max(1, layers)
+        index = index if isinstance(index, int) else shown % max(1, layers)
         shown += 1
         # A cache of transformers' that slides gives its last keys and the new ones.
         end = seen + q.shape[2]
@@ -228,15 +213,14 @@ def _watch_another(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
 @contextmanager
 def _ours(model: PreTrainedModel, show: Callable[..., None]) -> Iterator[None]:
     """Replace a model's attention function by ours."""
-    config = model.config
-    before = config._attn_implementation
-    config._attn_implementation = {"": OURS}
+    before = model.config._attn_implementation
+    model.config._attn_implementation = {"": OURS}
     _showing.append(show)
     try:
         yield
     finally:
         _showing.pop()
-        config._attn_implementation = {"": before}
+        model.config._attn_implementation = {"": before}
 
 
 def _attend(
@@ -250,20 +234,10 @@ def _attend(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function for transformers while `watch` runs a model that weir does not stream.
-
-    Args:
-        query: [batch, heads, length, key_dim].
-        key, value: [batch, kv_heads, slots, dim], including those of tokens read before.
-
-    Returns:
-        ([batch, length, heads, value_dim], None).
-    """
+    """Attention function for transformers while `watch` runs a model that weir does not stream."""
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    params = AttentionParams(
-        scale, softcap, None if s_aux is None else s_aux.float().view(key.shape[1], -1)
-    )
-    mask = attention_mask
+    sinks = None if s_aux is None else s_aux.float().view(key.shape[1], -1)
+    params, mask = AttentionParams(scale, softcap, sinks), attention_mask
     if mask is not None and mask.dtype != torch.bool:
         raise WeirError(
             "this model adds numbers of its own to its attention logits, which cannot be told from "

@@ -5,9 +5,8 @@ that weigh (`balance`, `subgen`, `uniform`, ...) let a slot represent evicted to
 shown as gone, and the label gives the weight of the slot. A mean of several (`residue`) is shown at
 the newest of them.
 
-The text needs no scripts: pointing at a token, tapping it or reaching it by the keyboard shows a
-bar at the lower edge of the window. Color is never the only sign: the line under a token has a
-style for every pool and is thicker the more heads hold it.
+The text needs no scripts, and color is never the only sign: the line under a token has a style for
+every pool and is thicker the more heads hold it.
 """
 
 from __future__ import annotations

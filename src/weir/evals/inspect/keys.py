@@ -1,14 +1,11 @@
 """Geometry of keys and values: t-SNE with greedy centers, and clusterability.
 
-SubGen (Zandieh et al. 2024), section 3.1 and Figure 1: the keys that a Llama-2-7B caches over 1,024
-tokens are said to be more clusterable than its values, thanks to rotary embedding. So keys are
-measured as a cache holds them, rotated to their places, once more as if all stood at place 0, and
-beside the values. Clusterability is a number here, of every KV head and with an interval over
-passages of the text. By SubGen's Definition 1, points are clusterable if few balls of a small
-radius cover them. A radius alone says nothing, since it grows with the points' scale, number and
-dimension. So it is compared with a control: the same points with every coordinate shuffled
-independently. That keeps the distribution of every coordinate and removes the dependence between
-them, which is what makes clusters.
+SubGen (Zandieh et al. 2024), section 3.1 and Figure 1: the keys of a Llama-2-7B are said to be more
+clusterable than its values, thanks to rotary embedding. So keys are measured as a cache holds them,
+and once more as if all stood at place 0. By SubGen's Definition 1, points are clusterable if few
+balls of a small radius cover them. A radius grows with the points' scale, number and dimension, so
+it is compared with a control: every coordinate shuffled independently, which keeps its distribution
+and removes the dependence between coordinates, which is what makes clusters.
 
 The first token is left out, or all tokens of a learned sink: the sink lies far from all others, and
 shuffled, its coordinates would make the control look spread out and any set of points clusterable.
@@ -77,11 +74,7 @@ MOST_ROWS = 40
 class Covering:
     """Covering radii of sets of points and of their controls, in units of the points' spread.
 
-    Attributes:
-        counts: numbers of centers, k.
-        radius: covering radii of the points [sets, counts], float32.
-        control: covering radii of the same points with every coordinate shuffled [sets, counts],
-            float32.
+    `counts` are numbers of centers, k; the radii are [sets, counts], float32.
     """
 
     counts: tuple[int, ...]
@@ -90,11 +83,10 @@ class Covering:
 
     @property
     def score(self) -> Tensor:
-        """The clusterability [sets]: by which share a set's radii are smaller than the control's;
-        the mean over every k but 1, which measures no clusters.
+        """The clusterability [sets]: by which share a set's radii are smaller than the control's.
 
-        0: no more clustered than independent coordinates. 1: at most as many different points as
-        centers. Below 0: more evenly spread than independent coordinates.
+        The mean over every k but 1, which measures no clusters. 0: no more clustered than
+        independent coordinates; 1: at most as many different points as centers.
         """
         several = [n for n, k in enumerate(self.counts) if k > 1]
         mine, other = self.radius[:, several], self.control[:, several]
@@ -104,11 +96,7 @@ class Covering:
 
 
 def doublings(points: int) -> tuple[int, ...]:
-    """The numbers of centers for some points: 1, 2, 4, ... up to half of them.
-
-    Raises:
-        WeirError: there are too few points.
-    """
+    """The numbers of centers for some points: 1, 2, 4, ... up to half of them."""
     if points < FEWEST:
         raise WeirError(
             f"{points} tokens are too few to look for clusters; take a text of {FEWEST} or more"
@@ -117,13 +105,7 @@ def doublings(points: int) -> tuple[int, ...]:
 
 
 def cover(points: Tensor, seed: int = 0) -> Covering:
-    """The covering radii of sets of points [sets, n, dim], and of their shuffled controls.
-
-    Memory beside the points: a copy of them, and n distances for each center, one set at a time.
-
-    Raises:
-        WeirError: there are too few points.
-    """
+    """The covering radii of sets of points [sets, n, dim], and of their shuffled controls."""
     points = points.float()
     counts = doublings(points.shape[1])
     # Shuffling does not change the spread: one unit for both.
@@ -148,9 +130,6 @@ def centers(points: Tensor, k: int) -> Tensor:
     """Pick k of points [sets, n, dim] by greedy k-center, starting from the first [sets, n].
 
     This is the traversal of the pool `kcenter`: the first k of more centers are the same.
-
-    Raises:
-        WeirError: there are fewer points.
     """
     if not 1 <= k <= points.shape[1]:
         raise WeirError(f"{k} centers cannot be picked from {points.shape[1]} tokens")
@@ -160,15 +139,9 @@ def centers(points: Tensor, k: int) -> Tensor:
 
 
 def covering_radii(points: Tensor, counts: Sequence[int]) -> Tensor:
-    """The largest distance of points [sets, n, dim] from the nearest of k greedy centers.
+    """The largest distance of points [sets, n, dim] from the nearest of k centers [sets, counts].
 
     No choice of k centers has less than half of this radius (Gonzalez 1985).
-
-    Returns:
-        For each k of `counts` [sets, counts].
-
-    Raises:
-        WeirError: a k is larger than n.
     """
     found = []
     for k in counts:
@@ -189,11 +162,7 @@ class Vectors(NamedTuple):
 
 
 def section(asked: Inspection) -> Section:
-    """Clusterability of keys and values of chosen layers and heads, as pictures and numbers.
-
-    Raises:
-        WeirError: the text is too short, the model cannot be served, or scikit-learn is missing.
-    """
+    """Clusterability of keys and values of chosen layers and heads, as pictures and numbers."""
     _manifold()  # fail before anything is read
     texts = passages(asked, longest(asked, USUAL), TEXTS, FEWEST + left_out(asked))
     layers = layers_of(asked)
@@ -224,9 +193,7 @@ def section(asked: Inspection) -> Section:
 
 def layers_of(asked: Inspection) -> tuple[int, ...]:
     """The chosen layers; by default a few from the first to the last."""
-    if asked.layers is not None:
-        return asked.layers
-    return some_of(range(len(describe(asked.model).layers)))
+    return asked.layers or some_of(range(len(describe(asked.model).layers)))
 
 
 def left_out(asked: Inspection) -> int:
@@ -298,13 +265,7 @@ def kinds_of(one: LayerInputs) -> dict[str, Tensor]:
 def plane_of(points: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     """Project points [tokens, dim] by t-SNE (van der Maaten and Hinton 2008) and pick centers.
 
-    The same for the same seed on one machine.
-
-    Returns:
-        Their places in the plane [tokens, 2], and whether greedy k-center picked each [tokens].
-
-    Raises:
-        WeirError: scikit-learn is missing.
+    Returns their places in the plane [tokens, 2], and whether greedy k-center picked each [tokens].
     """
     count = len(points)
     # If all vectors are equal, principal components have zero length and cannot be scaled.
@@ -328,10 +289,7 @@ def _steps(texts: Tensor, layers: Sequence[int]) -> int:
 def draw_planes(
     vectors: Sequence[Vectors], planes: Sequence[tuple[Tensor, Tensor]], first: int = 0
 ) -> Figure:
-    """Draw a row per layer, with a column for keys and one for values; centers have rings.
-
-    The points begin at the position `first` of the text.
-    """
+    """Draw a row per layer, with a column for keys and one for values; centers have rings."""
     kinds = list(dict.fromkeys(one.kind for one in vectors))
     layers = list(dict.fromkeys(one.layer for one in vectors))
     with drawing(2.4 * len(layers) + 0.7) as figure:
@@ -343,14 +301,13 @@ def draw_planes(
             x, y = place[center].T.numpy()
             axes.scatter(x, y, s=34, facecolors="none", edgecolors="#d1410c", lw=1.3)
             axes.set_title(f"{one.kind}, layer {one.layer}, head {one.head}", fontsize=8.5, pad=3)
-            axes.set_xticks([])
-            axes.set_yticks([])
+            axes.set(xticks=[], yticks=[])
             axes.spines[:].set_color("#c8d0d6")
-        many = int(planes[0][1].sum())
-        figure.supxlabel(f"t-SNE, first coordinate (no unit); rings: {many} greedy centers", size=9)
+        rings = f"rings: {int(planes[0][1].sum())} greedy centers"
+        figure.supxlabel(f"t-SNE, first coordinate (no unit); {rings}", size=9)
         figure.supylabel("t-SNE, second coordinate (no unit)", size=9)
-        bar = figure.colorbar(dots, ax=panels, location="top", aspect=45, shrink=0.9, pad=0.02)
-        bar.set_label("place in the text, tokens")
+        look = {"location": "top", "aspect": 45, "shrink": 0.9, "pad": 0.02}
+        figure.colorbar(dots, ax=panels, label="place in the text, tokens", **look)
     return figure
 
 
@@ -378,8 +335,7 @@ def draw_curves(measured: Sequence[dict[str, Any]]) -> Figure:
         axes.set_xscale("log", base=2)
         axes.set_xticks(counts, [str(k) for k in counts])
         axes.minorticks_off()
-        axes.set_xlabel("greedy centers k")
-        axes.set_ylabel("covering radius / that of the control")
+        axes.set(xlabel="greedy centers k", ylabel="covering radius / that of the control")
         _dress_axes(axes)
     return figure
 
@@ -409,8 +365,7 @@ def draw_scores(measured: Sequence[dict[str, Any]]) -> Figure:
             axes.plot([], [], line, marker=marker, color=color, ms=4, lw=1.2, label=kind)
         axes.set_xticks(range(len(layers)), [str(layer) for layer in layers])
         axes.margins(x=0.08)
-        axes.set_xlabel("layer")
-        axes.set_ylabel("clusterability (no unit)")
+        axes.set(xlabel="layer", ylabel="clusterability (no unit)")
         _dress_axes(axes)
     return figure
 

@@ -49,12 +49,7 @@ MOST_HEADS = 64
 
 @dataclass(frozen=True)
 class SinkOfSome(Pool):
-    """`sink(n)` for some KV heads only; in the others its slots stay empty.
-
-    Attributes:
-        n: number of sink tokens.
-        hidden: the KV heads without sinks.
-    """
+    """`sink(n)` whose slots stay empty in the KV heads `hidden`."""
 
     name = "sink"
     in_order = True
@@ -78,14 +73,16 @@ class SinkOfSome(Pool):
         return held, new
 
 
+Hidden = dict[int, tuple[int, ...]]
+"""By layer, the KV heads without sinks."""
+
+
 @dataclass(frozen=True)
 class StreamSetup:
-    """The layers, budget and chunk for reading a text.
+    """How a text is read.
 
-    Attributes:
-        kv_heads: number of KV heads in each layer that follows the policy; the others slide over
-            windows of their own.
-        recent, chunk: number of newest tokens that are kept, and tokens between two folds.
+    `kv_heads` counts those of each layer that follows the policy; the others slide over windows of
+    their own. `recent` newest tokens are kept.
     """
 
     kv_heads: dict[int, int]
@@ -97,28 +94,19 @@ class StreamSetup:
         """The first token before which something has been evicted."""
         return FIRST + self.recent + self.chunk
 
-    def policy(self, hidden: dict[int, tuple[int, ...]]) -> Layered:
+    def policy(self, hidden: Hidden) -> Layered:
         """`sink(4) | recent(n)`, without the sinks of some KV heads of some layers."""
-        return Layered(
-            tuple(
-                Pipe((SinkOfSome(FIRST, hidden.get(layer, ())), Recent(self.recent)), "sinks")
-                for layer in self.kv_heads
-            ),
-            "by layer",
-        )
+        sinks = [SinkOfSome(FIRST, hidden.get(layer, ())) for layer in self.kv_heads]
+        pipes = tuple(Pipe((sink, Recent(self.recent)), "sinks") for sink in sinks)
+        return Layered(pipes, "by layer")
 
-    def all_of(self, layers: Iterable[int]) -> dict[int, tuple[int, ...]]:
+    def all_of(self, layers: Iterable[int]) -> Hidden:
         """Map some layers to all of their KV heads."""
         return {layer: tuple(range(self.kv_heads[layer])) for layer in layers}
 
 
 def section(asked: Inspection) -> Section:
-    """Perplexity without the sinks of each layer, with those of each layer alone, and by KV head.
-
-    Raises:
-        WeirError: the model cannot be served, the text is too short, or no chosen layer follows a
-            policy.
-    """
+    """Perplexity without the sinks of one layer, with those of one alone, and by KV head."""
     if looks_ahead(asked.model):
         raise WeirError(
             f"{asked.model.config.model_type} sees its whole text at once, so it reads no stream "
@@ -138,19 +126,14 @@ def section(asked: Inspection) -> Section:
     heads = _heads(asked, known, setup, layers)
     total, done = 2 + 2 * len(layers) + len(heads), 0
 
-    def read(hidden: dict[int, tuple[int, ...]]) -> Tensor:
+    def read(hidden: Hidden) -> Tensor:
         nonlocal done
         losses = losses_of(asked, ids, setup, hidden)
-        done += 1
-        asked.on_step(done, total)
+        asked.on_step(done := done + 1, total)
         return losses
 
-    def loss(layer: int, head: int | None, hidden: dict[int, tuple[int, ...]]) -> dict[str, Any]:
-        """With sinks hidden in a layer, in one KV head or all (None).
-
-        "rise" is in nats per token above the loss with all sinks, "error" its standard error over
-        the tokens.
-        """
+    def loss(layer: int, head: int | None, hidden: Hidden) -> dict[str, Any]:
+        """Perplexity, its rise in nats per token, and the rise's standard error."""
         mine = read(hidden)
         apart = mine - seen
         error = float(apart.std()) / len(apart) ** 0.5
@@ -181,19 +164,13 @@ def section(asked: Inspection) -> Section:
         "tokens are the same in all runs. A layer whose loss hardly rises could do without its "
         "sinks."
     )
-    without, alone = "hidden in this layer alone", "seen by this layer alone"
-    pictures = [
-        Picture(
-            "layers-without",
-            _draw(facts, "hidden_in", without),
-            "Perplexity when the sinks are hidden in one layer, for each layer.",
-        ),
-        Picture(
-            "layers-alone",
-            _draw(facts, "seen_by", alone),
-            "Perplexity when one layer alone sees the sinks, for each layer.",
-        ),
-    ]
+    pictures = []
+    for name, case, label, when in (
+        ("without", "hidden_in", "hidden in this layer alone", "the sinks are hidden in one layer"),
+        ("alone", "seen_by", "seen by this layer alone", "one layer alone sees the sinks"),
+    ):
+        alt = f"Perplexity when {when}, for each layer."
+        pictures.append(Picture(f"layers-{name}", _draw(facts, case, label), alt))
     if heads:
         text += " Last, they are hidden in one KV head of one layer."
         alt = "Rise of the loss when the sinks are hidden in one KV head, by layer and head."
@@ -208,21 +185,18 @@ def section(asked: Inspection) -> Section:
 
 def set_up(asked: Inspection, facts: ModelSpec) -> StreamSetup:
     """The setup for a model: half of its window in slots, `BUDGET` at most."""
-    windows = [layer.positions.window for layer in facts.layers]
-    served = [n for n, window in enumerate(windows) if window is None] or list(range(len(windows)))
+    kv_heads = {
+        n: layer.heads.kv_heads
+        for n, layer in enumerate(facts.layers)
+        if layer.positions.window is None or facts.sliding
+    }
     most = min(window_of(asked.model.config) or MOST_TOKENS, facts.sliding or BUDGET * 2)
     budget = max(2 * FIRST, min(BUDGET, most // 2))
-    kv_heads = {n: facts.layers[n].heads.kv_heads for n in served}
     return StreamSetup(kv_heads, budget - FIRST, max(1, min(CHUNK, budget // 4)))
 
 
-def losses_of(
-    asked: Inspection, ids: Tensor, setup: StreamSetup, hidden: dict[int, tuple[int, ...]]
-) -> Tensor:
-    """The loss of each scored token of a text, in nats [tokens - start], float64.
-
-    `hidden` has by layer the KV heads without sinks.
-    """
+def losses_of(asked: Inspection, ids: Tensor, setup: StreamSetup, hidden: Hidden) -> Tensor:
+    """The loss of each scored token of a text, in nats [tokens - start], float64."""
     stream = Stream(asked.model, setup.policy(hidden), chunk=setup.chunk)
     try:
         # The first loss belongs to a token without context.
@@ -265,8 +239,7 @@ def _draw(facts: dict[str, Any], case: str, label: str) -> Figure:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.margins(x=0.08, y=0.12)
-        axes.set_xlabel("layer")
-        axes.set_ylabel("perplexity")
+        axes.set(xlabel="layer", ylabel="perplexity")
         style_panel(axes)
         style = {"frameon": False, "fontsize": 8, "ncols": 3, "title": "sinks", "title_fontsize": 8}
         figure.legend(loc="outside upper center", **style)
@@ -288,7 +261,6 @@ def _heat(losses: list[dict[str, Any]]) -> Figure:
             color = "white" if abs(rise) > 0.7 * far else "#1b2733"
             place = heads.index(head), layers.index(layer)
             axes.text(*place, f"{rise:+.3f}", ha="center", va="center", color=color)
-        axes.set_xlabel("KV head whose sinks are hidden")
-        axes.set_ylabel("layer")
+        axes.set(xlabel="KV head whose sinks are hidden", ylabel="layer")
         figure.colorbar(image, label="nats per token")
     return figure

@@ -45,22 +45,14 @@ MOST_PANELS = 16
 
 
 def section(asked: Inspection) -> Section:
-    """The maps of the chosen layers and heads; by default all of a small model.
-
-    Raises:
-        WeirError: the text is too short, or the model's attention cannot be observed.
-    """
+    """The maps of the chosen layers and heads; by default all of a small model."""
     if asked.length < SHORTEST:
         raise WeirError(f"a map of {asked.length} tokens shows nothing; take {SHORTEST} at least")
     ids = sentences(asked, asked.sequences, asked.length)
     sizes = count_heads(asked, ids)
     layers, heads = _panels(sizes, asked.layers, asked.heads)
     means = mean_logits(asked, ids, layers, heads)
-    maps = {
-        (layer, head): mean
-        for layer in layers
-        for head, mean in zip(heads, means[layer], strict=True)
-    }
+    maps = {(layer, head): means[layer][n] for layer in layers for n, head in enumerate(heads)}
     fixed = fixed_tokens(ids, asked.tokenizer)
     with drawing(1.45 * math.ceil(len(maps) / ACROSS) + 0.9) as figure:
         _draw(figure, maps)
@@ -104,7 +96,7 @@ def count_heads(asked: Inspection, ids: Tensor) -> dict[int, int]:
     found: dict[int, int] = {}
 
     def add(attention: Attention) -> None:
-        found[attention.layer] = attention.queries.shape[1] * attention.queries.shape[2]
+        found[attention.layer] = attention.heads
 
     watch(asked.model, ids[:1, :SHORTEST], add)
     return dict(sorted(found.items()))
@@ -127,12 +119,10 @@ def mean_logits(
     def add(attention: Attention) -> None:
         if layers is not None and attention.layer not in layers:
             return
-        count = attention.queries.shape[1] * attention.queries.shape[2]
-        kept = list(range(count) if heads is None else heads)
+        kept = list(range(attention.heads) if heads is None else heads)
         if attention.layer not in sums:
-            sums[attention.layer] = torch.full(
-                (len(kept), length, length), math.nan, dtype=torch.float64
-            )
+            size = len(kept), length, length
+            sums[attention.layer] = torch.full(size, math.nan, dtype=torch.float64)
         total = sums[attention.layer]
         for start, stop in attention.blocks():
             rows = slice(attention.first + start, attention.first + stop)
@@ -144,11 +134,10 @@ def mean_logits(
             before = total[:, rows, at]
             total[:, rows, at] = torch.where(before.isnan(), new, before + new)
 
-    done = 0
-    for batch in ids.split(max(1, min(BATCH, MOST_TOKENS // length))):
+    size = max(1, min(BATCH, MOST_TOKENS // length))
+    for start, batch in enumerate(ids.split(size)):
         watch(asked.model, batch, add)
-        done += len(batch)
-        asked.on_step(done, len(ids))
+        asked.on_step(start * size + len(batch), len(ids))
     return {layer: total / len(ids) for layer, total in sorted(sums.items())}
 
 
@@ -171,10 +160,9 @@ def _panels(
     """The layers and heads to draw, of layers with so many heads."""
     known = list(sizes)
     every = min(sizes.values())
-    if layers is not None:
-        missing = [layer for layer in layers if layer not in sizes]
-        if missing:
-            raise WeirError(f"layer {missing[0]} has no attention weights to show")
+    for layer in layers or ():
+        if layer not in sizes:
+            raise WeirError(f"layer {layer} has no attention weights to show")
     if heads is None:
         some = len(layers or known)
         heads = tuple(range(every)) if some * every <= MOST_PANELS else (0,)
@@ -193,9 +181,8 @@ def _draw(figure: Figure, maps: dict[tuple[int, int], Tensor]) -> None:
         low, high = map(float, mean[~mean.isnan()].aminmax())
         axes.imshow(mean.numpy(), vmin=low, vmax=high, cmap="viridis", interpolation="nearest")
         axes.set_title(f"layer {layer}, head {head}\n{low:.2g} to {high:.2g}", fontsize=8, pad=2)
-        last = len(mean) - 1
-        axes.set_xticks([0, last])
-        axes.set_yticks([0, last])
+        ends = [0, len(mean) - 1]
+        axes.set(xticks=ends, yticks=ends)
         axes.tick_params(labelsize=7, length=2)
         axes.spines[:].set_visible(False)  # spines would hide the first of many columns
     for axes in panels[len(maps) :]:
@@ -218,12 +205,7 @@ FIRST = 4
 
 
 def shares_section(asked: Inspection) -> Section:
-    """The shares of every layer, or of the chosen ones; over the chosen heads.
-
-    Raises:
-        WeirError: the text is too short, the model is bidirectional, or its attention cannot be
-            observed.
-    """
+    """The shares of every layer, or of the chosen ones; over the chosen heads."""
     if looks_ahead(asked.model):
         raise WeirError(
             f"{asked.model.config.model_type} sees its whole text at once, so no token of it is a "
@@ -314,9 +296,7 @@ def _draw_shares(figure: Figure, found: list[dict[str, Any]], long: int) -> None
     axes.bar(layers, early, color="#c9d6e2", width=0.8, label=f"first {FIRST} tokens")
     axes.bar(layers, first, color="#2c6e9b", width=0.5, label="first token")
     axes.errorbar(layers, first, yerr=reach, fmt="none", color="#1b2733", lw=1, capsize=2)
-    axes.set_ylim(0, 100)
-    axes.set_xlabel("layer")
-    axes.set_ylabel(f"share of token {long:,}'s attention, %")
+    axes.set(ylim=(0, 100), xlabel="layer", ylabel=f"share of token {long:,}'s attention, %")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     style_panel(axes)
     axes.legend(frameon=False, fontsize=8)

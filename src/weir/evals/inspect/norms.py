@@ -2,12 +2,8 @@
 
 BalanceKV (Kochetkova et al. 2025), sections 4.5 and B.1: its theorem asks for bounded queries and
 keys, and in Llama-3.1-8B-Instruct their Euclidean norms, over all layers and heads, hardly change
-with the length of a prompt. Keys are shifted by their mean over the prompt, head by head, which
-changes no attention; BalanceKV does so before it compresses them.
-
-The paper's interval is that of a mean over all vectors of one prompt, as if they were independent.
-Beside it stands the interval over several prompts of one length, which is what another prompt would
-show.
+with the length of a prompt. Keys are shifted by their mean over the prompt, head by head. Beside
+the paper's interval, as if all vectors of a prompt were independent, stands that over prompts.
 """
 
 from __future__ import annotations
@@ -50,11 +46,7 @@ _Z = NormalDist().inv_cdf(0.975)
 
 
 def section(asked: Inspection) -> Section:
-    """Norms over the chosen layers and heads, by prompt length.
-
-    Raises:
-        WeirError: the text is too short, or the model cannot be served.
-    """
+    """Norms over the chosen layers and heads, by prompt length."""
     most = passages(asked, longest(asked, USUAL), 1, FEWEST).shape[1]
     lengths = [most // 2**n for n in reversed(range(LENGTHS)) if most // 2**n >= FEWEST]
     found = []

@@ -48,11 +48,8 @@ def look(
 
     Args:
         asked: the model, text and choices.
-        only: names of sections; empty for all.
+        only: names of sections; empty for all. A WeirError if there is no such section.
         on_step: called with the section's name, the steps done and the steps in all.
-
-    Raises:
-        WeirError: there is no such section.
     """
     reasons: dict[str, str] = {}
     for name in select_sections(only):
@@ -88,17 +85,13 @@ class InspectionPage:
     """A page in a folder.
 
     Args:
-        out: the folder, created if missing.
-        title: title of the page.
-        facts: one sentence about the model and the text.
+        out: the folder, created if missing; a WeirError if it cannot be.
+        title, facts: title of the page, and one sentence about the model and the text.
 
     Attributes:
         files: files written so far, the page first.
         sections: sections on the page.
         left_out: by name of a section left out, the reason.
-
-    Raises:
-        WeirError: the folder cannot be made.
     """
 
     def __init__(self, out: Path, title: str, facts: str) -> None:

@@ -77,9 +77,6 @@ class Inspection:
         """Token ids of the text as weir reads it: [tokens], int64, at most `most`.
 
         In front are the start token and the tokens of a learned sink, if the model has them.
-
-        Raises:
-            WeirError: the text makes fewer than 2 tokens.
         """
         ids = encode(self.tokenizer, self.text, most)
         return torch.tensor(self.sink.first(ids.tolist())[:most], dtype=torch.int64)
@@ -102,8 +99,7 @@ class Picture:
 
     Attributes:
         name: unique file name without extension: `maps`, `keys-layer-0`.
-        figure: from `drawing`.
-        alt: the alternative text.
+        figure, alt: from `drawing`, and the alternative text.
     """
 
     name: str
@@ -163,16 +159,10 @@ _QUIET = {"verbose": False, "return_attention_mask": False}
 
 
 def sentences(asked: Inspection, count: int, length: int) -> Tensor:
-    """The first `count` sentences of a text, cut after `length` tokens; shorter ones are left out.
+    """The first `count` sentences of a text, cut after `length` tokens [sentences, length].
 
     If the text has more pieces of that length than such sentences, pieces are returned. Tokens of
     a learned sink come first; special tokens around any text count.
-
-    Returns:
-        [sentences, length], int64.
-
-    Raises:
-        WeirError: the text has fewer than `length` tokens.
     """
     found: list[list[int]] = []
     parts = [part for part in _END.split(asked.text) if part and part.strip()]
@@ -226,11 +216,7 @@ def fixed_tokens(ids: Tensor, tokenizer: PreTrainedTokenizerBase) -> dict[int, s
 
 
 def longest(asked: Inspection, usual: int) -> int:
-    """Tokens of the longest passage: as asked for, or `usual`, or what the model's window holds.
-
-    Raises:
-        WeirError: more tokens were asked for than fit.
-    """
+    """Tokens of the longest passage: as asked for, or `usual`, or what the model's window holds."""
     if asked.tokens is None:
         return min(usual, window_of(asked.model.config) or MOST_TOKENS)
     if asked.tokens > MOST_TOKENS:
@@ -242,13 +228,7 @@ def longest(asked: Inspection, usual: int) -> int:
 
 
 def passages(asked: Inspection, length: int, count: int, fewest: int) -> Tensor:
-    """The first `count` passages of a text with the start token in front [passages, length].
-
-    A shorter text is one passage.
-
-    Raises:
-        WeirError: the text or the length has less than the `fewest` tokens that are of use.
-    """
+    """The first `count` passages of a text [passages, length]; a shorter text is one passage."""
     length = len(encode(asked.tokenizer, asked.text, length))
     if length < fewest:
         raise WeirError(
