@@ -227,17 +227,14 @@ class Preset:
 TEXT_ALONE = replace(TrainingRecipe(), optimizer="adamw", decay=0.1, exercise_rows=0, sink="none")
 """The recipe of StreamingLLM's models (section 4.2): AdamW, and text only."""
 _FIELDS = ("tokens", "rows", "length", "width", "layers", "heads", "kv_heads", "inner", "rate")
-PRESETS = {
-    "nano": Preset(TrainingRecipe(), 4096),
-    **{
-        name: Preset(replace(TEXT_ALONE, **dict(zip(_FIELDS, values, strict=True))), vocabulary)
-        for name, vocabulary, *values in (
-            ("small", 2048, 4_000_000, 8, 256, 128, 4, 4, 4, 352, 3e-3),
-            ("medium", 8192, 600_000_000, 128, 1024, 512, 8, 8, 8, 1408, 1e-3),
-            ("large", 32_768, 3_000_000_000, 256, 2048, 960, 12, 15, 15, 2560, 6e-4),
-        )
-    },
-}
+PRESETS = {"nano": Preset(TrainingRecipe(), 4096)}
+for _name, _vocabulary, *_values in (
+    ("small", 2048, 4_000_000, 8, 256, 128, 4, 4, 4, 352, 3e-3),
+    ("medium", 8192, 600_000_000, 128, 1024, 512, 8, 8, 8, 1408, 1e-3),
+    ("large", 32_768, 3_000_000_000, 256, 2048, 960, 12, 15, 15, 2560, 6e-4),
+):
+    _sizes: dict[str, Any] = dict(zip(_FIELDS, _values, strict=True))
+    PRESETS[_name] = Preset(replace(TEXT_ALONE, **_sizes), _vocabulary)
 """`nano` is the packaged model's recipe; the others train on text only, so that sinks can be
 compared. `small` has a million parameters and suits two cores; `medium` (30 million) and `large`
 (160 million, as in StreamingLLM's section 3.3) need a GPU."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from html import escape
+from functools import partial
 from importlib import resources
 from itertools import groupby, product
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from weir.cache import Held, Holding
 from weir.errors import WeirError
 from weir.evals.inspect.section import Inspection, Picture, Section, drawing
-from weir.evals.report import TextTable
+from weir.evals.report import TextTable, render
 from weir.models import describe
 from weir.policies import Recompute, parse_policy
 from weir.stream import Stream, describe_tokens
@@ -54,26 +54,23 @@ class Run(NamedTuple):
     special: bool
     held: Held | None
 
+    @property
+    def pool(self) -> str | None:
+        """The pool that most heads hold them in."""
+        return self.held and max(self.held.pools, key=self.held.pools.__getitem__)
+
 
 def color_of(pools: Sequence[str], pool: str) -> str:
     """The color of a policy's pool; the last name stands for tokens that wait for a fold."""
-    if pool == pools[-1]:
-        return WAITING
-    return COLORS[pools.index(pool) % len(COLORS)]
+    return WAITING if pool == pools[-1] else COLORS[pools.index(pool) % len(COLORS)]
 
 
 def fragment_of(tokenizer: PreTrainedTokenizerBase, ids: Tensor, found: Sequence[Holding]) -> str:
     """HTML of a text [tokens] at each moment, the last one open; all token text is escaped."""
-    said = describe_tokens(tokenizer, ids.tolist())
-    parts = [_key(found[-1].pools)]
-    for number, holding in enumerate(found):
-        opened = " open" if number == len(found) - 1 else ""
-        spans = "".join(_span(run, holding) for run in runs_of(said, holding))
-        parts.append(
-            f"<details{opened}><summary>after {holding.seen:,} tokens</summary>"
-            f'<p class="said" dir="auto">{spans}</p></details>'
-        )
-    return f'<div class="kept">{"".join(parts)}</div>'
+    said, pools = describe_tokens(tokenizer, ids.tolist()), found[-1].pools
+    moments = [(holding, runs_of(said, holding)) for holding in found]
+    values = {"pools": pools, "moments": moments, "label_of": label_of}
+    return render("inspect/kept.html", style_of=partial(_style_of, pools), **values)
 
 
 def runs_of(said: Sequence[tuple[str, bool]], holding: Holding) -> Iterator[Run]:
@@ -106,21 +103,7 @@ def label_of(run: Run, holding: Holding) -> str:
     return label
 
 
-def _span(run: Run, holding: Holding) -> str:
-    if not run.text:
-        return ""
-    text = escape(run.text)
-    if run.special:
-        text = f"<i>{text}</i>"
-    label = escape(label_of(run, holding), quote=True)
-    if run.held is None:
-        return f'<span class="gone" tabindex="0" data-held="{label}">{text}</span>'
-    pool = max(run.held.pools, key=lambda name: run.held.pools[name])  # type: ignore[union-attr]
-    style = _look(holding.pools, pool, run.held.pairs / holding.pairs)
-    return f'<span tabindex="0" style="{style}" data-held="{label}">{text}</span>'
-
-
-def _look(pools: Sequence[str], pool: str, share: float) -> str:
+def _style_of(pools: Sequence[str], pool: str, share: float) -> str:
     """CSS of a token: shade and underline by the share of layers and heads that hold it."""
     color = color_of(pools, pool)
     red, green, blue = (int(color[n : n + 2], 16) for n in (1, 3, 5))
@@ -130,13 +113,6 @@ def _look(pools: Sequence[str], pool: str, share: float) -> str:
         f"background:rgb({red} {green} {blue} / {STRONGEST * share:.2f});"
         f"border-bottom:{max(3, thick) if line == 'double' else thick}px {line} {color}"
     )
-
-
-def _key(pools: Sequence[str]) -> str:
-    items = "".join(
-        f'<li><span style="{_look(pools, pool, 1.0)}">{escape(pool)}</span></li>' for pool in pools
-    )
-    return f'<ul class="key">{items}<li><span class="gone">gone: no line</span></li></ul>'
 
 
 POLICY = "sink(4) | recent(60) | heavy(64)"
