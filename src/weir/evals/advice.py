@@ -154,11 +154,9 @@ def _fitting(
     left_out: dict[str, str] = {}
     for policy in named:
         try:
-            sized, slots = _fit_policy(model, policy, memory, chunk)
+            fits |= [_fit_policy(model, policy, memory, chunk)]
         except WeirError as error:
             left_out[policy] = str(error)
-        else:
-            fits[sized] = slots
     if not fits:
         raise WeirError(next(iter(left_out.values())))
     return fits, left_out

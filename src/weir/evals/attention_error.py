@@ -229,9 +229,8 @@ def measure_error(
             answers = [_answer(inputs, pipe, seed, setup) for seed in seeds]
             outs, kept, seconds = zip(*answers, strict=True)
             errors = [float((out - exact).norm() / exact.norm()) for out in outs]
-            cost = fmean(kept), median(seconds)
-            layer = inputs.layer
-            rows.append(LayerError(str(one.policy), one.name, one.rate, layer, errors, *cost))
+            which = str(one.policy), one.name, one.rate, inputs.layer
+            rows.append(LayerError(*which, errors, fmean(kept), median(seconds)))
             if on_step is not None and on_step(len(rows), len(sized) * len(heard)):
                 return rows
     return rows
@@ -297,9 +296,8 @@ def _answer(
     before = setup.tokens - setup.queries
 
     def feed(start: int, stop: int, **how: bool) -> Tensor:
-        every = inputs.queries, inputs.keys, inputs.values
-        some = (t[:, :, start:stop] for t in every)
-        return layer.feed(*some, inputs.params, seen=start, **how)
+        q, k, v = (t[:, :, start:stop] for t in (inputs.queries, inputs.keys, inputs.values))
+        return layer.feed(q, k, v, inputs.params, seen=start, **how)
 
     if setup.whole:
         feed(0, before, prefill=True, answers=False)
@@ -350,10 +348,11 @@ def write_plot(rows: Sequence[LayerError], path: Path) -> None:
 
     layers = sorted({row.layer for row in rows})
     names = list(dict.fromkeys(row.name for row in rows))
+    rates = sorted({row.rate for row in rows if row.rate is not None})
     across = min(ACROSS, len(layers))
     down = -(-len(layers) // across)
-    salt = "attention-error"
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 9}):
+    style: Any = {"svg.fonttype": "none", "svg.hashsalt": "attention-error", "font.size": 9}
+    with mpl.rc_context(style):
         figure = Figure(figsize=(2.6 * across + 0.6, 2.4 * down + 0.8), layout="constrained")
         panels = figure.subplots(down, across, sharey=True, squeeze=False).flatten()
         for axes, layer in zip(panels, layers, strict=False):
@@ -364,7 +363,6 @@ def write_plot(rows: Sequence[LayerError], path: Path) -> None:
                 how = {"ms": 4, "lw": 1.5, "capsize": 2, "label": name, **line_style(number)}
                 axes.errorbar(places, errors, yerr=bars, **how)
             axes.set_title(f"layer {layer}", fontsize=9)
-            rates = sorted({row.rate for row in rows if row.rate is not None})
             if rates:
                 axes.set_xscale("log", base=2)
                 labels = [str(Fraction(rate).limit_denominator(1000)) for rate in rates]
@@ -377,9 +375,8 @@ def write_plot(rows: Sequence[LayerError], path: Path) -> None:
         for axes in panels[len(layers) :]:
             axes.set_visible(False)
         panels[0].set_ylabel("relative error")
-        lines = panels[0].get_legend_handles_labels()
-        across = min(6, len(names))
-        figure.legend(*lines, loc="outside lower center", ncols=across, frameon=False)
+        look = {"loc": "outside lower center", "ncols": min(6, len(names)), "frameon": False}
+        figure.legend(*panels[0].get_legend_handles_labels(), **look)
         # Without a date, the same figures produce the same file.
         dateless = {"Date": None} if path.suffix.lower() == ".svg" else None
         try:
