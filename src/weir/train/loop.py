@@ -15,8 +15,9 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -73,8 +74,7 @@ def split(tokens: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     return tokens[: len(tokens) - held], tokens[len(tokens) - held :]
 
 
-@dataclass(frozen=True)
-class TrainingBatch:
+class TrainingBatch(NamedTuple):
     """One step's samples, and the weight of predicting each id in the objective [rows, length].
 
     `text` has equal weights that sum to one, for tokens of text that follow a token of text, which
@@ -109,8 +109,7 @@ def batch(recipe: TrainingRecipe, lesson: Lesson, step: int) -> TrainingBatch:
     text /= text.sum()
     return TrainingBatch(
         torch.from_numpy(ids.astype(np.int64)),
-        torch.from_numpy(weights.astype(np.float32)),
-        torch.from_numpy(text.astype(np.float32)),
+        *(torch.from_numpy(part.astype(np.float32)) for part in (weights, text)),
     )
 
 
@@ -141,13 +140,10 @@ def optimizers(model: PreTrainedModel, recipe: TrainingRecipe) -> list[torch.opt
     """Return the optimizer of the matrices inside the layers, and AdamW for everything else."""
     inside = [p for p in layers_of(model).parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if all(p is not q for q in inside)]
-    adamw: dict[str, Any] = {"betas": (0.9, 0.95), "fused": True}
-    first: torch.optim.Optimizer
-    if recipe.optimizer == "muon":
-        first = torch.optim.Muon(inside, weight_decay=recipe.decay, adjust_lr_fn="match_rms_adamw")
-    else:
-        first = torch.optim.AdamW(inside, weight_decay=recipe.decay, **adamw)
-    return [first, torch.optim.AdamW(others, weight_decay=0.0, **adamw)]
+    adamw = partial(torch.optim.AdamW, betas=(0.9, 0.95), fused=True)
+    muon = partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw")
+    first = muon if recipe.optimizer == "muon" else adamw
+    return [first(inside, weight_decay=recipe.decay), adamw(others, weight_decay=0.0)]
 
 
 def losses(
@@ -217,10 +213,10 @@ def book_loss(model: PreTrainedModel, lesson: Lesson, rows: int = 32) -> float:
 
 @torch.no_grad()
 def recall_accuracy(
-    model: PreTrainedModel, words: Words, book: np.ndarray, questions: int = 64, seed: int = 2
+    model: PreTrainedModel, words: Words, book: np.ndarray, questions: int = 64
 ) -> float:
     """Return the share of recall exercises with all digits right, at distances over the window."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(2)
     prompt_length = _window(model) - exercises.DIGITS
     rows, answers = [], []
     for distance in np.linspace(8, prompt_length - 16, questions).astype(int):
@@ -355,7 +351,7 @@ def _step(
 ) -> dict[str, float]:
     """Take one optimizer step; return the losses before it."""
     given = batch(recipe, lesson, step)
-    mine = [processes.share(part) for part in (given.ids, given.weight, given.text)]
+    mine = [processes.share(part) for part in given]
     objective, text, pull = torch.zeros(3, device=processes.device)
     at_once = _rows_at_once(model)
     for some in zip(*(part.split(at_once) for part in mine), strict=True):

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from weir.errors import WeirError
-from weir.evals.inspect import InspectionPage, Picture, Section, TextTable, drawing
+from weir.evals.inspect import InspectionPage, Picture, Section
+from weir.evals.inspect.section import drawing
+from weir.evals.report import TextTable
 
 
 def a_picture(name: str = "one") -> Picture:
