@@ -136,7 +136,7 @@ def held_by_part(stream: Stream, parts: int) -> list[float]:
 
 
 def _told(stream: Stream, answers: list[str], right: list[bool]) -> dict[str, Any]:
-    """What is said of a policy: what it holds, its answers, and which and how many are right."""
+    """Figures of a policy: what it holds, its answers, and which and how many are right."""
     held = held_by_part(stream, PARTS)
     return {"held": held, "answers": answers, "right": right, "knows": sum(right)}
 
@@ -267,8 +267,9 @@ def read_book(
         for no limit), and what `tell` returns]}.
     """
     meters = [PerplexityMeter(Stream(model, policy), block) for policy in policies]
-    for meter in meters if story is not None else ():
-        story.begin(meter.stream)
+    if story is not None:
+        for meter in meters:
+            story.begin(meter.stream)
     chat = story if isinstance(story, ChatStory) else None
     for piece in ids.split(STEP):
         for meter in meters:

@@ -57,7 +57,8 @@ class Run(NamedTuple):
     @property
     def pool(self) -> str | None:
         """The pool that most heads hold them in."""
-        return self.held and max(self.held.pools, key=self.held.pools.__getitem__)
+        pools = {} if self.held is None else self.held.pools
+        return max(pools, key=pools.__getitem__, default=None)
 
 
 def color_of(pools: Sequence[str], pool: str) -> str:

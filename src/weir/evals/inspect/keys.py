@@ -306,7 +306,7 @@ def draw_planes(
         rings = f"rings: {int(planes[0][1].sum())} greedy centers"
         figure.supxlabel(f"t-SNE, first coordinate (no unit); {rings}", size=9)
         figure.supylabel("t-SNE, second coordinate (no unit)", size=9)
-        look = {"location": "top", "aspect": 45, "shrink": 0.9, "pad": 0.02}
+        look: dict[str, Any] = {"location": "top", "aspect": 45, "shrink": 0.9, "pad": 0.02}
         figure.colorbar(dots, ax=panels, label="place in the text, tokens", **look)
     return figure
 
@@ -361,7 +361,7 @@ def draw_scores(measured: Sequence[dict[str, Any]]) -> Figure:
                 place: fmean(score for at, score in zip(x, y, strict=True) if at == place)
                 for place in dict.fromkeys(x)
             }
-            axes.plot(means.keys(), means.values(), line, color=color, lw=1.2)
+            axes.plot(list(means), list(means.values()), line, color=color, lw=1.2)
             axes.plot([], [], line, marker=marker, color=color, ms=4, lw=1.2, label=kind)
         axes.set_xticks(range(len(layers)), [str(layer) for layer in layers])
         axes.margins(x=0.08)

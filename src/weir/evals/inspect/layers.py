@@ -142,7 +142,7 @@ def section(asked: Inspection) -> Section:
 
     seen = read({})
     unseen = read(setup.all_of(setup.kv_heads))
-    facts = {
+    facts: dict[str, Any] = {
         "tokens": len(ids),
         "scored": len(ids) - setup.start,
         "sinks": FIRST,
