@@ -169,15 +169,8 @@ async def closed(
 ) -> Heard:
     """Every client talks without a pause; conversations go on where they stand, and then rest.
 
-    Args:
-        server: who answers.
-        talks: one for each client.
-        manner: how they talk.
-        what: the run, in words.
-        seconds: how long is measured.
-        warm: seconds before, which are not.
-        every: seconds from one look at the server's memory to the next.
-        on_sample: told of each.
+    `warm` seconds come before the `seconds` that are measured. Every `every` seconds the server's
+    memory is read, and `on_sample` is called.
     """
     since = time.perf_counter() + warm
     until = since + seconds

@@ -23,16 +23,7 @@ START = "import sys; from weir.cli import main; main()"
 
 
 class Server:
-    """A server that runs.
-
-    Args:
-        process: the server.
-        port: where it serves, on this machine.
-        model: what it calls its model.
-
-    Attributes:
-        port, model: as given.
-    """
+    """A server that runs."""
 
     def __init__(self, process: subprocess.Popen[str], port: int, model: str) -> None:
         self.port = port
@@ -62,15 +53,7 @@ class Server:
 
 @contextlib.contextmanager
 def weir_serves(model: Path, *options: str | int) -> Iterator[Server]:
-    """`weir serve` of a model's folder, at a port that is free.
-
-    Args:
-        model: the folder.
-        options: of the command line.
-
-    Raises:
-        WeirError: it does not start; the message has what it said.
-    """
+    """`weir serve` of a model's folder, at a port that is free."""
     words = [sys.executable, "-c", START, "serve", str(model), "--name", "model", "--port", "0"]
     with _running([*words, *map(str, options)]) as (process, said):
         port = int(_found(process, said, r"http://\S+:(\d+)/v1"))
@@ -80,15 +63,7 @@ def weir_serves(model: Path, *options: str | int) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def transformers_serves(model: Path, *options: str | int) -> Iterator[Server]:
-    """`transformers serve --continuous-batching` of a model's folder, in float32 on the CPU.
-
-    Args:
-        model: the folder.
-        options: of the command line.
-
-    Raises:
-        WeirError: it does not start; the message has what it said.
-    """
+    """`transformers serve --continuous-batching` of a model's folder, in float32 on the CPU."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = int(free.getsockname()[1])
@@ -132,11 +107,7 @@ def _running(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[str], qu
 
 
 def _wait_for(process: subprocess.Popen[str], port: int) -> None:
-    """Returns when a server answers at a port.
-
-    Raises:
-        WeirError: it has ended before, or does not for too long.
-    """
+    """Returns when a server answers at a port."""
     until = time.monotonic() + WAIT
     while time.monotonic() < until and process.poll() is None:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
@@ -146,11 +117,7 @@ def _wait_for(process: subprocess.Popen[str], port: int) -> None:
 
 
 def _found(process: subprocess.Popen[str], said: queue.Queue[str], what: str) -> str:
-    """What the first group of a pattern matches in the lines of a process, once it does.
-
-    Raises:
-        WeirError: it has ended before, or says nothing of it for too long.
-    """
+    """What the first group of a pattern matches in the lines of a process, once it does."""
     lines: list[str] = []
     until = time.monotonic() + WAIT
     while time.monotonic() < until:

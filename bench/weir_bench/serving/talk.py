@@ -67,15 +67,7 @@ class Talk:
         self._wire.close()
 
     async def turn(self, words: str, tokens: int) -> Reply:
-        """Say something and hear the answer.
-
-        Args:
-            words: what is said.
-            tokens: of the answer.
-
-        Raises:
-            WeirError: the server refuses, or the answer breaks off.
-        """
+        """Say something and hear the answer."""
         messages = [*self.messages, {"role": "user", "content": words}]
         options = {"stream_options": {"include_usage": True}}
         body = {"max_tokens": tokens, "messages": messages, **options}
@@ -103,11 +95,7 @@ class ById(Talk):
     last: str | None = None
 
     async def turn(self, words: str, tokens: int) -> Reply:
-        """Say something and hear the answer.
-
-        Raises:
-            WeirError: the server refuses, or the answer breaks off.
-        """
+        """Say something and hear the answer."""
         body = {"input": words, "previous_response_id": self.last, "max_output_tokens": tokens}
         heard = Listening()
         reply = await self._ask("/v1/responses", body, heard, heard.add_response)
@@ -129,11 +117,7 @@ class Listening:
     _usage: dict[str, Any] = field(default_factory=dict)
 
     def add(self, when: float, event: dict[str, Any]) -> None:
-        """An event of `/v1/chat/completions`.
-
-        Raises:
-            WeirError: it says that the answer failed.
-        """
+        """An event of `/v1/chat/completions`."""
         if "error" in event:
             raise WeirError(f"the answer failed: {event['error'].get('message')}")
         for choice in event.get("choices") or ():
@@ -141,11 +125,7 @@ class Listening:
         self._usage = event.get("usage") or self._usage
 
     def add_response(self, when: float, event: dict[str, Any]) -> None:
-        """An event of `/v1/responses`.
-
-        Raises:
-            WeirError: it says that the answer failed.
-        """
+        """An event of `/v1/responses`."""
         kind = event.get("type")
         if kind == "response.output_text.delta":
             self._said(when, event.get("delta"))
@@ -161,11 +141,7 @@ class Listening:
             raise WeirError(f"the answer failed: {event}")
 
     def reply(self, asked: float) -> Reply:
-        """All of it.
-
-        Raises:
-            WeirError: there is nothing.
-        """
+        """All of it."""
         if not self._arrived:
             raise WeirError("the answer has no text")
         known = (self._usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0

@@ -117,12 +117,7 @@ def make_bodies(model: str, size: int) -> dict[str, tuple[str, bytes]]:
 
 
 class Attackers:
-    """Clients that send what is hostile, each in a thread.
-
-    Args:
-        port, model: of the server.
-        until: when they end, by `time.monotonic`.
-    """
+    """Clients that send what is hostile, each in a thread."""
 
     def __init__(self, port: int, model: str, until: float) -> None:
         self._port, self._until = port, until
