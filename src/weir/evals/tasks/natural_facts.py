@@ -311,7 +311,8 @@ class ToldFacts:
     def __init__(
         self, wording: Wording, task: Facts, book: np.ndarray, rng: np.random.Generator
     ) -> None:
-        front, told = wording.front, {}
+        front = wording.front
+        told: dict[int, str] = {}
         if task.form == "rule":
             system, self.facts = draw_rule(task.facts, rng)
             front = wording.beginning(system)
