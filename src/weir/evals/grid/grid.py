@@ -89,7 +89,6 @@ def protocol(name: str) -> Protocol:
     return PROTOCOLS[name]
 
 
-EVERY = "all"
 NOT_IN_EVERY = {"recompute", "pinned", "pyramid", "quantized"}
 """Named policies that `all` leaves out: the slow oracle, and those built around another."""
 
@@ -212,15 +211,13 @@ def make_grid(
             "steps are compiled of models that are loaded; of those that are given "
             "weir.compile_steps(model) does so"
         )
-    rules = None if paper is None else protocol(paper)
-    for what, given in (("budgets", budgets), ("memory", memory)):
-        if rules is not None and rules.rate is not None and given:
-            raise WeirError(
-                f"the protocol {paper} takes its budgets from the prompt, {rules.rate:g} of it; "
-                f"leave out the {what} or the protocol"
-            )
-    folds = 64 if rules is None or rules.chunk is None else rules.chunk
-    folds = folds if chunk is None else chunk
+    rules = Protocol("", positions=positions) if paper is None else protocol(paper)
+    if rules.rate is not None and (budgets or memory):
+        raise WeirError(
+            f"the protocol {paper} takes its budgets from the prompt, {rules.rate:g} of it; "
+            f"leave out the {'budgets' if budgets else 'memory'} or the protocol"
+        )
+    folds = (rules.chunk or 64) if chunk is None else chunk
 
     @cache
     def shape_of(name: str) -> PreTrainedModel:
@@ -243,17 +240,17 @@ def make_grid(
     for file in filter(is_file, policies.split(",")):
         for name in models:
             check_origin(parse_policy(file), shape_of(name))
-    settings = [str(setting) for made in read_tasks(tasks, TASKS) for setting in made.settings()]
+    settings = [setting for made in read_tasks(tasks, TASKS) for setting in made.settings()]
     cells = [
         Cell(
             model,
             policy,
             budget,
-            setting,
+            str(setting),
             seed,
             paper,
             folds,
-            positions if rules is None else rules.positions,
+            rules.positions,
             room,
             tuple(sorted(loading.items())),
             compiled,
@@ -277,15 +274,14 @@ def make_grid(
 def _each(policies: str, slots: str | None) -> list[str]:
     """Expand a list of policies, with `all` replaced, and apply the slot format."""
     every = ", ".join(name for name in NAMED if name not in NOT_IN_EVERY)
-    words = [every if word.strip() == EVERY else word for word in policies.split(",")]
+    words = [every if word.strip() == "all" else word for word in policies.split(",")]
     found = read_policies(",".join(words))
     return found if slots is None else [str(with_slots(parse_policy(one), slots)) for one in found]
 
 
-def _is_random(setting: str, policy: str) -> bool:
+def _is_random(setting: Task, policy: str) -> bool:
     """Whether the seed can change a task's figures under a policy."""
-    (task,) = read_tasks(setting, TASKS)
-    if task.drawn:
+    if setting.drawn:
         return True
     try:
         pipes = parse_policy(policy).pipes

@@ -214,7 +214,7 @@ def _run_on_ray(
     threads = torch.get_num_threads()
     ours = not ray.is_initialized()
     if ours:
-        _connect(ray, address, threads)
+        _connect(ray, address)
     try:
         most = max(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"])
         # A cell must fit on some machine, or Ray would wait forever for a larger one.
@@ -245,7 +245,7 @@ def _measure_on_worker(number: int, cell: dict[str, Any], threads: int) -> CellR
     return measure(number, Cell.of(cell))
 
 
-def _connect(ray: Any, address: str, threads: int) -> None:
+def _connect(ray: Any, address: str) -> None:
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
     if address == LOCAL:
         quiet["include_dashboard"] = False
