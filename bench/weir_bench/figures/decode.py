@@ -37,7 +37,7 @@ NEWEST = 64
 """Exact slots at the end of a cache whose other slots are quantized."""
 
 
-@figure("decode", "a decode step beside transformers' caches and the bandwidth of memory")
+@figure("decode")
 def decode(setting: Setting) -> Iterator[Row]:
     """`streaming_llm`, also compiled, against DynamicCache and StaticCache; the roofline."""
     sizes, model = setting.sizes, model_of(setting)
@@ -85,7 +85,7 @@ def _targets(kind: str, peers: Collection[str], share: float) -> dict[str, float
     return {**targets, **{name: 1.00 for name in peers if name == COMPILED_STATIC}}
 
 
-@figure("recompute", "a token beside re-computation of the window")
+@figure("recompute")
 def recompute(setting: Setting) -> Iterator[Row]:
     """`streaming_llm` against `recompute`, per token, folds included.
 
@@ -123,7 +123,7 @@ def _steps(cache: Weir, count: int) -> None:
         cache.step()
 
 
-@figure("slots", "a decode step with quantized slots beside one with exact ones")
+@figure("slots")
 def slots(setting: Setting) -> Iterator[Row]:
     """`streaming_llm`, all but its newest tokens quantized, against itself; and what is read."""
     sizes, model = setting.sizes, model_of(setting)
@@ -145,7 +145,7 @@ def slots(setting: Setting) -> Iterator[Row]:
         yield compare(f"decode step, {what}", own[name], own["exact"], 1.0, note=note)
 
 
-@figure("weights", "a decode step with weights of 8 and 4 bits beside one with all bits")
+@figure("weights")
 def weights(setting: Setting) -> Iterator[Row]:
     """`streaming_llm` with int8 and int4 weights against the same model as it was."""
     if find_spec("torchao") is None:

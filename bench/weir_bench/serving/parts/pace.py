@@ -12,7 +12,7 @@ from weir_bench.serving.server import weir_serves
 from weir_bench.serving.talk import Talk
 
 
-@part("pace", "--sessions at once beside one, in turns")
+@part("pace")
 def pace(plan: Plan) -> Iterator[Row | Heard]:
     """Tokens per second through HTTP, and processor time a token."""
     many = plan.sessions

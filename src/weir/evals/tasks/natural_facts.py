@@ -239,7 +239,7 @@ class Facts(Task):
     @property
     def tokens_back(self) -> tuple[int, ...]:
         """The distances as numbers; empty if they are no numbers."""
-        words = str(self.distances).split()
+        words = dict.fromkeys(str(self.distances).split())
         return tuple(map(int, words)) if all(word.isdecimal() for word in words) else ()
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
