@@ -217,7 +217,6 @@ class ExerciseTask(Task):
         farthest: the largest distance, in tokens from where a number was said last to the place of
             the answer.
         before: tokens in front of the newest statement that stands farthest back.
-        text: a file of books from which the text between is taken; none takes the packaged one.
         times: how often each name is said with a number.
         length: tokens of an answer.
         at_once: number of streams that are read side by side.

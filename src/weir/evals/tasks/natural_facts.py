@@ -208,7 +208,6 @@ class Facts(Task):
         facts: in each stream, each of another kind and about somebody else.
         every: tokens from one statement to the next, a multiple of 100.
         before: tokens in front of the first statement's end, a multiple of 100.
-        text: a file of books; none takes the packaged one.
     """
 
     form: Form = "sentence"
