@@ -316,7 +316,7 @@ def _means(records: Sequence[CellRecord]) -> Mapping[Place, Mapping[str, float]]
         size = (memory, record["budget"] if memory is None else None)
         how = (model, record.get("chunk", 64), record.get("positions", "rolling"), size)
         place = (str(record.get("loaded", model)), record["setting"], how)
-        policy = strip_budget(record.get("written", record["policy"]))
+        policy = strip_budget(record.get("written") or record["policy"])
         values[place][policy].append(record["value"])
     return {
         place: {name: fmean(each) for name, each in row.items()} for place, row in values.items()
