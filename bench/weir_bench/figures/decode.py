@@ -4,7 +4,7 @@ weights.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
@@ -154,7 +154,20 @@ def weights(setting: Setting) -> Iterator[Row]:
     for kind, make in {"": full, COMPILED: full_compiled}.items():
         made = {bits: make(setting, _model(setting, bits), PLAIN, slots) for bits in ("", *BITS)}
         caches = {bits: cache for bits, cache in made.items() if cache is not None}
-        yield from _few_bits(setting, caches, kind)
+        times = middle(in_turns(caches, setting.sizes.steps, warm=3))
+        for bits in BITS:
+            if not {"", bits} <= caches.keys():
+                continue
+            part = stored_bytes(caches[bits].model) / stored_bytes(caches[""].model)
+            asked = bits == "int8" and kind and setting.dtype == torch.float32
+            what = f"{bits} weights ÷ all bits, `{PLAIN}` at {slots:,} slots{kind}"
+            yield compare(
+                f"decode step, {what}",
+                times[bits],
+                times[""],
+                0.35 if asked else None,
+                note=f"weights take {part:.2f} of the bytes",
+            )
 
 
 def _model(setting: Setting, bits: str) -> PreTrainedModel:
@@ -163,21 +176,3 @@ def _model(setting: Setting, bits: str) -> PreTrainedModel:
     if bits:
         quantize_weights(model, bits)
     return model
-
-
-def _few_bits(setting: Setting, caches: Mapping[str, Weir], kind: str) -> Iterator[Row]:
-    """Each of few bits beside that of all bits, timed in turns."""
-    times = middle(in_turns(caches, setting.sizes.steps, warm=3))
-    for bits in BITS:
-        if bits not in caches or "" not in caches:
-            continue
-        part = stored_bytes(caches[bits].model) / stored_bytes(caches[""].model)
-        asked = bits == "int8" and kind and setting.dtype == torch.float32
-        what = f"{bits} weights ÷ all bits, `{PLAIN}` at {setting.sizes.slots:,} slots{kind}"
-        yield compare(
-            f"decode step, {what}",
-            times[bits],
-            times[""],
-            0.35 if asked else None,
-            note=f"weights take {part:.2f} of the bytes",
-        )

@@ -314,7 +314,16 @@ def extend_grid(path: Path, grid: Grid) -> Grid:
     Raises:
         WeirError: the file is no results file, or this version of weir cannot read its cells.
     """
-    old = _cells_in(path)
+    if not path.exists() or (path.is_file() and not path.stat().st_size):
+        return grid
+    known = {field.name for field in fields(Cell)}
+    there = read_results(path)[0]["cells"]
+    if any(set(cell) - known for cell in there):
+        raise WeirError(f"{path} was written by another version of weir; name another file")
+    try:
+        old = dict.fromkeys(Cell.of(cell) for cell in there)
+    except (TypeError, ValueError):
+        raise WeirError(f"{path} has cells that lack a field; name another file") from None
 
     def runs_code(cell: Cell) -> bool:
         """Whether loading a cell's model runs Python code from the model's repository."""
@@ -325,21 +334,4 @@ def extend_grid(path: Path, grid: Grid) -> Grid:
             f"{path} has cells whose models bring Python code of their own; give "
             "--trust-remote-code to run it, and read it first"
         )
-    there = set(old)
-    return Grid((*old, *(cell for cell in grid.cells if cell not in there)))
-
-
-def _cells_in(path: Path) -> tuple[Cell, ...]:
-    """The cells of a results file's grid; empty if there is no file yet."""
-    if not path.exists() or (path.is_file() and not path.stat().st_size):
-        return ()
-    known = {field.name for field in fields(Cell)}
-    there = read_results(path)[0]["cells"]
-    if any(set(cell) - known for cell in there):
-        raise WeirError(f"{path} was written by another version of weir; name another file")
-    try:
-        old = tuple(Cell.of(cell) for cell in there)
-        hash(old)
-    except (TypeError, ValueError):
-        raise WeirError(f"{path} has cells that lack a field; name another file") from None
-    return old
+    return Grid((*old, *(cell for cell in grid.cells if cell not in old)))
