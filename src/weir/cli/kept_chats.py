@@ -40,14 +40,10 @@ def begin(facts: dict[str, Any]) -> Transcript:
     """Begin a transcript; one that cannot be written is kept in memory, and that is said."""
     from weir.stream import Transcript
 
-    name = f"{datetime.now():%Y-%m-%d-%H%M%S}-{os.getpid()}"
     try:
         folder().mkdir(mode=0o700, parents=True, exist_ok=True)
-        for number in range(1000):
-            try:
-                return Transcript(folder() / f"{name}-{number:03}.jsonl", facts)
-            except FileExistsError:
-                continue
+        name = f"{datetime.now():%Y-%m-%d-%H%M%S-%f}-{os.getpid()}.jsonl"
+        return Transcript(folder() / name, facts)
     except (OSError, RuntimeError) as error:
         say(f"this conversation is not kept: {error}")
     return Transcript(None, facts)
@@ -93,14 +89,10 @@ class Keeper:
         self._saved_at = saved
         self._pause, self._last = 0.0, time.monotonic()
 
-    @property
-    def _path(self) -> Path | None:
-        transcript = self.conversation.transcript
-        return None if transcript is None else transcript.path
-
     def save(self, *, last: bool = False) -> None:
         """Save the stream if it has gone on, now and then, and at the end in any case."""
-        stream, path = self.conversation.stream, self._path
+        stream, transcript = self.conversation.stream, self.conversation.transcript
+        path = None if transcript is None else transcript.path
         began = time.monotonic()
         if path is None or stream.cache is None or stream.seen == self._saved_at:
             return

@@ -54,16 +54,11 @@ def mpt(module: Any, attend: Attend, hidden: Tensor) -> tuple[Tensor, None]:
     split = mixed.unflatten(2, (3, module.n_heads, module.head_dim))
     queries, keys, values = split.transpose(1, 3).unbind(2)
     params = AttentionParams(scale=module.softmax_scale)
-    return module.out_proj(
-        merge_heads(attend(module.layer_idx, queries, keys, values, params))
-    ), None
+    out = merge_heads(attend(module.layer_idx, queries, keys, values, params))
+    return module.out_proj(out), None
 
 
-FORWARDS: dict[str, Callable[..., tuple[Tensor, None]]] = {
-    "falcon": falcon,
-    "bloom": bloom,
-    "mpt": mpt,
-}
+FORWARDS = {"falcon": falcon, "bloom": bloom, "mpt": mpt}
 """Replacements of an attention module's forward, by model type."""
 
 
@@ -95,7 +90,7 @@ def install(
             if call is None:
                 return own(hidden, *args, **kwargs)
             # The only other positional argument is the residual (Bloom).
-            return FORWARDS[kind](module, call.attend, hidden, *args)
+            return replaced(module, call.attend, hidden, *args)
 
         return forward
 
@@ -104,6 +99,7 @@ def install(
 
     if kind not in FORWARDS:
         return []
+    replaced: Callable[..., Any] = FORWARDS[kind]
     patches = [MethodPatch(module, "forward", with_weir(module)) for module in attentions]
     if kind == "mpt":
         # MPT builds a bias for max_seq_len columns at every step, which weir does not read.
