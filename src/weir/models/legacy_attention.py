@@ -58,7 +58,7 @@ def mpt(module: Any, attend: Attend, hidden: Tensor) -> tuple[Tensor, None]:
     return module.out_proj(out), None
 
 
-FORWARDS = {"falcon": falcon, "bloom": bloom, "mpt": mpt}
+FORWARDS: dict[str, Callable[..., Any]] = {"falcon": falcon, "bloom": bloom, "mpt": mpt}
 """Replacements of an attention module's forward, by model type."""
 
 
@@ -90,7 +90,7 @@ def install(
             if call is None:
                 return own(hidden, *args, **kwargs)
             # The only other positional argument is the residual (Bloom).
-            return replaced(module, call.attend, hidden, *args)
+            return FORWARDS[kind](module, call.attend, hidden, *args)
 
         return forward
 
@@ -99,7 +99,6 @@ def install(
 
     if kind not in FORWARDS:
         return []
-    replaced: Callable[..., Any] = FORWARDS[kind]
     patches = [MethodPatch(module, "forward", with_weir(module)) for module in attentions]
     if kind == "mpt":
         # MPT builds a bias for max_seq_len columns at every step, which weir does not read.
