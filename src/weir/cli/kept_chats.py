@@ -50,13 +50,8 @@ def begin(facts: dict[str, Any]) -> Transcript:
 
 
 def find_newest(model: str | None) -> Transcript:
-    """Open the newest conversation that no other process has open.
-
-    Args:
-        model: with this model; None for any.
-
-    Raises:
-        WeirError: there is none.
+    """Open the newest conversation, with this model if one is named, that no other process has
+    open; WeirError if there is none.
     """
     from weir.stream import Transcript
 
@@ -77,12 +72,7 @@ def find_newest(model: str | None) -> Transcript:
 
 
 class Keeper:
-    """Saves the stream of a conversation with a transcript.
-
-    Args:
-        conversation: the conversation.
-        saved: tokens of the stream as it is saved already; -1 if it is not.
-    """
+    """Saves the stream of a conversation; `saved` tokens of it are saved already, -1 for none."""
 
     def __init__(self, conversation: Conversation, saved: int = -1) -> None:
         self.conversation = conversation
