@@ -200,9 +200,7 @@ def serve(
         model, tokenizer = load_model(model_name, loading)
         say_window(model, wanted, chunk)
         row_format = None if data is None else RowFormat.of(model, wanted, chunk)
-        store = ending.enter_context(
-            SessionStore(data, row_format, limit=most, keep=memory.kept)
-        )
+        store = ending.enter_context(SessionStore(data, row_format, limit=most, keep=memory.kept))
         if data is not None:
             room_there = "" if most is None else f", at most {size(most)}"
             say(f"ends of turns in {data}, {size(memory.row)} each{room_there}")
