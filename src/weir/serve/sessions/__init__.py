@@ -29,13 +29,14 @@ from weir.serve.sessions.records import (
 from weir.serve.sessions.responses import ResponseStore, StoredConversation, StoredResponse
 from weir.serve.sessions.snapshot import RowFormat, decode_checkpoint, encode_checkpoint
 from weir.serve.sessions.snapshot_folder import free_bytes, is_full
-from weir.serve.sessions.store import BackgroundWriter, SessionStore
+from weir.serve.sessions.store import SessionStore
+from weir.serve.sessions.turn_tables import DiskTurns, TurnTables
 
 __all__ = [
     "DISK_FULL",
     "NOT_KEPT",
-    "BackgroundWriter",
     "Checkpoint",
+    "DiskTurns",
     "Item",
     "LazyCheckpoint",
     "NameTaken",
@@ -49,6 +50,7 @@ __all__ = [
     "StoredResponse",
     "Turn",
     "TurnRecord",
+    "TurnTables",
     "TurnTokens",
     "answer_item",
     "answer_part",

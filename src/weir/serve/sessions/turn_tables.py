@@ -11,12 +11,14 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import sqlite3
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from weir.errors import WeirError, quote
@@ -148,7 +150,7 @@ class Snapshot:
 
 
 class TurnTables:
-    """Turns of which both record and state are in memory.
+    """Turns of which both record and state are in memory; base of other places.
 
     Args:
         limit: number of turns.
@@ -191,6 +193,25 @@ class TurnTables:
         """Delete snapshots that no row names."""
         for file in files:
             self._states.pop(file, None)
+
+    def _too_large(self, what: str, size: int, turns: int) -> WeirError:
+        """The error of turns that exceed the limit."""
+        return WeirError(f"it has {turns} turns, and {self._limit} of all are kept here")
+
+    def make_scratch_folder(self) -> TemporaryDirectory[str]:
+        """A folder for a large file in transit, on the disk that snapshots are on."""
+        return TemporaryDirectory(prefix="weir-")
+
+    def has_room(self, turns: int = 1) -> bool:
+        """Whether there is room for so many turns."""
+        return True
+
+    def make_room(self, turns: int, keep: int) -> bool:
+        """Make room for so many turns, and say whether there is any."""
+        return self.has_room(turns)
+
+    def close(self) -> None:
+        """Release the place; closing twice does nothing."""
 
     def refusal(self, error: Exception) -> WeirError:
         """Turn an error of the disk or the database into a WeirError."""
@@ -295,11 +316,7 @@ class TurnTables:
                 new.append(self._keep(record.node, checkpoint))
                 size = sum(snapshot.bytes for snapshot in new)
                 if self._limit is not None and size > self._limit:
-                    more = " or more" if len(turns) > 1 else ""
-                    raise WeirError(
-                        f"{what} takes {size:,} bytes{more}, and the store has {self._limit:,} for "
-                        "all sessions"
-                    )
+                    raise self._too_large(what, size, len(turns))
             names = json.dumps([snapshot.name for snapshot in new])
             with self.exclusive:
                 with self.changing() as db:
@@ -403,7 +420,9 @@ class DiskTurns(TurnTables):
 
     Args:
         folder: created if missing. One process at a time may use it.
-        limit: bytes of all snapshots; None for no limit. While one is written there is one more.
+        limit: bytes of all snapshots, and one more while one is written; past it, or where the disk
+            is full before, the least recently used turns are deleted. None for no limit: nothing is
+            ever deleted.
 
     Raises:
         WeirError: the folder cannot be used, another process uses it, or its rows are of another
@@ -415,6 +434,7 @@ class DiskTurns(TurnTables):
             raise WeirError(f"a store may have one byte or more, not {limit}")
         self.folder = folder
         self.row_format = row_format
+        self._scratch = folder / "moving"
         with contextlib.ExitStack() as undo:
             try:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -428,6 +448,7 @@ class DiskTurns(TurnTables):
             except OSError as error:
                 raise WeirError(f"{folder} cannot be used: {error.strerror}") from None
             undo.callback(self._files.close)
+            shutil.rmtree(self._scratch, ignore_errors=True)  # leftovers of a killed process
             self._reserve = DiskReserve(folder / "reserve")
             with self._reserve.released():
                 # Snapshots whose database is gone may be valuable: never treat them as leftovers.
@@ -498,6 +519,18 @@ class DiskTurns(TurnTables):
 
     def _checkpoint(self, snapshot: Snapshot) -> Checkpoint:
         return LazyCheckpoint(snapshot.pending, lambda: self._read(snapshot))
+
+    def _too_large(self, what: str, size: int, turns: int) -> WeirError:
+        more = " or more" if turns > 1 else ""
+        return WeirError(
+            f"{what} takes {size:,} bytes{more}, and the store has {self._limit:,} for all sessions"
+        )
+
+    def make_scratch_folder(self) -> TemporaryDirectory[str]:
+        """A folder for a large file in transit; the next start deletes what a crash leaves."""
+        with contextlib.suppress(FileExistsError):
+            self._scratch.mkdir(mode=0o700)
+        return TemporaryDirectory(dir=self._scratch)
 
     def _read(self, snapshot: Snapshot) -> Checkpoint:
         """Read a snapshot file; a damaged one is deleted with its turn."""
