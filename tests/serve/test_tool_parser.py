@@ -12,7 +12,7 @@ from servers import CHATML, make_tokenizer
 
 from weir.errors import WeirError
 from weir.serve import Message, Sampler, SamplingParams, hash_prefixes
-from weir.serve.engine import sample
+from weir.serve.engine.sampler import sample
 from weir.serve.messages import Call
 from weir.serve.structured import GrammarCompiler
 from weir.serve.tools import (
