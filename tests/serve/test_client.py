@@ -51,6 +51,8 @@ def ask(client: EngineClient, *messages: Message) -> tuple[Prompt, str, TurnReco
         generation = client.generate(request, plan, loop)
         while client.engine.load().busy or client.engine.load().waiting:
             client.engine.step()
+        loop.call_soon(loop.stop)
+        loop.run_forever()
     answer = "".join(event.text for event in generation.queue._events)
     end = generation.queue._events[-1]
     assert isinstance(end, FinishEvent)

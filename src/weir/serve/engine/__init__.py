@@ -8,9 +8,9 @@ from weir.serve.engine.engine import (
     sizes_of,
 )
 from weir.serve.engine.output import (
+    EventSender,
     FailureEvent,
     FinishEvent,
-    Notifier,
     OutputEvent,
     OutputProcessor,
     OutputQueue,
@@ -25,9 +25,9 @@ __all__ = [
     "Cancelled",
     "Constraint",
     "Engine",
+    "EventSender",
     "FailureEvent",
     "FinishEvent",
-    "Notifier",
     "OutputEvent",
     "OutputProcessor",
     "OutputQueue",
