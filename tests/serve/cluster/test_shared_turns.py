@@ -157,9 +157,9 @@ def test_a_storage_that_fails_loses_no_other_turn(replicas, shared, monkeypatch)
     def fail(path, data):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(shared, "write", fail)
+    monkeypatch.setattr(shared, "_write", fail)
     error = save(replicas.a, record("n1", 1), NODES[1])
-    assert "cannot be kept in the shared folder: Input/output error" in str(error)
+    assert "cannot be kept: Input/output error" in str(error)
     assert [each.node for each in replicas.b.list_turns("me", "s")] == ["n0"]
 
 

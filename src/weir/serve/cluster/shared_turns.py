@@ -68,13 +68,7 @@ class SharedTurns(TurnTables):
         self._listed: dict[str, dict[str, SessionSummary]] = {}  # by owner and file
         if storage.read("form.json") is None:
             storage.write("form.json", json.dumps(row_format.to_json()).encode())
-        try:
-            row_format.check(json.loads(storage.read("form.json") or b"null"))
-        except (WeirError, ValueError) as error:
-            raise WeirError(
-                f"the shared folder cannot be used here: {error}; give it its own model and "
-                "policy, or another folder"
-            ) from None
+        row_format.check_place("the shared folder", storage.read("form.json") or b"null")
 
     def has_room(self, turns: int = 1) -> bool:
         """Whether the storage has room for so many turns."""
@@ -138,13 +132,10 @@ class SharedTurns(TurnTables):
                 for turn in turns:
                     super().add([turn])
                 self._publish(owner, session)
-        except BaseException as error:
+        except BaseException:
             for _, record in turns:
                 with contextlib.suppress(OSError):
                     self._delete(record)
-            if isinstance(error, OSError):
-                reason = error.strerror or error
-                raise WeirError(f"the turn cannot be kept in the shared folder: {reason}") from None
             raise
 
     def fork(self, owner: str, node: str, session: str) -> None:

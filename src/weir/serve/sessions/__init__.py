@@ -28,7 +28,7 @@ from weir.serve.sessions.records import (
 )
 from weir.serve.sessions.responses import ResponseStore, StoredConversation, StoredResponse
 from weir.serve.sessions.snapshot import RowFormat, decode_checkpoint, encode_checkpoint
-from weir.serve.sessions.snapshot_folder import free_bytes, is_full
+from weir.serve.sessions.snapshot_folder import free_bytes, refusal
 from weir.serve.sessions.store import SessionStore
 from weir.serve.sessions.turn_tables import DiskTurns, TurnTables
 
@@ -60,10 +60,10 @@ __all__ = [
     "find_path",
     "free_bytes",
     "input_item",
-    "is_full",
     "messages_of",
     "new_id",
     "pack_ids",
+    "refusal",
     "result_item",
     "unpack_ids",
 ]

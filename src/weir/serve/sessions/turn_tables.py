@@ -39,9 +39,9 @@ from weir.serve.sessions.snapshot import RowFormat, decode_checkpoint, encode_ch
 from weir.serve.sessions.snapshot_folder import (
     DiskReserve,
     SnapshotFolder,
-    is_full,
     lock_file,
     new_name,
+    refusal,
 )
 
 _log = logging.getLogger(__name__)
@@ -213,12 +213,6 @@ class TurnTables:
     def close(self) -> None:
         """Release the place; closing twice does nothing."""
 
-    def refusal(self, error: Exception) -> WeirError:
-        """Turn an error of the disk or the database into a WeirError."""
-        if isinstance(error, UnicodeEncodeError):
-            return WeirError("the name of this session is no text")
-        return WeirError(f"the turn cannot be kept: {getattr(error, 'strerror', None) or error}")
-
     # --- reading
 
     def load(self, node: str) -> Checkpoint | None:
@@ -285,17 +279,14 @@ class TurnTables:
         Raises:
             WeirError: it cannot be committed; nothing has changed.
         """
-        try:
-            with self.exclusive, self.db.writing() as db:
-                with self._uses_lock:
-                    uses = dict(self._uses)
-                db.executemany(
-                    "UPDATE nodes SET used = ? WHERE name = ?",
-                    [(used, name) for name, used in uses.items()],
-                )
-                yield db
-        except (sqlite3.Error, UnicodeEncodeError) as error:
-            raise self.refusal(error) from error
+        with self.exclusive, self.db.writing() as db:
+            with self._uses_lock:
+                uses = dict(self._uses)
+            db.executemany(
+                "UPDATE nodes SET used = ? WHERE name = ?",
+                [(used, name) for name, used in uses.items()],
+            )
+            yield db
         with self._uses_lock:
             for name, used in uses.items():
                 if self._uses.get(name) == used:
@@ -477,15 +468,10 @@ class DiskTurns(TurnTables):
                 written = json.dumps(self.row_format.to_json())
                 db.execute("INSERT OR IGNORE INTO facts VALUES ('form', ?)", (written,))
                 ((found,),) = db.execute("SELECT value FROM facts WHERE name = 'form'")
-                self.row_format.check(json.loads(found))
+                self.row_format.check_place(str(self.folder), found)
                 self._delete_leftovers(db)
-        except (sqlite3.Error, OSError, ValueError, RecursionError) as error:
+        except OSError as error:
             raise WeirError(f"{self.folder} cannot be used: {error}") from None
-        except WeirError as error:
-            raise WeirError(
-                f"{self.folder} cannot be used here: {error}; give it its own model and policy, or "
-                "another folder"
-            ) from None
 
     def _delete_leftovers(self, db: sqlite3.Connection) -> None:
         """Delete turns without a record, rows without their file, and files without a row."""
@@ -513,7 +499,7 @@ class DiskTurns(TurnTables):
         try:
             self._files.write(file, data)
         except OSError as error:
-            raise self.refusal(error) from None
+            raise refusal(error) from None
         checksum = hashlib.sha256(data).hexdigest()
         return Snapshot(name, file, len(data), checksum, checkpoint.pending)
 
@@ -567,15 +553,6 @@ class DiskTurns(TurnTables):
                 self._files.delete(file)
             except OSError as error:  # left to the next start
                 _log.warning("%s cannot be removed: %s", file, error)
-
-    def refusal(self, error: Exception) -> WeirError:
-        """Turn an error of the disk or the database into a WeirError."""
-        if is_full(error):
-            return StorageFull(
-                f"the disk of {self.folder} is full, so the turn is not kept; delete sessions or "
-                "make room"
-            )
-        return super().refusal(error)
 
     # --- room
 
