@@ -1,5 +1,6 @@
 """Saved sessions: checkpoints and records of turns, responses and archives."""
 
+from weir.serve.sessions.disk_turns import DiskTurns
 from weir.serve.sessions.items import (
     Item,
     answer_item,
@@ -30,7 +31,7 @@ from weir.serve.sessions.responses import ResponseStore, StoredConversation, Sto
 from weir.serve.sessions.snapshot import RowFormat, decode_checkpoint, encode_checkpoint
 from weir.serve.sessions.snapshot_folder import free_bytes, refusal
 from weir.serve.sessions.store import SessionStore
-from weir.serve.sessions.turn_tables import DiskTurns, TurnTables
+from weir.serve.sessions.turn_tables import TurnTables
 
 __all__ = [
     "DISK_FULL",

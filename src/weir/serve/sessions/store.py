@@ -228,8 +228,10 @@ class SessionStore:
             return [n for place in self._places for n in place.remove(nodes, owner, session)]
 
     def make_scratch_folder(self) -> TemporaryDirectory[str]:
-        """A folder for a large file in transit."""
-        return self.place.make_scratch_folder()
+        """A folder for a large file in transit; the next start deletes what a crash leaves."""
+        if self.place.scratch is not None:
+            self.place.scratch.mkdir(mode=0o700, exist_ok=True)
+        return TemporaryDirectory(prefix="weir-", dir=self.place.scratch)
 
 
 class BackgroundWriter:
