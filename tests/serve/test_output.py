@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from weir.serve import FailureEvent, OutputQueue, SampledToken, TokenEvent
-from weir.serve.engine import EventSender
+from weir.serve import SampledToken
+from weir.serve.engine import EventSender, FailureEvent, OutputQueue, TokenEvent
 
 
 def token_event(number: int) -> TokenEvent:

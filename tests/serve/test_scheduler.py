@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from weir.serve import Busy, Sampler, SamplingParams, Sequence
+from weir.serve import Sampler, SamplingParams, Sequence
+from weir.serve.engine import Busy
 from weir.serve.engine.scheduler import Scheduler, fits_one_call, group_prefills
 
 
