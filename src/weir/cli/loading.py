@@ -36,7 +36,10 @@ OPTIONS: dict[str, Any] = {
     ],
     "weights": Annotated[
         str | None,
-        Option(help="int8 or int4: quantize linear layers; needs torchao [default: as saved]"),
+        Option(
+            help="q8_0, q4_0 or q4_1: quantize linear layers; gguf: keep a GGUF file's blocks; "
+            "int8 or int4: by torchao [default: as saved]"
+        ),
     ],
     "revision": Annotated[str | None, Option(help="Branch, tag or commit of a Hub id.")],
     "trust_remote_code": Annotated[

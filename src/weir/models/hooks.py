@@ -243,7 +243,8 @@ def _refuse_checkpointing(decoder: Any) -> None:
 
 
 def _refuse_weightless(decoder: Any) -> None:
-    if decoder.get_input_embeddings().weight.is_meta:
+    weight = decoder.get_input_embeddings()._parameters.get("weight")
+    if weight is not None and weight.is_meta:
         input_device(decoder)  # raises unless the weights are offloaded
 
 

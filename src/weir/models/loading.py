@@ -30,6 +30,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from weir.errors import WeirError
 from weir.models.attention_sinks import ATTENTION, attend_by_sink, begin_with_sink, sink_of
+from weir.models.block_weights import AS_STORED, check_stored
 from weir.models.gguf import (
     SMOLLM2,
     SMOLLM2_HUB,
@@ -75,8 +76,9 @@ def load(
             device map of transformers; needs accelerate.
         revision: branch, tag or commit of a Hub id.
         trust_remote_code: run the Python code that comes with the model.
-        weights: "int8" or "int4": quantize linear layers to 8 or 4 bits (torchao); `dtype` then
-            applies to the other weights, and to keys and values.
+        weights: "q8_0", "q4_0" or "q4_1": quantize linear layers to 8 or 4 bits, in blocks; "gguf":
+            keep the blocks of a GGUF file; "int8" or "int4": as torchao does. `dtype` then applies
+            to the other weights, and to keys and values.
 
     Raises:
         WeirError: there is no such model, or it cannot be read; its weights cannot be quantized;
@@ -90,8 +92,11 @@ def load(
     if device_map is not None:
         raise WeirError("weights= is for a model on one device; leave out device_map or weights")
     check_not_quantized(name, source.config())
+    path = find_gguf(name)
+    if weights == AS_STORED:
+        check_stored(path, name)
     model, tokenizer = _load_as(source, *kind, dtype, device, None)
-    quantize_weights(model, weights)
+    quantize_weights(model, weights, path)
     return model, tokenizer
 
 
@@ -243,7 +248,7 @@ def skeleton(
             config, dtype=wanted, trust_remote_code=trust_remote_code
         )
     if weights is not None:
-        shrink(model, weights)
+        shrink(model, weights, find_gguf(name))
     return model.eval()
 
 

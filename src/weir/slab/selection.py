@@ -65,6 +65,13 @@ class AttendedSlots:
         """Keys and values, dequantized where they are quantized."""
         return read_slots(self.keys, self.values, self.quantized, self.start, self.stop)
 
+    @property
+    def reads_rotated(self) -> bool:
+        """Whether quantized slots are read that are stored rotated."""
+        return (
+            self.quantized is not None and self.quantized.format.rotated and self.start < self.first
+        )
+
     def rotated(self) -> AttendedSlots:
         """These slots with all keys and values rotated, so that queries and answers have to be."""
         assert self.quantized is not None
@@ -136,6 +143,8 @@ def select_attention(
     """
     uncapped = params.softcap is None
     weighted = slots.split is not None and not slots.plain
+    if by != "loops" and slots.reads_rotated and queries.shape[3] > 1:
+        return partial(_in_rotated_space, causal, observe, by)
     if by == "loops" and (uncapped or not weighted):
         return _in_loops
     if by == "kernels" and queries.dtype != torch.float64:  # which no kernel computes in
@@ -240,6 +249,26 @@ def _in_loops(
         queries, slots = hadamard(queries.float()), slots.rotated()
     out = attend_in_loops(queries, *slots.read(), mask, params, factors or None)
     return AttentionResult(hadamard(out.float()).to(out.dtype) if rotated else out)
+
+
+def _in_rotated_space(
+    causal: bool,
+    observe: Observe,
+    by: By,
+    queries: Tensor,
+    slots: AttendedSlots,
+    params: AttentionParams,
+    bias: Tensor | None,
+) -> AttentionResult:
+    """Attention over slots as they are stored: queries, answers and the few exact slots are rotated
+    in place of all quantized ones.
+    """
+    wide = torch.promote_types(queries.dtype, torch.float32)
+    rotated, slots = hadamard(queries.to(wide)).to(queries.dtype), slots.rotated()
+    attend = select_attention(rotated, slots, params, bias, causal=causal, observe=observe, by=by)
+    found = attend(rotated, slots, params, bias)
+    answers = hadamard(found.answers.to(wide)).to(found.answers.dtype)
+    return found._replace(answers=answers)
 
 
 def _by_observation(
