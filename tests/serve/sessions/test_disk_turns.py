@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -11,6 +12,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -190,12 +192,22 @@ def test_tables_that_cannot_be_written_refuse_a_node_and_lose_none(tmp_path):
         assert kept(one, "n1", NODES[1]) is None
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mount"), reason="needs a small disk")
-def test_a_disk_that_is_really_full(tmp_path):
-    made = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(tmp_path)]
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[None]:
+    """A folder on a disk of its own."""
+    if os.geteuid() != 0 or not shutil.which("mount"):
+        pytest.skip("needs a small disk")
+    made = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
     if subprocess.run(made, capture_output=True).returncode:
         pytest.skip("nothing can be mounted here")
     try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_disk_that_is_really_full(tmp_path):
+    with small_disk(tmp_path, "2m"):
         with store(tmp_path) as one:
             told = {n: kept(one, f"n{n}", NODES[n % 6]) for n in range(200)}
             safe = [n for n, error in told.items() if error is None]
@@ -210,8 +222,20 @@ def test_a_disk_that_is_really_full(tmp_path):
         with store(tmp_path) as one:
             assert all(has(one, f"n{n}", NODES[n % 6]) == (n in safe[9:]) for n in told)
             assert has(one, "new", NODES[0])
-    finally:
-        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_old_turns_make_room_on_a_disk_without_a_byte(tmp_path):
+    with small_disk(tmp_path, "8m"), store(tmp_path, limit=10**9) as one:
+        for n in range(99):
+            assert kept(one, f"n{n}", NODES[n % 6]) is None
+        with contextlib.suppress(OSError), (tmp_path / "filler").open("wb", 0) as file:
+            while True:
+                file.write(bytes(2**12))
+        assert has(one, "n0", NODES[0])  # there is no room to write that it was used
+        assert one.place.make_room(1, keep=9)
+        assert kept(one, "new", NODES[0]) is None
+        left = [n for n in range(99) if has(one, f"n{n}", NODES[n % 6])]
+        assert left[0] == 0 and left[-8:] == [*range(91, 99)] and 1 not in left
 
 
 # --- what somebody did to the folder

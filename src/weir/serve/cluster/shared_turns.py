@@ -116,14 +116,8 @@ class SharedTurns(TurnTables):
     # --- writing
 
     def add(self, turns: Sequence[Turn], what: str = "one turn") -> None:
-        """Add turns to one session, parents first; all or none.
-
-        Args:
-            what: "the session" if it is a new one, of which only the newest turns are kept.
-        """
+        """Add turns to one session, parents first; all or none, but for those that are too many."""
         owner, session = turns[0][1].owner, turns[0][1].session
-        if what == "the session" and self.list_turns(owner, session):
-            raise NameTaken("there is a session of this name already")
         turns = turns[-self._kept :]
         try:
             for checkpoint, record in turns:
@@ -143,6 +137,8 @@ class SharedTurns(TurnTables):
         record = self.newest(owner, "node", node)
         if record is None:
             raise WeirError("there is no such turn")
+        if self.list_turns(owner, session):
+            raise NameTaken("there is a session of this name already")
         turns = {turn.node: turn for turn in super().list_turns(owner, record.session)}
         path = find_path(node, {name: turn.parent for name, turn in turns.items()})
         names = {name: secrets.token_hex(16) for name in path}
@@ -151,7 +147,7 @@ class SharedTurns(TurnTables):
             parent = names.get(turns[name].parent or "")
             copy = replace(turns[name], node=new, session=session, parent=parent)
             copies.append((self._lazy_checkpoint(turns[name]), copy))
-        self.add(copies, "the session")
+        self.add(copies)
 
     def remove(
         self, nodes: Collection[str], owner: str | None = None, session: str | None = None

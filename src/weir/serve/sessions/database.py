@@ -116,6 +116,10 @@ class Database:
         except UnicodeEncodeError:
             return []  # a lone surrogate is no text, and no row has it
 
+    def first(self, query: str, *values: Any) -> sqlite3.Row | None:
+        """The first row of a query; None if there is none."""
+        return next(iter(self.query(query, *values)), None)
+
 
 def _connected(path: Path | str) -> sqlite3.Connection:
     found = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)

@@ -192,8 +192,9 @@ class DiskTurns(TurnTables):
             return self.has_room(turns)
         size = turns * self.row_format.turn_bytes
         with self.exclusive, contextlib.suppress(WeirError):
-            with self.changing() as db:
-                rows = db.execute("SELECT name, bytes FROM nodes ORDER BY used").fetchall()
+            uses = self._unwritten_uses()  # no room to write them
+            rows = self.db.query("SELECT name, bytes, used FROM nodes")
+            rows.sort(key=lambda row: uses.get(row["name"], row["used"]))
             rows = rows[: max(0, len(rows) - keep)]
             if self._files.free_bytes() + sum(row["bytes"] for row in rows) < size:
                 return False

@@ -93,10 +93,10 @@ class StoredConversation:
 
     id: str
     created: int
+    metadata: dict[str, str]
     head: str | None
     read: int
     whole: bool
-    metadata: dict[str, str]
 
 
 class ResponseStore:
@@ -172,16 +172,16 @@ class ResponseStore:
 
     def get_response(self, owner: str, name: str) -> StoredResponse | None:
         """A response of the owner's."""
-        rows = self._tables.query(
+        row = self._tables.first(
             "SELECT id, session, previous, instructions, input, body FROM responses "
             "WHERE id = ? AND owner = ?",
             name,
             owner,
         )
-        for row in rows:
-            written = {name: json.loads(row[name]) for name in ("input", "body")}
-            return StoredResponse(**{**row, **written})
-        return None
+        if row is None:
+            return None
+        written = {column: json.loads(row[column]) for column in ("input", "body")}
+        return StoredResponse(**{**row, **written})
 
     def list_responses(self, owner: str, session: str) -> list[str]:
         """The responses of a session of the owner's."""
@@ -216,16 +216,16 @@ class ResponseStore:
 
     def get_conversation(self, owner: str, name: str) -> StoredConversation | None:
         """A conversation of the owner's."""
-        rows = self._tables.query(
-            "SELECT id, created, head, read, whole, metadata FROM conversations "
+        row = self._tables.first(
+            "SELECT id, created, metadata, head, read, whole FROM conversations "
             "WHERE id = ? AND owner = ?",
             name,
             owner,
         )
-        for row in rows:
-            metadata, whole = json.loads(row["metadata"]), bool(row["whole"])
-            return StoredConversation(**{**row, "metadata": metadata, "whole": whole})
-        return None
+        if row is None:
+            return None
+        metadata, whole = json.loads(row["metadata"]), bool(row["whole"])
+        return StoredConversation(**{**row, "metadata": metadata, "whole": whole})
 
     def set_metadata(self, owner: str, name: str, metadata: dict[str, str]) -> None:
         """Replace the metadata of a conversation."""
@@ -264,20 +264,20 @@ class ResponseStore:
             None if there is no such item.
         """
         order, compare = ("DESC", "<") if newest else ("ASC", ">")
-        start = self._tables.query(
+        start = self._tables.first(
             "SELECT number FROM items WHERE conversation = ? AND owner = ? AND id = ?",
             conversation,
             owner,
             after or "",
         )
-        if after is not None and not start:
+        if after is not None and start is None:
             return None
         found = self._tables.query(
             "SELECT body FROM items WHERE conversation = ? AND owner = ? AND "
             f"(? IS NULL OR number {compare} ?) ORDER BY number {order} LIMIT ?",
             conversation,
             owner,
-            *(2 * [start[0]["number"] if start else None]),
+            *(2 * [start["number"] if start else None]),
             most,
         )
         return [json.loads(row["body"]) for row in found]
@@ -285,8 +285,8 @@ class ResponseStore:
     def get_item(self, owner: str, conversation: str, name: str) -> Item | None:
         """An item of a conversation."""
         query = "SELECT body FROM items WHERE conversation = ? AND owner = ? AND id = ?"
-        rows = self._tables.query(query, conversation, owner, name)
-        return json.loads(rows[0]["body"]) if rows else None
+        row = self._tables.first(query, conversation, owner, name)
+        return json.loads(row["body"]) if row else None
 
     def add_items(self, owner: str, conversation: str, items: Sequence[Item]) -> None:
         """Add items to a conversation; the next response reads them."""

@@ -185,21 +185,21 @@ class TurnTables:
 
     def load(self, node: str) -> Checkpoint | None:
         """The checkpoint of a turn; None if there is none of that name."""
-        rows = self.db.query("SELECT * FROM nodes WHERE name = ?", node)
-        if not rows:
+        row = self.db.first("SELECT * FROM nodes WHERE name = ?", node)
+        if row is None:
             return None
         self._touch(node)
-        return self._checkpoint(rows[0])
+        return self._checkpoint(row)
 
     def newest(self, owner: str, column: str, value: str) -> TurnRecord | None:
         """The owner's newest turn with a value in a column of its record."""
-        rows = self.db.query(
+        row = self.db.first(
             f"SELECT {_COLUMNS} FROM records WHERE owner = ? AND {column} = ? "
             "ORDER BY number DESC LIMIT 1",
             owner,
             value,
         )
-        return _record_of(rows[0]) if rows else None
+        return _record_of(row) if row else None
 
     def list_turns(self, owner: str, session: str) -> list[TurnRecord]:
         """The turns of a session, in the order they came."""
@@ -217,8 +217,7 @@ class TurnTables:
 
     def summaries(self, owner: str, session: str | None = None) -> list[SessionSummary]:
         """The owner's sessions, or one of them, the least recently used first."""
-        with self._uses_lock:
-            uses = json.dumps(self._uses)
+        uses = json.dumps(self._unwritten_uses())
         found = self.db.query(_SUMMARIES, uses, owner, session)
         return [SessionSummary(**{**row, "usage": json.loads(row["usage"])}) for row in found]
 
@@ -227,6 +226,10 @@ class TurnTables:
         rows = self.db.query(_ANCESTRY, node, owner)
         found = [TurnTokens(row["node"], row["seen"], row["ids"]) for row in rows]
         return found, rows[0]["parent"] if rows else node
+
+    def _unwritten_uses(self) -> dict[str, int]:
+        with self._uses_lock:
+            return dict(self._uses)
 
     def _touch(self, node: str) -> int:
         """Note that a turn was used; the number rises from use to use."""
@@ -245,8 +248,7 @@ class TurnTables:
             WeirError: it cannot be committed; nothing has changed.
         """
         with self.exclusive, self.db.writing() as db:
-            with self._uses_lock:
-                uses = dict(self._uses)
+            uses = self._unwritten_uses()
             db.executemany(
                 "UPDATE nodes SET used = ? WHERE name = ?",
                 [(used, name) for name, used in uses.items()],
