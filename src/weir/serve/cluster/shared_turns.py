@@ -22,13 +22,13 @@ import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
 
+from weir.cache import RowState
 from weir.errors import WeirError
 from weir.serve.cluster.storage import Storage
 from weir.serve.messages import Message
 from weir.serve.sessions import (
     NOT_KEPT,
     Checkpoint,
-    LazyCheckpoint,
     NameTaken,
     RowFormat,
     SessionSummary,
@@ -238,7 +238,7 @@ class SharedTurns(TurnTables):
     def _lazy_checkpoint(self, record: TurnRecord) -> Checkpoint:
         """The checkpoint of a turn, read when its state is needed."""
 
-        def read() -> Checkpoint:
+        def read() -> RowState:
             path = f"{_folder(record.owner, record.session)}/{record.node}.safetensors"
             data = self._storage.read(path)
             if data is None:
@@ -247,9 +247,9 @@ class SharedTurns(TurnTables):
             found = decode_checkpoint(self._row_format, data)
             if found.pending != (record.last,):
                 raise WeirError("what this turn goes on from is the end of another one")
-            return found
+            return found.state
 
-        return LazyCheckpoint((record.last,), read)
+        return Checkpoint(read, (record.last,))
 
 
 def _folder(owner: str, session: str) -> str:

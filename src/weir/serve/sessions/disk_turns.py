@@ -18,9 +18,10 @@ import sqlite3
 from collections.abc import Collection
 from pathlib import Path
 
+from weir.cache import RowState
 from weir.errors import WeirError, quote
 from weir.serve.sessions.database import Database
-from weir.serve.sessions.records import NOT_KEPT, Checkpoint, LazyCheckpoint, StorageFull
+from weir.serve.sessions.records import NOT_KEPT, Checkpoint, StorageFull
 from weir.serve.sessions.snapshot import RowFormat, decode_checkpoint, encode_checkpoint
 from weir.serve.sessions.snapshot_folder import (
     DiskReserve,
@@ -132,9 +133,9 @@ class DiskTurns(TurnTables):
         return file, len(data), hashlib.sha256(data).hexdigest()
 
     def _checkpoint(self, row: sqlite3.Row) -> Checkpoint:
-        return LazyCheckpoint(tuple(json.loads(row["pending"])), lambda: self._read(row))
+        return Checkpoint(lambda: self._read(row), tuple(json.loads(row["pending"])))
 
-    def _read(self, row: sqlite3.Row) -> Checkpoint:
+    def _read(self, row: sqlite3.Row) -> RowState:
         """Read a snapshot file; a damaged one is deleted with its turn."""
         name = quote(row["name"])
         try:
@@ -144,7 +145,7 @@ class DiskTurns(TurnTables):
             found = decode_checkpoint(self.row_format, data)
             if list(found.pending) != json.loads(row["pending"]):
                 raise WeirError("it is the end of another turn")
-            return found
+            return found.state
         except FileNotFoundError:
             self._delete_damaged(row)
             raise WeirError(NOT_KEPT) from None
