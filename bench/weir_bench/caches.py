@@ -18,13 +18,7 @@ from weir_bench.timing import Contender
 
 
 class Decoding(Contender):
-    """One token through a model, with a cache.
-
-    Attributes:
-        model: the model.
-        cache: the cache.
-        token: what is fed at every step [rows, 1].
-    """
+    """One token through a model, with a cache."""
 
     def __init__(self, model: PreTrainedModel, cache: object, rows: int = 1) -> None:
         self.model = model
@@ -82,11 +76,7 @@ class Static(Decoding):
 
 
 class CompiledStatic(Static):
-    """A step with `StaticCache`, compiled as a whole, its products chosen as those of weir's steps.
-
-    Raises:
-        WeirError: it cannot be compiled here.
-    """
+    """A step with `StaticCache`, compiled as a whole, with matrix products chosen as weir does."""
 
     def __init__(self, model: PreTrainedModel, tokens: int, backend: str) -> None:
         super().__init__(model, tokens)
@@ -165,15 +155,7 @@ def hold_prompt(exact: Decoding, ids: Tensor) -> None:
 
 
 def full(setting: Setting, model: PreTrainedModel, policy: str, slots: int, more: str = "") -> Weir:
-    """A cache of a policy with so many slots, full, and its tail empty.
-
-    Args:
-        setting: whose chunk is meant.
-        model: of that setting.
-        policy: a named policy.
-        slots: its budget.
-        more: other parameters, written behind the budget.
-    """
+    """A cache of a named policy, full, its tail empty; `more` stands behind the budget."""
     cache = Weir(model, f"{policy}(budget={slots}{more})", setting.sizes.chunk)
     cache.fill(slots + setting.sizes.chunk)
     cache.start_afresh()

@@ -116,11 +116,7 @@ def say_measuring(what: str) -> None:
 
 
 def _policies(text: str | None) -> tuple[str, ...]:
-    """The policies that were named, by commas.
-
-    Raises:
-        WeirError: one is none that a figure compares.
-    """
+    """The policies that were named, by commas."""
     if text is None:
         return ()
     from weir_bench.figures.decode import PLAIN
@@ -173,14 +169,7 @@ def figures(
     dtypes: bool = True,
     targets: bool = True,
 ) -> Table:
-    """A table of figures.
-
-    Args:
-        rows: each with the name of its part and its precision.
-        title: of the table.
-        dtypes: whether precisions have a column.
-        targets: whether what a ratio is to reach has one, and whether it was met.
-    """
+    """A table of figures."""
     from rich.table import Table
 
     from weir_bench.report import number, target

@@ -144,15 +144,7 @@ def compare(
     least: bool = False,
     note: str = "",
 ) -> Row:
-    """A row of two measurements, in seconds or bytes.
-
-    Args:
-        what: ours ÷ the peer's in words, or the peer's ÷ ours.
-        ours, peer: what was measured.
-        target, least, note: as in `Row`.
-        unit: that both are written in: "s", "ms" or "MB".
-        inverse: the ratio is the peer's ÷ ours.
-    """
+    """A row of two measurements in seconds or bytes; `inverse` has the peer's ÷ ours."""
     scale = {"s": 1.0, "ms": 1e3, "MB": 1e-6}[unit]
     ratio = peer / ours if inverse else ours / peer
     return Row(what, ours * scale, peer * scale, unit, ratio, target, least, note=note)
@@ -233,11 +225,7 @@ figure = partial(register, FIGURES)
 
 
 def chosen(names: Sequence[str]) -> Sequence[str]:
-    """The figures that are meant; without names, all that need not be asked for.
-
-    Raises:
-        WeirError: there is no figure of such a name.
-    """
+    """The figures that are meant; without names, all that need not be asked for."""
     known = sorted(FIGURES, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
     check_names("figure", names, known)
     return names or [name for name in known if not FIGURES[name].asked]

@@ -25,11 +25,7 @@ def kernel(setting: Setting) -> Iterator[Row]:
 
 
 def reached(device: torch.device, batch: int, slots: int, rounds: int) -> Row:
-    """The kernel beside a copy of as many bytes as it has to read.
-
-    Raises:
-        Skipped: there is no decode kernel for the device.
-    """
+    """The kernel beside a copy of as many bytes as it has to read."""
     decode = kernels.decode(device)
     if decode is None:
         raise Skipped(f"there is no decode kernel on {device.type} (weir-kv[gpu] brings it)")

@@ -25,13 +25,7 @@ TIMED = 4
 
 @dataclass(frozen=True)
 class Pace:
-    """What tokens take under a policy.
-
-    Attributes:
-        step: seconds of a step that does not fold: the median.
-        fold: seconds of a fold, all layers together: the mean, for some folds do more than others.
-        chunk: tokens between two folds.
-    """
+    """Seconds of a step that does not fold (median) and of a fold of all layers (mean)."""
 
     step: float
     fold: float

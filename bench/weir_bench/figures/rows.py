@@ -62,15 +62,7 @@ class RaggedRows(Weir):
 
 
 class QuietRows(Weir):
-    """A step of some rows past their budget, none of which folds in the next steps.
-
-    Args:
-        model: of the rows.
-        slots: of each.
-        chunk: tokens between two folds.
-        rows: how many.
-        ragged: rows stand in different places of their tails.
-    """
+    """A step of some rows past their budget, none of which folds in the next steps."""
 
     def __init__(
         self, model: PreTrainedModel, slots: int, chunk: int, rows: int, *, ragged: bool = False
@@ -257,13 +249,7 @@ def deterministic(setting: Setting) -> Iterator[Row]:
 
 
 class Answering(Contender):
-    """A step of an engine in which every row answers.
-
-    Args:
-        model: of the engine.
-        policy, chunk, rows: of it.
-        apart: each row is decoded by itself.
-    """
+    """A step of an engine in which every row answers."""
 
     def __init__(
         self, model: PreTrainedModel, policy: str, chunk: int, rows: int, *, apart: bool

@@ -279,11 +279,7 @@ PARTS: dict[str, Callable[[PeerPlan, Results], None]] = {
 
 
 def measured(plan: PeerPlan, results: Results, names: Sequence[str]) -> Iterator[str]:
-    """Measure parts, one after the other, and yield their names.
-
-    Raises:
-        WeirError: there is no part of such a name.
-    """
+    """Measure parts, one after the other, and yield their names."""
     check_names("part", names, PARTS)
     for name in names or PARTS:
         PARTS[name](plan, results)

@@ -97,7 +97,7 @@ def evaluate(
     from transformers.utils.logging import disable_progress_bar
 
     from weir.cache import read_bytes
-    from weir.evals.grid import count_unrecorded_pools, extend_grid, make_grid, run
+    from weir.evals.grid import extend_grid, make_grid, run
     from weir.evals.results import failures, read_results
 
     disable_progress_bar()  # weir shows one bar of its own
@@ -132,11 +132,6 @@ def evaluate(
         options.say_unused(context, ("add", "resume"), f"there is no {out} yet")
     if add:
         grid = extend_grid(out, grid)
-        if count := count_unrecorded_pools(grid):
-            say(
-                f"{count} cells of {out} do not say which pools their policies stand for; they are "
-                "taken for those of today"
-            )
     work: Worker | None = None
     if cluster is not None:
         from weir.evals.grid import on_ray

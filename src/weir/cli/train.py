@@ -113,11 +113,7 @@ def train(
 
 
 def preset_of(name: str) -> Preset:
-    """Return the preset of a name.
-
-    Raises:
-        WeirError: there is no such preset.
-    """
+    """Return the preset of a name."""
     from weir.train import PRESETS
 
     if name not in PRESETS:

@@ -42,13 +42,10 @@ LEAST = 4096
 
 @dataclass(frozen=True)
 class Trial:
-    """The figures of one policy on the sample.
+    """The figures of one policy, with its budget or as a policy file's name, on the sample.
 
-    Attributes:
-        policy: the policy with its budget, or the name of a policy file.
-        budget: slots per KV head; where layers differ, those of the largest.
-        evicted: whether the policy evicted anything; if not, the perplexity equals that of `dense`
-            and says nothing about the policy.
+    `budget` is slots per KV head; where layers differ, those of the largest. If nothing was
+    `evicted`, the perplexity equals that of `dense` and says nothing about the policy.
     """
 
     policy: str
@@ -103,23 +100,14 @@ def advise(
     A budget plus a chunk never exceeds the model's window, however much memory there is.
 
     Args:
-        model: the model.
-        tokenizer: its tokenizer.
-        text: a file, UTF-8, plain or .xz.
+        model, tokenizer, text: the text is a file, UTF-8, plain or .xz.
         memory: bytes that the cache of one stream may take.
         policies: comma-separated policies and policy files. A policy that takes a budget and has
             none gets the largest that fits; a policy that does not fit is left out. None for
             `CANDIDATES`.
         tokens: length of the sample; by default four times the largest budget, 4,096 at least.
-        chunk: tokens between two folds.
-        seed: of all random draws.
+        chunk, seed: tokens between two folds, and the seed of all random draws.
         on_step: called with the policy under trial and the share of all work that is done.
-
-    Raises:
-        WeirError: the text cannot be read or is shorter than the sample, the model cannot be
-            served, or the memory or the window is too small for every policy; or a policy file was
-            made for another model.
-        PolicyError: a policy cannot be read.
     """
     named = None if policies is None else _list_policies(model, policies)
     ids = read_stream(tokenizer, text).ids
@@ -161,31 +149,21 @@ def _list_policies(model: PreTrainedModel, policies: str) -> list[str]:
 def _fitting(
     model: PreTrainedModel, named: list[str], memory: int, chunk: int
 ) -> tuple[dict[str, int], dict[str, str]]:
-    """The results of `_fit_policy` for policies that fit, and for the others the reason.
-
-    Raises:
-        WeirError: no policy fits; the message is the reason of the first.
-    """
+    """The results of `_fit_policy` for policies that fit, and for the others the reason."""
     fits: dict[str, int] = {}
     left_out: dict[str, str] = {}
     for policy in named:
         try:
-            sized, slots = _fit_policy(model, policy, memory, chunk)
+            fits |= [_fit_policy(model, policy, memory, chunk)]
         except WeirError as error:
             left_out[policy] = str(error)
-        else:
-            fits[sized] = slots
     if not fits:
         raise WeirError(next(iter(left_out.values())))
     return fits, left_out
 
 
 def _fit_policy(model: PreTrainedModel, policy: str, memory: int, chunk: int) -> tuple[str, int]:
-    """A named policy with the most slots that fit, and the number of slots.
-
-    Raises:
-        WeirError: it does not fit.
-    """
+    """A named policy with the most slots that fit, and the number of slots."""
     if is_file(policy) or not takes_budget(policy):
         takes = size_of(model, policy, chunk=chunk)
         if takes.stream > memory:

@@ -58,11 +58,7 @@ def train_gates(
     tokens: int = TOKENS,
     on_step: Callable[[float], None] = lambda share: None,
 ) -> TrainedGates:
-    """Train the gates of a model on a text; every fourth passage only tests them.
-
-    Raises:
-        WeirError: the model cannot be served, or the text has fewer than four passages.
-    """
+    """Train the gates of a model on a text; every fourth passage only tests them."""
     window = window_of(model.config)
     size = PASSAGE if window is None else min(PASSAGE, window // 2)
     ids = read_stream(tokenizer, text, tokens).ids

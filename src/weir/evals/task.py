@@ -96,11 +96,13 @@ class Task(ABC):
         metrics: figures of `run` to compare by, most important first, and which way is better.
         drawn: whether the seed decides what is asked. If not, and the policy draws nothing either,
             one seed is enough.
+        least: the least value of parameters that are numbers.
     """
 
     name: ClassVar[str]
     drawn: ClassVar[bool] = True
     metrics: ClassVar[Mapping[str, Better]]
+    least: ClassVar[Mapping[str, int]] = {}
 
     def settings(self) -> Sequence[Task]:
         """The tasks to run and record one by one; a sweep stands for several.
@@ -110,11 +112,11 @@ class Task(ABC):
         """
         return (self,)
 
-    def check_samples(self) -> None:
-        """Refuse a parameter `samples` below 1 with a `WeirError`; none is all of a file."""
-        samples = getattr(self, "samples", None)
-        if samples is not None and samples < 1:
-            raise WeirError(f"{self.name} takes 1 sample or more, not {samples}")
+    def __post_init__(self) -> None:
+        for name, least in self.least.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise WeirError(f"{self.name} takes {name}={least} or more, not {value}")
 
     @abstractmethod
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from weir.train.exercises import DIGITS, NAMES, Words, front_of, passage, practiced
 from weir.train.folder import EXERCISES, WORK, run
-from weir.train.log import plot_losses, read_log, smoothed
+from weir.train.log import read_log, smoothed
 from weir.train.processes import Processes
 from weir.train.recipe import PRESETS, ROOM, Preset, SinkKind, TrainingRecipe
 
@@ -20,7 +20,6 @@ __all__ = [
     "Words",
     "front_of",
     "passage",
-    "plot_losses",
     "practiced",
     "read_log",
     "run",

@@ -55,9 +55,7 @@ def run(
     An earlier run with the same text in `out` is continued.
 
     Args:
-        recipe: the recipe of the run.
-        text: books, UTF-8, plain or .xz.
-        out: the folder for the model.
+        recipe, text, out: of the run, its books (UTF-8, plain or .xz), and the model's folder.
         vocabulary: size of the tokenizer's vocabulary; short texts give a smaller one.
         exercises: "on" refuses a text whose tokenizer lacks the exercises' words, "auto" then
             trains without exercises and reports it, "off" always trains without them.
@@ -65,8 +63,7 @@ def run(
             the text's tokens, and at least `FEWEST`.
         shared: a folder for files shared by runs on the same text and vocabulary.
         compiled: compile the model.
-        on_step: called after every step.
-        on_note: called with messages for the user.
+        on_step, on_note: called after every step, and with messages for the user.
 
     Returns:
         Figures of the saved weights: parameters, perplexity of held-out text inside the window, the
@@ -127,11 +124,7 @@ def fitting(most: int, size: int) -> int:
 
 def _digest(books: list[str]) -> str:
     """Return a SHA-256 of the books."""
-    digest = hashlib.sha256()
-    for book in books:
-        digest.update(book.encode())
-        digest.update(b"\0")
-    return digest.hexdigest()
+    return hashlib.sha256("".join(f"{book}\0" for book in books).encode()).hexdigest()
 
 
 def _with_exercises(
@@ -157,11 +150,7 @@ def _with_exercises(
 def _folder(
     out: Path, begun: dict[str, Any], recipe: TrainingRecipe, processes: Processes
 ) -> Iterator[Path]:
-    """Check and make the folder of a run; on a WeirError inside, remove the folders it made.
-
-    Raises:
-        WeirError: the folder cannot be written to, or holds another model or run.
-    """
+    """Check and make the folder of a run; on a WeirError inside, remove the folders it made."""
     work = out / WORK
     first_new = next((p for p in [*reversed(work.parents), work] if not p.exists()), None)
     _check_old(work, out, begun, recipe)
@@ -189,27 +178,25 @@ def _check_old(work: Path, out: Path, begun: dict[str, Any], recipe: TrainingRec
         return
     try:
         old = json.loads(noted.read_text("utf-8"))
-        same_text, same_vocabulary = (old[name] == begun[name] for name in ("text", "vocabulary"))
-        of_old = old["recipe"]
+        text, vocabulary, recorded = (old[name] for name in ("text", "vocabulary", "recipe"))
     except (ValueError, KeyError, TypeError):
         raise WeirError(f"{noted} cannot be read: give another folder") from None
-    if not same_text:
+    if text != begun["text"]:
         raise WeirError(f"{out} holds a run on another text: give that text, or another folder")
-    if not same_vocabulary:
+    if vocabulary != begun["vocabulary"]:
         raise WeirError(
-            f"{out} was begun with vocabulary={old['vocabulary']}, not {begun['vocabulary']}: give "
+            f"{out} was begun with vocabulary={vocabulary}, not {begun['vocabulary']}: give "
             "that, or another folder"
         )
     # Exercises are compared later, since a tokenizer that lacks their words removes them.
-    replace(recipe, exercise_rows=0).check_same({**of_old, "exercise_rows": 0}, out)
+    replace(recipe, exercise_rows=0).check_same({**recorded, "exercise_rows": 0}, out)
 
 
 def _note_down(work: Path, begun: dict[str, Any], recipe: TrainingRecipe) -> None:
     """Record text, vocabulary and recipe of the run; refuse if the exercises have changed."""
     noted = work / "run.json"
     if noted.exists():
-        old = json.loads(noted.read_text("utf-8"))
-        recipe.check_same(old["recipe"], work.parent)
+        recipe.check_same(json.loads(noted.read_text("utf-8"))["recipe"], work.parent)
     with replace_atomically(noted) as new:
         new.write_text(json.dumps({**begun, "recipe": asdict(recipe)}, indent=1) + "\n", "utf-8")
 
@@ -221,9 +208,8 @@ def _finish(
     whole = work / "model"
     model.to(torch.bfloat16).save_pretrained(whole)  # type: ignore[arg-type]
     tokenizer.save_pretrained(whole)
-    names = sorted(path.name for path in whole.iterdir())
-    for name in sorted(names, key="config.json".__eq__):
-        (whole / name).replace(out / name)
+    for path in sorted(whole.iterdir(), key=lambda path: (path.name == "config.json", path)):
+        path.replace(out / path.name)
     with contextlib.suppress(OSError):
         whole.rmdir()
-    plot_losses({out.name: work / "loss.csv"}, work / "loss.png", f"Training {out.name}")
+    plot_losses(work / "loss.csv", work / "loss.png", f"Training {out.name}")

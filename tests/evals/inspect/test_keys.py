@@ -15,12 +15,11 @@ from weir.evals.inspect.keys import (
     KEYS,
     TURNED,
     VALUES,
-    Vectors,
-    cloud_of,
     cover,
     kinds_of,
     layers_of,
     measure,
+    plane_of,
     section,
     some_of,
 )
@@ -64,24 +63,24 @@ def test_keys_that_are_not_rotated_are_not_turned_back():
     kinds = capture_each(make("bloom"), tokens(1, 20)[0], kinds_of)
     assert all(list(of) == [KEYS, VALUES] for of in kinds.values())
     measured, _ = measure(asked_of(make("bloom")), tokens(1, 20), [0])
-    assert {it.kind for it in measured} == {KEYS, VALUES}
+    assert {it["kind"] for it in measured} == {KEYS, VALUES}
 
 
 def test_scores_are_of_the_chosen_layers_and_heads_without_the_first_token(llama, ids):
     texts = ids(2, 40)
     measured, vectors = measure(asked_of(llama, heads=(3,), seed=5), texts, [1])
-    assert [(it.layer, it.head, it.kind) for it in measured] == [
+    assert [(it["layer"], it["head"], it["kind"]) for it in measured] == [
         (1, 1, kind)
         for kind in (KEYS, TURNED, VALUES)  # query head 3 reads KV head 1
     ]
     for number, text in enumerate(texts):
         kinds = capture_each(llama, text, kinds_of, [1])[1]
         for it in measured:
-            points = kinds[it.kind][0, [1], 1:]
+            points = kinds[it["kind"]][0, [1], 1:]
             covering = cover(points, 5 + 1000 * number + 1)
-            assert it.scores[number] == float(covering.score)
-            assert it.radius[number] == covering.radius[0].tolist()
-            assert it.control[number] == covering.control[0].tolist()
+            assert it["scores"][number] == float(covering.score)
+            assert it["radius"][number] == covering.radius[0].tolist()
+            assert it["control"][number] == covering.control[0].tolist()
     assert [(it.layer, it.head, it.kind) for it in vectors] == [(1, 1, KEYS), (1, 1, VALUES)]
     assert all(len(it.points) == 39 for it in vectors)
 
@@ -99,18 +98,18 @@ def test_a_plane_keeps_neighbors_together_and_comes_again_with_its_seed():
     generator = torch.Generator().manual_seed(1)
     middles = 20 * torch.randn(3, 8, generator=generator)
     points = middles.repeat_interleave(12, dim=0) + torch.randn(36, 8, generator=generator)
-    cloud = cloud_of(Vectors(0, 0, KEYS, points), seed=3)
-    assert torch.equal(cloud.place, cloud_of(Vectors(0, 0, KEYS, points), seed=3).place)
-    nearest = torch.cdist(cloud.place, cloud.place).fill_diagonal_(torch.inf).argmin(dim=1)
+    place, center = plane_of(points, seed=3)
+    assert torch.equal(place, plane_of(points, seed=3)[0])
+    nearest = torch.cdist(place, place).fill_diagonal_(torch.inf).argmin(dim=1)
     assert torch.equal(nearest // 12, torch.arange(36) // 12)
-    assert int(cloud.center.sum()) == 16 and bool(cloud.center[0])
+    assert int(center.sum()) == 16 and bool(center[0])
     # Three picks are one of each cluster, so the first three centers are far apart.
-    assert len({int(n) // 12 for n in cloud.center.nonzero().flatten()}) == 3
+    assert len({int(n) // 12 for n in center.nonzero().flatten()}) == 3
 
 
 def test_tokens_that_are_all_the_same_have_a_plane_too():
-    cloud = cloud_of(Vectors(0, 0, KEYS, torch.ones(12, 4)), seed=0)
-    assert cloud.place.isfinite().all() and int(cloud.center.sum()) == 6
+    place, center = plane_of(torch.ones(12, 4), seed=0)
+    assert place.isfinite().all() and int(center.sum()) == 6
 
 
 @pytest.mark.slow
@@ -145,10 +144,10 @@ def test_steps_are_told_up_to_the_last(nano):
 
 
 def test_many_heads_share_rows_of_the_table():
-    from weir.evals.inspect.keys import Measured, _table
+    from weir.evals.inspect.keys import _table
 
     def measured(layer, head, kind, score):
-        return Measured(layer, head, kind, (1, 2), [[1.0, 1.0]], [[1.0, 1.0]], [score])
+        return {"layer": layer, "head": head, "kind": kind, "scores": [score]}
 
     few = [measured(layer, head, KEYS, 0.1 * layer) for layer in range(2) for head in range(3)]
     assert [row[0] for row in _table(few).rows][:2] == ["layer 0, head 0", "layer 0, head 1"]

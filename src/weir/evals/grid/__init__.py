@@ -3,7 +3,6 @@
 from weir.evals.grid.grid import (
     PROTOCOLS,
     Grid,
-    count_unrecorded_pools,
     extend_grid,
     make_grid,
     protocol,
@@ -14,7 +13,6 @@ __all__ = [
     "PROTOCOLS",
     "Grid",
     "Worker",
-    "count_unrecorded_pools",
     "extend_grid",
     "make_grid",
     "on_ray",

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -94,10 +94,6 @@ NOT_IN_EVERY = {"recompute", "pinned", "pyramid", "quantized"}
 """Named policies that `all` leaves out: the slow oracle, and those built around another."""
 
 
-LATER = ("memory", "loading", "compiled", "pools")
-"""Fields of a cell that older files do not have."""
-
-
 @dataclass(frozen=True)
 class Cell:
     """One measurement: everything that its figures depend on.
@@ -115,7 +111,7 @@ class Cell:
         loading: how the model is loaded, pairs of an argument of `weir.load` and its value.
         compiled: whether decode steps are compiled; never for a model given as an object.
         pools: the pools that the policy's name stands for, which may change between versions of
-            weir; None for a policy that is written in pools, and in old files.
+            weir; None for a policy that is written in pools.
     """
 
     model: str
@@ -132,17 +128,14 @@ class Cell:
     pools: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """The fields; the last four only where set, so that older files stay valid."""
+        """The fields; the last four only where set."""
         facts = {**asdict(self), "loading": dict(self.loading)}
-        return {k: v for k, v in facts.items() if v or k not in LATER}
+        seldom = ("memory", "loading", "compiled", "pools")
+        return {k: v for k, v in facts.items() if v or k not in seldom}
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Cell:
-        """Make a cell from the fields of `as_json`.
-
-        Raises:
-            TypeError: a field is missing or unknown.
-        """
+        """Make a cell from the fields of `as_json`."""
         return cls(**{**facts, "loading": tuple(dict(facts.get("loading", {})).items())})
 
     def the_task(self) -> Task:
@@ -337,40 +330,11 @@ def extend_grid(path: Path, grid: Grid) -> Grid:
             "--trust-remote-code to run it, and read it first"
         )
     there = set(old)
-    return Grid((*old, *(cell for cell in grid.cells if not {cell, _unsaid(cell)} & there)))
-
-
-def match_file_grid(path: Path, grid: Grid) -> Grid:
-    """The grid of a results file, if it differs from the given one only by unrecorded pools.
-
-    An invalid file is not refused here but by `ResultsFile`.
-    """
-    try:
-        old = _cells_in(path)
-    except WeirError:
-        return grid
-    same = len(old) == len(grid.cells) and all(
-        there in (cell, _unsaid(cell)) for there, cell in zip(old, grid.cells, strict=True)
-    )
-    return Grid(old) if same else grid
-
-
-def count_unrecorded_pools(grid: Grid) -> int:
-    """Count the cells whose named policy is recorded without its pools."""
-    return sum(cell.pools is None and pools_of(cell.policy) is not None for cell in grid.cells)
-
-
-def _unsaid(cell: Cell) -> Cell:
-    """The cell without pools, as old files record it."""
-    return replace(cell, pools=None)
+    return Grid((*old, *(cell for cell in grid.cells if cell not in there)))
 
 
 def _cells_in(path: Path) -> tuple[Cell, ...]:
-    """The cells of a results file's grid; empty if there is no file yet.
-
-    Raises:
-        WeirError: the file is no results file, or this version of weir cannot read its cells.
-    """
+    """The cells of a results file's grid; empty if there is no file yet."""
     if not path.exists() or (path.is_file() and not path.stat().st_size):
         return ()
     known = {field.name for field in fields(Cell)}

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weir import __version__
 from weir.errors import WeirError
-from weir.evals.grid.grid import Cell, Grid, Protocol, match_file_grid, pools_of, protocol
+from weir.evals.grid.grid import Cell, Grid, Protocol, pools_of, protocol
 from weir.evals.notation import takes_budget
 from weir.evals.records import import_optional
 from weir.evals.results import CellRecord, ResultsFile, failures
@@ -72,8 +72,6 @@ def run(
             "models that are objects can be measured in this process alone; save them to folders, "
             "and name these"
         )
-    if resume and not add:
-        grid = match_file_grid(path, grid)
     work = work or partial(one_by_one, models=models)
     with ResultsFile(path, grid.as_json(), resume=resume, add=add) as results:
         results.forget({record["cell"] for record in failures(results.records.values())})
@@ -131,31 +129,14 @@ def failed_record(number: int, cell: Cell, why: str, seconds: float | None = Non
 
 def _facts(number: int, cell: Cell) -> CellRecord:
     """The fields that every record of a cell has."""
-    return {
-        "cell": number,
-        "model": cell.model,
-        "task": cell.task.partition("(")[0],
-        "setting": cell.task,
-        "policy": cell.policy,
-        "budget": cell.budget,
-        "seed": cell.seed,
-        "protocol": cell.protocol,
-        "chunk": cell.chunk,
-        "positions": cell.positions,
-        "weir": __version__,
-        **({} if cell.memory is None else {"memory": cell.memory}),
-        **({"loading": dict(cell.loading)} if cell.loading else {}),
-        **({"compiled": True} if cell.compiled else {}),
-        **({} if cell.pools is None else {"pools": cell.pools}),
-    }
+    facts = cell.as_json()
+    setting = facts.pop("task")
+    name = setting.partition("(")[0]
+    return {"cell": number, "task": name, "setting": setting, "weir": __version__, **facts}
 
 
 def subject_of(cell: Cell, models: Mapping[str, Loaded] = MappingProxyType({})) -> Subject:
-    """Load the subject of a cell, unless its model is one of `models`, by name.
-
-    Raises:
-        WeirError: there is no such model, or the policy's name now stands for other pools.
-    """
+    """Load the subject of a cell, unless its model is one of `models`, by name."""
     if cell.pools is not None and (pools := pools_of(cell.policy)) != cell.pools:
         raise WeirError(
             f"{cell.policy} was {cell.pools} when this was asked for, and is {pools} now; ask for "

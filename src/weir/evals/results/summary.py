@@ -143,13 +143,7 @@ class Column:
 
 @dataclass(frozen=True)
 class FigureTable:
-    """A table with a name for each row.
-
-    Attributes:
-        title: title of the table.
-        rows: names of the policies.
-        columns: columns of figures.
-    """
+    """A table with a name for each row."""
 
     title: str
     rows: tuple[str, ...]

@@ -64,21 +64,16 @@ class DocumentQA(Task):
     chat: bool = False
 
     metrics: ClassVar[dict[str, Better]] = {"exact_match": "higher", "contains": "higher"}
+    least: ClassVar[dict[str, int]] = {"documents": 1, "samples": 1}
 
     def __post_init__(self) -> None:
-        if self.documents is not None and self.documents < 1:
-            raise WeirError(f"docqa takes 1 document or more, not {self.documents}")
-        self.check_samples()
+        super().__post_init__()
         for place in self.places():
             if place < 0 or (self.documents is not None and place >= self.documents):
                 raise WeirError(f"there is no place {place} among the documents of docqa")
 
     def places(self) -> list[int]:
-        """The places of `gold`; empty if documents stay in the file's order.
-
-        Raises:
-            WeirError: one is no whole number.
-        """
+        """The places of `gold`; empty if documents stay in the file's order."""
         words = [] if self.gold is None else str(self.gold).split()
         if not all(word.isdigit() for word in words):
             raise WeirError(f'gold must be places like 4 or "0 4 9", not {self.gold!r}')
@@ -113,12 +108,7 @@ class DocumentQA(Task):
         }
 
     def cases(self) -> list[DocumentQuestion]:
-        """Read the questions, with their documents in order.
-
-        Raises:
-            WeirError: the file is missing or is not in the format, or `gold` stands for several
-                places.
-        """
+        """Read the questions, with their documents in order."""
         places = self.places()
         if len(places) > 1:
             raise WeirError("docqa runs one place of gold at a time; see its settings")

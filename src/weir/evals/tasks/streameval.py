@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError
-from weir.evals.scores import count_right
+from weir.evals.scores import count_by_distance
 from weir.evals.task import Better, Progress, Subject, Task, task
-from weir.evals.tasks.lines import ADJECTIVES, LARGEST, NOUNS, line_start
+from weir.evals.tasks.lines import LARGEST, NAMES, line_name, line_start
 from weir.stream import Stream
 from weir.train import DIGITS, Words, practiced
 
@@ -53,13 +53,10 @@ class StreamEval(Task):
     format: str | None = None
 
     metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher"}
+    least: ClassVar[dict[str, int]] = {"distance": 1, "samples": 1, "queries": 1, "every": 1}
 
     def __post_init__(self) -> None:
-        for name in ("samples", "queries", "every"):
-            if getattr(self, name) < 1:
-                raise WeirError(f"{name} of streameval is 1 or more, not {getattr(self, name)}")
-        if self.distance is not None and self.distance < 1:
-            raise WeirError(f"streameval asks 1 line back or more, not {self.distance}")
+        super().__post_init__()
         if self.format is not None and self.format not in FORMATS:
             raise WeirError(f"format of streameval is {' or '.join(FORMATS)}, not {self.format!r}")
 
@@ -90,17 +87,10 @@ class StreamEval(Task):
             done += rows
             per_line.append(lines.per_line)
             kv_bytes, tokens = max(kv_bytes, stream.nbytes // rows), stream.seen
-        asked, tokens_of_line = self.samples * self.queries, float(np.mean(per_line))
-        return {
-            **count_right(sum(hits.values()), asked * len(distances)),
-            "by_distance": [
-                {"distance": d, "tokens": round(d * tokens_of_line), **count_right(n, asked)}
-                for d, n in hits.items()
-            ],
-            "tokens": tokens,
-            "kv_bytes": kv_bytes,
-            "format": form,
-        }
+        found = count_by_distance(hits, self.samples * self.queries)
+        for row in found["by_distance"]:
+            row["tokens"] = round(row["distance"] * float(np.mean(per_line)))
+        return {**found, "tokens": tokens, "kv_bytes": kv_bytes, "format": form}
 
 
 def make_schedule(
@@ -201,9 +191,8 @@ class TextLines:
         self, tokenizer: PreTrainedTokenizerBase, rows: int, count: int, rng: np.random.Generator
     ) -> None:
         self.tokenizer = tokenizer
-        every = len(ADJECTIVES) * len(NOUNS)
-        places = np.concatenate([rng.permutation(every) for _ in range(-(-count // every))])
-        self.names = [f"{ADJECTIVES[i // len(NOUNS)]}-{NOUNS[i % len(NOUNS)]}" for i in places]
+        places = np.concatenate([rng.permutation(NAMES) for _ in range(-(-count // NAMES))])
+        self.names = list(map(line_name, places))
         self.numbers = rng.integers(1, LARGEST, endpoint=True, size=count).tolist()
         self.after = self._ids("\n")
         # The first line has the start token.
