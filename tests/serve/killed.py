@@ -22,8 +22,8 @@ from servers import POLICY, make_model, make_tokenizer, serving  # noqa: E402
 
 import weir  # noqa: E402
 from weir.serve import Engine, EngineClient, Limits, ResponseStore  # noqa: E402
-from weir.serve.cluster import SharedStore, open_storage  # noqa: E402
-from weir.serve.sessions import RowFormat, SessionStore  # noqa: E402
+from weir.serve.cluster import SharedTurns, open_storage  # noqa: E402
+from weir.serve.sessions import DiskTurns, RowFormat, SessionStore  # noqa: E402
 
 TOKENIZER = make_tokenizer()
 MODEL = make_model(TOKENIZER)
@@ -34,13 +34,12 @@ weir.Stream(MODEL, POLICY, chunk=4).feed(
 
 def serve(folder: Path, *, shared: bool) -> None:
     if shared:
-        store = SharedStore(open_storage(str(folder)), RowFormat.of(MODEL, POLICY, 4))
+        store = SessionStore(SharedTurns(open_storage(str(folder)), RowFormat.of(MODEL, POLICY, 4)))
         engine = Engine(MODEL, POLICY, 3, store, chunk=4)
         client = EngineClient(engine, TOKENIZER, "small", Limits(), is_replica=True)
     else:
-        engine = Engine(
-            MODEL, POLICY, 3, SessionStore(folder, RowFormat.of(MODEL, POLICY, 4)), chunk=4
-        )
+        store = SessionStore(DiskTurns(folder, RowFormat.of(MODEL, POLICY, 4)))
+        engine = Engine(MODEL, POLICY, 3, store, chunk=4)
         client = EngineClient(
             engine, TOKENIZER, "small", Limits(), ResponseStore(folder / "book.db")
         )

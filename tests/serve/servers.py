@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from weir.serve import Engine, EngineClient, Limits, ResponseStore, SessionStore
 from weir.serve.api import Keys, bind, make_app
 from weir.serve.api.schemas.base import KnownFields
-from weir.serve.sessions import RowFormat
+from weir.serve.sessions import DiskTurns, RowFormat
 
 POLICY = "sink(2) | recent(6) | heavy(4)"
 SPECIAL = ["<s>", "<|im_start|>", "<|im_end|>"]
@@ -103,6 +103,7 @@ def make_client(
     most: int = 256,
     data: Path | None = None,
     policy: str = POLICY,
+    limit: int | None = None,
     **disk: Any,
 ) -> EngineClient:
     """A client of an engine of a small model, whose turns are in memory or in a folder."""
@@ -111,7 +112,7 @@ def make_client(
     model = make_model(tokenizer)
     store: SessionStore = SessionStore(keep=most)
     if data is not None:
-        store = SessionStore(data, RowFormat.of(model, policy, 4), **disk)
+        store = SessionStore(DiskTurns(data, RowFormat.of(model, policy, 4), limit), **disk)
     engine = Engine(model, policy, rows, store, chunk=4, queue=limits.queue)
     book = ResponseStore(None if data is None else data / "book.db", limits.texts)
     return EngineClient(engine, tokenizer, "small", limits, book)

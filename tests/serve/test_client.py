@@ -10,17 +10,11 @@ from servers import make_client
 from weir import StreamingCache
 from weir.models import set_sink
 from weir.pools import Marks
-from weir.serve import (
-    EngineClient,
-    FinishEvent,
-    GenerationRequest,
-    Limits,
-    Message,
-    Prompt,
-    SamplingParams,
-    TurnRecord,
-    hash_prefixes,
-)
+from weir.serve import EngineClient, Limits, SamplingParams, TurnRecord
+from weir.serve.client import GenerationRequest
+from weir.serve.engine import FinishEvent
+from weir.serve.messages import Message, hash_prefixes
+from weir.serve.prompts import Prompt
 
 
 def test_a_learned_sink_stands_in_front_of_what_is_read_first():
@@ -51,6 +45,8 @@ def ask(client: EngineClient, *messages: Message) -> tuple[Prompt, str, TurnReco
         generation = client.generate(request, plan, loop)
         while client.engine.load().busy or client.engine.load().waiting:
             client.engine.step()
+        loop.call_soon(loop.stop)
+        loop.run_forever()
     answer = "".join(event.text for event in generation.queue._events)
     end = generation.queue._events[-1]
     assert isinstance(end, FinishEvent)

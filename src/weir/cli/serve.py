@@ -119,7 +119,7 @@ def serve(
         estimate_memory,
     )
     from weir.serve.api import Keys, bind, log_json, make_app, run_app
-    from weir.serve.sessions import RowFormat, SessionStore
+    from weir.serve.sessions import DiskTurns, RowFormat, SessionStore
 
     model_name = options.one_model(argument, model_name)
     if budget is not None:
@@ -199,11 +199,12 @@ def serve(
             return
         model, tokenizer = load_model(model_name, loading)
         say_window(model, wanted, chunk)
-        row_format = None if data is None else RowFormat.of(model, wanted, chunk)
-        store = ending.enter_context(SessionStore(data, row_format, limit=most, keep=memory.kept))
+        place = None
         if data is not None:
+            place = DiskTurns(Path(data), RowFormat.of(model, wanted, chunk), most)
             room_there = "" if most is None else f", at most {size(most)}"
             say(f"ends of turns in {data}, {size(memory.row)} each{room_there}")
+        store = ending.enter_context(SessionStore(place, keep=memory.kept))
         book = ResponseStore(None if data is None else Path(data) / "book.db", limits.texts)
         ending.callback(book.close)
         engine = Engine(

@@ -23,9 +23,9 @@ from weir.serve.engine import (
     Busy,
     Constraint,
     Engine,
+    EventSender,
     FailureEvent,
     FinishEvent,
-    Notifier,
     OutputEvent,
     OutputProcessor,
     OutputQueue,
@@ -187,8 +187,8 @@ class EngineClient:
         kind = [name, str(engine.cache.policy), engine.cache.chunk, engine.cache.positions]
         root = hashlib.sha256(json.dumps(kind).encode()).hexdigest()
         self.matcher = PromptMatcher(self.renderer, self.store, limits, root, self.vocabulary)
-        self._notifier = Notifier()
-        engine.on_step = self._notifier.notify
+        self._sender = EventSender()
+        engine.on_step = self._sender.send
         self._requests: Counter[str] = Counter()
         self._generations: set[Generation] = set()
         self._lock = threading.Lock()
@@ -231,7 +231,7 @@ class EngineClient:
             generations = list(self._generations)
         for generation in generations:
             for answer in range(len(generation.sequences)):
-                generation.queue.put_now(FailureEvent(answer, error))
+                self._sender.send_now(generation.queue, FailureEvent(answer, error))
         return generations
 
     # --- answers
@@ -290,7 +290,7 @@ class EngineClient:
             self.tokenizer,
             request.stops,
             queue,
-            self._notifier,
+            self._sender,
             partial(self._trim, prompt),
             self.renderer.call_tokens.values() if request.tools else (),
         )

@@ -16,6 +16,7 @@ from weir.errors import WeirError
 from weir.serve import Checkpoint
 from weir.serve.messages import Message
 from weir.serve.sessions import (
+    DiskTurns,
     RowFormat,
     SessionStore,
     SessionSummary,
@@ -48,8 +49,10 @@ NODES = nodes(6)
 FORM = RowFormat.of(MODEL, POLICY, CHUNK)
 
 
-def store(folder: Path, **given: Any) -> SessionStore:
-    return SessionStore(folder, RowFormat.of(MODEL, POLICY, CHUNK), **given)
+def store(
+    folder: Path, row_format: RowFormat = FORM, limit: int | None = None, **given: Any
+) -> SessionStore:
+    return SessionStore(DiskTurns(folder, row_format, limit), **given)
 
 
 def save(store: SessionStore, made: TurnRecord, checkpoint: Checkpoint) -> Exception | None:
@@ -227,14 +230,14 @@ class Cut:
 
 def kill(store: SessionStore) -> None:
     """End a store as a killed process does: nothing more is written, the lock is gone."""
-    checkpoints, writer = store.disk, store._writer
+    place, writer = store.place, store._writer
     folder_file.os = Cut(0)  # type: ignore[attr-defined]
     try:
-        checkpoints.db._writer.set_authorizer(lambda *given: 1)  # SQLITE_DENY
+        place.db._writer.set_authorizer(lambda *given: 1)  # SQLITE_DENY
         writer.close()
     finally:
         folder_file.os = os  # type: ignore[attr-defined]
-    checkpoints.db.close()
-    checkpoints._files.close()
-    os.close(checkpoints._lock)
-    checkpoints._lock = -1
+    place.db.close()
+    place._files.close()
+    os.close(place._lock)
+    place._lock = -1

@@ -176,14 +176,14 @@ def test_a_turn_whose_record_is_refused_is_not_kept_at_all(tmp_path):
         assert its.find_turn("me", "a") is None
         assert not has(its, "a", NODES[0])
         (path,) = (tmp_path / "nodes").iterdir()
-        assert its.disk.nbytes == path.stat().st_size
+        assert its.place.nbytes == path.stat().st_size
 
 
 def test_a_checkpoint_without_a_record_goes_at_the_start(tmp_path):
     with store(tmp_path) as its:
         saved(its, "a")
         saved(its, "b", 1)
-        with its.disk.changing() as db:
+        with its.place.changing() as db:
             db.execute("DELETE FROM records WHERE node = 'a'")
     with store(tmp_path) as its:
         assert not has(its, "a", NODES[0]) and has(its, "b", NODES[1])
@@ -193,7 +193,7 @@ def test_a_checkpoint_without_a_record_goes_at_the_start(tmp_path):
 def test_sessions_used_longest_ago_go_at_the_limit(tmp_path):
     with store(tmp_path / "a") as its:
         saved(its, "x")
-        size = its.disk.nbytes + 200
+        size = its.place.nbytes + 200
     with store(tmp_path / "b", limit=2 * size) as its:
         saved(its, "a", session="a")
         saved(its, "b", session="b")
@@ -259,14 +259,14 @@ def test_a_session_that_does_not_fit_is_refused_and_others_stay(tmp_path):
 def test_a_full_disk_refuses_a_session_whole(tmp_path, monkeypatch):
     path = exported(tmp_path)
     with store(tmp_path / "two") as its:
-        write, count = its.disk._files.write, itertools.count()
+        write, count = its.place._files.write, itertools.count()
 
         def full(*given):
             if next(count):
                 raise OSError(28, "No space left on device")
             write(*given)
 
-        monkeypatch.setattr(its.disk._files, "write", full)
+        monkeypatch.setattr(its.place._files, "write", full)
         with pytest.raises(WeirError, match="is full"):
             unpack(its, "me", path)
         assert its.list_sessions("me") == []
@@ -398,7 +398,7 @@ def test_what_is_no_export_is_refused(tmp_path):
         with pytest.raises(WeirError, match="the session cannot be written"):
             pack(its, "me", "s", tmp_path / "nowhere" / "file")
     with pytest.raises(WeirError, match="another model"):
-        SessionStore(tmp_path / "two", RowFormat.of(make_llama(layers=1, seed=9), POLICY, CHUNK))
+        store(tmp_path / "two", RowFormat.of(make_llama(layers=1, seed=9), POLICY, CHUNK))
 
 
 # --- any course of events
@@ -515,7 +515,7 @@ class Stores(RuleBasedStateMachine):
             assert found is not None and replace(found, session=made.session) == made
         sizes = [path.stat().st_size for path in (self.folder / "nodes").iterdir()]
         assert len(sizes) == len(self.known)
-        assert self.its.disk.nbytes == sum(sizes)
+        assert self.its.place.nbytes == sum(sizes)
 
 
 TestStores = Stores.TestCase

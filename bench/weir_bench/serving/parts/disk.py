@@ -12,7 +12,7 @@ import torch
 from weir.cache import StreamingCache
 from weir.models import load
 from weir.serve import Checkpoint, TurnRecord
-from weir.serve.sessions import RowFormat, SessionStore
+from weir.serve.sessions import DiskTurns, RowFormat, SessionStore
 from weir_bench.figure import Row, compare
 from weir_bench.serving.load import Heard
 from weir_bench.serving.part import Plan, part
@@ -31,12 +31,13 @@ def disk(plan: Plan) -> Iterator[Row | Heard]:
     cache = StreamingCache(model, plan.policy, chunk=CHUNK, batch=2)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.arange(2 * (plan.budget + CHUNK)).view(2, -1) % vocabulary
+    row_format = RowFormat.of(model, plan.policy, CHUNK)
     saved: list[float] = []
     back: list[float] = []
     plan.say("a row to disk and back")
     with (
         undisturbed(),
-        SessionStore(plan.scratch / "disk", RowFormat.of(model, plan.policy, CHUNK)) as store,
+        SessionStore(DiskTurns(plan.scratch / "disk", row_format)) as store,
     ):
         for piece in ids.split(256, dim=1):
             model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1)

@@ -27,11 +27,11 @@ from weir.errors import WeirError
 from weir.models import choose_products, load
 from weir.serve.api import Keys, log_json, make_app
 from weir.serve.client import EngineClient
+from weir.serve.cluster.shared_turns import SharedTurns
 from weir.serve.cluster.storage import open_storage
-from weir.serve.cluster.store import SharedStore
 from weir.serve.engine import Engine
 from weir.serve.limits import Limits
-from weir.serve.sessions import RowFormat
+from weir.serve.sessions import RowFormat, SessionStore
 
 LOCAL = "local"
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
@@ -74,12 +74,9 @@ class Replica:
         log_json()
         model, tokenizer = load(settings.model, **settings.loading)
         choose_products(model)
-        form = RowFormat.of(model, settings.policy, settings.chunk)
-        store = SharedStore(
-            open_storage(settings.place),
-            form,
-            most=settings.most,
-        )
+        row_format = RowFormat.of(model, settings.policy, settings.chunk)
+        storage = open_storage(settings.place)
+        store = SessionStore(SharedTurns(storage, row_format, most=settings.most))
         engine = Engine(
             model,
             settings.policy,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from weir.errors import WeirError
-from weir.serve.sessions import DISK_FULL, StorageFull, free_bytes, is_full
+from weir.serve.sessions import free_bytes, refusal
 
 
 def open_storage(place: str) -> Storage:
@@ -51,7 +51,17 @@ class Storage:
         self._root = str(root).rstrip("/")
 
     def write(self, path: str, data: bytes) -> None:
-        """Create a file or replace it, whole and safe."""
+        """Create a file or replace it, whole and safe.
+
+        Raises:
+            WeirError: it cannot be written.
+        """
+        try:
+            self._write(path, data)
+        except OSError as error:
+            raise refusal(error) from None
+
+    def _write(self, path: str, data: bytes) -> None:
         self._files.pipe_file(f"{self._root}/{path}", data)
 
     def read(self, path: str) -> bytes | None:
@@ -101,8 +111,7 @@ class LocalStorage(Storage):
         self._files = fsspec.filesystem("file")
         self._root = str(root.absolute())
 
-    def write(self, path: str, data: bytes) -> None:
-        """Create a file or replace it, whole and safe."""
+    def _write(self, path: str, data: bytes) -> None:
         file = Path(self._root) / path
         part = file.parent / f"{secrets.token_hex(8)}.part"
         try:
@@ -113,10 +122,8 @@ class LocalStorage(Storage):
                 os.fsync(new.fileno())
             os.replace(part, file)
             _sync(file.parent)
-        except BaseException as error:
+        except BaseException:
             part.unlink(missing_ok=True)
-            if isinstance(error, OSError) and is_full(error):
-                raise StorageFull(DISK_FULL) from None
             raise
 
     def has_room(self, size: int) -> bool:

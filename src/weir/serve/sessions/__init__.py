@@ -1,5 +1,6 @@
 """Saved sessions: checkpoints and records of turns, responses and archives."""
 
+from weir.serve.sessions.disk_turns import DiskTurns
 from weir.serve.sessions.items import (
     Item,
     answer_item,
@@ -14,9 +15,7 @@ from weir.serve.sessions.records import (
     DISK_FULL,
     NOT_KEPT,
     Checkpoint,
-    LazyCheckpoint,
     NameTaken,
-    OnSaved,
     SessionSummary,
     StorageFull,
     Turn,
@@ -28,18 +27,17 @@ from weir.serve.sessions.records import (
 )
 from weir.serve.sessions.responses import ResponseStore, StoredConversation, StoredResponse
 from weir.serve.sessions.snapshot import RowFormat, decode_checkpoint, encode_checkpoint
-from weir.serve.sessions.snapshot_folder import free_bytes, is_full
-from weir.serve.sessions.store import BackgroundWriter, SessionStore
+from weir.serve.sessions.snapshot_folder import free_bytes, refusal
+from weir.serve.sessions.store import SessionStore
+from weir.serve.sessions.turn_tables import TurnTables
 
 __all__ = [
     "DISK_FULL",
     "NOT_KEPT",
-    "BackgroundWriter",
     "Checkpoint",
+    "DiskTurns",
     "Item",
-    "LazyCheckpoint",
     "NameTaken",
-    "OnSaved",
     "ResponseStore",
     "RowFormat",
     "SessionStore",
@@ -49,6 +47,7 @@ __all__ = [
     "StoredResponse",
     "Turn",
     "TurnRecord",
+    "TurnTables",
     "TurnTokens",
     "answer_item",
     "answer_part",
@@ -58,10 +57,10 @@ __all__ = [
     "find_path",
     "free_bytes",
     "input_item",
-    "is_full",
     "messages_of",
     "new_id",
     "pack_ids",
+    "refusal",
     "result_item",
     "unpack_ids",
 ]

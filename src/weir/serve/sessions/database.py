@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from weir.errors import WeirError
+from weir.serve.sessions.snapshot_folder import refusal
 
 
 class Database:
@@ -90,15 +91,21 @@ class Database:
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """Open a transaction, for one thread at a time: all of it is written, or nothing."""
+        """Open a transaction, for one thread at a time: all of it is written, or nothing.
+
+        Raises:
+            WeirError: it cannot be written.
+        """
         with self._writing:
-            self._writer.execute("BEGIN IMMEDIATE")
             try:
+                self._writer.execute("BEGIN IMMEDIATE")
                 yield self._writer
                 self._writer.execute("COMMIT")
-            except BaseException:
+            except BaseException as error:
                 with contextlib.suppress(sqlite3.Error):  # it may have been rolled back by itself
                     self._writer.execute("ROLLBACK")
+                if isinstance(error, sqlite3.Error | UnicodeEncodeError):
+                    raise refusal(error) from None
                 raise
 
     def query(self, query: str, *values: Any) -> list[sqlite3.Row]:
@@ -108,6 +115,10 @@ class Database:
                 return self._reader.execute(query, values).fetchall()
         except UnicodeEncodeError:
             return []  # a lone surrogate is no text, and no row has it
+
+    def first(self, query: str, *values: Any) -> sqlite3.Row | None:
+        """The first row of a query; None if there is none."""
+        return next(iter(self.query(query, *values)), None)
 
 
 def _connected(path: Path | str) -> sqlite3.Connection:

@@ -35,34 +35,22 @@ DISK_FULL = (
 NOT_KEPT = "what this turn goes on from is not kept any more"
 
 
-@dataclass(frozen=True)
 class Checkpoint:
     """The end of a turn, with everything needed to continue from there.
 
-    Attributes:
+    Args:
+        state: of the row, or a function that reads it and raises a WeirError if it cannot.
         pending: tokens of the turn that the row has not read yet: the last of the answer.
     """
 
-    state: RowState
-    pending: tuple[int, ...]
+    def __init__(self, state: RowState | Callable[[], RowState], pending: tuple[int, ...]) -> None:
+        self._state = state
+        self.pending = pending
 
-
-@dataclass(frozen=True)
-class LazyCheckpoint(Checkpoint):
-    """A checkpoint whose state is read on access; not read if the row is still resident.
-
-    Accessing `state` raises a WeirError if it cannot be read.
-    """
-
-    def __init__(self, pending: tuple[int, ...], read: Callable[[], Checkpoint]) -> None:
-        object.__setattr__(self, "pending", pending)
-        object.__setattr__(self, "_read", read)
-
-    @property  # type: ignore[misc]  # mypy expects a plain attribute
+    @property
     def state(self) -> RowState:
-        """The state of the row, read again on every access."""
-        read: Callable[[], Checkpoint] = getattr(self, "_read")  # noqa: B009
-        return read().state
+        """The state of the row; one that is not in memory is read again on every access."""
+        return self._state if isinstance(self._state, RowState) else self._state()
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The store of sessions: turns of all owners, in memory or on disk.
+"""The store of sessions: turns of all owners, in memory or in another place.
 
 A turn is saved whole, state and record, or not at all, and no client hears that it ended before it
 is safe. When room runs out, the least recently used turns are deleted; a session ends with its last
@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Self
 
@@ -32,8 +30,7 @@ from weir.serve.sessions.records import (
     TurnRecord,
     TurnTokens,
 )
-from weir.serve.sessions.snapshot import RowFormat
-from weir.serve.sessions.turn_tables import DiskTurns, TurnTables
+from weir.serve.sessions.turn_tables import TurnTables
 
 _log = logging.getLogger(__name__)
 DEFAULT_KEPT = 256
@@ -41,51 +38,30 @@ DEFAULT_KEPT = 256
 
 
 class SessionStore:
-    """Sessions in memory, or in a folder that is written by a thread of its own.
+    """Sessions of one place, which is written by a thread of its own if it is not memory.
 
     Called from any thread. `load` returns exactly the numbers that `save` received. Methods that
     write raise a WeirError where the disk refuses.
 
     Args:
-        folder: where turns are kept; None for memory.
-        row_format: of the rows, with a folder.
-        limit: with a folder, bytes of all snapshots; past it, or where the disk is full before, the
-            least recently used turns are deleted. None for no limit: nothing is ever deleted.
-        keep: number of turns in memory; None for `DEFAULT_KEPT`, and 0 with a folder. With one, so
-            many turns are not deleted for a full disk, and as many that it is full for go on in
-            memory until there is room.
+        place: where turns are kept; None for memory.
+        keep: number of turns in memory; None for `DEFAULT_KEPT`, and 0 with another place. With
+            one, so many turns are not deleted for a full disk, and as many that it is full for go
+            on in memory until there is room.
         queue: turns that may wait to be written; `save` of one more waits.
-
-    Attributes:
-        disk: the turns in the folder, if there is one.
-
-    Raises:
-        WeirError: the folder cannot be used, another process uses it, or what is in it is of
-            another model or policy.
     """
 
     def __init__(
-        self,
-        folder: str | Path | None = None,
-        row_format: RowFormat | None = None,
-        *,
-        limit: int | None = None,
-        keep: int | None = None,
-        queue: int = 2,
+        self, place: TurnTables | None = None, *, keep: int | None = None, queue: int = 2
     ) -> None:
+        self._keep = keep if keep is not None else DEFAULT_KEPT if place is None else 0
+        self._memory = TurnTables(self._keep)
+        self.place = place or self._memory
+        # The newest turns are in the last.
+        self._places = [self._memory] if place is None else [place, self._memory]
+        self._writer = None if place is None else BackgroundWriter(self._write, queue)
         self._lock = threading.RLock()
         self._was_full = False
-        self._keep = keep if keep is not None else 0 if folder is not None else DEFAULT_KEPT
-        self._memory = TurnTables(self._keep)
-        self._places = [self._memory]  # the newest turns are in the last
-        self._writer: BackgroundWriter | None = None
-        self.disk: DiskTurns | None = None
-        if folder is not None and row_format is not None:
-            self.disk = DiskTurns(Path(folder), row_format, limit)
-            self._scratch = self.disk.folder / "moving"
-            shutil.rmtree(self._scratch, ignore_errors=True)  # leftovers of a killed process
-            self._places.insert(0, self.disk)
-            self._writer = BackgroundWriter(self._write, queue)
 
     def __enter__(self) -> Self:
         return self
@@ -94,13 +70,12 @@ class SessionStore:
         self.close()
 
     def close(self) -> None:
-        """Write all pending turns, and release the folder."""
+        """Write all pending turns, and release the place."""
         if self._writer is not None:
             self._writer.close()
-        if self.disk is not None:
             with contextlib.suppress(WeirError):
                 self._write_remembered()
-            self.disk.close()
+        self.place.close()
 
     # --- saving
 
@@ -121,19 +96,17 @@ class SessionStore:
         Raises:
             StorageFull: there is no room for so many turns.
         """
-        if self.disk is None:
-            return
-        full = not self.disk.make_room(turns, self._keep)
+        full = not self.place.make_room(turns, self._keep)
         if full and not self._was_full:
             more = f"; up to {self._keep} turns go on in memory" if self._keep else ""
-            _log.warning("%s: %s%s", self.disk.folder, DISK_FULL, more)
+            _log.warning("%s%s", DISK_FULL, more)
         self._was_full = full
         if full and not self._keep:
             raise StorageFull(DISK_FULL)
 
     def is_full(self) -> bool:
         """Whether the disk has no room for one more turn."""
-        return self.disk is not None and not self.disk.has_room()
+        return not self.place.has_room()
 
     def save(
         self, checkpoint: Checkpoint, record: TurnRecord, done: OnSaved = lambda error: None
@@ -146,14 +119,13 @@ class SessionStore:
         done(None)
 
     def _write(self, checkpoint: Checkpoint, record: TurnRecord) -> None:
-        """Write a turn to disk; while that is full, it goes on in memory."""
-        assert self.disk is not None
+        """Write a turn; while the disk is full, it goes on in memory."""
         turn = checkpoint, record
         try:
             try:
                 self._write_remembered(turn)
             except StorageFull:
-                if not self.disk.make_room(1, self._keep):
+                if not self.place.make_room(1, self._keep):
                     raise
                 self._write_remembered(turn)
         except StorageFull:
@@ -163,20 +135,16 @@ class SessionStore:
 
     def _write_remembered(self, *more: Turn) -> None:
         """Write the turns that went on in memory, the oldest first, and then more."""
-        if self.disk is None:
-            return
         with self._lock:
             for record in self._memory.list_all():
-                self.disk.add([(self.load(record.node), record)])
+                self.place.add([(self.load(record.node), record)])
                 self._memory.remove([record.node])
             for turn in more:
-                self.disk.add([turn])
+                self.place.add([turn])
 
     def import_session(self, turns: Sequence[Turn]) -> SessionSummary:
         """Save the turns of one new session, parents first; all or none."""
-        if self.disk is None and len(turns) > self._keep:
-            raise WeirError(f"it has {len(turns)} turns, and {self._keep} of all are kept here")
-        self._places[0].add(turns, "the session")
+        self.place.add(turns, "the session")
         found = self.get_session(turns[0][1].owner, turns[0][1].session)
         if found is None:
             raise WeirError("the session was imported, but others took its room at once")
@@ -246,8 +214,9 @@ class SessionStore:
             NameTaken: the owner has a session of this name.
             WeirError: the owner has no such turn.
         """
-        self._write_remembered()
-        self._places[0].fork(owner, node, session)
+        if self._writer is not None:
+            self._write_remembered()
+        self.place.fork(owner, node, session)
         found = self.get_session(owner, session)
         if found is None:
             raise WeirError("there is no such turn")  # it was deleted this moment
@@ -260,11 +229,9 @@ class SessionStore:
 
     def make_scratch_folder(self) -> TemporaryDirectory[str]:
         """A folder for a large file in transit; the next start deletes what a crash leaves."""
-        if self.disk is None:
-            return TemporaryDirectory(prefix="weir-")
-        with contextlib.suppress(FileExistsError):
-            self._scratch.mkdir(mode=0o700)
-        return TemporaryDirectory(dir=self._scratch)
+        if self.place.scratch is not None:
+            self.place.scratch.mkdir(mode=0o700, exist_ok=True)
+        return TemporaryDirectory(prefix="weir-", dir=self.place.scratch)
 
 
 class BackgroundWriter:

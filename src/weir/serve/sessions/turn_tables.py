@@ -6,39 +6,28 @@ owner's turns look absent. Names that come from clients are values in tables, ne
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 import logging
-import os
 import sqlite3
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weir.errors import WeirError, quote
+from weir.errors import WeirError
 from weir.serve.messages import Message
 from weir.serve.sessions.database import Database
 from weir.serve.sessions.records import (
     NOT_KEPT,
     Checkpoint,
-    LazyCheckpoint,
     NameTaken,
     SessionSummary,
-    StorageFull,
     Turn,
     TurnRecord,
     TurnTokens,
 )
-from weir.serve.sessions.snapshot import RowFormat, decode_checkpoint, encode_checkpoint
 from weir.serve.sessions.snapshot_folder import (
-    DiskReserve,
-    SnapshotFolder,
-    is_full,
-    lock_file,
     new_name,
 )
 
@@ -121,7 +110,7 @@ WITH RECURSIVE above (ancestor) AS (
 )
 SELECT node FROM records JOIN above ON node = ancestor WHERE owner = ?2 ORDER BY number"""
 
-_LEAVING = """
+LEAVING = """
 SELECT name, file, bytes, NOT EXISTS (
     SELECT 1 FROM members WHERE node = name AND (owner, session) != (?2, ?3)
 ) AS alone FROM nodes WHERE name IN (SELECT value FROM json_each(?1)) AND (?2 IS NULL OR EXISTS (
@@ -132,23 +121,8 @@ SELECT name, file, bytes, NOT EXISTS (
 _JOIN = "INSERT INTO members (owner, session, node) VALUES (?, ?, ?)"
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """A snapshot that is safe, as its row describes it.
-
-    Attributes:
-        bytes: that count for the limit.
-    """
-
-    name: str
-    file: str
-    bytes: int
-    sha256: str
-    pending: tuple[int, ...]
-
-
 class TurnTables:
-    """Turns of which both record and state are in memory.
+    """Turns of which both record and state are in memory; base of other places.
 
     Args:
         limit: number of turns.
@@ -156,10 +130,14 @@ class TurnTables:
     Attributes:
         nbytes: bytes of all snapshots; in memory, their number.
         exclusive: excludes other changes inside a `with` block.
+        scratch: a folder on the disk of the snapshots; None for the system's own.
     """
 
+    unit = "turns"  # of `limit`, for errors
+    scratch: Path | None = None
+
     def __init__(self, limit: int) -> None:
-        self._states: dict[str, Checkpoint] = {}  # by `Snapshot.file`
+        self._states: dict[str, Checkpoint] = {}  # by file
         self._begin(Database(None, TABLES, VERSION), limit)
 
     def _begin(self, db: Database, limit: int | None) -> None:
@@ -172,18 +150,18 @@ class TurnTables:
             "SELECT coalesce(max(used), 0), coalesce(sum(bytes), 0) FROM nodes"
         )
 
-    # --- snapshots; other places than memory have methods of their own
+    # --- what other places than memory do in their own way
 
-    def _keep(self, name: str, checkpoint: Checkpoint) -> Snapshot:
-        """Keep the snapshot of a turn."""
+    def _keep(self, checkpoint: Checkpoint) -> tuple[str, int, str]:
+        """Keep a snapshot; return its file, its bytes and their SHA-256."""
         file = new_name()
         self._states[file] = checkpoint
-        return Snapshot(name, file, 1, "", checkpoint.pending)
+        return file, 1, ""
 
-    def _checkpoint(self, snapshot: Snapshot) -> Checkpoint:
-        """The checkpoint of a snapshot that was kept."""
+    def _checkpoint(self, row: sqlite3.Row) -> Checkpoint:
+        """The checkpoint that a row of `nodes` describes."""
         try:
-            return self._states[snapshot.file]
+            return self._states[row["file"]]
         except KeyError:
             raise WeirError(NOT_KEPT) from None
 
@@ -192,34 +170,36 @@ class TurnTables:
         for file in files:
             self._states.pop(file, None)
 
-    def refusal(self, error: Exception) -> WeirError:
-        """Turn an error of the disk or the database into a WeirError."""
-        if isinstance(error, UnicodeEncodeError):
-            return WeirError("the name of this session is no text")
-        return WeirError(f"the turn cannot be kept: {getattr(error, 'strerror', None) or error}")
+    def has_room(self, turns: int = 1) -> bool:
+        """Whether there is room for so many turns."""
+        return True
+
+    def make_room(self, turns: int, keep: int) -> bool:
+        """Make room for so many turns, and say whether there is any."""
+        return self.has_room(turns)
+
+    def close(self) -> None:
+        """Release the place; closing twice does nothing."""
 
     # --- reading
 
     def load(self, node: str) -> Checkpoint | None:
         """The checkpoint of a turn; None if there is none of that name."""
-        rows = self.db.query(
-            "SELECT name, file, bytes, sha256, pending FROM nodes WHERE name = ?", node
-        )
-        if not rows:
+        row = self.db.first("SELECT * FROM nodes WHERE name = ?", node)
+        if row is None:
             return None
         self._touch(node)
-        facts = {**rows[0], "pending": tuple(json.loads(rows[0]["pending"]))}
-        return self._checkpoint(Snapshot(**facts))
+        return self._checkpoint(row)
 
     def newest(self, owner: str, column: str, value: str) -> TurnRecord | None:
         """The owner's newest turn with a value in a column of its record."""
-        rows = self.db.query(
+        row = self.db.first(
             f"SELECT {_COLUMNS} FROM records WHERE owner = ? AND {column} = ? "
             "ORDER BY number DESC LIMIT 1",
             owner,
             value,
         )
-        return _record_of(rows[0]) if rows else None
+        return _record_of(row) if row else None
 
     def list_turns(self, owner: str, session: str) -> list[TurnRecord]:
         """The turns of a session, in the order they came."""
@@ -237,8 +217,7 @@ class TurnTables:
 
     def summaries(self, owner: str, session: str | None = None) -> list[SessionSummary]:
         """The owner's sessions, or one of them, the least recently used first."""
-        with self._uses_lock:
-            uses = json.dumps(self._uses)
+        uses = json.dumps(self._unwritten_uses())
         found = self.db.query(_SUMMARIES, uses, owner, session)
         return [SessionSummary(**{**row, "usage": json.loads(row["usage"])}) for row in found]
 
@@ -247,6 +226,10 @@ class TurnTables:
         rows = self.db.query(_ANCESTRY, node, owner)
         found = [TurnTokens(row["node"], row["seen"], row["ids"]) for row in rows]
         return found, rows[0]["parent"] if rows else node
+
+    def _unwritten_uses(self) -> dict[str, int]:
+        with self._uses_lock:
+            return dict(self._uses)
 
     def _touch(self, node: str) -> int:
         """Note that a turn was used; the number rises from use to use."""
@@ -264,17 +247,13 @@ class TurnTables:
         Raises:
             WeirError: it cannot be committed; nothing has changed.
         """
-        try:
-            with self.exclusive, self.db.writing() as db:
-                with self._uses_lock:
-                    uses = dict(self._uses)
-                db.executemany(
-                    "UPDATE nodes SET used = ? WHERE name = ?",
-                    [(used, name) for name, used in uses.items()],
-                )
-                yield db
-        except (sqlite3.Error, UnicodeEncodeError) as error:
-            raise self.refusal(error) from error
+        with self.exclusive, self.db.writing() as db:
+            uses = self._unwritten_uses()
+            db.executemany(
+                "UPDATE nodes SET used = ? WHERE name = ?",
+                [(used, name) for name, used in uses.items()],
+            )
+            yield db
         with self._uses_lock:
             for name, used in uses.items():
                 if self._uses.get(name) == used:
@@ -289,18 +268,18 @@ class TurnTables:
         Raises:
             WeirError: they exceed the limit, or the disk refuses them; nothing has changed.
         """
-        new: list[Snapshot] = []
+        kept: list[tuple[str, int, str]] = []
+        names = json.dumps([record.node for _, record in turns])
         try:
-            for checkpoint, record in turns:
-                new.append(self._keep(record.node, checkpoint))
-                size = sum(snapshot.bytes for snapshot in new)
+            for checkpoint, _ in turns:
+                kept.append(self._keep(checkpoint))
+                size = sum(nbytes for _, nbytes, _ in kept)
                 if self._limit is not None and size > self._limit:
                     more = " or more" if len(turns) > 1 else ""
                     raise WeirError(
-                        f"{what} takes {size:,} bytes{more}, and the store has {self._limit:,} for "
-                        "all sessions"
+                        f"{what} takes {size:,} {self.unit}{more}, and the store has "
+                        f"{self._limit:,} for all sessions"
                     )
-            names = json.dumps([snapshot.name for snapshot in new])
             with self.exclusive:
                 with self.changing() as db:
                     gone = db.execute(
@@ -308,8 +287,8 @@ class TurnTables:
                         "(SELECT value FROM json_each(?))",
                         (names,),
                     ).fetchall()
-                    for snapshot, (_, record) in zip(new, turns, strict=True):
-                        self._insert(db, snapshot, record)
+                    for snapshot, (checkpoint, record) in zip(kept, turns, strict=True):
+                        self._insert(db, record, snapshot, json.dumps(checkpoint.pending))
                     held = self.nbytes + size - sum(row["bytes"] for row in gone)
                     while self._limit is not None and held > self._limit:
                         oldest = db.execute(
@@ -322,28 +301,28 @@ class TurnTables:
                         held -= oldest["bytes"]
                 self.nbytes = held
         except BaseException:
-            self._discard([snapshot.file for snapshot in new])
+            self._discard([file for file, *_ in kept])
             raise
         self._discard([row["file"] for row in gone])
 
-    def _insert(self, db: sqlite3.Connection, snapshot: Snapshot, record: TurnRecord) -> None:
+    def _insert(
+        self,
+        db: sqlite3.Connection,
+        record: TurnRecord,
+        snapshot: tuple[str, int, str],
+        pending: str,
+    ) -> None:
         """Insert the rows of a turn, and delete those of an earlier one of its name."""
-        db.execute("DELETE FROM nodes WHERE name = ?", (snapshot.name,))  # the others go with it
+        node = record.node
+        db.execute("DELETE FROM nodes WHERE name = ?", (node,))  # the others go with it
         db.execute(
             "INSERT INTO nodes VALUES (?, ?, ?, ?, ?, ?)",
-            (
-                snapshot.name,
-                snapshot.file,
-                snapshot.bytes,
-                snapshot.sha256,
-                json.dumps(snapshot.pending),
-                self._touch(snapshot.name),
-            ),
+            (node, *snapshot, pending, self._touch(node)),
         )
         db.execute(
             f"INSERT INTO records ({_RECORD}, topic) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
-                record.node,
+                node,
                 record.owner,
                 record.parent,
                 record.chain,
@@ -356,7 +335,7 @@ class TurnTables:
                 record.topic,
             ),
         )
-        db.execute(_JOIN, (record.owner, record.session, record.node))
+        db.execute(_JOIN, (record.owner, record.session, node))
 
     def remove(
         self, nodes: Collection[str], owner: str | None = None, session: str | None = None
@@ -367,7 +346,7 @@ class TurnTables:
             Those that are in no session any more, which are deleted.
         """
         with self.exclusive:
-            rows = self.db.query(_LEAVING, json.dumps(sorted(nodes)), owner, session)
+            rows = self.db.query(LEAVING, json.dumps(sorted(nodes)), owner, session)
             gone = [row for row in rows if row["alone"]]
             if not rows:
                 return []
@@ -391,206 +370,6 @@ class TurnTables:
             if db.execute(taken, (owner, session)).fetchone() is not None:
                 raise NameTaken("there is a session of this name already")
             db.executemany(_JOIN, [(owner, session, row["node"]) for row in path])
-
-
-class DiskTurns(TurnTables):
-    """Turns in a folder: tables in `weir.db`, and a snapshot file for each turn.
-
-    The order of writes makes a crash safe at any point: the snapshot file is written and synced,
-    takes its name, and the folder is synced; only then the row that names it is committed. A file
-    without a row belongs to a turn that no client saw end, and is deleted at the next start. A
-    crash never leaves a row without its file.
-
-    Args:
-        folder: created if missing. One process at a time may use it.
-        limit: bytes of all snapshots; None for no limit. While one is written there is one more.
-
-    Raises:
-        WeirError: the folder cannot be used, another process uses it, or its rows are of another
-            model or policy.
-    """
-
-    def __init__(self, folder: Path, row_format: RowFormat, limit: int | None = None) -> None:
-        if limit is not None and limit < 1:
-            raise WeirError(f"a store may have one byte or more, not {limit}")
-        self.folder = folder
-        self.row_format = row_format
-        with contextlib.ExitStack() as undo:
-            try:
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                self._lock = lock_file(folder / "lock")
-                undo.callback(os.close, self._lock)
-                self._files = SnapshotFolder(folder / "nodes")
-            except BlockingIOError:
-                raise WeirError(f"{folder} is in use by another server") from None
-            except FileExistsError:
-                raise WeirError(f"{folder} is no folder") from None
-            except OSError as error:
-                raise WeirError(f"{folder} cannot be used: {error.strerror}") from None
-            undo.callback(self._files.close)
-            self._reserve = DiskReserve(folder / "reserve")
-            with self._reserve.released():
-                # Snapshots whose database is gone may be valuable: never treat them as leftovers.
-                create = not self._files.list_names()
-                db = Database(folder / "weir.db", TABLES, VERSION, create=create)
-                undo.callback(db.close)
-                self._open(db)
-                self._begin(db, limit)
-            undo.pop_all()
-
-    def close(self) -> None:
-        """Write when turns were used and release the folder; closing twice does nothing."""
-        if self._lock < 0:
-            return
-        with contextlib.suppress(WeirError), self.changing():
-            pass
-        self.db.close()
-        self._files.close()
-        os.close(self._lock)
-        self._lock = -1
-
-    def _open(self, database: Database) -> None:
-        """Check that the rows are of this format, and delete what a killed process left."""
-        try:
-            with database.writing() as db:
-                written = json.dumps(self.row_format.to_json())
-                db.execute("INSERT OR IGNORE INTO facts VALUES ('form', ?)", (written,))
-                ((found,),) = db.execute("SELECT value FROM facts WHERE name = 'form'")
-                self.row_format.check(json.loads(found))
-                self._delete_leftovers(db)
-        except (sqlite3.Error, OSError, ValueError, RecursionError) as error:
-            raise WeirError(f"{self.folder} cannot be used: {error}") from None
-        except WeirError as error:
-            raise WeirError(
-                f"{self.folder} cannot be used here: {error}; give it its own model and policy, or "
-                "another folder"
-            ) from None
-
-    def _delete_leftovers(self, db: sqlite3.Connection) -> None:
-        """Delete turns without a record, rows without their file, and files without a row."""
-        db.execute(
-            "DELETE FROM nodes WHERE name NOT IN (SELECT node FROM records) OR "
-            "name NOT IN (SELECT node FROM members)"
-        )
-        kept = set()
-        for row in db.execute("SELECT name, file, bytes FROM nodes").fetchall():
-            size = self._files.size(str(row["file"]))
-            if size == row["bytes"]:
-                kept.add(row["file"])
-                continue
-            why = "is missing" if size is None else f"has {size:,} bytes, not {row['bytes']:,}"
-            _log.warning("turn %s is dropped: its file %s", quote(row["name"]), why)
-            db.execute("DELETE FROM nodes WHERE name = ?", (row["name"],))
-        self._files.delete_parts()
-        self._discard([name for name in self._files.list_names() if name not in kept])
-
-    # --- snapshots
-
-    def _keep(self, name: str, checkpoint: Checkpoint) -> Snapshot:
-        data = encode_checkpoint(self.row_format, checkpoint)
-        file = new_name()
-        try:
-            self._files.write(file, data)
-        except OSError as error:
-            raise self.refusal(error) from None
-        checksum = hashlib.sha256(data).hexdigest()
-        return Snapshot(name, file, len(data), checksum, checkpoint.pending)
-
-    def _checkpoint(self, snapshot: Snapshot) -> Checkpoint:
-        return LazyCheckpoint(snapshot.pending, lambda: self._read(snapshot))
-
-    def _read(self, snapshot: Snapshot) -> Checkpoint:
-        """Read a snapshot file; a damaged one is deleted with its turn."""
-        name = quote(snapshot.name)
-        try:
-            data = self._files.read(snapshot.file, snapshot.bytes)
-            if hashlib.sha256(data).hexdigest() != snapshot.sha256:
-                raise WeirError("its file is damaged: its checksum is not that of what was written")
-            found = decode_checkpoint(self.row_format, data)
-            if found.pending != snapshot.pending:
-                raise WeirError("it is the end of another turn")
-            return found
-        except FileNotFoundError:
-            self._delete_damaged(snapshot)
-            raise WeirError(NOT_KEPT) from None
-        except OSError as error:
-            raise WeirError(f"turn {name} cannot be read: {error.strerror}") from None
-        except WeirError as error:
-            _log.warning("turn %s cannot be read and is dropped: %s", name, error)
-            self._delete_damaged(snapshot)
-            raise WeirError(
-                f"turn {name} cannot be gone on from, and is dropped: {error}"
-            ) from None
-
-    def _delete_damaged(self, snapshot: Snapshot) -> None:
-        """Delete a turn unless its row now names another file."""
-        if self.db.query("SELECT 1 FROM nodes WHERE file = ?", snapshot.file):
-            with contextlib.suppress(WeirError):
-                self.remove([snapshot.name])
-
-    def _discard(self, files: Collection[str]) -> None:
-        for file in files:
-            try:
-                self._files.delete(file)
-            except OSError as error:  # left to the next start
-                _log.warning("%s cannot be removed: %s", file, error)
-
-    def refusal(self, error: Exception) -> WeirError:
-        """Turn an error of the disk or the database into a WeirError."""
-        if is_full(error):
-            return StorageFull(
-                f"the disk of {self.folder} is full, so the turn is not kept; delete sessions or "
-                "make room"
-            )
-        return super().refusal(error)
-
-    # --- room
-
-    def has_room(self, turns: int = 1) -> bool:
-        """Whether the disk has room for so many turns."""
-        return self._files.has_room(turns * self.row_format.turn_bytes)
-
-    def make_room(self, turns: int, keep: int) -> bool:
-        """Delete the least recently used turns until the disk has room for so many others.
-
-        Nothing is deleted without a limit, which says that old turns may go, and nothing where that
-        would not help: there are too few, or the disk refuses bytes that are free.
-
-        Args:
-            keep: number of turns that stay, the most recently used ones.
-
-        Returns:
-            Whether there is room.
-        """
-        if self.has_room(turns) or self._limit is None:
-            return self.has_room(turns)
-        size = turns * self.row_format.turn_bytes
-        with self.exclusive, contextlib.suppress(WeirError):
-            with self.changing() as db:
-                rows = db.execute("SELECT name, bytes FROM nodes ORDER BY used").fetchall()
-            rows = rows[: max(0, len(rows) - keep)]
-            if self._files.free_bytes() + sum(row["bytes"] for row in rows) < size:
-                return False
-            for row in rows:
-                if self._files.free_bytes() >= size:
-                    break
-                self.remove([row["name"]])
-        return self.has_room(turns)
-
-    def remove(
-        self, nodes: Collection[str], owner: str | None = None, session: str | None = None
-    ) -> list[str]:
-        """Take turns out of a session, or out of all, also where the disk is full."""
-        with self.exclusive:
-            try:
-                return super().remove(nodes, owner, session)
-            except StorageFull:
-                # Deleting takes room too: free the files and the reserve, then try once more.
-                rows = self.db.query(_LEAVING, json.dumps(sorted(nodes)), owner, session)
-                with self._reserve.released():
-                    self._discard([row["file"] for row in rows if row["alone"]])
-                    self.db.shorten()
-                    return super().remove(nodes, owner, session)
 
 
 def _record_of(row: sqlite3.Row) -> TurnRecord:

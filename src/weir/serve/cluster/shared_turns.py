@@ -1,4 +1,4 @@
-"""Session store that replicas share: each turn is two files that never change.
+"""Turns that replicas share: each is two files that never change.
 
 A turn is in a session once its record is there; its snapshot is written before, and the entries by
 which others find it after. Replicas that answer one session at once both add to it, as two requests
@@ -22,22 +22,19 @@ import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
 
+from weir.cache import RowState
 from weir.errors import WeirError
 from weir.serve.cluster.storage import Storage
 from weir.serve.messages import Message
 from weir.serve.sessions import (
-    DISK_FULL,
     NOT_KEPT,
-    BackgroundWriter,
     Checkpoint,
-    LazyCheckpoint,
     NameTaken,
     RowFormat,
-    SessionStore,
     SessionSummary,
-    StorageFull,
     Turn,
     TurnRecord,
+    TurnTables,
     TurnTokens,
     decode_checkpoint,
     encode_checkpoint,
@@ -50,8 +47,8 @@ ABANDONED = 3600.0
 """Seconds after which a file without a record belongs to a turn that was never finished."""
 
 
-class SharedStore(SessionStore):
-    """One replica's view of the sessions that all share.
+class SharedTurns(TurnTables):
+    """One replica's view of the turns that all share.
 
     Args:
         most: number of turns that this replica keeps in memory.
@@ -64,64 +61,41 @@ class SharedStore(SessionStore):
     def __init__(
         self, storage: Storage, row_format: RowFormat, *, most: int = 256, kept: int = KEPT
     ) -> None:
-        super().__init__(keep=most)
+        super().__init__(most)
         self._storage = storage
         self._row_format = row_format
         self._kept = kept
         self._listed: dict[str, dict[str, SessionSummary]] = {}  # by owner and file
         if storage.read("form.json") is None:
             storage.write("form.json", json.dumps(row_format.to_json()).encode())
-        try:
-            row_format.check(json.loads(storage.read("form.json") or b"null"))
-        except (WeirError, ValueError) as error:
-            raise WeirError(
-                f"the shared folder cannot be used here: {error}; give it its own model and "
-                "policy, or another folder"
-            ) from None
-        self._writer = BackgroundWriter(self._write, 2)
+        row_format.check_place("the shared folder", storage.read("form.json") or b"null")
 
-    def check_room(self, turns: int) -> None:
-        """Refuse turns that could not be kept, before they are answered."""
-        if not self._storage.has_room(turns * self._row_format.turn_bytes):
-            raise StorageFull(DISK_FULL)
+    def has_room(self, turns: int = 1) -> bool:
+        """Whether the storage has room for so many turns."""
+        return self._storage.has_room(turns * self._row_format.turn_bytes)
 
-    def is_full(self) -> bool:
-        """Whether the storage has no room for one more turn."""
-        return not self._storage.has_room(self._row_format.turn_bytes)
+    # --- reading
 
-    # --- finding
-
-    def find_history(self, owner: str, chain: str) -> TurnRecord | None:
-        """The owner's newest turn that ends a conversation of this hash, wherever it was made."""
-        found = super().find_history(owner, chain)
-        if found is None and self._learn_from("chains", owner, chain):
-            found = super().find_history(owner, chain)
-        return found
-
-    def find_turn(self, owner: str, node: str) -> TurnRecord | None:
-        """A turn of the owner's, wherever it was made."""
-        found = super().find_turn(owner, node)
-        if found is None and self._learn_from("nodes", owner, node):
-            found = super().find_turn(owner, node)
-        return found
-
-    def ancestry(self, owner: str, node: str) -> list[TurnTokens]:
-        """The tokens that led to a turn of the owner's, as far back as its turns are kept."""
-        self.find_turn(owner, node)
-        return super().ancestry(owner, node)
-
-    def get_session(self, owner: str, session: str) -> SessionSummary | None:
-        """A session of the owner's."""
-        self._learn(owner, session)
-        return super().get_session(owner, session)
+    def newest(self, owner: str, column: str, value: str) -> TurnRecord | None:
+        """The owner's newest turn with a chain or node, wherever it was made."""
+        found = super().newest(owner, column, value)
+        data = None if found else self._storage.read(_entry(f"{column}s", owner, value))
+        if data is None:
+            return found
+        with contextlib.suppress(ValueError, LookupError, TypeError):  # entries are only hints
+            self._learn(owner, str(json.loads(data)[0]))
+        return super().newest(owner, column, value)
 
     def list_turns(self, owner: str, session: str) -> list[TurnRecord]:
         """The turns of a session that are kept, in the order they ended."""
         self._learn(owner, session)
         return super().list_turns(owner, session)
 
-    def list_sessions(self, owner: str) -> list[SessionSummary]:
-        """All sessions of the owner, the least recently used first."""
+    def summaries(self, owner: str, session: str | None = None) -> list[SessionSummary]:
+        """The owner's sessions, or one of them, the least recently used first."""
+        if session is not None:
+            self._learn(owner, session)
+            return super().summaries(owner, session)
         folder = f"owners/{_hash(owner)}"
         # Sorted by session, then time: a session's newer entry comes last.
         names = {name.partition("-")[0]: name for name in self._storage.list_names(folder)}
@@ -132,27 +106,39 @@ class SharedStore(SessionStore):
             elif (data := self._storage.read(f"{folder}/{name}")) is not None:
                 found[name] = SessionSummary(**json.loads(data))
         self._listed[owner] = found
-        return sorted(found.values(), key=lambda session: session.used)
+        return sorted(found.values(), key=lambda summary: summary.used)
+
+    def ancestry(self, owner: str, node: str) -> tuple[list[TurnTokens], str | None]:
+        """The tokens that led to a turn, as far back as its turns are kept."""
+        self.newest(owner, "node", node)
+        return super().ancestry(owner, node)
 
     # --- writing
 
-    def import_session(self, turns: Sequence[Turn]) -> SessionSummary:
-        """Save the newest turns of one new session."""
+    def add(self, turns: Sequence[Turn], what: str = "one turn") -> None:
+        """Add turns to one session, parents first; all or none, but for those that are too many."""
         owner, session = turns[0][1].owner, turns[0][1].session
-        with self._lock:
-            if self.list_turns(owner, session):
-                raise NameTaken("there is a session of this name already")
-            self._add(turns[-self._kept :])
-            found = self.get_session(owner, session)
-        if found is None:
-            raise WeirError("the session was taken in, but others took its room at once")
-        return found
+        turns = turns[-self._kept :]
+        try:
+            for checkpoint, record in turns:
+                self._write_files(checkpoint, record)
+            with self.exclusive:
+                for turn in turns:
+                    super().add([turn])
+                self._publish(owner, session)
+        except BaseException:
+            for _, record in turns:
+                with contextlib.suppress(OSError):
+                    self._delete(record)
+            raise
 
-    def fork(self, owner: str, node: str, session: str) -> SessionSummary:
+    def fork(self, owner: str, node: str, session: str) -> None:
         """Begin a session with copies of a turn and of its ancestors."""
-        record = self.find_turn(owner, node)
+        record = self.newest(owner, "node", node)
         if record is None:
             raise WeirError("there is no such turn")
+        if self.list_turns(owner, session):
+            raise NameTaken("there is a session of this name already")
         turns = {turn.node: turn for turn in super().list_turns(owner, record.session)}
         path = find_path(node, {name: turn.parent for name, turn in turns.items()})
         names = {name: secrets.token_hex(16) for name in path}
@@ -160,39 +146,22 @@ class SharedStore(SessionStore):
         for name, new in names.items():
             parent = names.get(turns[name].parent or "")
             copy = replace(turns[name], node=new, session=session, parent=parent)
-            copies.append((self.load(name), copy))
-        return self.import_session(copies)
+            copies.append((self._lazy_checkpoint(turns[name]), copy))
+        self.add(copies)
 
-    def remove_turns(self, owner: str, session: str, nodes: Collection[str]) -> list[str]:
-        """Take turns out of a session, which deletes them."""
-        with self._lock:
+    def remove(
+        self, nodes: Collection[str], owner: str | None = None, session: str | None = None
+    ) -> list[str]:
+        """Take turns out of a session, which deletes them; without one, out of memory only."""
+        if owner is None or session is None:
+            return super().remove(nodes)
+        with self.exclusive:
             gone = [turn for turn in self.list_turns(owner, session) if turn.node in nodes]
             for record in gone:
                 self._delete(record)
             if gone:
                 self._publish(owner, session)
         return [record.node for record in gone]
-
-    def _write(self, checkpoint: Checkpoint, record: TurnRecord) -> None:
-        self._add([(checkpoint, record)])
-
-    def _add(self, turns: Sequence[Turn]) -> None:
-        """Add turns to one session, parents first; all or none."""
-        try:
-            for checkpoint, record in turns:
-                self._write_files(checkpoint, record)
-            with self._lock:
-                for turn in turns:
-                    self._memory.add([turn])
-                self._publish(record.owner, record.session)
-        except BaseException as error:
-            for _, record in turns:
-                with contextlib.suppress(OSError):
-                    self._delete(record)
-            if isinstance(error, OSError):
-                reason = error.strerror or error
-                raise WeirError(f"the turn cannot be kept in the shared folder: {reason}") from None
-            raise
 
     def _write_files(self, checkpoint: Checkpoint, record: TurnRecord) -> None:
         """Write the snapshot of a turn, its record, and the entries that lead to it."""
@@ -206,7 +175,7 @@ class SharedStore(SessionStore):
 
     def _delete(self, record: TurnRecord) -> None:
         """Delete a turn, and the entries that lead to it."""
-        self.drop(record.node)
+        self.remove([record.node])
         folder = _folder(record.owner, record.session)
         for kind in ("json", "safetensors"):
             self._storage.delete(f"{folder}/{record.node}.{kind}")
@@ -224,8 +193,8 @@ class SharedStore(SessionStore):
         self._delete_abandoned(_folder(owner, session), {f"{turn.node}.json" for turn in turns})
         folder, name = f"owners/{_hash(owner)}", _hash(owner, session)
         before = [entry for entry in self._storage.list_names(folder) if entry.startswith(name)]
-        now, file = super().get_session(owner, session), None
-        if now is not None:
+        file = None
+        for now in super().summaries(owner, session):
             file = f"{name}-{round(now.used * 1e6):020}-{now.head[:8]}.json"
             self._storage.write(f"{folder}/{file}", json.dumps(asdict(now)).encode())
         for old in before:
@@ -243,29 +212,20 @@ class SharedStore(SessionStore):
 
     # --- learning what other replicas did
 
-    def _learn_from(self, kind: str, owner: str, name: str) -> bool:
-        """Learn the session that an entry names; False if there is no entry."""
-        data = self._storage.read(_entry(kind, owner, name))
-        if data is None:
-            return False
-        with contextlib.suppress(ValueError, LookupError, TypeError):  # entries are only hints
-            self._learn(owner, str(json.loads(data)[0]))
-        return True
-
     def _learn(self, owner: str, session: str) -> None:
         """Make the turns in memory of a session those of the storage."""
         folder = _folder(owner, session)
-        with self._lock:
+        with self.exclusive:
             files = self._storage.list_names(folder)
             names = {file.removesuffix(".json") for file in files if file.endswith(".json")}
             near = {record.node for record in super().list_turns(owner, session)}
             if near == names:
                 return
-            self._memory.remove(near, owner, session)
+            super().remove(near)
             read = [self._read_record(folder, name) for name in names]
             found = [record for record in read if record is not None]
             for record in sorted(found, key=lambda record: (record.created, record.seen)):
-                self._memory.add([(self._lazy_checkpoint(folder, record), record)])
+                super().add([(self._lazy_checkpoint(record), record)])
 
     def _read_record(self, folder: str, name: str) -> TurnRecord | None:
         """Read the record of a turn; None if it was just deleted, or cannot be read."""
@@ -275,20 +235,21 @@ class SharedStore(SessionStore):
         except (ValueError, TypeError, LookupError):
             return None
 
-    def _lazy_checkpoint(self, folder: str, record: TurnRecord) -> Checkpoint:
+    def _lazy_checkpoint(self, record: TurnRecord) -> Checkpoint:
         """The checkpoint of a turn, read when its state is needed."""
 
-        def read() -> Checkpoint:
-            data = self._storage.read(f"{folder}/{record.node}.safetensors")
+        def read() -> RowState:
+            path = f"{_folder(record.owner, record.session)}/{record.node}.safetensors"
+            data = self._storage.read(path)
             if data is None:
-                self.drop(record.node)
+                self.remove([record.node])
                 raise WeirError(NOT_KEPT)
             found = decode_checkpoint(self._row_format, data)
             if found.pending != (record.last,):
                 raise WeirError("what this turn goes on from is the end of another one")
-            return found
+            return found.state
 
-        return LazyCheckpoint((record.last,), read)
+        return Checkpoint(read, (record.last,))
 
 
 def _folder(owner: str, session: str) -> str:

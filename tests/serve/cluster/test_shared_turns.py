@@ -21,12 +21,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "sessions"))
 from stores import FORM, MODEL, NODES, Killed, PlainStore, record, same, save
 
 from weir.errors import WeirError
-from weir.serve.cluster import SharedStore, Storage, open_storage, storage
-from weir.serve.cluster import store as store_file
+from weir.serve.cluster import SharedTurns, Storage, open_storage, shared_turns, storage
 from weir.serve.messages import Call, Message
-from weir.serve.sessions import NameTaken, RowFormat, StorageFull, TurnRecord
+from weir.serve.sessions import NameTaken, RowFormat, SessionStore, StorageFull, TurnRecord
 
-FOLDER = store_file._folder("me", "s")
+FOLDER = shared_turns._folder("me", "s")
 
 
 @pytest.fixture(params=["folder", "fsspec"])
@@ -39,7 +38,7 @@ class Replicas:
     """Stores of two replicas."""
 
     def __init__(self, shared: Storage, **given: Any) -> None:
-        self.a, self.b = (SharedStore(shared, FORM, **given) for _ in "ab")
+        self.a, self.b = (SessionStore(SharedTurns(shared, FORM, **given)) for _ in "ab")
 
 
 @pytest.fixture
@@ -47,7 +46,7 @@ def replicas(shared) -> Replicas:
     return Replicas(shared)
 
 
-def turn(store: SharedStore, name: str, n: int = 0, **given: Any) -> TurnRecord:
+def turn(store: SessionStore, name: str, n: int = 0, **given: Any) -> TurnRecord:
     """A turn that ends on a replica."""
     made = record(name, n, **{"created": float(n), **given})
     error = save(store, made, NODES[n])
@@ -88,7 +87,7 @@ def test_replicas_that_answer_one_session_at_once_both_add_to_it(replicas):
     turn(replicas.a, "n0")
     errors, answered = [], threading.Barrier(2)
 
-    def answer(store: SharedStore, name: str) -> None:
+    def answer(store: SessionStore, name: str) -> None:
         for n in range(1, 4):
             answered.wait()
             made = record(f"{name}{n}", n, parent="n0", chain=f"{n}{name}", created=float(n))
@@ -122,7 +121,7 @@ def test_what_a_killed_replica_was_writing_goes_later_or_with_its_session(
     shared.write(f"{FOLDER}/half.safetensors", b"x")
     turn(replicas.b, "n1", 1)
     assert "half.safetensors" in shared.list_names(FOLDER)  # it may be under way
-    monkeypatch.setattr(store_file, "ABANDONED", -1.0)
+    monkeypatch.setattr(shared_turns, "ABANDONED", -1.0)
     turn(replicas.a, "n2", 2)
     assert "half.safetensors" not in shared.list_names(FOLDER)
     monkeypatch.undo()
@@ -158,9 +157,9 @@ def test_a_storage_that_fails_loses_no_other_turn(replicas, shared, monkeypatch)
     def fail(path, data):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(shared, "write", fail)
+    monkeypatch.setattr(shared, "_write", fail)
     error = save(replicas.a, record("n1", 1), NODES[1])
-    assert "cannot be kept in the shared folder: Input/output error" in str(error)
+    assert "cannot be kept: Input/output error" in str(error)
     assert [each.node for each in replicas.b.list_turns("me", "s")] == ["n0"]
 
 
@@ -217,7 +216,7 @@ def test_a_folder_of_another_policy_is_refused(shared):
     Replicas(shared)
     other = RowFormat.of(MODEL, "recent(6)", 4)
     with pytest.raises(WeirError, match="cannot be used here: its rows have the policy"):
-        SharedStore(shared, other)
+        SharedTurns(shared, other)
 
 
 def test_a_shared_file_is_synced_before_it_has_its_name(tmp_path, monkeypatch):
@@ -276,8 +275,8 @@ class Cluster(RuleBasedStateMachine):
         self.oracle = PlainStore()
         self.count = 0
 
-    def replica(self) -> SharedStore:
-        return SharedStore(MortalStorage(self.shared), FORM, kept=100)
+    def replica(self) -> SessionStore:
+        return SessionStore(SharedTurns(MortalStorage(self.shared), FORM, kept=100))
 
     def make(self, n: int, session: str) -> TurnRecord:
         self.count += 1
@@ -300,9 +299,9 @@ class Cluster(RuleBasedStateMachine):
         self, replica: str, n: int, session: str, after: int
     ) -> None:
         made, store = self.make(n, session), self.replicas[replica]
-        store._storage.left = after
+        store.place._storage.left = after
         with contextlib.suppress(Killed):
-            store._add([(NODES[n], made)])
+            store.place.add([(NODES[n], made)])
         self.replicas[replica] = self.replica()
         if any(one.node == made.node for one in self.replicas[replica].list_turns("me", session)):
             self.oracle.save(NODES[n], made)  # whole, though no client has seen its end
