@@ -12,7 +12,7 @@ from weir.cache import check_origin, size_of
 from weir.errors import WeirError
 from weir.evals.fitting import budget_in, fit_to_memory
 from weir.evals.notation import read_policies, takes_budget, with_budget
-from weir.evals.perplexity import STEP, PerplexityMeter
+from weir.evals.perplexity import read
 from weir.models import window_of
 from weir.policies import is_file, parse_policy
 from weir.stream import Stream, read_stream
@@ -204,11 +204,8 @@ def _try_policy(
     seed: int,
     report: Callable[[float], None],
 ) -> Trial:
-    meter = PerplexityMeter(Stream(model, policy, chunk=chunk, seed=seed))
-    for piece in sample.split(STEP):
-        meter.take(piece)
-        report(meter.reading.tokens / len(sample))
-    found = meter.reading
-    held = [layer["held"] for layer in meter.stream.report()["layers"]]
+    stream = Stream(model, policy, chunk=chunk, seed=seed)
+    found = read(stream, sample, on_step=lambda now: report(now.tokens / len(sample)))
+    held = [layer["held"] for layer in stream.report()["layers"]]
     evicted = min(held) < found.tokens
     return Trial(policy, budget, found.kv_bytes, found.ppl, found.tokens_per_s, evicted)
