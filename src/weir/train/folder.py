@@ -82,7 +82,8 @@ def run(
             f"{text} has {size:,} bytes; samples of {recipe.length} take {recipe.least:,} tokens "
             "or more: give more text, or a shorter length"
         )
-    begun = {"text": _digest(books), "vocabulary": vocabulary}
+    digest = hashlib.sha256("".join(f"{book}\0" for book in books).encode()).hexdigest()
+    begun = {"text": digest, "vocabulary": vocabulary}
     processes = Processes.here()
     with _folder(out, begun, recipe, processes) as work:
         common = shared or work
@@ -124,11 +125,6 @@ def run(
 def fitting(most: int, size: int) -> int:
     """Return how many tokens, at most `most`, to train on for a text of `size` tokens."""
     return min(most, max(FEWEST, PASSES * size))
-
-
-def _digest(books: list[str]) -> str:
-    """Return a SHA-256 of the books."""
-    return hashlib.sha256("".join(f"{book}\0" for book in books).encode()).hexdigest()
 
 
 @contextmanager
