@@ -7,6 +7,7 @@ with a method that says how many slots it needs and one that folds.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, cast
 
@@ -22,6 +23,8 @@ from weir.slab import Alibi, AttentionParams, Slots
 
 MOST_WEIGHT = 1e4
 """The largest log-weight a state may have; e^700 already overflows float64."""
+FINITE, FROM_0, LOG_WEIGHT = (-1e300, 1e300), (0.0, 1e300), (-torch.inf, MOST_WEIGHT)
+"""Bounds of tensors of a state, for `find_outside`."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +45,9 @@ class Marks:
     header: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("beginning", "turn", "header"):
-            value = getattr(self, name)
-            if value is None and name == "beginning":
-                continue
-            if not fits(value, int) or not 0 <= value <= 2**53:
+        for name, value in vars(self).items():
+            known = value is not None or name != "beginning"
+            if known and (not fits(value, int) or not 0 <= value <= 2**53):
                 raise WeirError(f"{name} is a number of tokens from 0 on, not {value!r}")
 
 
@@ -124,7 +125,7 @@ class Pool(ABC):
 
     @property
     def needs_second_reading(self) -> bool:
-        """Whether each chunk is read twice, for it: `Slots.mass` is then the largest share of its
+        """Whether each chunk is read twice for it, and `Slots.mass` is the largest share of its
         attention that a query of the second reading has given the token, in place of the sum.
         """
         return False
@@ -329,12 +330,13 @@ def gather_kept(x: Tensor, stays: Tensor, room: int) -> Tensor:
     return F.pad(kept, (*(0, 0) * (x.ndim - 3), 0, room - order.shape[2]))
 
 
-def is_within(t: Tensor, low: float, high: float) -> bool:
-    """Whether all numbers are from `low` to `high`; NaN is not."""
-    return bool(((t >= low) & (t <= high)).all())
+def find_outside(state: Mapping[str, Tensor], **bounds: tuple[float, float]) -> str | None:
+    """Say which tensor of a state is out of its bounds, for `Pool.wrong_state`.
 
-
-def find_not_finite(state: dict[str, Tensor]) -> str | None:
-    """Say which tensor of a state is not finite, for `Pool.wrong_state`; None if all are."""
-    wrong = [name for name, t in state.items() if not bool(t.isfinite().all())]
-    return f"{wrong[0]} is not finite" if wrong else None
+    NaN is, and so is infinity, unless it is the lower bound. Names that are missing are none.
+    """
+    for name, (low, high) in bounds.items():
+        t = state.get(name, torch.empty(0))
+        if not bool(((t >= low) & (t <= high) & (t.isfinite() | (t == low))).all()):
+            return f"{name} is not from {low:g} to {high:g}"
+    return None

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weir.errors import WeirError
-from weir.pools.base import Fold, is_within
-from weir.pools.ranked import TALLY, Asking, Tallied, check_kernel, pool_neighbors, select_highest
+from weir.pools.base import FROM_0, Fold, find_outside
+from weir.pools.parameters import Count, Kernel, Natural
+from weir.pools.ranked import TALLY, Asking, Tallied, pool_neighbors, select_highest
 from weir.pools.registry import pool
 from weir.slab import Slots
 
@@ -48,23 +48,12 @@ class Defend(Asking, Tallied):
     """
 
     n: int
-    window: int = 64
-    half_life: int | None = 2048
-    kernel: int = 5
-    wide: int = 4
+    window: Count = 64
+    half_life: Count | None = 2048
+    kernel: Kernel = 5
+    wide: Natural = 4
     value: bool = True
     average: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.half_life is not None and self.half_life < 1:
-            raise WeirError(
-                f"a peak of defend counts half after 1 token or more, not {self.half_life}; none "
-                "for never"
-            )
-        check_kernel("defend", self.kernel)
-        if self.wide < 0:
-            raise WeirError(f"defend sets 0 slots or more apart for wide values, not {self.wide}")
 
     def state(self, like: Slots) -> dict[str, Tensor]:
         """Make the peak of each slot, and `seen`, the tokens seen at the last fold."""
@@ -72,11 +61,7 @@ class Defend(Asking, Tallied):
 
     def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
         """See `Pool.wrong_state`."""
-        if not bool((state[TALLY] >= 0).all()):
-            return "a peak of attention is not negative"
-        if not is_within(state["seen"], 0, ahead):
-            return "peaks were taken after tokens that have not come"
-        return super().wrong_state(state, held, ahead)
+        return find_outside(state, tally=FROM_0, seen=(0, ahead))
 
     def tally(self, slots: Slots, before: Tensor, fold: Fold) -> Tensor:
         """Return the faded peak of each token [batch, kv_heads, slots], float32."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from weir.pools.balance.separate import NO_BUCKET, Head, admit
 
 from weir.pools import Balance, Fold
 from weir.pools.balance.schedule import LEVELS, Group, make_room
-from weir.pools.balance.separate import NO_BUCKET, Head, admit
 from weir.pools.counter_rng import CounterRNG
 from weir.slab import AttentionParams, Slots
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from weir.pools.base import Fold
+from weir.pools.parameters import Count
 from weir.pools.ranked import Asking
 from weir.pools.registry import pool
 from weir.pools.scores.last_queries import last_attention
@@ -34,7 +35,7 @@ class Caote(Asking):
     """
 
     n: int
-    window: int = 32
+    window: Count = 32
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
         """The mean error without each token [batch, kv_heads, slots], float32."""

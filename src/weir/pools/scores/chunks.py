@@ -15,6 +15,7 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.pools.base import Fold, Pool, PoolWrapper
+from weir.pools.parameters import Count
 from weir.pools.ranked import Ranked, select_highest
 from weir.pools.registry import pool
 from weir.slab import Slots
@@ -35,7 +36,7 @@ class Chunks(PoolWrapper):
     """
 
     pool: Pool
-    size: int = 10
+    size: Count = 10
 
     def __post_init__(self) -> None:
         if not isinstance(self.pool, Ranked):
@@ -43,7 +44,7 @@ class Chunks(PoolWrapper):
                 "chunks goes around a pool that keeps tokens by a score, as in "
                 f"chunks(heavy(64), size=8), and {self.pool.name} is none"
             )
-        if not 1 <= self.size <= self.pool.slots():
+        if self.size > self.pool.slots():
             raise WeirError(
                 f"a span of chunks has 1 place to as many as there are slots, {self.pool.slots()}, "
                 f"not {self.size}"

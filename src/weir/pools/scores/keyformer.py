@@ -9,12 +9,13 @@ from 1 to 2 over the text. The newest tokens are kept beside (`recent`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from weir.errors import WeirError
 from weir.pools.base import Fold
+from weir.pools.parameters import Bounds, Count
 from weir.pools.ranked import Asking, Tallied
 from weir.pools.registry import pool
 from weir.pools.scores.last_queries import last_logits
@@ -41,21 +42,9 @@ class Keyformer(Asking, Tallied):
     """
 
     n: int
-    hot: float = 2.0
-    over: int = 4096
-    window: int = 64
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 1 <= self.hot < torch.inf:
-            raise WeirError(
-                "hot of keyformer is the temperature in the end, which rises from 1, so 1 or more, "
-                f"not {self.hot:g}"
-            )
-        if self.over < 1:
-            raise WeirError(
-                f"the temperature of keyformer rises over 1 token or more, not {self.over}"
-            )
+    hot: Annotated[float, Bounds(1)] = 2.0
+    over: Count = 4096
+    window: Count = 64
 
     def state(self, like: Slots) -> dict[str, Tensor]:
         """The sums, and the place behind the last query counted [batch, kv_heads, 1], int64."""

@@ -7,13 +7,17 @@ of the stream: the mean over queries and places is the mean query, rotated by th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from weir.errors import WeirError
 from weir.pools.base import Fold
+from weir.pools.parameters import Bounds
 from weir.slab import Rotation, Slots
+
+Ahead = Annotated[int, Bounds(1, 2**20)]
+"""Places ahead of the next one; a fold's chunk is 64."""
 
 
 def last_attention(slots: Slots, fold: Fold, window: int) -> Tensor:
@@ -36,12 +40,6 @@ def last_logits(slots: Slots, fold: Fold, window: int) -> Tensor:
     assert fold.read is not None
     lse = fold.read.lse[:, :, :, -window:, None]
     return last_attention(slots, fold, window).log() + lse.nan_to_num(neginf=0.0)
-
-
-def check_share(name: str, parameter: str, value: float) -> None:
-    """Refuse a parameter that is no share."""
-    if not 0 <= value <= 1:
-        raise WeirError(f"{parameter} of {name} is a share, from 0 to 1, not {value:g}")
 
 
 def last_unrotated_queries(fold: Fold, count: int) -> tuple[Tensor, Tensor]:
@@ -78,11 +76,3 @@ def mean_rotation(fold: Fold, ahead: Sequence[int]) -> Rotation | None:
 def rotate_back(keys: Tensor, turn: Rotation | None) -> Tensor:
     """Apply the transpose of a mean rotation to keys [batch, kv_heads, n, key_dim], float32."""
     return keys if turn is None else Rotation(turn.cos, -turn.sin).apply(keys)
-
-
-def check_ahead(name: str, ahead: int) -> None:
-    """Refuse a number of places ahead that is out of range."""
-    if not 1 <= ahead <= 1 << 20:
-        raise WeirError(
-            f"{name} looks 1 to {1 << 20:,} places ahead, not {ahead}; a fold's chunk is 64"
-        )

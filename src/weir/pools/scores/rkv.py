@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weir.errors import WeirError
 from weir.pools.base import Fold
-from weir.pools.ranked import Asking, check_kernel, pool_neighbors
+from weir.pools.parameters import Cosine, Count, Kernel, Share
+from weir.pools.ranked import Asking, pool_neighbors
 from weir.pools.registry import pool
-from weir.pools.scores.last_queries import check_share, keys_as_read, last_logits
+from weir.pools.scores.last_queries import keys_as_read, last_logits
 from weir.slab import Slots
 
 ROWS = 512
@@ -42,17 +42,10 @@ class RKV(Asking):
     """
 
     n: int
-    window: int = 8
-    kernel: int = 7
-    weight: float = 0.1
-    alike: float = 0.5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_kernel("rkv", self.kernel)
-        check_share("rkv", "weight", self.weight)
-        if not -1 <= self.alike <= 1:
-            raise WeirError(f"alike of rkv is a cosine, from -1 to 1, not {self.alike:g}")
+    window: Count = 8
+    kernel: Kernel = 7
+    weight: Share = 0.1
+    alike: Cosine = 0.5
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
         """Attention less redundancy [batch, kv_heads, slots], float64."""

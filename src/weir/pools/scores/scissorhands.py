@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from weir.pools.base import Fold
+from weir.pools.parameters import Count
 from weir.pools.ranked import Asking
 from weir.pools.registry import pool
 from weir.pools.scores.last_queries import last_attention
@@ -33,7 +34,7 @@ class Scissorhands(Asking):
     """
 
     n: int
-    window: int = 64
+    window: Count = 64
 
     def score(self, slots: Slots, fold: Fold) -> tuple[Tensor, Tensor]:
         """(how often, how much) [batch, kv_heads, slots] each."""
