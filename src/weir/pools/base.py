@@ -97,6 +97,12 @@ class Fold:
         """The place in the stream of the next token [batch], int64."""
         return self.seen + self.origin
 
+    @property
+    def observed(self) -> ObservedAttention:
+        """`read`, where slots lie in a layer."""
+        assert self.read is not None
+        return self.read
+
     def in_order(self, held: Slots, new: Slots) -> Slots:
         """Join the slots of a pool, which are in order, and the arrivals: the oldest token first.
 

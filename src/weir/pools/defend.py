@@ -65,8 +65,7 @@ class Defend(Asking, Tallied):
 
     def tally(self, slots: Slots, before: Tensor, fold: Fold) -> Tensor:
         """Return the faded peak of each token [batch, kv_heads, slots], float32."""
-        assert fold.read is not None
-        shares = fold.read.attention(slots)[:, :, :, -self.window :]
+        shares = self.attention(slots, fold)
         if self.half_life is not None:
             since = (fold.seen[:, None] - fold.state["seen"]).double()
             before = before * torch.exp2(-since / self.half_life)[:, :, None].float()
@@ -75,14 +74,13 @@ class Defend(Asking, Tallied):
 
     def score(self, slots: Slots, fold: Fold) -> tuple[Tensor, Tensor]:
         """Return (the score, a token's own peak) [batch, kv_heads, slots]."""
-        assert fold.read is not None
         peak = fold.state[TALLY]
         there = slots.held.sum(dim=2, keepdim=True).clamp_min(1)
         floor = peak.double().sum(dim=2, keepdim=True) / there
         score = pool_neighbors(peak, slots.position, self.kernel, average=self.average)
         score = score.maximum(floor)
         if self.value:
-            score = score * fold.read.lengths(slots.values).mean(dim=2)
+            score = score * fold.observed.lengths(slots.values).mean(dim=2)
         wide = min(self.wide, self.n // 2)
         if wide:
             reach = (slots.values.amax(dim=3) - slots.values.amin(dim=3)).float()

@@ -137,7 +137,7 @@ def _given(read: ObservedAttention, slots: Slots, window: int) -> tuple[Tensor, 
     """Return the shares of slots [batch, kv_heads, group, window, slots], and their values behind
     the output projection, as numerators count them [batch, kv_heads, group, slots, dim].
     """
-    shares = read.attention(slots)[:, :, :, -window:]
+    shares = read.attention(slots, window)
     more = (slots.a - slots.b).exp().masked_fill(~slots.held, 0.0)
     values = (slots.values.float() * more[..., None])[:, :, None]
     if read.output is not None:

@@ -167,15 +167,16 @@ class ObservedAttention:
         """
         return attention_weights(self._logits, self.whole.b, self.form)[1]
 
-    def attention(self, slots: Slots) -> Tensor:
+    def attention(self, slots: Slots, window: int = 0) -> Tensor:
         """Return the share of each query's attention that each slot received, of all that it gave
         [batch, kv_heads, group, n, slots], float32; 0 for tokens newer than the query.
 
-        `slots` are tokens of this layer as a pool is given them, in any choice and order.
+        `slots` are tokens of this layer as a pool is given them, in any choice and order; with a
+        `window` only its last queries count.
         """
         there = self._find_in_whole(slots)
         if there is not None:
-            return self._shares[..., there]
+            return self._shares[:, :, :, -window:, there]
         # The logits of these tokens; -inf where there is no token.
         ordered, order = self.whole.position.sort(dim=2)
         at = torch.searchsorted(ordered, slots.position.contiguous())
@@ -184,7 +185,7 @@ class ObservedAttention:
         index = order.gather(2, at)[:, :, None, None]
         logits = self._logits.gather(4, index.expand(*self._logits.shape[:4], -1))
         logits = logits.masked_fill_(~found[:, :, None, None], -torch.inf)
-        return attention_shares(logits, slots.b, self.lse)
+        return attention_shares(logits, slots.b, self.lse)[:, :, :, -window:]
 
     def received(self, slots: Slots, window: int) -> Tensor:
         """Sum `attention` over the last `window` queries and the heads of the group
@@ -194,7 +195,7 @@ class ObservedAttention:
         there = None if known is None else self._find_in_whole(slots)
         if known is not None and there is not None:
             return known[:, :, there]
-        return self.attention(slots)[:, :, :, -window:].sum(dim=(2, 3))
+        return self.attention(slots, window).sum(dim=(2, 3))
 
     def would_attend(self, slots: Slots) -> Tensor:
         """Return `attention` of slots with keys of their own, at places of tokens of this layer."""

@@ -130,6 +130,15 @@ class Asking(Ranked):
         """The parameter."""
         return int(getattr(self, self.asks))
 
+    def attention(self, slots: Slots, fold: Fold) -> Tensor:
+        """Return shares of their attention [batch, kv_heads, group, window, slots], float32."""
+        return fold.observed.attention(slots, self.needs_queries)
+
+    def logits(self, slots: Slots, fold: Fold) -> Tensor:
+        """Return logits of the same queries; `-inf` where a share is 0."""
+        lse = fold.observed.lse[:, :, :, -self.needs_queries :, None]
+        return self.attention(slots, fold).log() + lse.nan_to_num(neginf=0.0)
+
 
 def _find_wrong(score: object, slots: Slots) -> str | None:
     """Say why something is no score of these slots; None if it is one."""

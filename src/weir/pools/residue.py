@@ -104,16 +104,15 @@ class Residue(SizedPool):
         if not full:
             self._remember(fold, both)
             return held.join(new), gone
-        assert fold.read is not None
-        keys = fold.read.unrotated(both).float()
-        power = (fold.read.power(self.window) * fold.form.scale**2)[:, :, None]
+        keys = fold.observed.unrotated(both).float()
+        power = (fold.observed.power(self.window) * fold.form.scale**2)[:, :, None]
         # Distances of points are those of logits, as the last queries see them.
         top = b.amax(dim=2, keepdim=True)
         weight = (b - top.masked_fill(top.isneginf(), 0.0)).double().exp()
         near = merge_nearest(keys * power.sqrt(), weight, both.held, self.r)
         groups = Groups.of(near, both)
         mean = groups.mean(keys, b)
-        kept = self._merged(both, groups, mean, fold.read)
+        kept = self._merged(both, groups, mean, fold.observed)
         self._remember(fold, kept)
         home = mean.gather(2, groups.home[..., None].expand_as(mean))
         spread = fold.state["spread"][:, :, : len(held)]
@@ -127,7 +126,9 @@ class Residue(SizedPool):
             came = torch.arange(len(both), device=b.device) >= len(held)
             parts = (groups.total(t.where(came, -torch.inf)) for t in (a, b))
             above, below = (gather_kept(t, groups.stays, len(kept)) + more for t in parts)
-            now = measure_misled(fold.read, held, new, replace(kept, a=above, b=below), self.window)
+            now = measure_misled(
+                fold.observed, held, new, replace(kept, a=above, b=below), self.window
+            )
             fold.state["misled"] = LASTS * fold.state["misled"] + now
             more = more + _best(fold.state["misled"]).log()[:, None, None]
         return replace(kept, a=kept.a + more, b=kept.b + more), gone
@@ -177,12 +178,12 @@ def measure_misled(
     `means` are weighed for the arrivals alone. By gate, the squared distances of the layer's
     output, added up over queries and the query heads of each KV head [batch, kv_heads, gates].
     """
-    old_above, old_below = _part(read.attention(held), held, window)
-    above, below = _part(read.attention(new), new, window)
+    old_above, old_below = _part(read.attention(held, window), held)
+    above, below = _part(read.attention(new, window), new)
     rest_above = read.answers[:, :, :, -window:].float() - old_above - above
     rest_below = 1 - old_below - below
     truth = (rest_above + above) / (rest_below + below).clamp_min(LEAST)
-    above, below = _part(read.would_attend(means), means, window)
+    above, below = _part(read.would_attend(means)[:, :, :, -window:], means)
 
     def moves(answers: Tensor) -> Tensor:
         if read.output is not None:
@@ -196,12 +197,11 @@ def measure_misled(
     return torch.stack(far, dim=2).maximum(moves(ROUNDING * truth)[..., None])
 
 
-def _part(shares: Tensor, slots: Slots, window: int) -> tuple[Tensor, Tensor]:
+def _part(shares: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
     """Compute the parts of slots in numerator and denominator, as shares of all that was read."""
-    below = shares[:, :, :, -window:]
     more = (slots.a - slots.b).exp().masked_fill(~slots.held | slots.b.isneginf(), 0.0)
-    above = below * more[:, :, None, None]
-    return above @ slots.values.float()[:, :, None], below.sum(dim=4, keepdim=True)
+    above = shares * more[:, :, None, None]
+    return above @ slots.values.float()[:, :, None], shares.sum(dim=4, keepdim=True)
 
 
 LEAST_WEIGHT = 1e-300

@@ -90,8 +90,7 @@ class Snap(Asking):
     def _votes(self, slots: Slots, fold: Fold) -> Tensor:
         """Sum the attention of the window's queries to each slot [batch, kv_heads, slots]."""
         if self.frame == "read":
-            assert fold.read is not None
-            return fold.read.received(slots, self.window)
+            return fold.observed.received(slots, self.window)
         assert fold.queries is not None
         queries = fold.queries[:, :, :, -self.window :]
         ahead = fold.next[:, None, None, None, None]

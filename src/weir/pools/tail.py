@@ -153,9 +153,8 @@ class Tail(SizedPool, Sample):
         jackknife's (Särndal, Swensson and Wretman 1992, sections 5.6 and 11.5, with draws taken as
         independent, as they nearly are).
         """
-        read = fold.read
-        assert read is not None
-        share = read.attention(held)[:, :, :, -self.watch :].double()
+        read = fold.observed
+        share = read.attention(held, self.watch).double()
         answer = read.answers[:, :, :, -self.watch :].double()
         chance = (came.b - held.b).double().masked_fill(~held.held, 0.0).exp()
         lift = (held.a - held.b).double().masked_fill(~held.held, 0.0).exp()

@@ -17,7 +17,6 @@ from weir.pools.base import Fold
 from weir.pools.parameters import Count, Factor, Share
 from weir.pools.ranked import Asking, select_highest
 from weir.pools.registry import pool
-from weir.pools.scores.last_queries import last_attention
 from weir.slab import Slots
 
 
@@ -44,8 +43,7 @@ class Critical(Asking):
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
         """Attention times size; `inf` for the first half [batch, kv_heads, slots]."""
-        assert fold.read is not None
-        attention = last_attention(slots, fold, self.window).mean(dim=(2, 3))
-        size = fold.read.projected_sizes(slots.values)
+        attention = self.attention(slots, fold).mean(dim=(2, 3))
+        size = fold.observed.projected_sizes(slots.values)
         best = select_highest(int(self.n * self.first), slots.held, attention)
         return ((attention + self.floor) * size).masked_fill(best, torch.inf)

@@ -68,8 +68,7 @@ class Expected(Asking):
             along = (away @ keys.mT[:, :, None]).square().sum(dim=3)
             logits = logits + scale**2 / 2 * along / count
         if fold.alibi is not None:
-            assert fold.read is not None
-            place = fold.read.places(slots)
+            place = fold.observed.places(slots)
             bias = fold.alibi.bias(place, place.shape[1], 0, fold.next[:, None, None])
             logits = logits + bias[:, :, :, 0]
         share = logits.masked_fill(~slots.held[:, :, None], -torch.inf).log_softmax(dim=-1)

@@ -18,7 +18,6 @@ from weir.pools.base import Fold
 from weir.pools.parameters import Bounds, Count
 from weir.pools.ranked import Asking, Tallied
 from weir.pools.registry import pool
-from weir.pools.scores.last_queries import last_logits
 from weir.pools.scores.vase import gumbel
 from weir.slab import Slots
 
@@ -53,13 +52,12 @@ class Keyformer(Asking, Tallied):
 
     def tally(self, slots: Slots, before: Tensor, fold: Fold) -> Tensor:
         """The sums with the queries since the last fold [batch, kv_heads, slots], float32."""
-        assert fold.read is not None
-        place = fold.read.query_positions[:, None, -self.window :]
+        place = fold.observed.query_positions[:, None, -self.window :]
         fresh = (place >= fold.state[READ]) & (place >= fold.origin)
         fold.state[READ] = fold.next[:, None, None].expand_as(fold.state[READ]).contiguous()
         rise = ((place - fold.origin) / self.over).clamp(max=1.0)
         tau = (1 + (self.hot - 1) * rise)[:, :, None, :, None]
-        logits = last_logits(slots, fold, self.window)
+        logits = self.logits(slots, fold)
         noisy = (logits + self._noise(slots, fold, place, logits.shape[2])) / tau
         # A query that sees none of them gives them nothing.
         share = noisy.softmax(dim=-1).nan_to_num(nan=0.0) * fresh[:, :, None, :, None]

@@ -17,7 +17,7 @@ from weir.pools.base import Fold
 from weir.pools.parameters import Cosine, Count, Kernel, Share
 from weir.pools.ranked import Asking, pool_neighbors
 from weir.pools.registry import pool
-from weir.pools.scores.last_queries import keys_as_read, last_logits
+from weir.pools.scores.last_queries import keys_as_read
 from weir.slab import Slots
 
 ROWS = 512
@@ -62,7 +62,7 @@ class RKV(Asking):
         """The softmax of the largest logit in the group, over the tokens `among`, the mean over the
         window [batch, kv_heads, slots]; 0 for all other tokens.
         """
-        largest = last_logits(slots, fold, self.window).amax(dim=2)
+        largest = self.logits(slots, fold).amax(dim=2)
         largest = largest.masked_fill(~among[:, :, None], -torch.inf)
         # A query that sees none of them has no say.
         return largest.softmax(dim=-1).nan_to_num(nan=0.0).mean(dim=2)

@@ -16,7 +16,6 @@ from weir.pools.base import Fold
 from weir.pools.parameters import Count
 from weir.pools.ranked import Asking
 from weir.pools.registry import pool
-from weir.pools.scores.last_queries import last_attention
 from weir.slab import Slots
 
 
@@ -38,10 +37,9 @@ class Scissorhands(Asking):
 
     def score(self, slots: Slots, fold: Fold) -> tuple[Tensor, Tensor]:
         """(how often, how much) [batch, kv_heads, slots] each."""
-        assert fold.read is not None
-        share = last_attention(slots, fold, self.window)
-        whole = fold.read.whole
-        place = fold.read.query_positions[:, None, -self.window :, None]
+        share = self.attention(slots, fold)
+        whole = fold.observed.whole
+        place = fold.observed.query_positions[:, None, -self.window :, None]
         seen = whole.held[:, :, None] & (whole.position[:, :, None] <= place)
         average = 1 / seen.sum(dim=-1).clamp_min(1)
         often = share >= average[:, :, None, :, None]

@@ -18,7 +18,6 @@ from weir.pools.base import Fold
 from weir.pools.parameters import Count, Kernel, Natural
 from weir.pools.ranked import Asking, pool_neighbors, select_highest
 from weir.pools.registry import pool
-from weir.pools.scores.last_queries import last_attention
 from weir.slab import Slots
 
 LEAST = 1e-30
@@ -53,9 +52,7 @@ class Vase(Asking):
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
         """A random number, larger with attention [batch, kv_heads, slots]."""
-        share = (
-            last_attention(slots, fold, self.window).mean(dim=(2, 3)).masked_fill(~slots.held, 0.0)
-        )
+        share = self.attention(slots, fold).mean(dim=(2, 3)).masked_fill(~slots.held, 0.0)
         weight = pool_neighbors(share, slots.position, self.kernel, average=True)
         reach = slots.values.float().amax(dim=-1) - slots.values.float().amin(dim=-1)
         wide = self.n // 10 if self.wide is None else self.wide
