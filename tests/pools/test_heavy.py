@@ -6,17 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from model_runs import has_one_size, restored_goes_on
 from reference.heavy import heavy_of
 from roundings import close_runs, run_off
 from streams import NaiveRow, Streams, fed, places, tokens, unharmed
-from transformers import DynamicCache
 
 import weir
-from weir.errors import PolicyError, WeirError
 from weir.policies.grammar import policy
-from weir.policies.library import h2o
-from weir.pools import Fold, Heavy, Recent
+from weir.pools import Fold, Heavy
 from weir.pools.counter_rng import CounterRNG
 from weir.slab import AttentionParams
 
@@ -136,48 +132,10 @@ def test_every_head_decides_for_itself():
     assert (places(held), places(rest)) == ([[1, 2], [0, 1]], [[0], [2]])
 
 
-def test_h2o_halves_its_budget():
-    assert h2o().pools == (Recent(128), Heavy(128))
-    assert policy("h2o(budget=9)").pools == (Recent(5), Heavy(4))
-    assert [h2o(budget).slots for budget in (2, 7, 64)] == [2, 7, 64]
-
-
 # --- in a model
 
 
-@pytest.mark.parametrize("text", ["h2o(64)", "sink(4) | recent(20) | heavy(40)", "heavy(64)"])
-def test_below_its_budget_it_is_dense_attention(llama, ids, text):
-    tokens = ids(2, 64)
-    with torch.no_grad():
-        wanted = llama(tokens, past_key_values=DynamicCache()).logits
-        cache = weir.StreamingCache(llama, text, chunk=7)
-        got = llama(tokens, past_key_values=cache).logits
-    close_runs(got, wanted, llama)
-
-
-def test_its_slab_has_the_announced_slots_and_never_another_size(llama, ids):
-    stream = has_one_size(llama, "h2o(budget=20)", [ids(2, 11)] * 12, 20, chunk=6)
-    assert stream.report()["layers"][0]["slots"] == {"recent": 10, "heavy": 10, "new": 0}
-
-
-def test_a_restored_stream_goes_on_bit_for_bit(llama, ids, tmp_path):
-    tokens = torch.cat([ids(2, 63), ids(2, 41, seed=1)], dim=1)
-    restored_goes_on(llama, "h2o(budget=12)", tokens, 63, tmp_path, chunk=5)
-
-
 # --- bad input
-
-
-@pytest.mark.parametrize("n", [0, -1])
-def test_no_slots_are_no_pool(n):
-    with pytest.raises(WeirError, match=f"at least 1 token, not {n}"):
-        Heavy(n)
-
-
-def test_a_budget_that_cannot_be_halved_is_pointed_at():
-    with pytest.raises(PolicyError, match="a budget of 1 leaves no room") as error:
-        policy("h2o(budget=1)")
-    assert error.value.at == 0
 
 
 @pytest.mark.parametrize("heads", [1, 3])

@@ -18,10 +18,8 @@ from sampling import ManySeeds, arrivals, bias, folds, sums, unevenness, z_of_ch
 from streams import Row, Streams, tokens
 
 import weir
-from weir.errors import WeirError
 from weir.policies.grammar import policy
 from weir.policies.pipe import Pipe
-from weir.policies.registry import NAMED
 from weir.pools import Fold, Heavy, Pool, Recent, Reservoir, Sink
 from weir.pools.counter_rng import CounterRNG
 from weir.slab import AttentionParams
@@ -356,21 +354,6 @@ def test_tokens_that_never_came_are_not_counted():
     assert len(rest) == 0
 
 
-@pytest.mark.parametrize("after", ["recent(4)", "reservoir(4)"])
-def test_nothing_can_follow_a_sample_that_stands_for_all(after):
-    name = after.partition("(")[0]
-    with pytest.raises(weir.PolicyError, match=f"{name} would get no tokens") as error:
-        policy(f"sink(4) | recent(8) | reservoir(8, weighted=true) | {after}")
-    assert error.value.at == len("sink(4) | recent(8) | reservoir(8, weighted=true) | ")
-    policy(f"sink(4) | recent(8) | reservoir(8) | {after}")
-
-
-@pytest.mark.parametrize("n", [0, -3])
-def test_an_empty_reservoir_is_no_pool(n):
-    with pytest.raises(WeirError, match=f"at least 1 token, not {n}"):
-        Reservoir(n)
-
-
 # --- the named policy
 
 
@@ -392,14 +375,3 @@ def test_the_policy_and_the_pool_of_one_name(text, pools):
     assert made.pools == pools
     assert policy(str(made)) == made
     assert policy(str(Pipe(pools))) == made
-
-
-@given(st.integers(6, 5000))
-def test_the_policy_fills_its_budget(budget):
-    assert NAMED["reservoir"].make(budget=budget).slots == budget
-
-
-@pytest.mark.parametrize("text", ["reservoir(5)", "reservoir(64, samples=60)"])
-def test_a_budget_too_small_for_its_parts_is_refused(text):
-    with pytest.raises(weir.PolicyError, match="no room for recent tokens beside 4 sinks and"):
-        policy(text)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from weir.errors import WeirError, format_value, quote
-from weir.pools import Make, check_arguments, check_name
+from weir.pools import Make, check_arguments, check_free, check_name
 
 GROUP = "weir.pools"
 """The entry-point group whose modules are imported."""
@@ -115,7 +115,8 @@ def named(paper: str) -> Callable[[Make], Make]:
         if not inspect.isfunction(make):
             raise WeirError(f"a named policy is a function that returns one, not {quote(make)}")
         name = make.__name__
-        check_name(name, make, {key: known.make for key, known in NAMED.items()}, "a policy")
+        check_name(name, "a policy")
+        check_free(name, make, {key: known.make for key, known in NAMED.items()}, "a policy")
         checked = check_arguments(make, name)
         signature = inspect.signature(make)
 

@@ -24,7 +24,7 @@ from weir.pools.parameters import (
 from weir.pools.ranked import Ranked, Tallied, pool_neighbors, select_highest
 from weir.pools.recent import Recent
 from weir.pools.reconstruct import Reconstruct
-from weir.pools.registry import CONSTANTS, POOLS, WAITING, WORD, check_name, pool
+from weir.pools.registry import CONSTANTS, POOLS, WAITING, WORD, check_free, check_name, pool
 from weir.pools.reservoir import Reservoir
 from weir.pools.residue import Residue
 from weir.pools.scores.caote import Caote
@@ -107,6 +107,7 @@ __all__ = [
     "argument_hints",
     "best_window",
     "check_arguments",
+    "check_free",
     "check_name",
     "convert_argument",
     "farthest_first",

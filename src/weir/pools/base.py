@@ -23,7 +23,8 @@ from weir.slab import Alibi, AttentionParams, Slots
 
 MOST_WEIGHT = 1e4
 """The largest log-weight a state may have; e^700 already overflows float64."""
-FINITE, FROM_0, LOG_WEIGHT = (-1e300, 1e300), (0.0, 1e300), (-torch.inf, MOST_WEIGHT)
+MOST = 1e300
+FINITE, FROM_0, LOG_WEIGHT = (-MOST, MOST), (0.0, MOST), (-torch.inf, MOST_WEIGHT)
 """Bounds of tensors of a state, for `find_outside`."""
 
 
@@ -343,6 +344,8 @@ def find_outside(state: Mapping[str, Tensor], **bounds: tuple[float, float]) -> 
     """
     for name, (low, high) in bounds.items():
         t = state.get(name, torch.empty(0))
-        if not bool(((t >= low) & (t <= high) & (t.isfinite() | (t == low))).all()):
-            return f"{name} is not from {low:g} to {high:g}"
+        finite = t.isfinite() | (t.isneginf() & (low == -torch.inf))
+        if not bool(((t >= low) & (t <= high) & finite).all()):
+            wanted = f"from {low:g} to {high:g}" if high < MOST else "finite"
+            return f"{name} is not {wanted}{' and from 0 on' * (low == 0 and high == MOST)}"
     return None

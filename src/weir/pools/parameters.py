@@ -52,8 +52,10 @@ Cosine = Annotated[float, Bounds(-1, 1)]
 
 def argument_hints(make: Callable[..., Any]) -> dict[str, Any]:
     """Return the annotations of the parameters of a function, or of a class."""
-    made_by = make.__init__ if isinstance(make, type) else make  # type: ignore[misc]
-    return typing.get_type_hints(made_by, include_extras=True)
+    hints = typing.get_type_hints(make, include_extras=True)
+    if isinstance(make, type):  # names of each class are looked up in its own module
+        hints = {name: hints[name] for name in inspect.signature(make).parameters}
+    return hints
 
 
 def convert_argument(owner: str, name: str, value: Any, hint: Any) -> Any:
@@ -86,7 +88,7 @@ def check_arguments(make: Make, owner: str) -> Make:
     @functools.wraps(called)
     def check_and_call(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
-        wanted = argument_hints(called)
+        wanted = argument_hints(make)
         for name, value in given.arguments.items():
             if name in wanted:  # `self` is not
                 given.arguments[name] = convert_argument(owner, name, value, wanted[name])

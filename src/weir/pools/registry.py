@@ -14,10 +14,13 @@ from weir.pools.parameters import check_arguments
 
 POOLS: dict[str, type[Pool]] = {}
 """Every pool by the name it has in a policy."""
+
 WORD = re.compile(r"[^\W\d]\w*")
 """The pattern of names, and of values that are words, in a policy."""
+
 WAITING = "new"
 """The name of tokens that wait for the next fold, in lists that name the pool of each token."""
+
 CONSTANTS = {"true": True, "false": False, "none": None}
 """Words that are values and not names, in letters of either case."""
 
@@ -34,6 +37,7 @@ def pool(name: str) -> Callable[[Kind], Kind]:
         WeirError: the name cannot be written in a policy or is another pool's; or the class is no
             subclass of `Pool`, lacks a method, or is no dataclass.
     """
+    check_name(name, "a pool")
     if name == WAITING:
         raise WeirError(
             f"a pool cannot be called {WAITING}: a cache says so of tokens that no pool holds yet"
@@ -52,7 +56,7 @@ def pool(name: str) -> Callable[[Kind], Kind]:
                 f"the pool {name} is no dataclass, so a policy cannot give it parameters; write "
                 f"@dataclass(frozen=True) between @pool and the class {kind.__name__}"
             )
-        check_name(name, kind, POOLS, "a pool")
+        check_free(name, kind, POOLS, "a pool")
         kind.name = name
         POOLS[name] = check_arguments(kind, name)
         return kind
@@ -60,15 +64,8 @@ def pool(name: str) -> Callable[[Kind], Kind]:
     return register
 
 
-def check_name(name: Any, made: Any, known: Mapping[str, Any], what: str) -> None:
-    """Refuse a name that a policy cannot be written with, or that is another's.
-
-    Args:
-        name: the name.
-        made: the class or function to be called so.
-        known: the classes or functions that have names; one of the same module and name may go.
-        what: the thing to be called so, such as "a pool".
-    """
+def check_name(name: Any, what: str) -> None:
+    """Refuse a name that a policy cannot be written with, for a thing such as "a pool"."""
     if not isinstance(name, str) or WORD.fullmatch(name) is None:
         raise WeirError(
             f"{what} cannot be called {quote(name)}: a name in a policy is letters, digits and "
@@ -76,7 +73,24 @@ def check_name(name: Any, made: Any, known: Mapping[str, Any], what: str) -> Non
         )
     if name.lower() in CONSTANTS:
         raise WeirError(f"{what} cannot be called {name}, which is a value in a policy")
-    other = known.get(name, made)
-    origin = f"{other.__module__}.{other.__qualname__}"
-    if origin != f"{made.__module__}.{made.__qualname__}":
-        raise WeirError(f"{what} is called {name} already, {origin}; take another name")
+
+
+def check_free(name: str, made: Any, known: Mapping[str, Any], what: str) -> None:
+    """Refuse a name that is taken, but by a thing of the same module and name.
+
+    Args:
+        name: the name.
+        made: the class or function to be called so.
+        known: the classes or functions that have names.
+        what: the thing to be called so, such as "a pool".
+    """
+    other = known.get(name)
+    if other is not None and _origin(other) != _origin(made):
+        raise WeirError(
+            f"{what} is called {name} already, {'.'.join(_origin(other))}; take another name"
+        )
+
+
+def _origin(made: Any) -> tuple[str, str]:
+    """Return the module of a class or function, and its name there."""
+    return made.__module__, made.__qualname__

@@ -223,7 +223,7 @@ class Merging:
         shape = (lines * blocks, 1, width)
         sets = Sets(*(t.reshape(*shape, *t.shape[2:]) for t in (keys, values, a, b, u)))
         chosen, a, b = self.halving.halve(sets, self.scale)
-        came = cut.token.view(lines * blocks, width)
+        came = cut.token.reshape(lines * blocks, width)
         token = came.gather(1, chosen.clamp_min(0)).masked_fill(chosen < 0, EMPTY)
         half = torch.arange(token.shape[1], device=sizes.device)
         used = half < (sizes.view(-1, 1) + 1) // 2
