@@ -9,53 +9,28 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from reference.heavy import heavy_of
-from reference.hive import hive_of
 from roundings import close_runs
-from streams import NaiveRow, Streams, fed, places, tokens, unharmed
+from streams import (
+    PADDING,
+    PROMPT,
+    Streams,
+    compare,
+    fed,
+    naive_pools,
+    places,
+    read,
+    tokens,
+    unharmed,
+)
 from torch import Tensor
 
 import weir
-from weir.cache.layer.layer import Layer
-from weir.cache.layer.layer_state import LayerSpec
 from weir.errors import PolicyError
 from weir.policies.grammar import policy
 from weir.policies.library import buzz
 from weir.pools import Fold, Hive, Recent, Sink
 from weir.pools.counter_rng import CounterRNG
 from weir.slab.attention import AttentionParams
-
-PADDING = (0, 3, 9)
-PROMPT, MORE = 40, 45
-
-
-def naive_pools(text: str, twins, prompt: int = 0) -> list:
-    """The naive twin of each pool of a pipe."""
-    made = {"sink": twins.sink, "recent": twins.recent, "heavy": heavy_of}
-    return [
-        hive_of(pool.threshold, pool.stride, pool.swapped, pool.local_max, prompt=prompt)
-        if isinstance(pool, Hive)
-        else made[pool.name](pool.n)
-        for pool in policy(text).pools
-    ]
-
-
-def compare(twins, text, chunk, length, starts=(0, 3, 3), prompt=0):
-    """Run a pipe beside its naive twin and compare after each fold; returns the rows."""
-    loops = []
-    for row in range(len(starts)):
-        pools = naive_pools(text, twins, prompt)
-        loops.append(NaiveRow(twins.pipe(*pools), len(pools), chunk, row, prompt=prompt))
-
-    def watch(index, row):
-        loops[index].until(row.seen)
-        for pool, slots in enumerate(row.held):
-            assert places(slots) == loops[index].places(pool)
-
-    rows = Streams(policy(text), chunk, starts, prompt=prompt, watch=watch).run(length)
-    assert all(unharmed(slots) for row in rows for slots in row.held)
-    return rows
-
 
 # --- against the naive loop
 
@@ -121,20 +96,6 @@ def test_a_model_with_it_gives_what_the_naive_loop_gives(
             for head in range(2):
                 mine = sorted(place for place in held[head].tolist() if place >= 0)
                 assert mine == sorted(t.position for t in loop.slots(layer, head))
-
-
-@torch.no_grad()
-def read(model, ids, text, chunk, prefill="chunked"):
-    """(logits, cache, tokens by row) of left-padded prompts and more tokens after them."""
-    batch = ids(len(PADDING), PROMPT + MORE)
-    mask = torch.ones_like(batch)
-    for row, pads in enumerate(PADDING):
-        mask[row, :pads] = 0
-    cache = weir.StreamingCache(model, text, chunk=chunk, prefill=prefill)
-    one = model(batch[:, :PROMPT], attention_mask=mask[:, :PROMPT], past_key_values=cache)
-    two = model(batch[:, PROMPT:], attention_mask=mask, past_key_values=cache)
-    rows = [batch[row, pads:].tolist() for row, pads in enumerate(PADDING)]
-    return torch.cat([one.logits, two.logits], dim=1), cache, rows
 
 
 # --- when it evicts, and how many are left
@@ -348,29 +309,3 @@ def test_what_makes_no_hive_is_pointed_at(text, reason):
 @pytest.mark.parametrize("stride", [3, 4, 5])
 def test_the_smallest_budget_works(stride, twins):
     compare(twins, str(buzz(4 + 1 + stride, stride)), 2, 200, starts=(0, 3))
-
-
-@pytest.mark.parametrize("kind", ["equal keys", "zero values", "one odd head"])
-@pytest.mark.parametrize("text", ["recent(5) | hive(11, 3)", "recent(5) | heavy(8)"])
-def test_strange_keys_and_values_are_kept_like_others(text, kind):
-    """A layer by itself: one or two KV heads of 7 numbers to a key and 5 to a value."""
-    heads, length, chunk = (1 if kind == "one odd head" else 2), 90, 4
-    layer = Layer(LayerSpec(policy(text), chunk=chunk))
-    generator = torch.Generator().manual_seed(2)
-    queries = torch.randn(1, heads, length, 7, generator=generator)
-    keys = torch.randn(1, heads, length, 7, generator=generator)
-    values = torch.randn(1, heads, length, 5, generator=generator)
-    if kind == "equal keys":
-        keys = keys[:, :, :1].expand(-1, -1, length, -1)
-    if kind == "zero values":
-        values = torch.zeros_like(values)
-    out = layer.feed(queries, keys, values, AttentionParams(scale=0.4))
-    assert out.isfinite().all()
-    if kind == "zero values":
-        assert out.eq(0).all()
-    place = layer.state.slab.position[:, :, : sum(layer.state.lengths[0])]
-    assert sum(layer.state.lengths[0]) <= policy(text).slots
-    assert place.unique(dim=2).shape == place.shape
-    for head in range(heads):
-        kept = layer.state.slab.values[0, head, : place.shape[2]]
-        assert torch.equal(kept, values[0, head, place[0, head]])

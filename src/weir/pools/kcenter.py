@@ -131,18 +131,16 @@ class KCenter(SizedPool):
 
 
 def farthest_first(keys: Tensor, among: Tensor, k: int, weight: Tensor | None = None) -> Tensor:
-    """Pick keys by greedy k-center, starting from the first [batch, kv_heads, n]: the reference of
-    the kernel.
+    """Pick keys by greedy k-center, starting from the first: the reference of the kernel.
 
     Args:
         keys: [batch, kv_heads, n, key_dim].
         among: the keys to pick from [batch, kv_heads, n], bool.
         k: how many are picked, at most n; all keys if there are no more.
-        weight: the factor of the distances of each key [batch, kv_heads, n], float32, above 0; None
-            for 1.
+        weight: the factor of each key's distances [batch, kv_heads, n], float32, above 0.
 
     Returns:
-        The number of each key's pick from 0 on, int64; -1 where it is not picked.
+        The number of each key's pick from 0 on [batch, kv_heads, n], int64; -1 for no pick.
     """
     keys = keys.float()
     order = torch.full(among.shape, -1, device=keys.device)

@@ -195,7 +195,6 @@ class Balance(SizedPool):
         return level if self.eager else level.where(held.held, EMPTY)
 
     def _state(self, of_slots: Tensor, nothing: int) -> Tensor:
-        """Pad numbers of slots [batch, kv_heads, slots] to those of the state."""
         return F.pad(of_slots, (0, self.n - of_slots.shape[2]), value=nothing)
 
 

@@ -47,7 +47,6 @@ class _Queue:
         return self.token, self.a, self.b, self.used
 
     def pick(self, index: Tensor) -> _Queue:
-        """The places that `index` [lines, n] names."""
         return _Queue(*(t.gather(1, index) for t in self.tensors()))
 
     def packed(self) -> _Queue:
@@ -55,7 +54,6 @@ class _Queue:
         return self if self.full else self.pick(_in_front(self.used))
 
     def part(self, start: int, stop: int | None = None) -> _Queue:
-        """The places from `start` to `stop`."""
         return _Queue(*(t[:, start:stop] for t in self.tensors()), full=self.full)
 
     def without(self, sizes: Tensor) -> _Queue:
@@ -230,7 +228,7 @@ class Merging:
         return _Queue(*(t.reshape(lines, -1) for t in (token, a, b, used)), full=full).packed()
 
     def _halve_alike(self, queue: _Queue, sizes: Sequence[int], level: int) -> _Queue:
-        """As `_halve`, of full lines that have blocks of the same `sizes`; half of each stays."""
+        """Halve full lines that have blocks of the same `sizes`; half of each stays."""
         parts, done = [queue.part(0, 0)], 0
         for size, run in groupby(sizes):
             blocks = len(list(run))
@@ -268,9 +266,7 @@ def _in_front(used: Tensor) -> Tensor:
 def _whole(
     queue: _Queue, of_lines: Sequence[Sequence[int]], level: int, halving: Halving
 ) -> Sequence[int] | None:
-    """The sizes of the blocks, if they are the same in all lines and half of each, all full, stays;
-    None if not.
-    """
+    """The sizes of the blocks, if they are the same in all lines and half of each, full, stays."""
     sizes = of_lines[0]
     if not queue.full or any(other != sizes for other in of_lines):
         return None

@@ -23,9 +23,8 @@ NO_BUCKET = -(2**30)
 def thresholds(slots: int, block: int, levels: int) -> tuple[int, ...]:
     """Compute the number of tokens at which each level may be halved, level 0 first.
 
-    A whole block for every level, as in the paper, as long as such levels fit: whenever there is a
-    token too many, some level can be halved. Then fewer from each level to the one below, by the
-    largest ratio (in steps of a 64th) that lets them fit, but at least 2.
+    A whole block for every level, as in the paper, as long as such levels fit. Then fewer from each
+    level to the one below, by the largest ratio (in steps of a 64th) that fits, but at least 2.
     """
     block = max(2, min(block, slots // 2 // 2 * 2))
     each = [block] * levels
@@ -69,9 +68,9 @@ def make_room(groups: Sequence[Group], slots: int, block: int, eager: bool = Fal
     """Halve until nothing is too much: the lightest that can be halved first, the oldest of that.
 
     While there are more tokens than slots (`eager`: or any level has its threshold), the lowest
-    level that has its threshold is halved; of groups, which share the slots evenly, the first. If
-    none has, the lowest level that has tokens gives what it has, but the highest no lone token: it
-    could not rise. So no more groups may have tokens than there are slots.
+    level that has its threshold is halved, at most a block; of groups, which share the slots
+    evenly, the first. If none has, the lowest level that has tokens gives what it has, but the
+    highest no lone token: it could not rise.
     """
     used = [group for group in groups if group.levels]
     while (crowded := sum(sum(group.sizes) for group in used) > slots) or eager:
@@ -101,12 +100,7 @@ def schedule(
 ) -> tuple[tuple[int, ...], ...]:
     """The halvings (`Group.halved`) that arrivals lead to, as if each made room for itself.
 
-    Args:
-        slots: how many tokens there may be.
-        block: the most tokens that are halved at once.
-        eager: whether a level that has its threshold is halved while there is room.
-        held: tokens of each level before, level 0 first.
-        arrivals: how many tokens enter level 0, one after the other.
+    `held` are the tokens of each level before, level 0 first; others as in `make_room`.
     """
     group = Group([*held, *[0] * (LEVELS - len(held))])
     while arrivals:
