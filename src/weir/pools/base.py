@@ -312,22 +312,16 @@ class PoolWrapper(Pool):
 def split(slots: Slots, stays: Tensor, fold: Fold | None = None) -> tuple[Slots, Slots]:
     """Split slots into (those that stay, those that flow on), each in the order they had.
 
-    Args:
-        slots: held slots and arrivals.
-        stays: [batch, kv_heads, slots], bool; empty slots are in neither part.
-        fold: the fold; behind the last pool of a pipe nothing flows on.
+    `stays` is [batch, kv_heads, slots], bool; empty slots are in neither part. Behind the last pool
+    of a pipe, of which `fold` knows, nothing flows on.
     """
     kept = slots.only(stays)
     return kept, slots.part(0, 0) if fold is not None and fold.last else slots.only(~stays)
 
 
 def gather_kept(x: Tensor, stays: Tensor, room: int) -> Tensor:
-    """Gather the numbers of the slots that stay, in the order in which `split` leaves them.
-
-    Args:
-        x: numbers of slots [batch, kv_heads, slots, ...].
-        stays: [batch, kv_heads, slots], bool; at most `room` of a head.
-        room: slots of the result; zeros where fewer stay.
+    """Gather the numbers [batch, kv_heads, slots, ...] of the slots that stay, in the order that
+    `split` leaves them in, padded with zeros to `room` slots.
     """
     order = (~stays).to(torch.uint8).argsort(dim=2, stable=True)[:, :, :room]
     there = stays.gather(2, order)

@@ -162,12 +162,9 @@ def renew_centers(
 ) -> Tensor:
     """Replace each center by the newest key that is near to it [batch, kv_heads, n], bool.
 
-    Args:
-        keys: the oldest first [batch, kv_heads, n, key_dim].
-        among: where there is a key [batch, kv_heads, n], bool.
-        stays: the centers [batch, kv_heads, n], bool.
-        first: the centers that are not replaced [batch, kv_heads, n], bool.
-        share: near is within this share of the largest distance of a key to its nearest center.
+    Keys lie with the oldest first. `among` says where there are any, `stays` which are centers, and
+    `first` which of these are not replaced. Near is within a `share` of the largest distance of a
+    key to its nearest center.
     """
     keys = keys.float()
     far, nearest = _distance(keys, keys).masked_fill(~stays[:, :, None], torch.inf).min(dim=3)

@@ -95,14 +95,9 @@ class Outliers(SizedPool):
 def measure_away(new: Slots, total: Tensor, fade: float) -> tuple[Tensor, Tensor]:
     """Measure how far each key points away from those before it, taken one after the other.
 
-    Args:
-        new: the tokens.
-        total: the sum of the keys so far [batch, kv_heads, key_dim], float64.
-        fade: the factor of the sum whenever a key is added.
-
-    Returns:
-        (the new sum; 1 less the cosine of each key with the sum as it was then
-        [batch, kv_heads, slots], between 0 and 2), float64.
+    `total` is the sum of the keys so far [batch, kv_heads, key_dim], `fade` its factor whenever one
+    is added. Returns (the new sum; 1 less the cosine of each key with the sum as it was then
+    [batch, kv_heads, slots], between 0 and 2), float64.
     """
     parts = []
     for start in range(0, len(new), PIECE):

@@ -61,14 +61,8 @@ def argument_hints(make: Callable[..., Any]) -> dict[str, Any]:
 def convert_argument(owner: str, name: str, value: Any, hint: Any) -> Any:
     """Return an argument as its parameter takes it, with numbers as Python's own types.
 
-    Args:
-        owner: the pool or policy, as errors call it.
-        name: the parameter.
-        value: the argument.
-        hint: the annotation of the parameter.
-
-    Raises:
-        WeirError: it is not what the annotation asks for.
+    `owner` is the pool or policy, as errors call it, and `hint` the annotation of the parameter,
+    which a value may fail: a `WeirError`.
     """
     if not fits(value, hint):
         raise WeirError(f"{name} of {owner} must be {describe_hint(hint)}, not {quote(value)}")

@@ -184,11 +184,8 @@ def select_highest(n: int, among: Tensor, *scores: Tensor) -> Tensor:
 def pool_neighbors(votes: Tensor, position: Tensor, kernel: int, *, average: bool) -> Tensor:
     """Pool votes over the `kernel` places around each token [batch, kv_heads, slots], float64.
 
-    Args:
-        votes: not negative, 0 for none [batch, kv_heads, slots].
-        position: places in the stream, rising along the slots; -1 where empty.
-        kernel: an odd number of places.
-        average: whether to divide the sum by the kernel; otherwise the largest is taken.
+    That is their sum over the kernel, or the largest. Votes are not negative, and 0 for none;
+    positions rise along the slots, -1 where empty.
     """
     reach = kernel // 2
     # In double precision the sum does not depend on its order, so that ties remain ties.

@@ -73,12 +73,8 @@ class Sample(Pool):
         return self.weigh(kept, share.clamp_min(1.0).log()[..., None], fold)
 
     def weigh(self, kept: Slots, factor: Tensor, fold: Fold) -> Slots:
-        """Multiply the weights of the kept slots by e^factor, and remember what they were.
-
-        Args:
-            kept: with the weights its tokens arrived with.
-            factor: [batch, kv_heads, slots or 1], finite where a token is.
-            fold: the fold, whose state has the weights.
+        """Multiply the weights that kept tokens arrived with by e^factor, and remember them; the
+        factor is [batch, kv_heads, slots or 1], finite where a token is.
         """
         free = (self.slots() or 0) - len(kept)
         for name in ("a", "b"):

@@ -198,7 +198,8 @@ class SubGen(Pool):
 
 
 def resample(total: Tensor, weight: Tensor, into: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Weighted reservoirs: who holds each entry after some arrivals, as if they came one by one.
+    """Fill weighted reservoirs, as if arrivals came one by one: (the last that took each entry, -1
+    for none [batch, kv_heads, reservoirs, entries]; the new totals).
 
     An arrival of weight w, joining what weighs W, takes each entry with probability w / (W + w),
     independently. So every entry is, at all times, one draw of all that came, by weight.
@@ -208,10 +209,6 @@ def resample(total: Tensor, weight: Tensor, into: Tensor, u: Tensor) -> tuple[Te
         weight: of the arrivals [batch, kv_heads, n], float64; zero for none.
         into: the reservoir each goes to [batch, kv_heads, n], int64.
         u: uniform in [0, 1), of each arrival for each entry [batch, kv_heads, n, entries].
-
-    Returns:
-        The last arrival that took each entry [batch, kv_heads, reservoirs, entries], -1 for none;
-        and the new totals.
     """
     by_kernel = kernels.resample(u.device)
     found: tuple[Tensor, Tensor] = (by_kernel or reservoirs)(total, weight, into, u)
@@ -274,9 +271,9 @@ class Clusters:
         cluster, and so on: the loop is over the clusters that open, not over keys.
 
         Args:
-            keys: [batch, kv_heads, n, key_dim]; they lie in the slots from `first` on.
-            weight: what each counts for [batch, kv_heads, n], float64; zero for none at all.
-            born: their places in the stream [batch, kv_heads, n].
+            keys: [batch, kv_heads, n, key_dim].
+            weight: what each counts for, float64; zero for none at all.
+            born: their places in the stream.
             u: uniform in [0, 1), of each key for each entry [batch, kv_heads, n, per_cluster].
             first: the slot of the first of them.
             limit: clusters there may be; None for no limit.

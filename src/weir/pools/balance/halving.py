@@ -39,13 +39,10 @@ _STEEPEST = 60.0
 
 
 class Sets(NamedTuple):
-    """Sets of tokens, each cut into blocks of the same size.
+    """Sets of tokens, each cut into blocks of the same size [sets, blocks, tokens], with a last
+    dimension for keys and values.
 
-    Attributes:
-        keys: [sets, blocks, tokens, key_dim].
-        values: [sets, blocks, tokens, value_dim].
-        a, b: log-weights [sets, blocks, tokens]; both -inf where there is no token.
-        u: uniform numbers in [0, 1) [sets, blocks, tokens].
+    Log-weights a and b are both -inf where there is no token; u is uniform in [0, 1).
     """
 
     keys: Tensor

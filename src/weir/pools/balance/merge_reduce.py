@@ -98,14 +98,10 @@ class Merging:
     groups: int = 1
 
     def reduce(self, blocks: Sequence[Blocks]) -> tuple[Slots, Tensor, Tensor]:
-        """Halve these blocks, the highest level first, and of each group in it the oldest token.
+        """Halve the blocks of each group of each head of each row.
 
-        Args:
-            blocks: for each group of each head of each row, in that order.
-
-        Returns:
-            (who stays, their levels, their groups): the last two [batch, kv_heads, slots], int64,
-            with level -1 where there is no place.
+        Returns (who stays, their levels, -1 where there is no place, their groups), the highest
+        level first, and in it the oldest token.
         """
         batch, heads, _ = self.level.shape
         halved = max(n for of_group in blocks for n in range(LEVELS) if of_group[n] or not n)

@@ -62,14 +62,10 @@ class Chunks(PoolWrapper):
 
 
 def whole_spans(size: int, origin: int, n: int, slots: Slots, scores: tuple[Tensor, ...]) -> Tensor:
-    """The `n` tokens of the best spans [batch, kv_heads, slots], bool.
+    """The `n` tokens of the best spans [batch, kv_heads, slots], bool, at most.
 
-    Args:
-        size: places of a span.
-        origin: where the first begins.
-        n: how many tokens, at most.
-        slots: from the oldest on.
-        scores: of their tokens; the first is averaged, and within a span the others decide too.
+    A span has `size` places, and the first begins at `origin`. Of the scores the first is averaged,
+    and within a span the others decide too. Slots lie from the oldest on.
     """
     first = scores[0].double()
     counts = slots.held & first.isfinite()

@@ -69,10 +69,7 @@ class Ladder(SizedPool):
     def _thinned(self, stays: Tensor, rung: Tensor, offset: int) -> tuple[Tensor, Tensor]:
         """Thin as many groups as needed, or as this round has: (tokens that are left, the rung).
 
-        Args:
-            stays: who is left so far [batch, kv_heads, slots], bool.
-            rung: how many of the oldest of them are thinned [batch, kv_heads, 1], int64.
-            offset: of those that stay, in a group.
+        `offset` is that of those that stay, in a group.
         """
         count = stays.sum(dim=2, keepdim=True)
         drop = self.of - self.keep

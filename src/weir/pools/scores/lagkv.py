@@ -85,11 +85,8 @@ def _newer(slots: Slots, than: Slots) -> Slots:
 
 
 def _spread(t: Tensor, stretch: Tensor) -> Tensor:
-    """Compute how far each token stands out, over its stretch's average [batch, kv_heads, n].
-
-    Args:
-        t: keys or values [batch, kv_heads, n, dim], float32.
-        stretch: the number of each one's, -1 for none [batch, kv_heads, n], int64.
+    """Compute how far each key or value stands out, over the average of its `stretch`, by number;
+    -1 for none [batch, kv_heads, n].
     """
     dim = t.shape[3]
     count = int(stretch.max()) + 2

@@ -71,12 +71,8 @@ class RKV(Asking):
 def redundant(keys: Tensor, among: Tensor, alike: float) -> Tensor:
     """Compute the mean cosine of each key with all others, as a softmax [batch, kv_heads, n].
 
-    For each key, the newest other one that is at least so much `alike` is left out of what it says.
-
-    Args:
-        keys: from the oldest on [batch, kv_heads, n, key_dim], float32.
-        among: those that count [batch, kv_heads, n], bool.
-        alike: a cosine.
+    Keys lie from the oldest on; `among` says which count. For each, the newest other one whose
+    cosine is above `alike` is left out of what it says.
     """
     keys = F.normalize(keys, dim=-1).masked_fill(~among[..., None], 0.0)
     place = torch.arange(keys.shape[2], device=keys.device)
