@@ -104,7 +104,7 @@ class OneQuery:
     query: torch.Tensor
     held: Slots
 
-    def attention(self, slots: Slots) -> torch.Tensor:
+    def attention(self, slots: Slots, window: int = 0) -> torch.Tensor:
         """Shares [1, heads, 1, 1, slots]."""
         return (slots.keys @ self.query + slots.b).softmax(dim=2)[:, :, None, None]
 

@@ -289,7 +289,9 @@ class ObservedAttention:
         of a pool do.
         """
         position, count = slots.position, len(slots)
-        first = (self.whole.position[0, 0] == position[0, 0, :1]).nonzero() if count else ()
+        if not count:
+            return None
+        first = (self.whole.position[0, 0] == position[0, 0, :1]).nonzero()
         if not len(first):
             return None
         there = slice(int(first[0, 0]), int(first[0, 0]) + count)
