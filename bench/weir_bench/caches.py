@@ -29,20 +29,15 @@ class Decoding(Contender):
         """One forward of one token of each row."""
         self.feed(self.token)
 
-    def feed(self, ids: Tensor) -> None:
-        """A forward of `ids` [1, n]."""
-        self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+    def feed(self, ids: Tensor, **more: Tensor) -> None:
+        """A forward of `ids` [rows, n]."""
+        held = {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1}
+        self.model(input_ids=ids, **held, **more)
 
     def feed_masked(self, ids: Tensor, real: Tensor) -> None:
         """A forward of `ids` [rows, n], of which only the `real` ones [rows, n] are tokens."""
         with torch.no_grad():
-            self.model(
-                input_ids=ids,
-                attention_mask=real.long(),
-                past_key_values=self.cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
+            self.feed(ids, attention_mask=real.long())
 
 
 class Dynamic(Decoding):
@@ -91,7 +86,7 @@ class CompiledStatic(Static):
             raise WeirError(f"StaticCache cannot be compiled here: {error}") from error
         self.rewind()
 
-    def feed(self, ids: Tensor) -> None:
+    def feed(self, ids: Tensor, **more: Tensor) -> None:
         """A compiled forward of `ids` [1, n]."""
         self._forward(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
 
@@ -141,10 +136,10 @@ class Weir(Decoding):
         return total
 
 
-def feed_prompt(ours: Weir, ids: Tensor, piece: int = PIECE) -> None:
-    """A prompt [1, n] from the start, as a stream feeds it, or in other pieces."""
+def feed_prompt(ours: Weir, ids: Tensor) -> None:
+    """A prompt [1, n] from the start, as a stream feeds it."""
     ours.cache.reset()
-    for part in ids.split(piece, dim=1):
+    for part in ids.split(PIECE, dim=1):
         ours.feed(part)
 
 

@@ -183,13 +183,11 @@ class Figure:
 
     Attributes:
         measure: makes the rows, of a setting.
-        about: what they are about, in a line.
         by_dtype: measured once for each dtype; otherwise once.
         asked: only measured if asked for by name.
     """
 
     measure: Callable[..., Iterator[Any]]
-    about: str
     by_dtype: bool = True
     asked: bool = False
 
@@ -204,18 +202,11 @@ FIGURES: dict[str, Figure] = {}
 """Every figure by its name."""
 
 
-def register(
-    figures: dict[str, Figure],
-    name: str,
-    about: str,
-    *,
-    by_dtype: bool = True,
-    asked: bool = False,
-) -> Callable[[M], M]:
-    """Make what measures a figure known under a name; parameters as in `Figure`."""
+def register(figures: dict[str, Figure], name: str, **how: bool) -> Callable[[M], M]:
+    """Make what measures a figure known under a name; `how` as in `Figure`."""
 
     def add(measure: M) -> M:
-        figures[name] = Figure(measure, about, by_dtype, asked)
+        figures[name] = Figure(measure, **how)
         return measure
 
     return add

@@ -25,7 +25,7 @@ STEPS = 256
 """Decode steps timed at each mark."""
 
 
-@figure("flat", "a million tokens: time per token and memory by decade", by_dtype=False, asked=True)
+@figure("flat", by_dtype=False, asked=True)
 def flat(setting: Setting) -> Iterator[Row]:
     """Time per token far out against that at 10,000 tokens, in turns."""
     model, _ = load("nano")

@@ -16,7 +16,7 @@ BATCH, SLOTS, GROUP = 32, 2048, 4
 """Of the decode kernel: one layer of a Llama of eight billion parameters, with `HEADS` KV heads."""
 
 
-@figure("kernel", "the decode kernel's bandwidth beside a copy on the device", by_dtype=False)
+@figure("kernel", by_dtype=False)
 def kernel(setting: Setting) -> Iterator[Row]:
     """One layer's decode step of a Llama of eight billion parameters, bfloat16, on a GPU."""
     if not torch.cuda.is_available():

@@ -37,7 +37,7 @@ class Pace:
         return self.step + self.fold / self.chunk
 
 
-@figure("policies", "a decode step by policy, folds included, beside streaming_llm")
+@figure("policies")
 def policies(setting: Setting) -> Iterator[Row]:
     """Every policy of the same slots against `streaming_llm`."""
     names = wanted(setting, comparable())
@@ -54,7 +54,7 @@ def policies(setting: Setting) -> Iterator[Row]:
         )
 
 
-@figure("folds", "what folds cost by policy, per token, beside a decode step")
+@figure("folds")
 def folds(setting: Setting) -> Iterator[Row]:
     """The time of folds over the tokens between two of them, over that of a step."""
     for name in wanted(setting, [PLAIN, *comparable()]):

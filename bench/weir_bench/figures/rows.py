@@ -80,7 +80,7 @@ class QuietRows(Weir):
             self.feed_masked(self.token.expand(rows, most), real)
 
 
-@figure("rows", "a decode step of sixteen streams, in step and ragged, beside one stream's")
+@figure("rows")
 def rows(setting: Setting) -> Iterator[Row]:
     """`streaming_llm` on the model of the figures and on `nano`, as it is and compiled."""
     sizes = setting.sizes
@@ -154,7 +154,7 @@ def _without_folds(
     return {name: median(kept[name] or times[name]) for name in times}
 
 
-@figure("batches", "decode steps of 2 to 64 rows, in step and ragged, beside one row's")
+@figure("batches")
 def batches(setting: Setting) -> Iterator[Row]:
     """Time a token, beside that of a row alone."""
     model, slots = model_of(setting), min(SLOTS, setting.sizes.slots)
@@ -173,7 +173,7 @@ def batches(setting: Setting) -> Iterator[Row]:
             yield _pace(what, times[name], times["alone"], rows, note=note)
 
 
-@figure("products", "decode steps with chosen matrix products beside PyTorch's")
+@figure("products")
 def products(setting: Setting) -> Iterator[Row]:
     """What `weir.choose_products` brings: `streaming_llm` for 1, 4 and 16 rows; for one also
     `DynamicCache` and the roofline. Before that, what large pages of memory bring by themselves.
@@ -228,7 +228,6 @@ def _read(model: PreTrainedModel) -> None:
 
 @figure(
     "deterministic",
-    "a step of an engine that decodes each row by itself, beside one that decodes all together",
     asked=True,
 )
 def deterministic(setting: Setting) -> Iterator[Row]:

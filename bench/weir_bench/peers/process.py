@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -99,10 +98,8 @@ class PeerProcess:
             stdin.flush()
         except BrokenPipeError:
             raise WeirError(self._ended()) from None
-        until = time.monotonic() + WAIT
-        while not select.select([stdout], [], [], 1.0)[0]:
-            if time.monotonic() > until:
-                raise WeirError(f"it did not answer in {WAIT:g} seconds")
+        if not select.select([stdout], [], [], WAIT)[0]:
+            raise WeirError(f"it did not answer in {WAIT:g} seconds")
         line = stdout.readline()
         if not line:
             raise WeirError(self._ended())

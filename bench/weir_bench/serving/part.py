@@ -87,11 +87,6 @@ def chosen(names: Sequence[str]) -> Sequence[str]:
     return names or [name for name, each in PARTS.items() if not each.asked]
 
 
-def loop(plan: Plan, server: Server, talks: Sequence[Talk], what: str = "") -> Heard:
-    """One round of a closed loop."""
-    return asyncio.run(closed(server, talks, plan.manner, what=what, seconds=plan.seconds))
-
-
 def take_turns(
     plan: Plan, contenders: Mapping[str, tuple[Server, Sequence[Talk]]], *, strict: bool = False
 ) -> dict[str, list[Heard]]:
@@ -99,7 +94,7 @@ def take_turns(
     heards: dict[str, list[Heard]] = {name: [] for name in contenders}
     for turn in range(plan.rounds + 1):
         for name, (server, talks) in contenders.items():
-            heard = loop(plan, server, talks, name)
+            heard = asyncio.run(closed(server, talks, plan.manner, what=name, seconds=plan.seconds))
             if turn:
                 heards[name].append(heard)
             elif strict and heard.errors:

@@ -258,17 +258,14 @@ def _fitting(found: Figures) -> list[Sequence[Column]]:
     columns = found.columns
     parts: list[Sequence[Column]] = []
     begin = 0
+    unwrapped = output().options.update(width=WIDE)
     for end in range(1, len(columns) + 1):
-        is_last = end == len(columns)
-        if is_last or _width(_table(found, columns[begin : end + 1])) > output().width:
+        more = _table(found, columns[begin : end + 1])
+        wide = output().measure(more, options=unwrapped).maximum > output().width
+        if wide or end == len(columns):
             parts.append(columns[begin:end])
             begin = end
     return parts
-
-
-def _width(table: Table) -> int:
-    """Return the width of a table without wrapped lines; its title may wrap."""
-    return output().measure(table, options=output().options.update(width=WIDE)).maximum
 
 
 def _table(found: Figures, columns: Sequence[Column]) -> Table:
@@ -303,7 +300,7 @@ def _list(as_json: bool) -> None:
         {
             "name": name,
             "parameters": _parameters(kind),
-            "about": _about(kind),
+            "about": " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split()),
             "metrics": dict(kind.metrics),
         }
         for name, kind in sorted(TASKS.items())
@@ -330,8 +327,3 @@ def _parameters(make: Any) -> str:
         known = default is not parameter.empty
         parts.append(f"{name}={format_value(default)}" if known else name)
     return ", ".join(parts)
-
-
-def _about(kind: Any) -> str:
-    """Return the first paragraph of a docstring."""
-    return " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())

@@ -53,12 +53,9 @@ Loading = dict[str, Any]
 
 
 def loads_model(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add the options for loading a model to a command, after its own.
+    """Add `OPTIONS` of these names, or all, to a command, after its own.
 
     The command's parameter `loading` gets those that were given.
-
-    Args:
-        names: which of `OPTIONS` to add; all if empty.
     """
     wanted = {name: OPTIONS[name] for name in names or OPTIONS}
 
@@ -91,16 +88,7 @@ def loads_model(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any
 def load_model(
     name: str, loading: Loading | None = None, *, encoders: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Call `weir.load` and show progress meanwhile.
-
-    Args:
-        name: the model's name.
-        loading: other arguments of `weir.load`.
-        encoders: accept encoders too.
-
-    Raises:
-        WeirError: as `load`; or quantized weights are requested for an encoder.
-    """
+    """Call `weir.load` and show progress meanwhile; with `encoders`, those are accepted too."""
     loading = loading or {}
     with waiting(f"loading {name}"):
         from transformers.utils.logging import disable_progress_bar
@@ -112,13 +100,12 @@ def load_model(
             if "weights" in loading:
                 raise WeirError("--weights is for models that stream, and this one is an encoder")
             read = load_encoder
-        if is_local(name):
+        if local := is_local(name):
             disable_progress_bar()
             loaded = read(name, **loading)
-            freeze_imports()
-            return loaded
-    if messages().is_terminal:
-        say(f"fetching {name} from the Hugging Face Hub")  # the Hub shows bars of its own
-    loaded = read(name, **loading)
+    if not local:  # the Hub shows bars of its own
+        if messages().is_terminal:
+            say(f"fetching {name} from the Hugging Face Hub")
+        loaded = read(name, **loading)
     freeze_imports()
     return loaded

@@ -12,7 +12,7 @@ from weir.cache import check_origin, size_of
 from weir.errors import WeirError
 from weir.evals.fitting import budget_in, fit_to_memory
 from weir.evals.notation import read_policies, takes_budget, with_budget
-from weir.evals.perplexity import STEP, PerplexityMeter
+from weir.evals.perplexity import PerplexityResult, read
 from weir.models import window_of
 from weir.policies import is_file, parse_policy
 from weir.stream import Stream, read_stream
@@ -114,8 +114,20 @@ def advise(
     if tokens is not None and tokens > len(ids):
         raise WeirError(f"the text has {len(ids):,} tokens, so it cannot be tried on {tokens:,}")
     window = window_of(model.config)
+
+    def attempt(policy: str, budget: int, some: Tensor, number: int = 0, of: int = 0) -> Trial:
+        def tell(now: PerplexityResult) -> None:
+            if of:
+                on_step(policy, (number + now.tokens / len(some)) / of)
+
+        stream = Stream(model, policy, chunk=chunk, seed=seed)
+        found = read(stream, some, on_step=tell)
+        held = [layer["held"] for layer in stream.report()["layers"]]
+        evicted = min(held) < found.tokens
+        return Trial(policy, budget, found.kv_bytes, found.ppl, found.tokens_per_s, evicted)
+
     if window is None or len(ids) <= window:
-        whole = _try_policy(model, "dense", len(ids), ids, chunk, seed, lambda share: None)
+        whole = attempt("dense", len(ids), ids)
         if whole.kv_bytes <= memory:
             return Advice((whole,), len(ids), len(ids), window, everything=True)
     left_out: dict[str, str] = {}
@@ -125,13 +137,7 @@ def advise(
         fits, left_out = _fitting(model, named, memory, chunk)
     length = max(LEAST, TIMES * max(fits.values())) if tokens is None else tokens
     sample = ids[:length]
-    tries = []
-    for number, (policy, budget) in enumerate(fits.items()):
-
-        def report(share: float, policy: str = policy, number: int = number) -> None:
-            on_step(policy, (number + share) / len(fits))
-
-        tries.append(_try_policy(model, policy, budget, sample, chunk, seed, report))
+    tries = [attempt(*one, sample, n, len(fits)) for n, one in enumerate(fits.items())]
     tries.sort(key=lambda one: one.ppl)
     return Advice(tuple(tries), len(sample), len(ids), window, everything=False, left_out=left_out)
 
@@ -193,22 +199,3 @@ def _candidates(
             "policies and a chunk of your own"
         )
     return fits
-
-
-def _try_policy(
-    model: PreTrainedModel,
-    policy: str,
-    budget: int,
-    sample: Tensor,
-    chunk: int,
-    seed: int,
-    report: Callable[[float], None],
-) -> Trial:
-    meter = PerplexityMeter(Stream(model, policy, chunk=chunk, seed=seed))
-    for piece in sample.split(STEP):
-        meter.take(piece)
-        report(meter.reading.tokens / len(sample))
-    found = meter.reading
-    held = [layer["held"] for layer in meter.stream.report()["layers"]]
-    evicted = min(held) < found.tokens
-    return Trial(policy, budget, found.kv_bytes, found.ppl, found.tokens_per_s, evicted)

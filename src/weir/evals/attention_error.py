@@ -91,10 +91,8 @@ class LayerError:
     """The error of one layer under one policy, over several seeds.
 
     Attributes:
-        policy: with its budget.
-        name: as it was asked for.
+        policy, name: with its budget, and as it was asked for.
         rate: the share of the middle that its budget is made for; None where it has its own.
-        layer: index of the layer.
         errors: the error for each seed.
         kept: share of the tokens before the queries that hold a slot at the end.
         seconds: time spent in the pools (median over the seeds).
@@ -163,7 +161,6 @@ def size_policies(
     Args:
         names: policies as texts. With `rates`, named ones without a budget; a budget is made for
             each rate.
-        setup: the split of the text.
         rates: shares of the middle to keep; if empty, the policies stay as they are.
 
     Returns:
@@ -205,14 +202,11 @@ def measure_error(
     """Measure the error of every layer under every policy.
 
     Args:
-        model: a causal language model.
         ids: the text [length], int64; the first `setup.tokens` are read.
         sized: the policies, from `size_policies`.
-        setup: the split of the text.
-        layers: indices of layers; None for all that attend to the whole text.
-        seeds: random seeds; every seed is measured.
-        on_step: called after each row with the number done and the total; returning True stops
-            early.
+        layers, seeds: indices of layers, by default all that attend to the whole text; and random
+            seeds, each of which is measured.
+        on_step: called after each row with the number done and the total; True stops early.
 
     Returns:
         Rows by policy, rate and layer.

@@ -232,10 +232,8 @@ class LayerBudget:
     """The pipe chosen for a layer, and the measured errors.
 
     Attributes:
-        pipe: the chosen pipe.
-        nbytes: bytes of the layer's slab, for one stream.
-        error: relative error of the attention with this pipe.
-        before: relative error with the pipe of the policy.
+        pipe, nbytes: the chosen pipe, and bytes of the layer's slab, for one stream.
+        error, before: relative error of the attention with this pipe, and with the policy's.
         tried: every pipe that was tried, as text, with its error; smallest first.
     """
 
@@ -254,13 +252,10 @@ class Calibration:
         asked: the policy whose bytes were distributed.
         layers: budgets from the bottom layer up, without layers that slide over a window of their
             own.
-        nbytes: bytes of all these layers, for one stream.
-        before: the same bytes under the original policy.
+        nbytes, before: bytes of all these layers, for one stream, and under the original policy.
         chunk: tokens between two folds.
-        passages: number of passages that were read.
-        length: tokens of a passage.
-        text: the name of the file.
-        digest: SHA-256 of the ids that were read.
+        passages, length: number of passages that were read, and tokens of each.
+        text, digest: the name of the file, and SHA-256 of the ids that were read.
         model: the model's fingerprint.
     """
 
@@ -350,14 +345,11 @@ def calibrate(
     gives it.
 
     Args:
-        model: a causal language model.
-        tokenizer: its tokenizer.
-        text: a file, UTF-8, plain or .xz.
+        model, tokenizer, text: the text is a file, UTF-8, plain or .xz.
         policy: the policy of every layer; it needs a limit.
         tokens: how many to read, in whole passages; by default eight passages, or the whole text if
             it is shorter.
-        chunk: tokens between two folds.
-        seed: of all random draws.
+        chunk, seed: tokens between two folds, and the seed of all random draws.
         splits: whether to measure several shares of the newest tokens in each layer too.
         on_step: called with the share that is done.
 

@@ -334,9 +334,8 @@ def write_report(result: dict[str, Any], path: Path) -> None:
     path.write_text(html_page(title, body, footer, heading=heading, style=style), "utf-8")
 
 
-def write_excerpt(result: dict[str, Any], folder: Path) -> list[Path]:
+def write_excerpt(result: dict[str, Any], folder: Path) -> None:
     """Write the table of figures as Markdown and the picture of perplexities, for other pages."""
-    table, picture = folder / "table.md", folder / "perplexity.svg"
     story = result["story"]
     heads = ["policy", "perplexity", "cache"]
     if story:
@@ -352,10 +351,10 @@ def write_excerpt(result: dict[str, Any], folder: Path) -> list[Path]:
         ]
         for policy in result["policies"]
     ]
-    table.write_text(TextTable(heads, rows, markup=True).markdown() + "\n", "utf-8")
+    table = TextTable(heads, rows, markup=True).markdown()
     plot = _plot(result, result["policies"], "ppl_by_block", "perplexity", log=True)
-    picture.write_text(plot + "\n", "utf-8")
-    return [table, picture]
+    (folder / "table.md").write_text(table + "\n", "utf-8")
+    (folder / "perplexity.svg").write_text(plot + "\n", "utf-8")
 
 
 def _look(choices: tuple[Any, ...], result: dict[str, Any], policy: dict[str, Any]) -> Any:
@@ -396,9 +395,7 @@ def _plot(
             else:
                 middles = [(a + b) / 2 for a, b in itertools.pairwise(edges)]
                 axes.plot(middles, values, marker="o", ms=2.5, **line)
-        axes.set_xlim(0, result["tokens"])
-        axes.set_xlabel("tokens read")
-        axes.set_ylabel(label)
+        axes.set(xlim=(0, result["tokens"]), xlabel="tokens read", ylabel=label)
         if log:
             axes.set_yscale("log")
             axes.margins(y=0.1)  # so that the lowest line does not lie on the axis

@@ -1,7 +1,10 @@
 """Base class of tasks, which measure a model under a policy, and the registry of tasks.
 
 A task is a dataclass of its parameters, written like a pool: `ppl(tokens=20000)`. `notation` reads
-lists of tasks, `grid` runs them.
+lists of tasks, `grid` runs them. Some parameters mean the same in all tasks that have them: `file`
+has JSON lines, plain, `.gz` or `.xz`, or is a data set of the Hub, `hub:...`; of its records the
+first `samples` are used, or all; `chat` puts prompts into the model's chat template; `text` is a
+file of books, UTF-8, plain or `.xz`, in place of the packaged one.
 """
 
 from __future__ import annotations

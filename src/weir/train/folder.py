@@ -66,13 +66,10 @@ def run(
         on_step, on_note: called after every step, and with messages for the user.
 
     Returns:
-        Figures of the saved weights: parameters, perplexity of held-out text inside the window, the
-        share of recall exercises answered right (None without exercises); "vocabulary", and the
-        "recipe" that was followed.
+        `loop.figures` of the saved weights, "vocabulary", and the "recipe" that was followed.
 
     Raises:
-        WeirError: the text cannot be read or is too short, its tokenizer lacks the exercises'
-            words, or `out` cannot be written to or holds another model or run.
+        WeirError: the text or the folder will not do.
     """
     if exercises not in EXERCISES:
         raise WeirError(f"exercises are {', '.join(EXERCISES)}, not {exercises!r}")
@@ -85,7 +82,8 @@ def run(
             f"{text} has {size:,} bytes; samples of {recipe.length} take {recipe.least:,} tokens "
             "or more: give more text, or a shorter length"
         )
-    begun = {"text": _digest(books), "vocabulary": vocabulary}
+    digest = hashlib.sha256("".join(f"{book}\0" for book in books).encode()).hexdigest()
+    begun = {"text": digest, "vocabulary": vocabulary}
     processes = Processes.here()
     with _folder(out, begun, recipe, processes) as work:
         common = shared or work
@@ -93,7 +91,14 @@ def run(
         with processes.first_before_others():
             backend = corpus.load_or_train(common / "base.json", books, vocabulary)
         tokenizer = corpus.with_sinks(backend, recipe.kind.count)
-        recipe = _with_exercises(recipe, tokenizer, exercises, on_note)
+        try:
+            if recipe.exercise_rows:
+                Words.of(tokenizer)
+        except WeirError as error:
+            if exercises == "on":
+                raise
+            on_note(f"training on the text alone, without exercises: {error}")
+            recipe = replace(recipe, exercise_rows=0)
         if (filled := backend.get_vocab_size()) < vocabulary:
             on_note(f"the text fills a vocabulary of {filled:,} tokens, not {vocabulary:,}")
         with processes.first_before_others():
@@ -120,30 +125,6 @@ def run(
 def fitting(most: int, size: int) -> int:
     """Return how many tokens, at most `most`, to train on for a text of `size` tokens."""
     return min(most, max(FEWEST, PASSES * size))
-
-
-def _digest(books: list[str]) -> str:
-    """Return a SHA-256 of the books."""
-    return hashlib.sha256("".join(f"{book}\0" for book in books).encode()).hexdigest()
-
-
-def _with_exercises(
-    recipe: TrainingRecipe,
-    tokenizer: PreTrainedTokenizerBase,
-    exercises: str,
-    on_note: Callable[[str], None],
-) -> TrainingRecipe:
-    """Return the recipe, without exercises if the tokenizer lacks their words (unless "on")."""
-    if not recipe.exercise_rows:
-        return recipe
-    try:
-        Words.of(tokenizer)
-    except WeirError as error:
-        if exercises == "on":
-            raise
-        on_note(f"training on the text alone, without exercises: {error}")
-        return replace(recipe, exercise_rows=0)
-    return recipe
 
 
 @contextmanager

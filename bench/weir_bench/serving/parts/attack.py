@@ -42,7 +42,7 @@ main(*sys.argv[1:])
 """The script of the attackers' process, which finds this package in a clone."""
 
 
-@part("attack", "hostile requests for --minutes beside four honest clients", asked=True)
+@part("attack", asked=True)
 def attack(plan: Plan) -> Iterator[Row | Heard]:
     """Honest clients alone, and then beside attackers in a process of their own."""
     seconds = plan.minutes * 60

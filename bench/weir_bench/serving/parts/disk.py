@@ -24,7 +24,7 @@ MOST = 20.0
 """Milliseconds that a row of nano may take to come back."""
 
 
-@part("disk", "a row saved to disk, and put back from there")
+@part("disk")
 def disk(plan: Plan) -> Iterator[Row | Heard]:
     """What an evicted session costs its next turn, and what each turn's end costs."""
     model, _ = load(str(plan.folder), dtype="float32")

@@ -7,7 +7,7 @@ from weir.evals.grid.grid import (
     make_grid,
     protocol,
 )
-from weir.evals.grid.runner import Worker, on_ray, one_by_one, run
+from weir.evals.grid.runner import Worker, on_ray, run
 
 __all__ = [
     "PROTOCOLS",
@@ -16,7 +16,6 @@ __all__ = [
     "extend_grid",
     "make_grid",
     "on_ray",
-    "one_by_one",
     "protocol",
     "run",
 ]

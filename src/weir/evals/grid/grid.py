@@ -89,7 +89,6 @@ def protocol(name: str) -> Protocol:
     return PROTOCOLS[name]
 
 
-EVERY = "all"
 NOT_IN_EVERY = {"recompute", "pinned", "pyramid", "quantized"}
 """Named policies that `all` leaves out: the slow oracle, and those built around another."""
 
@@ -212,15 +211,13 @@ def make_grid(
             "steps are compiled of models that are loaded; of those that are given "
             "weir.compile_steps(model) does so"
         )
-    rules = None if paper is None else protocol(paper)
-    for what, given in (("budgets", budgets), ("memory", memory)):
-        if rules is not None and rules.rate is not None and given:
-            raise WeirError(
-                f"the protocol {paper} takes its budgets from the prompt, {rules.rate:g} of it; "
-                f"leave out the {what} or the protocol"
-            )
-    folds = 64 if rules is None or rules.chunk is None else rules.chunk
-    folds = folds if chunk is None else chunk
+    rules = Protocol("", positions=positions) if paper is None else protocol(paper)
+    if rules.rate is not None and (budgets or memory):
+        raise WeirError(
+            f"the protocol {paper} takes its budgets from the prompt, {rules.rate:g} of it; "
+            f"leave out the {'budgets' if budgets else 'memory'} or the protocol"
+        )
+    folds = (rules.chunk or 64) if chunk is None else chunk
 
     @cache
     def shape_of(name: str) -> PreTrainedModel:
@@ -243,17 +240,17 @@ def make_grid(
     for file in filter(is_file, policies.split(",")):
         for name in models:
             check_origin(parse_policy(file), shape_of(name))
-    settings = [str(setting) for made in read_tasks(tasks, TASKS) for setting in made.settings()]
+    settings = [setting for made in read_tasks(tasks, TASKS) for setting in made.settings()]
     cells = [
         Cell(
             model,
             policy,
             budget,
-            setting,
+            str(setting),
             seed,
             paper,
             folds,
-            positions if rules is None else rules.positions,
+            rules.positions,
             room,
             tuple(sorted(loading.items())),
             compiled,
@@ -277,15 +274,14 @@ def make_grid(
 def _each(policies: str, slots: str | None) -> list[str]:
     """Expand a list of policies, with `all` replaced, and apply the slot format."""
     every = ", ".join(name for name in NAMED if name not in NOT_IN_EVERY)
-    words = [every if word.strip() == EVERY else word for word in policies.split(",")]
+    words = [every if word.strip() == "all" else word for word in policies.split(",")]
     found = read_policies(",".join(words))
     return found if slots is None else [str(with_slots(parse_policy(one), slots)) for one in found]
 
 
-def _is_random(setting: str, policy: str) -> bool:
+def _is_random(setting: Task, policy: str) -> bool:
     """Whether the seed can change a task's figures under a policy."""
-    (task,) = read_tasks(setting, TASKS)
-    if task.drawn:
+    if setting.drawn:
         return True
     try:
         pipes = parse_policy(policy).pipes
@@ -318,7 +314,16 @@ def extend_grid(path: Path, grid: Grid) -> Grid:
     Raises:
         WeirError: the file is no results file, or this version of weir cannot read its cells.
     """
-    old = _cells_in(path)
+    if not path.exists() or (path.is_file() and not path.stat().st_size):
+        return grid
+    known = {field.name for field in fields(Cell)}
+    there = read_results(path)[0]["cells"]
+    if any(set(cell) - known for cell in there):
+        raise WeirError(f"{path} was written by another version of weir; name another file")
+    try:
+        old = dict.fromkeys(Cell.of(cell) for cell in there)
+    except (TypeError, ValueError):
+        raise WeirError(f"{path} has cells that lack a field; name another file") from None
 
     def runs_code(cell: Cell) -> bool:
         """Whether loading a cell's model runs Python code from the model's repository."""
@@ -329,21 +334,4 @@ def extend_grid(path: Path, grid: Grid) -> Grid:
             f"{path} has cells whose models bring Python code of their own; give "
             "--trust-remote-code to run it, and read it first"
         )
-    there = set(old)
-    return Grid((*old, *(cell for cell in grid.cells if cell not in there)))
-
-
-def _cells_in(path: Path) -> tuple[Cell, ...]:
-    """The cells of a results file's grid; empty if there is no file yet."""
-    if not path.exists() or (path.is_file() and not path.stat().st_size):
-        return ()
-    known = {field.name for field in fields(Cell)}
-    there = read_results(path)[0]["cells"]
-    if any(set(cell) - known for cell in there):
-        raise WeirError(f"{path} was written by another version of weir; name another file")
-    try:
-        old = tuple(Cell.of(cell) for cell in there)
-        hash(old)
-    except (TypeError, ValueError):
-        raise WeirError(f"{path} has cells that lack a field; name another file") from None
-    return old
+    return Grid((*old, *(cell for cell in grid.cells if cell not in old)))

@@ -203,40 +203,37 @@ def on_ray(address: str) -> Worker:
     ray = import_optional("ray", "--cluster", extra="ray")
     if address != LOCAL:
         _check_reachable(address)
-    return lambda cells, on_progress: _run_on_ray(ray, address, cells, on_progress)
 
-
-def _run_on_ray(
-    ray: Any, address: str, cells: list[Numbered], on_progress: CellProgress
-) -> Iterator[CellRecord]:
-    if not cells:
-        return
-    threads = torch.get_num_threads()
-    ours = not ray.is_initialized()
-    if ours:
-        _connect(ray, address, threads)
-    try:
-        most = max(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"])
-        # A cell must fit on some machine, or Ray would wait forever for a larger one.
-        remote = ray.remote(num_cpus=min(threads, most), max_retries=TRIES - 1)(_measure_on_worker)
-        # As a dictionary: a `Cell` would have the worker import all of weir to read it.
-        waiting = {
-            remote.remote(number, cell.as_json(), threads): (number, cell) for number, cell in cells
-        }
-        while waiting:
-            (ended, *_), _ = ray.wait(list(waiting))
-            number, cell = waiting.pop(ended)
-            try:
-                yield ray.get(ended)
-            except ray.exceptions.WorkerCrashedError:
-                yield failed_record(number, cell, f"its worker died {TRIES} times")
-            except ray.exceptions.RayError as error:
-                said = str(error).strip().splitlines() or [type(error).__name__]
-                why = f"its worker could not run it: {said[-1].strip()}"
-                yield failed_record(number, cell, why)
-    finally:
+    def work(cells: list[Numbered], on_progress: CellProgress) -> Iterator[CellRecord]:
+        if not cells:
+            return
+        threads = torch.get_num_threads()
+        ours = not ray.is_initialized()
         if ours:
-            ray.shutdown()
+            _connect(ray, address)
+        try:
+            most = max(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"])
+            # A cell must fit on some machine, or Ray would wait forever for a larger one.
+            how = {"num_cpus": min(threads, most), "max_retries": TRIES - 1}
+            remote = ray.remote(**how)(_measure_on_worker).remote
+            # As a dictionary: a `Cell` would have the worker import all of weir to read it.
+            waiting = {remote(n, cell.as_json(), threads): (n, cell) for n, cell in cells}
+            while waiting:
+                (ended, *_), _ = ray.wait(list(waiting))
+                number, cell = waiting.pop(ended)
+                try:
+                    yield ray.get(ended)
+                except ray.exceptions.WorkerCrashedError:
+                    yield failed_record(number, cell, f"its worker died {TRIES} times")
+                except ray.exceptions.RayError as error:
+                    said = str(error).strip().splitlines() or [type(error).__name__]
+                    why = f"its worker could not run it: {said[-1].strip()}"
+                    yield failed_record(number, cell, why)
+        finally:
+            if ours:
+                ray.shutdown()
+
+    return work
 
 
 def _measure_on_worker(number: int, cell: dict[str, Any], threads: int) -> CellRecord:
@@ -245,7 +242,7 @@ def _measure_on_worker(number: int, cell: dict[str, Any], threads: int) -> CellR
     return measure(number, Cell.of(cell))
 
 
-def _connect(ray: Any, address: str, threads: int) -> None:
+def _connect(ray: Any, address: str) -> None:
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
     if address == LOCAL:
         quiet["include_dashboard"] = False

@@ -8,7 +8,7 @@ would fill a page, is named by its slots.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +34,14 @@ def name_loading(records: Sequence[CellRecord]) -> list[CellRecord]:
     for record in records:
         rest = {key: value for key, value in record.items() if key not in ("loading", "compiled")}
         options = {**(record.get("loading") or {}), "compiled": record.get("compiled")}
-        model, how = record["model"], _describe_loading(options)
+        words = [
+            name.replace("_", " ") + ("" if value is True else f" {value}")
+            for name, value in sorted(options.items())
+            if value and value != DEFAULTS.get(name)
+        ]
+        model, how = record["model"], f" ({', '.join(words)})" if words else ""
         named.append({**rest, "model": model + how, "loaded": rest.get("loaded", model)})
     return named
-
-
-def _describe_loading(loading: Mapping[str, Any]) -> str:
-    """The arguments that differ from the default, in brackets after a space."""
-    words = [
-        name.replace("_", " ") if value is True else f"{name.replace('_', ' ')} {value}"
-        for name, value in sorted(loading.items())
-        if value and value != DEFAULTS.get(name)
-    ]
-    return f" ({', '.join(words)})" if words else ""
 
 
 def shorten_layered(records: Sequence[CellRecord]) -> list[CellRecord]:

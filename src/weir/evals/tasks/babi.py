@@ -72,7 +72,6 @@ class Babi(Task):
         file: a file of bAbI, `qa1_single-supporting-fact_test.txt`.
         length: tokens of the novel and the facts in it.
         samples: questions, of the first stories.
-        text: the novel; none takes the packaged one.
     """
 
     file: str

@@ -41,7 +41,6 @@ class Choice(Task):
 
     Attributes:
         file: questions in ARC's JSON lines, `ARC-Easy-Test.jsonl`; or `hub:...`.
-        samples: use the first questions of the file, this many; none takes all.
         chat: ask in turns of the model's chat template. Without, the stream is text: "Answer: B".
     """
 

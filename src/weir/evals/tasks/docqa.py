@@ -53,8 +53,6 @@ class DocumentQA(Task):
         gold: put the document with the answer at this place, from 0; several with spaces between
             (`"0 4 9"`) are run one by one; none leaves it where the file has it.
         documents: per question, the one with the answer among them; none takes all.
-        samples: use the first questions of the file, this many; none takes all.
-        chat: put the prompt into the model's chat template.
     """
 
     file: str

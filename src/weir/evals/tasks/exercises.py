@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from weir.errors import WeirError
 from weir.evals.scores import count_by_distance
 from weir.evals.task import Better, Progress, Subject, Task, task
-from weir.stream import Stream, read_stream
+from weir.stream import read_stream
 from weir.train import DIGITS, Words, passage
 
 NEAREST = 16
@@ -182,22 +181,6 @@ def fill_in(material: Material, facts: StreamFacts, layout: StreamLayout) -> np.
     return row
 
 
-def answers_in_place(
-    stream: Stream, ids: Tensor, places: Sequence[int], size: int
-) -> Iterator[Tensor]:
-    """Feed streams [rows, length] up to their last answer; yield predicted answers [rows, size].
-
-    The right answers are part of the streams and are fed: greedy decoding gives a whole answer
-    exactly if each token is the likeliest after the right ones before it.
-    """
-    fed = 0
-    for place in places:
-        stream.feed(ids[:, fed : place - 1])
-        fed = place - 1 + size
-        logits = stream.feed(ids[:, place - 1 : fed], all_logits=True)
-        yield torch.as_tensor(logits.argmax(-1).cpu())
-
-
 def follows(likeliest: np.ndarray, old: np.ndarray, new: np.ndarray) -> bool:
     """Whether an answer is the old one up to where old and new first differ.
 
@@ -217,7 +200,6 @@ class ExerciseTask(Task):
         farthest: the largest distance, in tokens from where a number was said last to the place of
             the answer.
         before: tokens in front of the newest statement that stands farthest back.
-        text: a file of books from which the text between is taken; none takes the packaged one.
         times: how often each name is said with a number.
         length: tokens of an answer.
         at_once: number of streams that are read side by side.
@@ -287,12 +269,16 @@ class ExerciseTask(Task):
             drawn, layout = self.draw(material, distances, rows)
             # Facts may be drawn one stream at a time, with the text of each.
             facts, ids = zip(*((f, fill_in(material, f, layout)) for f in drawn), strict=True)
-            stream = subject.stream()
-            found = answers_in_place(
-                stream, torch.from_numpy(np.stack(ids)), layout.answers, self.length
-            )
-            for question, (distance, predicted) in enumerate(zip(distances, found, strict=True)):
-                for told, answer in zip(facts, predicted.numpy(), strict=True):
+            stream, text, fed = subject.stream(), torch.from_numpy(np.stack(ids)), 0
+            for question, (distance, place) in enumerate(
+                zip(distances, layout.answers, strict=True)
+            ):
+                stream.feed(text[:, fed : place - 1])
+                fed = place - 1 + self.length
+                # The right answer is fed: greedy decoding gives all of it exactly if each token is
+                # the likeliest after the right ones before it.
+                logits = stream.feed(text[:, place - 1 : fed], all_logits=True)
+                for told, answer in zip(facts, logits.argmax(-1).cpu().numpy(), strict=True):
                     *earlier, newest = (fact.answer for fact in told[question])
                     right[distance] += bool((answer == newest).all())
                     tokens_right += int((answer == newest).sum())

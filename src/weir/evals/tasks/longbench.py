@@ -36,7 +36,6 @@ class LongBench(Task):
 
     Attributes:
         file: an official file, `multi_news.jsonl` or `qasper_e.jsonl`; or `hub:...`.
-        samples: use the first records, this many; none takes all.
         truncate: cut longer prompts to this many tokens by leaving out their middle; none feeds
             them whole.
         chat: put prompts into the model's chat template, where LongBench does.

@@ -36,7 +36,6 @@ class Loop(Task):
     Attributes:
         tokens: of each text, a multiple of 250.
         samples: texts.
-        text: a file of books; none takes the packaged one.
     """
 
     tokens: int = 20_000

@@ -38,7 +38,6 @@ class MTBench(Task):
 
     Attributes:
         file: `mt_bench.jsonl`, a record a dialogue with its `turns`.
-        samples: use the first dialogues, this many; none takes all.
         most: tokens of an answer.
         alone: give each dialogue a new stream, for a baseline.
     """

@@ -208,7 +208,6 @@ class Facts(Task):
         facts: in each stream, each of another kind and about somebody else.
         every: tokens from one statement to the next, a multiple of 100.
         before: tokens in front of the first statement's end, a multiple of 100.
-        text: a file of books; none takes the packaged one.
     """
 
     form: Form = "sentence"
@@ -239,7 +238,7 @@ class Facts(Task):
     @property
     def tokens_back(self) -> tuple[int, ...]:
         """The distances as numbers; empty if they are no numbers."""
-        words = str(self.distances).split()
+        words = dict.fromkeys(str(self.distances).split())
         return tuple(map(int, words)) if all(word.isdecimal() for word in words) else ()
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:

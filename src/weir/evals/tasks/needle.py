@@ -45,7 +45,6 @@ class Needle(Task):
         format: `exercises`, nano's own; `text`, in words; none takes exercises for a model that was
             trained on them, and text for others.
         needle, question, answer: in words, for `format=text`.
-        text: a file of books for hay; none takes the packaged one.
         chat: put the prompt into the model's chat template, for `format=text`.
     """
 

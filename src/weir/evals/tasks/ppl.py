@@ -23,7 +23,6 @@ class Perplexity(Task):
 
     Attributes:
         tokens: to read; none reads all.
-        text: a file of books, UTF-8, plain or .xz; none takes the packaged one.
         block: tokens in a block of `ppl_by_block`.
         start: a text to stand in front in place of the tokenizer's start token.
     """

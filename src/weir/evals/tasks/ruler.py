@@ -65,8 +65,6 @@ class Ruler(Task):
             (`qa`), whether it contains one.
         most: tokens of an answer; RULER has 128 for needles, 30 for variables, 120 for common
             words, 50 for frequent ones and 32 for questions.
-        samples: use the first records, this many; none takes all.
-        chat: put the prompt into the model's chat template.
     """
 
     file: str

@@ -6,7 +6,6 @@ a given number of lines back; nothing is ever reset, and the model's own answers
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,7 +18,6 @@ from weir.errors import WeirError
 from weir.evals.scores import count_by_distance
 from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.evals.tasks.lines import LARGEST, NAMES, line_name, line_start
-from weir.stream import Stream
 from weir.train import DIGITS, Words, practiced
 
 DISTANCES = (20, 40, 60, 80, 100, 150, 200, 400, 600, 800, 1000)
@@ -80,10 +78,18 @@ class StreamEval(Task):
             rows = min(kind.at_once, self.samples - done)
             lines = kind(subject.tokenizer, rows, schedule[-1][0], rng)
             stream = subject.stream()
-            for query, right in _ask_all(stream, lines, schedule):
-                hits[query[1]] += right
-                share = query[0] / schedule[-1][0]
-                progress((done + rows * share) / self.samples)
+            fed, after = 0, lines.after[:, :0]
+            for place, distance in schedule:
+                asked = place - distance
+                new = [lines.line(number) for number in range(fed, place)]
+                logits = stream.feed(torch.cat([after, *new, lines.question(asked)], dim=1))
+                answer = []
+                for _ in range(lines.answer_length(asked)):
+                    answer.append(logits.argmax(-1, keepdim=True).cpu())
+                    logits = stream.feed(answer[-1])
+                hits[distance] += lines.right(asked, torch.cat(answer, dim=1))
+                after, fed = lines.after, place
+                progress((done + rows * place / schedule[-1][0]) / self.samples)
             done += rows
             per_line.append(lines.per_line)
             kv_bytes, tokens = max(kv_bytes, stream.nbytes // rows), stream.seen
@@ -113,25 +119,6 @@ def make_schedule(
             schedule.append((place, distance))
         place += every
     return schedule
-
-
-def _ask_all(
-    stream: Stream, lines: ExerciseLines | TextLines, schedule: list[Query]
-) -> Iterator[tuple[Query, int]]:
-    """Feed lines and questions, and yield each query with its number of right answers."""
-    fed = 0
-    after: Tensor | None = None
-    for query in schedule:
-        place, distance = query
-        new = [lines.line(number) for number in range(fed, place)]
-        new.append(lines.question(place - distance))
-        logits = stream.feed(torch.cat([*([] if after is None else [after]), *new], dim=1))
-        answer = []
-        for _ in range(lines.answer_length(place - distance)):
-            answer.append(logits.argmax(-1, keepdim=True).cpu())
-            logits = stream.feed(answer[-1])
-        yield query, lines.right(place - distance, torch.cat(answer, dim=1))
-        after, fed = lines.after, place
 
 
 class ExerciseLines:

@@ -28,9 +28,7 @@ class Summary(Task):
     Attributes:
         file: JSON lines with `document` and `summary` (XSUM) or `article` and `highlights`
             (CNN/DailyMail); or `hub:...`.
-        samples: use the first articles, this many; none takes all.
         most: tokens of a summary.
-        chat: put the prompt into the model's chat template.
     """
 
     file: str
