@@ -253,7 +253,10 @@ MISTAKES = {
         "a budget of 4 leaves no room for recent tokens beside 4 sinks",
     ),
     "sinks below nothing": ("»streaming_llm(sinks=-1)", "at least 1 token, not -1"),
-    "a window of nothing": ("»window(0)", "from 1 on or none, not 0"),
+    "a window of nothing": (
+        "window(»0)",
+        "budget of window must be a whole number from 1 on, not 0",
+    ),
     "a re-computation of nothing": ("»recompute(0)", "at least 1 token, not 0"),
     "a sink after others": ("recent(4) | »sink(4)", "stands first in a pipe"),
     "two sinks": ("sink(4) | »sink(4)", "stands first in a pipe"),
@@ -339,7 +342,7 @@ NO_SUCH_THINGS = [
         "budget of streaming_llm must be a whole number, not 'many'",
     ),
     (streaming_llm, {"sinks": 4.0}, "sinks of streaming_llm must be a whole number, not 4.0"),
-    (window, {"budget": True}, "budget of window must be a whole number, not true"),
+    (window, {"budget": True}, "budget of window must be a whole number from 1 on, not true"),
     (h2o, {"budget": None}, "budget of h2o must be a whole number, not none"),
     (pyramidkv, {"beta": "steep"}, "beta of pyramidkv must be a number, not 'steep'"),
     (buzz, {"local_max": 1}, "local_max of buzz must be true or false, not 1"),
@@ -364,7 +367,9 @@ def test_python_and_text_refuse_what_is_no_such_thing_with_the_same_sentence(mak
 
 
 def test_what_cannot_be_written_in_a_policy_is_refused_in_python_in_one_short_line():
-    with pytest.raises(WeirError, match="budget of window must be a whole number, not '256'"):
+    with pytest.raises(
+        WeirError, match="budget of window must be a whole number from 1 on, not '256'"
+    ):
         window("256")
     with pytest.raises(WeirError) as caught:
         Sink([[7] * 50] * 50)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 from weir.serve import SampledToken
 from weir.serve.engine import EventSender, FailureEvent, OutputQueue, TokenEvent
@@ -16,7 +17,6 @@ def token_event(number: int) -> TokenEvent:
 def test_events_come_in_order_from_any_thread():
     async def read() -> list[str]:
         queue, sender = OutputQueue(asyncio.get_running_loop(), 1000), EventSender()
-        over = threading.Event()
 
         def post() -> None:
             for number in range(500):
@@ -24,25 +24,39 @@ def test_events_come_in_order_from_any_thread():
                 if number % 3 == 0:
                     sender.send()
             sender.send_now(queue, FailureEvent(0, ValueError("the end")))
-            over.set()
 
-        def meddle() -> None:
-            while not over.is_set():
-                sender.send()
-
-        threads = [threading.Thread(target=work) for work in (post, meddle)]
-        for thread in threads:
-            thread.start()
+        thread = threading.Thread(target=post)
+        thread.start()
         found: list[str] = []
         while True:
             for event in await queue.take():
                 if isinstance(event, FailureEvent):
-                    for thread in threads:
-                        thread.join()
+                    thread.join()
                     return found
                 found.append(event.text)
 
     assert asyncio.run(read()) == [str(number) for number in range(500)]
+
+
+def test_events_that_two_threads_send_come_in_the_order_they_were_added():
+    came: list[int] = []
+    waking = threading.Event()
+
+    class Loop:
+        def call_soon_threadsafe(self, put: object, events: list) -> None:
+            if not waking.is_set():
+                waking.set()
+                time.sleep(0.1)  # so long another thread has for coming before this one
+            came.extend(event.answer for _, event in events)
+
+    queue, sender = OutputQueue(Loop(), 9), EventSender()
+    sender.add(queue, FailureEvent(0, ValueError()))
+    thread = threading.Thread(target=sender.send)
+    thread.start()
+    assert waking.wait(60)
+    sender.send_now(queue, FailureEvent(1, ValueError()))
+    thread.join()
+    assert came == [0, 1]
 
 
 def test_the_events_of_many_queues_come_together_and_not_before():

@@ -15,6 +15,7 @@ from weir.policies.registry import named
 from weir.pools import (
     Balance,
     Bounds,
+    Count,
     Defend,
     Frame,
     Halves,
@@ -112,7 +113,7 @@ def dense() -> Policy:
 
 
 @named("Beltagy et al. 2020, Longformer; StreamingLLM's Figure 1b")
-def window(budget: int = 256) -> Policy:
+def window(budget: Count = 256) -> Policy:
     """Keep the newest tokens and nothing else; collapses once the first token has left."""
     return Pipe((Recent(budget),))
 

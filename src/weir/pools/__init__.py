@@ -15,6 +15,7 @@ from weir.pools.observed_attention import Gating, ObservedAttention, Output
 from weir.pools.outliers import Outliers
 from weir.pools.parameters import (
     Bounds,
+    Count,
     Make,
     argument_hints,
     check_arguments,
@@ -61,6 +62,7 @@ __all__ = [
     "Bounds",
     "Caote",
     "Chunks",
+    "Count",
     "CounterRNG",
     "Critical",
     "CurDKV",

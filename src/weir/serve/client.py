@@ -40,6 +40,7 @@ from weir.serve.prompts import Prompt, PromptMatcher, PromptRenderer
 from weir.serve.sessions import ResponseStore, TurnRecord, pack_ids
 from weir.serve.sessions.manager import SessionManager
 from weir.serve.tools import Tool, read_calls
+from weir.stream import Detokenizer
 
 
 @dataclass(frozen=True)
@@ -284,15 +285,14 @@ class EngineClient:
         self, request: GenerationRequest, prompt: Prompt, answer: int, queue: OutputQueue
     ) -> Sequence:
         """The sequence of one of the answers, with its output processor."""
+        special = self.renderer.call_tokens.values() if request.tools else ()
         processor = OutputProcessor(
             answer,
             self.engine.cache,
-            self.tokenizer,
-            request.stops,
+            Detokenizer(self.tokenizer, request.stops, special),
             queue,
             self._sender,
             partial(self._trim, prompt),
-            self.renderer.call_tokens.values() if request.tools else (),
         )
         constraint = request.constraint() if request.constraint else None
         processor.sequence = Sequence(

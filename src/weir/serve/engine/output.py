@@ -11,10 +11,8 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
-
-from transformers import PreTrainedTokenizerBase
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from weir.cache import StreamingCache
 from weir.pools import Beginning
@@ -174,78 +172,64 @@ def _put_all(events: list[tuple[OutputQueue, OutputEvent]]) -> None:
         queue.put(event)
 
 
+@dataclass(eq=False, repr=False)
 class OutputProcessor:
-    """The listener of one sequence: makes text of its tokens and puts events into a queue.
-
-    Args:
-        on_saved: called when the answer is saved, before the client hears of its end.
-        special: special tokens that are part of the answer's text.
+    """The listener of one sequence: makes text of its tokens and sends events to a queue.
 
     Attributes:
+        on_saved: called when the answer is saved, before the client hears of its end.
         sequence: its sequence; set before that is submitted.
         stats: of its stream; set when the last token has come.
     """
 
-    sequence: Sequence
-    stats: StreamStats
-
-    def __init__(
-        self,
-        answer: int,
-        cache: StreamingCache,
-        tokenizer: PreTrainedTokenizerBase,
-        stops: tuple[str, ...],
-        queue: OutputQueue,
-        sender: EventSender,
-        on_saved: Callable[[], None],
-        special: Collection[int] = (),
-    ) -> None:
-        self._answer = answer
-        self._cache = cache
-        self._detokenizer = Detokenizer(tokenizer, stops, special)
-        self._text: list[str] = []
-        self._queue = queue
-        self._sender = sender
-        self._on_saved = on_saved
-        self._rest: str | None = None  # text held back until the answer ended
+    answer: int
+    cache: StreamingCache
+    detokenizer: Detokenizer
+    queue: OutputQueue
+    sender: EventSender
+    on_saved: Callable[[], None]
+    sequence: Sequence = field(init=False)
+    stats: StreamStats = field(init=False)
+    _text: list[str] = field(default_factory=list)
+    _rest: str | None = None  # text held back until the answer ended
 
     def on_token(self, token: SampledToken) -> str | None:
         """Put out the text that a token adds; "stop" if it completes a stop text."""
         sequence = self.sequence
         is_stop = token.id in sequence.stop_ids
-        text = "" if is_stop else self._detokenizer.add(token.id)
+        text = "" if is_stop else self.detokenizer.add(token.id)
         if text:
             self._text.append(text)
-        if self._queue.full:
+        if self.queue.full:
             sequence.cancelled = True  # the client does not read; the next step ends it
         else:
             at = time.perf_counter()
-            self._sender.add(self._queue, TokenEvent(self._answer, text, token, at))
+            self.sender.add(self.queue, TokenEvent(self.answer, text, token, at))
         done = sequence.sampler.done or len(sequence.output_ids) >= sequence.max_tokens
-        if is_stop or self._detokenizer.stopped or done:
+        if is_stop or self.detokenizer.stopped or done:
             # By the time the answer is saved, its row may belong to another sequence.
             assert sequence.row is not None
-            self.stats = StreamStats.of(self._cache, sequence.row)
-        return "stop" if self._detokenizer.stopped else None
+            self.stats = StreamStats.of(self.cache, sequence.row)
+        return "stop" if self.detokenizer.stopped else None
 
     def finish(self) -> str:
         """The text of the whole answer, once it has ended."""
         if self._rest is None:
-            self._rest = "" if self._detokenizer.stopped else self._detokenizer.end()
+            self._rest = "" if self.detokenizer.stopped else self.detokenizer.end()
         return "".join([*self._text, self._rest])
 
     def on_finish(self, reason: str) -> None:
         """Put out the end of the answer, which is saved."""
         try:
             self.finish()
-            self._on_saved()
+            self.on_saved()
         except Exception as error:
             self.on_failure(error)
             return
         tokens, rest = len(self.sequence.output_ids), self._rest or ""
-        end = FinishEvent(self._answer, rest, reason, tokens, self.stats)
-        self._sender.send_now(self._queue, end)
+        end = FinishEvent(self.answer, rest, reason, tokens, self.stats)
+        self.sender.send_now(self.queue, end)
 
     def on_failure(self, error: Exception) -> None:
         """Put out that the answer has failed."""
-        self._sender.send_now(self._queue, FailureEvent(self._answer, error))
+        self.sender.send_now(self.queue, FailureEvent(self.answer, error))
