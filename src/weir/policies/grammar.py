@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from weir.errors import PolicyError, WeirError, find_nearest, quote
 from weir.policies.checks import check_format, check_place
 from weir.policies.file import is_file, read_policy_file
-from weir.policies.pipe import Layered, Origin, Pipe, Policy
+from weir.policies.pipe import ByHead, Layered, Origin, Pipe, Policy
 from weir.policies.registry import NAMED, PolicyCall, load_plugins
 from weir.pools import CONSTANTS, POOLS, WORD, Pool, argument_hints, convert_argument
 from weir.slab import FORMATS
@@ -196,7 +196,7 @@ class Parser:
         """Make the policy of what was read."""
         if part.layers:
             try:
-                return Layered(tuple(map(self._make_policy, part.layers)), part.text)
+                return Layered(tuple(map(self._make_layer, part.layers)), part.text)
             except PolicyError:
                 raise
             except WeirError as error:
@@ -215,6 +215,12 @@ class Parser:
             return Pipe(tuple(pools), part.text, tuple(part.formats))
         except WeirError as error:
             raise self.wrong(str(error), part.at) from None
+
+    def _make_layer(self, part: ParsedPolicy) -> Policy:
+        """Make the policy of a layer, in a list for layers; a list in it is for KV heads."""
+        if not part.layers:
+            return self._make_policy(part)
+        return ByHead(tuple(map(self._make_policy, part.layers)), part.text)
 
     def _check_ambiguous(self, call: CallSyntax) -> None:
         """Refuse a pool by itself whose author may have meant the policy of the same name.
