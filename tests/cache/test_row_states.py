@@ -27,6 +27,7 @@ POLICIES = [
     "sink(1) | recent(4) | reservoir(5, weighted=true)",
     "sink(1) | recent(4) | balance(8, block=4)",
     "sink(1) | recent(4) | subgen(6, 3, 2)",
+    "[[recent(5) | heavy(4), recent(7)], [sink(1) | recent(4) | reservoir(5), recent(9)]]",
     "dense",
 ]
 SEEDS = (0, 0, 7)

@@ -13,7 +13,7 @@ from weir.policies.registry import (
     load_plugins,
     named,
 )
-from weir.policies.weir import fit_budgets, is_weir, measures_layers
+from weir.policies.weir import fit_budgets, is_weir
 from weir.policies.wrappers import (
     EXACT,
     Pinned,
@@ -51,7 +51,6 @@ __all__ = [
     "is_file",
     "is_weir",
     "load_plugins",
-    "measures_layers",
     "named",
     "parse_call",
     "parse_policy",

@@ -24,6 +24,8 @@ from weir.slab import FORMATS
 
 OLD_NAMES = {"quantised": "quantized"}
 """Old names in saved sessions, results and policy files."""
+OLD_PARAMETERS = {("weir", "layers"): "heads"}
+"""Old names of parameters there."""
 NUMBER = re.compile(r"[-+]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 LIST = "["
 """Begins a list with a policy for each layer."""
@@ -340,7 +342,9 @@ class Parser:
             while not self.take(")"):
                 if call.arguments and not self.take(","):
                     raise self.wrong("expected ',' or ')'")
-                call.arguments.append(self._argument())
+                given = self._argument()
+                new = OLD_PARAMETERS.get((name, given.name), given.name)
+                call.arguments.append(given._replace(name=new))
                 stop = self.at
             call.inside = self.text[start:stop].strip()
         return call
