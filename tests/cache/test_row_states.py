@@ -51,7 +51,7 @@ class Alone:
 
 def check_row(cache: StreamingCache, row: int, alone: StreamingCache) -> None:
     """A row holds, bit for bit in its places and weights, what it holds alone."""
-    for layer in range(len(cache.stack)):
+    for layer in range(len(cache)):
         mine, theirs = cache.slots(layer), alone.slots(layer)
         for head in range(mine.position.shape[1]):
             held, wanted = mine.position[row, head] >= 0, theirs.position[0, head] >= 0
