@@ -403,7 +403,7 @@ class StreamingCache(Cache):
         not among them; None where there is no limit.
         """
         sizes = ([part.spec.pipe.slots for part in layer.parts] for layer in self.stack.by_index)
-        return [None if None in each else max(each) for each in sizes]
+        return [None if None in each else max(n or 0 for n in each) for each in sizes]
 
     def slots(self, layer: int = 0) -> Contents:
         """Return a copy of one layer's slots.

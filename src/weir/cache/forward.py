@@ -363,10 +363,10 @@ class LayerStep:
         self, layer: None, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
     ) -> Tensor:
         """Compute attention for one token a row; see `Forward.attend`."""
-        calls = []
-        for part, ends, largest in zip(self.slots, self.ends, self.largest, strict=True):
-            rows = {"ends": ends, "waiting": self.waiting, "largest": largest}
-            calls.append(partial(part.attend, **rows))
+        calls = [
+            partial(part.attend, ends=ends, waiting=self.waiting, largest=largest)
+            for part, ends, largest in zip(self.slots, self.ends, self.largest, strict=True)
+        ]
         if self.split is None:
             return calls[0](queries, keys, values, params)
         return self.split.answer(calls, queries, keys, values, params)

@@ -343,8 +343,8 @@ class Parser:
                 if call.arguments and not self.take(","):
                     raise self.wrong("expected ',' or ')'")
                 given = self._argument()
-                new = OLD_PARAMETERS.get((name, given.name), given.name)
-                call.arguments.append(given._replace(name=new))
+                new = OLD_PARAMETERS.get((name, given.name or ""))
+                call.arguments.append(given._replace(name=new) if new else given)
                 stop = self.at
             call.inside = self.text[start:stop].strip()
         return call
