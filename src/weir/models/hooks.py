@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from weir.errors import WeirError
+from weir import kernels
 from weir.kernels import note_missing_kernels
 from weir.models.attention_sinks import SUNK_ATTENTION
 from weir.models.compiling import Compiled, Compiling, layers_of
@@ -36,6 +37,7 @@ from weir.models.legacy_attention import install
 from weir.models.linear_kernels import choose_products
 from weir.models.method_patch import MethodPatch
 from weir.models.model_spec import ModelSpec, describe, input_device
+from weir.models.native_step import NativeStep
 from weir.models.quantized_weights import quantizes_inputs
 from weir.slab import AttentionParams
 
@@ -70,6 +72,7 @@ class Attachment:
         self._forward = MethodPatch(facts.decoder, "forward", self._call)
         self._patches = [MethodPatch(rotary, "forward", self._rotate) for rotary in facts.rotaries]
         self._compiled: Compiled | None = None
+        self._native: NativeStep | None = None
         self.compile(_COMPILED.get(facts.decoder))
         if facts.images is not None and facts.images.axes:
             for kind in ("image", "video"):
@@ -90,6 +93,9 @@ class Attachment:
         layers = layers_of(self.facts.decoder, self.facts.attentions)
         own = self._forward.own
         self._compiled = None if compiling is None else Compiled(own, layers, compiling)
+        known = compiling is not None and compiling.native and hasattr(self.facts.decoder, "layers")
+        known = known and kernels.decode_step(torch.device("cpu")) is not None
+        self._native = NativeStep(self.facts.decoder, self.facts.attentions) if known else None
 
     def give_up(self, cache: Any) -> None:
         """Remove one cache, after the call under way."""
@@ -159,7 +165,15 @@ class Attachment:
         given = {**running.given, **self._replaced(running.given)}
         given.pop(OFFSETS, None)
         plain = any(given.get(name) for name in _MORE) or given.get("return_dict") is False
-        compiled = self._compiled
+        compiled, rows = self._compiled, None
+        if self._native is not None and not plain:
+            rows = running.step_rows()
+        if rows is not None:
+            output = self._native(rows, given, lambda: own(**given))
+            if output is not None:
+                if rows.largest is not None:
+                    running.commit_step(rows)
+                return output
         if compiled is not None and not plain:
             step = running.step()
             if step is not None:

@@ -24,7 +24,7 @@ from weir.slab.positions import (
     rotation_tables,
     shift_spans,
 )
-from weir.slab.quantization import FORMATS, Format
+from weir.slab.quantization import FORMATS, Format, block_size
 from weir.slab.quantized_slots import CODED, QuantizedSlots, QuantizedStorage, quantized_buffers
 from weir.slab.selection import AT_ONCE, AttendedSlots, Observe, select_attention
 from weir.slab.slab import (
@@ -70,6 +70,7 @@ __all__ = [
     "attention_shares",
     "attention_softmax",
     "attention_weights",
+    "block_size",
     "compute_logits",
     "copy_if_shared",
     "cut_slots",

@@ -263,20 +263,18 @@ def _merge(
         top, total = np.float32(-np.inf), np.float32(0.0)
         for part in range(parts):
             top = max(top, sums[part * sums_apart + 2 * member])
-        row = out[member]
-        row[:] = np.float32(0.0)
         if top == -np.inf:
-            continue
+            top = np.float32(0.0)
         for part in range(parts):
             at = part * sums_apart + 2 * member
+            total += np.float32(np.exp(sums[at] - top)) * sums[at + 1]
+        row = out[member]
+        for part in range(parts):
+            at, begin = part * sums_apart + 2 * member, part * apart + member * width
             weight = np.float32(np.exp(sums[at] - top))
-            total += weight * sums[at + 1]
-            more = found[part * apart + member * width : part * apart + (member + 1) * width]
+            share = weight / total if total != 0 else np.float32(0.0)
             for i in range(width):
-                row[i] += weight * more[i]
-        share = np.float32(1.0) / total if total != 0 else np.float32(0.0)
-        for i in range(width):
-            row[i] *= share
+                row[i] = share * found[begin + i] + (row[i] if part else np.float32(0.0))
 
 
 _rotate = compile_kernel(_rotate_blocks)
