@@ -29,13 +29,14 @@ from weir.kernels.cpu.compilation import (
     shorts_at,
 )
 from weir.kernels.cpu.slot_products import (
+    AHEAD,
     VECTORS,
     dot_products,
     pad_query,
     padded,
     weighted_sums,
 )
-from weir.kernels.cpu.softmax import ATTENTION_MATH, exponentials
+from weir.kernels.cpu.softmax import ATTENTION_MATH, exponentials, largest
 from weir.kernels.cpu.threads import TeamKernel, take_part, threads_for
 from weir.kernels.cpu.vectors import as_float, lanes
 from weir.kernels.dispatch import QuantizedVectors
@@ -132,6 +133,8 @@ def _attend(
     scratch: int,
     out_at: int,
     sums_at: int,
+    ahead: int,
+    ahead_stop: int,
 ) -> None:
     """Answers of a head's queries from some of its slots, not yet divided by the sum of weights.
 
@@ -145,6 +148,8 @@ def _attend(
         out_at: address of float32 [group, width], which are written.
         sums_at: address of float32 [group, 2], which are written: the largest logit, and the sum
             of weights relative to it.
+        ahead, ahead_stop: addresses of memory that is read next: it comes into the processor's
+            cache meanwhile, `AHEAD` bytes for a slot and product. 0 for none.
     """
     n = held_at(held, (1, 1))[0, 0]
     lanes, group, dim, width = n.lanes, n.group, n.dim, n.width
@@ -179,9 +184,14 @@ def _attend(
             steps[1, slot] = as_float(value_peaks[older + slot]) / value_levels
         codes = n.key_codes + older * dim * n.code_bits // 8
         given = coded_at if few else asked_at
-        dot_products(given, group, codes, n.code_bits, dim, logits_at, count, read, lanes)
+        more = ahead, ahead_stop
+        dot_products(given, group, codes, n.code_bits, dim, logits_at, count, read, lanes, *more)
+        ahead += read * AHEAD
     at = n.keys + first * dim * n.bits // 8
-    dot_products(asked_at, group, at, n.bits, dim, logits_at + 4 * read, count, exact, lanes)
+    more = ahead, ahead_stop
+    to = logits_at + 4 * read
+    dot_products(asked_at, group, at, n.bits, dim, to, count, exact, lanes, *more)
+    ahead += exact * AHEAD
     logits, sums = floats_at(logits_at, (group, count)), floats_at(sums_at, (group, 2))
     weights = 4 * (unit * n.weighted + begin)
     mask, above = floats_at(n.mask + weights, (1, count))[0], floats_at(n.above + weights, (1, count))[0]
@@ -194,9 +204,8 @@ def _attend(
             for slot in range(count):
                 row[slot] += mask[slot]
         sink = sinks[unit * group + member] if sunk and n.sinks else np.float32(-np.inf)
-        top, total = sink, np.float32(0.0)
+        top, total = largest(row, sink), np.float32(0.0)
         for slot in range(count):
-            top = max(top, row[slot])
             total += row[slot]
         if top == np.inf or total != total:
             row[:] = np.nan
@@ -217,20 +226,21 @@ def _attend(
             row[slot] *= steps[1, slot]
     if read:
         codes = n.value_codes + older * width * n.code_bits // 8
-        bits = n.code_bits
-        weighted_sums(logits_at, count, read, group, codes, bits, width, out_at, lanes)
+        bits, more = n.code_bits, (ahead, ahead_stop)
+        weighted_sums(logits_at, count, read, group, codes, bits, width, out_at, lanes, *more)
+        ahead += read * AHEAD
         if few:
             for member in range(group):
                 _rotate(out_at + 4 * member * width, width, n.value_block)
     if exact or not read:
         at, into = n.values + first * width * n.bits // 8, more_at if read else out_at
-        shares = logits_at + 4 * read
-        weighted_sums(shares, count, exact, group, at, n.bits, width, into, lanes)
+        shares, more = logits_at + 4 * read, (ahead, ahead_stop)
+        weighted_sums(shares, count, exact, group, at, n.bits, width, into, lanes, *more)
         if read:
             out = floats_at(out_at, (1, group * width))[0]
-            more = floats_at(more_at, (1, group * width))[0]
+            others = floats_at(more_at, (1, group * width))[0]
             for i in range(group * width):
-                out[i] += more[i]
+                out[i] += others[i]
 
 
 def _rotate_blocks(row_at: int, dim: int, block: int) -> None:
@@ -296,7 +306,7 @@ def _attend_parts(address: int) -> None:
     while part < parts:
         for unit in range(units * part // parts, units * (part + 1) // parts):
             out = numbers[7] + 4 * unit * group * width
-            attend(held, unit, begin, end, 1, numbers[6] + 4 * unit * group * dim, at, out, sums)
+            attend(held, unit, begin, end, 1, numbers[6] + 4 * unit * group * dim, at, out, sums, 0, 0)
             merge(out, 0, sums, 0, 1, group, width, out)
         part = take_part(address)
 

@@ -25,6 +25,7 @@ from numba.core.cgutils import alloca_once_value, for_range_slice
 from weir.kernels.cpu.compilation import WHOLE, bytes_at, floats_at, shorts_at
 from weir.kernels.cpu.vectors import (
     BYTE,
+    CACHE_LINE,
     INT,
     LONG,
     add_product,
@@ -35,6 +36,7 @@ from weir.kernels.cpu.vectors import (
     for_lanes,
     llvm_function,
     load_at,
+    prefetch,
     shuffle,
     store_at,
     switch,
@@ -50,6 +52,8 @@ _MEMBERS = 3
 """Query heads that are served at once."""
 _AT_ONCE = 4
 """Values that are added before it is asked whether there are more."""
+AHEAD = 128
+"""Bytes of other memory that are asked for at each slot: as many as come meanwhile."""
 _KINDS = {4: BYTE, 8: BYTE, 16: ir.IntType(16), 32: ir.FloatType()}
 """What is stored, by the bits of a number."""
 
@@ -129,6 +133,7 @@ def _sum_vectors(
     answers: Any,
     lanes: Any,
     members: Any,
+    ahead: Any,
 ) -> None:
     """`answers[member, j] = sum over i of shares[member, i] * slots[i, j]`.
 
@@ -146,6 +151,7 @@ def _sum_vectors(
         answers: address of the answers [members, dim], float32.
         lanes: numbers of a vector, 8 or 16.
         members: query heads, 1 to _MEMBERS.
+        ahead: address of memory that is asked for meanwhile; 0 for none.
     """
 
     def emit(width: int, heads: int, kind: int) -> None:
@@ -173,6 +179,8 @@ def _sum_vectors(
 
         whole = builder.and_(count, LONG(-_AT_ONCE))
         with for_range_slice(builder, LONG(0), whole, LONG(_AT_ONCE)) as (slot, _):
+            with builder.if_then(builder.icmp_unsigned("!=", ahead, LONG(0))):
+                _ask(builder, builder.add(ahead, builder.mul(slot, LONG(AHEAD))))
             for i in range(_AT_ONCE):
                 step(builder.add(slot, LONG(i)))
         with for_range_slice(builder, whole, count, LONG(1)) as (slot, _):
@@ -185,6 +193,16 @@ def _sum_vectors(
                 store_at(builder, builder.load(total[member][i]), found, to)
 
     _for_members(builder, lanes, members, bits, emit)
+
+
+def _ask(builder: ir.IRBuilder, address: Any) -> None:
+    """Ask for the memory of four slots' time."""
+    start = builder.inttoptr(address, BYTE.as_pointer())
+    for line in range(0, _STREAMS * AHEAD, CACHE_LINE):
+        prefetch(builder, builder.gep(start, [LONG(line)]))
+
+
+_ask_for = llvm_function(_ask)
 
 
 def _for_members(
@@ -306,6 +324,8 @@ def dot_products(
     apart: int,
     number: int,
     lanes: int,
+    ahead: int,
+    stop: int,
 ) -> None:
     """Logits of some slots for each query.
 
@@ -317,6 +337,7 @@ def dot_products(
         apart: numbers from one query's logits to the next's.
         number: slots.
         lanes: numbers of a vector, 8 or 16; 1 for heads of too few.
+        ahead, stop: addresses of memory that is asked for meanwhile, `AHEAD` bytes for a slot.
     """
     parts = 2 if bits == 4 else 1
     size, line = padded(dim, parts, lanes), dim * bits // 8
@@ -333,6 +354,9 @@ def dot_products(
     for slot in range(part + number % _STREAMS):
         # The last few, where four does not divide them, are one slot four times.
         at, step = (slot, part) if slot < part else (slot + (_STREAMS - 1) * part, 0)
+        if ahead < stop and slot < part:
+            _ask_for(ahead)
+            ahead += _STREAMS * AHEAD
         for member in range(0, group, _MEMBERS):
             few = min(_MEMBERS, group - member)
             asked, found = asked_at + 4 * member * size, logits_at + 4 * (member * apart + at)
@@ -350,6 +374,8 @@ def weighted_sums(
     dim: int,
     out_at: int,
     lanes: int,
+    ahead: int,
+    stop: int,
 ) -> None:
     """Answers [group, dim] of some slots.
 
@@ -361,6 +387,7 @@ def weighted_sums(
         slots_at, bits, dim: the slots.
         out_at: address of float32 [group, dim], which are written.
         lanes: numbers of a vector, 8 or 16, and `lanes * VECTORS` is no more than `dim`; or 1.
+        ahead, stop: as in `dot_products`.
     """
     if lanes == 1:
         shares, out = floats_at(shares_at, WHOLE)[0], floats_at(out_at, (group, dim))
@@ -373,10 +400,13 @@ def weighted_sums(
         return
     parts = 2 if bits == 4 else 1
     part, block = dim // parts, lanes * VECTORS // parts
+    if ahead >= stop:
+        ahead = 0
     for member in range(0, group, _MEMBERS):
         few = min(_MEMBERS, group - member)
         weights, answers = shares_at + 4 * member * apart, out_at + 4 * member * dim
         for begin in range(0, part, block):
             column = min(begin, part - block)
             given = weights, apart, number, slots_at, bits, dim, column, answers
-            _sum_vectors(*given, lanes, few)
+            _sum_vectors(*given, lanes, few, ahead)
+            ahead = 0

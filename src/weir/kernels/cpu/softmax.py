@@ -56,6 +56,17 @@ def _exponentials(row: np.ndarray, power: np.ndarray, top: np.float32) -> np.flo
 exponentials = compile_kernel(_exponentials, fastmath=ATTENTION_MATH)
 
 
+def _largest(row: np.ndarray, top: np.float32) -> np.float32:
+    """The largest of a row and a number; any number where one of them is not a number."""
+    for slot in range(row.shape[0]):
+        top = row[slot] if row[slot] > top else top
+    return top
+
+
+largest = compile_kernel(_largest, fastmath=(*ATTENTION_MATH, "nnan"))
+"""Without NaN a maximum in any order is the same, so that it is made of vectors."""
+
+
 def _softmax(row: np.ndarray, power: np.ndarray) -> None:
     """Logits [slots], float32, become shares; all of them 0 where every logit is -inf, and
     not a number where one is not, or is infinite.

@@ -79,6 +79,8 @@ OPERATION = np.dtype(
             *("waiting_queries", "places", "waiting", "unasked"),
             # Address of float32 [rows, all_heads, stretches, group, width + 2], and [rows, heads].
             *("partial", "largest"),
+            # Memory that is read next.
+            *("ahead", "ahead_bytes"),
             # Angles: places in the stream [rows], and turns of each pair at a place, float64.
             *("where", "turns"),
         )
@@ -278,7 +280,11 @@ def _attend(n: np.record, part: int, scratch: int) -> None:
     found = n.partial + 4 * at * n.stretches * (size + 2 * n.group)
     sums = found + 4 * (n.stretches * size + stretch * 2 * n.group)
     sunk = 1 if stretch == 0 else 0
-    attend(n.held, unit, begin, end, sunk, queries, more, found + 4 * stretch * size, sums)
+    # Each part asks for its share of the weight that comes next.
+    ahead = n.ahead + n.ahead_bytes * part // n.parts
+    stop = n.ahead + n.ahead_bytes * (part + 1) // n.parts
+    to = found + 4 * stretch * size
+    attend(n.held, unit, begin, end, sunk, queries, more, to, sums, ahead, stop)
 
 
 def _run_step(address: int) -> None:
