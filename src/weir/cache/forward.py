@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from weir.cache.layer import DecodeSlots, ForwardPlan, Layer, RowsNotFinite
-from weir.cache.layer.plan import Segment
+from weir.cache.layer import DecodeSlots, ForwardPlan, Layer, RowsNotFinite, Segment
 from weir.cache.rows import BegunForward, Rows
 from weir.errors import NotFiniteError, WeirError
 from weir.slab import AttentionParams, Rotary, Slab, rotation_tables

@@ -73,7 +73,7 @@ class NativeStep:
             if key in self._refused:
                 return None
             try:
-                program = _Program(self._decoder, self._attentions, self._watch, rows)
+                program = _StepProgram(self._decoder, self._attentions, self._watch, rows)
             except Unknown:
                 self._refused.add(key)
                 return None
@@ -139,7 +139,7 @@ _READ = {"training", "variance_epsilon", "scaling", "numbers", "scales", "act_fn
 """Attributes of modules that are read, beside modules and parameters."""
 
 
-class _Program:
+class _StepProgram:
     """The table of a decoder over a cache's slots.
 
     Attributes:
@@ -271,9 +271,7 @@ class _Program:
             **norms,
         )
         answered |= {"group": group, "width": width}
-        table.multiply(
-            weights[3:], outs[3:], source="merge", then="add", onto=self._x, **answered
-        )
+        table.multiply(weights[3:], outs[3:], source="merge", then="add", onto=self._x, **answered)
 
     def _hold(self, slots: Any, params: Any, group: int) -> Any:
         """Describe a layer's slots for the kernel."""

@@ -194,7 +194,10 @@ def _attend(
     ahead += exact * AHEAD
     logits, sums = floats_at(logits_at, (group, count)), floats_at(sums_at, (group, 2))
     weights = 4 * (unit * n.weighted + begin)
-    mask, above = floats_at(n.mask + weights, (1, count))[0], floats_at(n.above + weights, (1, count))[0]
+    mask, above = (
+        floats_at(n.mask + weights, (1, count))[0],
+        floats_at(n.above + weights, (1, count))[0],
+    )
     below, sinks = floats_at(n.below + weights, (1, count))[0], floats_at(n.sinks, WHOLE)[0]
     for member in range(group):
         row = logits[member]
@@ -256,8 +259,14 @@ def _rotate_blocks(row_at: int, dim: int, block: int) -> None:
 
 
 def _merge(
-    parts_at: int, apart: int, sums_at: int, sums_apart: int, parts: int, group: int, width: int,
-    out_at: int
+    parts_at: int,
+    apart: int,
+    sums_at: int,
+    sums_apart: int,
+    parts: int,
+    group: int,
+    width: int,
+    out_at: int,
 ) -> None:
     """One answer [group, width] of those of some stretches; zero for a query that sees nothing.
 
@@ -306,7 +315,9 @@ def _attend_parts(address: int) -> None:
     while part < parts:
         for unit in range(units * part // parts, units * (part + 1) // parts):
             out = numbers[7] + 4 * unit * group * width
-            attend(held, unit, begin, end, 1, numbers[6] + 4 * unit * group * dim, at, out, sums, 0, 0)
+            attend(
+                held, unit, begin, end, 1, numbers[6] + 4 * unit * group * dim, at, out, sums, 0, 0
+            )
             merge(out, 0, sums, 0, 1, group, width, out)
         part = take_part(address)
 

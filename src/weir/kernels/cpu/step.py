@@ -249,7 +249,10 @@ def _attend(n: np.record, part: int, scratch: int) -> None:
     if n.window:
         first = max(first, newest + 1 - n.window)
     count = newest + 1 - first
-    begin, end = first + count * stretch // n.stretches, first + count * (stretch + 1) // n.stretches
+    begin, end = (
+        first + count * stretch // n.stretches,
+        first + count * (stretch + 1) // n.stretches,
+    )
     queries, key = scratch, scratch + 4 * n.group * n.dim
     more = key + 4 * n.dim
     cos, sin = n.cosines + 4 * row * n.half, n.sines + 4 * row * n.half
@@ -375,7 +378,9 @@ class StepTable:
         self._made.append({name: _address(value) for name, value in fields.items()})
         return len(self._made) - 1
 
-    def multiply(self, weights: Sequence[Sequence[Tensor | None]], outs: Sequence[Tensor], **fields: Any) -> None:
+    def multiply(
+        self, weights: Sequence[Sequence[Tensor | None]], outs: Sequence[Tensor], **fields: Any
+    ) -> None:
         """Add products of one input with some weights, of what `Weight` is made of."""
         products = np.zeros(len(weights), PRODUCT)
         inputs = weights[0][0].shape[1]
