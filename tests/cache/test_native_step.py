@@ -7,6 +7,7 @@ counts.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 
 import weir
 from weir import StreamingCache, WeirError, compile_steps
-from weir.models import native_step
+from weir.models import hooks, native_step
 
 pytest.importorskip("numba", reason="not installed: pip install 'weir-kv[fast]'")
 CHUNK, PROMPT, STEPS = 4, 30, 26
@@ -46,6 +47,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return own(self, *given)
 
     monkeypatch.setattr(native_step._StepProgram, "run", run)
+    monkeypatch.setattr(native_step.NativeStep, "wait", True)
     return found
 
 
@@ -221,6 +223,27 @@ def test_what_is_not_finite_is_refused_without_trace(taken) -> None:
         found = [model(ids[:, 15:], past_key_values=cache).logits for cache in caches[:2]]
     assert len(taken) == 6
     assert torch.equal(*found)
+
+
+def test_tokens_come_uncompiled_until_the_kernel_is_there(taken, monkeypatch, capfd) -> None:
+    ready = threading.Event()
+    monkeypatch.setattr(native_step.NativeStep, "wait", False)
+    monkeypatch.setattr(native_step, "PATIENCE", 0.0)
+    monkeypatch.setattr("weir.kernels.cpu.step.StepTable.compile", ready.wait)
+    model, ids = make("llama"), tokens(1, PROMPT + 4)
+    cache = StreamingCache(model, POLICIES[0], chunk=CHUNK)
+    compile_steps(model)
+    with torch.no_grad():
+        model(ids[:, :PROMPT], past_key_values=cache)
+        model(ids[:, PROMPT : PROMPT + 1], past_key_values=cache)
+        assert not taken
+        ready.set()
+        held = next(iter(hooks._ATTACHED.values()))._native
+        held._compiling.join()
+        model(ids[:, PROMPT + 1 : PROMPT + 2], past_key_values=cache)
+    compile_steps(model, on=False)
+    assert len(taken) == 1
+    assert capfd.readouterr().err.count("tokens come uncompiled") == 1
 
 
 def test_the_reference_is_no_kernel(taken, monkeypatch) -> None:

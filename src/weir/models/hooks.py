@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from weir.errors import WeirError
 from weir import kernels
+from weir.errors import WeirError
 from weir.kernels import note_missing_kernels
 from weir.models.attention_sinks import SUNK_ATTENTION
 from weir.models.compiling import Compiled, Compiling, layers_of
@@ -94,8 +94,11 @@ class Attachment:
         own = self._forward.own
         self._compiled = None if compiling is None else Compiled(own, layers, compiling)
         known = compiling is not None and compiling.native and hasattr(self.facts.decoder, "layers")
-        known = known and kernels.decode_step(torch.device("cpu")) is not None
-        self._native = NativeStep(self.facts.decoder, self.facts.attentions) if known else None
+        if not known or kernels.decode_step(torch.device("cpu")) is None:
+            self._native = None
+        else:
+            wait = compiling is not None and compiling.wait
+            self._native = NativeStep(self.facts.decoder, self.facts.attentions, wait)
 
     def give_up(self, cache: Any) -> None:
         """Remove one cache, after the call under way."""
@@ -165,11 +168,10 @@ class Attachment:
         given = {**running.given, **self._replaced(running.given)}
         given.pop(OFFSETS, None)
         plain = any(given.get(name) for name in _MORE) or given.get("return_dict") is False
-        compiled, rows = self._compiled, None
-        if self._native is not None and not plain:
-            rows = running.step_rows()
-        if rows is not None:
-            output = self._native(rows, given, lambda: own(**given))
+        compiled, native = self._compiled, self._native
+        rows = None if native is None or plain else running.step_rows()
+        if native is not None and rows is not None:
+            output = native(rows, given, lambda: own(**given))
             if output is not None:
                 if rows.largest is not None:
                     running.commit_step(rows)

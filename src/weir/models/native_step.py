@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +26,12 @@ from weir.models.linear_kernels import is_plain, runs_as_linear
 from weir.models.quantized_weights import Int8Linear
 from weir.slab import block_size
 
+PATIENCE = 1.0
+"""Seconds that the first step waits for the kernel, which is enough where numba has kept it."""
+WAITING = (
+    "compiling the decode step for this machine, which takes half a minute, once; until then "
+    "tokens come uncompiled"
+)
 MOST_ROWS = 16
 """Rows from which on a step is many products, for which PyTorch is made."""
 _ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu"}
@@ -39,15 +47,26 @@ class Unknown(Exception):
 class NativeStep:
     """A decoder's native steps, while its modules are as they were.
 
+    Attributes:
+        wait: wait for the kernel to be compiled, however long that takes.
+
     Args:
         decoder: with `embed_tokens`, `layers` and `norm`.
         attentions: each layer's attention module.
+        wait: see the attribute.
     """
 
-    def __init__(self, decoder: nn.Module, attentions: Sequence[nn.Module]) -> None:
+    wait = False
+
+    def __init__(
+        self, decoder: nn.Module, attentions: Sequence[nn.Module], wait: bool = False
+    ) -> None:
+        if wait:
+            self.wait = True
         self._decoder: Any = decoder
         self._attentions = attentions
         self._watch: _Watch | None = None
+        self._compiling: threading.Thread | None = None
         self._refused: set[Any] = set()
         self._proved: set[Any] = set()
 
@@ -63,6 +82,8 @@ class NativeStep:
         batch = len(rows.waiting)
         if batch > MOST_ROWS or kernels.is_compiling() or torch.is_autocast_enabled("cpu"):
             return None
+        if not self._is_compiled():
+            return usual()
         if self._watch is None or not self._watch.holds():
             self._watch = _Watch(self._decoder)
             self._refused, self._proved = set(), set()
@@ -91,6 +112,17 @@ class NativeStep:
         return BaseModelOutputWithPast(
             last_hidden_state=hidden, past_key_values=given.get("past_key_values")
         )
+
+    def _is_compiled(self) -> bool:
+        """Return whether the kernel is there; a thread compiles it."""
+        if self._compiling is None:
+            make: Any = kernels.decode_step(torch.device("cpu"))
+            self._compiling = threading.Thread(target=make.compile, daemon=True)
+            self._compiling.start()
+            self._compiling.join(None if self.wait else PATIENCE)
+            if self._compiling.is_alive():
+                sys.stderr.write(f"weir: {WAITING}\n")
+        return not self._compiling.is_alive()
 
     def _embedded(self, given: dict[str, Any]) -> Tensor:
         embedded: Tensor | None = given.get("inputs_embeds")
@@ -221,7 +253,7 @@ class _StepProgram:
         weights = [_weight(getattr(attention, f"{name}_proj", None)) for name in "qkvo"]
         outs = [table.memory(table.rows, len(numbers)) for numbers, _, _ in weights]
         table.multiply(weights[:3], outs[:3], x=self._x, source="norm", **_before(layer, 0))
-        batch, heads, exact, dim = slots.keys.shape
+        batch, heads, _, dim = slots.keys.shape
         width = slots.values.shape[3]
         group = len(weights[0][0]) // (heads * dim)
         if params.softcap is not None or [len(w[0]) for w in weights[:3]] != [
@@ -230,7 +262,7 @@ class _StepProgram:
             heads * width,
         ]:
             raise Unknown
-        norms = {}
+        norms: dict[str, Any] = {}
         if hasattr(attention, "q_norm") or hasattr(attention, "k_norm"):
             for name in ("query", "key"):
                 weight, epsilon = _norm(getattr(attention, f"{name[0]}_norm", None))

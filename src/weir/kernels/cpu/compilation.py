@@ -29,8 +29,8 @@ Strides = tuple[int, ...]
 
 
 def compile_kernel(
-    function: Callable[..., None], fastmath: Collection[str] = ()
-) -> Callable[..., None]:
+    function: Callable[..., Any], fastmath: Collection[str] = ()
+) -> Callable[..., Any]:
     """The function in machine code, without the interpreter's lock; kept for the next process.
 
     Args:

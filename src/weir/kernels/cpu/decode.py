@@ -413,7 +413,7 @@ def _decode(
         coded = of_keys, of_values
     held = hold(keys, values, coded, blocks, group, scale, mask)
     out = asked.new_empty((batch, heads, group, 1, values.shape[3]))
-    # Quantized slots come first, and of those that follow the first are read too, or there are none.
+    # Quantized slots come first; of those behind them the first is read too, or there are none.
     begin = slots[0] if quantized else slots[1]
     _attend_together(
         threads_for(keys.numel() + batch * heads * quantized * dim, _WORTH_A_THREAD),

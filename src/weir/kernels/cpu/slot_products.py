@@ -15,6 +15,7 @@ says 8 more than it is. A vector is made of whole *parts*, its halves where numb
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,7 @@ _KINDS = {4: BYTE, 8: BYTE, 16: ir.IntType(16), 32: ir.FloatType()}
 """What is stored, by the bits of a number."""
 
 
-@llvm_function
+@partial(llvm_function, apart=True)
 def _dot_four(
     builder: ir.IRBuilder,
     queries: Any,
@@ -120,7 +121,7 @@ def _dot_four(
     _for_members(builder, lanes, members, bits, emit)
 
 
-@llvm_function
+@partial(llvm_function, apart=True)
 def _sum_vectors(
     builder: ir.IRBuilder,
     shares: Any,

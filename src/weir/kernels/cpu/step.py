@@ -188,7 +188,7 @@ def _angles(n: np.record) -> None:
 
 @njit(nogil=True)
 def _prepare(n: np.record, private: int) -> int:
-    """The address of what an operation multiplies: made in this thread's memory where it has to be."""
+    """The address of what an operation multiplies, which may be made in this thread's memory."""
     if n.source == PLAIN:
         return n.x
     if n.source == NORM:
@@ -338,9 +338,18 @@ class Weight(NamedTuple):
 
 
 _CODES: dict[str, int] = {
-    **{"angles": ANGLES, "products": PRODUCTS, "attention": ATTENTION, "norms": NORMS},
-    **{"plain": PLAIN, "norm": NORM, "merge": MERGE, "store": STORE, "add": ADD, "gate": GATE},
-    **{"silu": SILU, "gelu": GELU},
+    "angles": ANGLES,
+    "products": PRODUCTS,
+    "attention": ATTENTION,
+    "norms": NORMS,
+    "plain": PLAIN,
+    "norm": NORM,
+    "merge": MERGE,
+    "store": STORE,
+    "add": ADD,
+    "gate": GATE,
+    "silu": SILU,
+    "gelu": GELU,
 }
 
 
@@ -363,6 +372,11 @@ class StepTable:
         self._held: list[Any] = []
         self._needed = 0
 
+    @staticmethod
+    def compile() -> None:
+        """Compile the kernel, or read what numba has kept."""
+        _run_together.compile()
+
     def memory(self, *shape: int) -> Tensor:
         """Memory of float32 that the operations share."""
         self._held.append(torch.zeros(shape))
@@ -383,9 +397,9 @@ class StepTable:
     ) -> None:
         """Add products of one input with some weights, of what `Weight` is made of."""
         products = np.zeros(len(weights), PRODUCT)
-        inputs = weights[0][0].shape[1]
+        inputs = Weight(*weights[0]).numbers.shape[1]  # type: ignore[arg-type]
         for at, given, out in zip(products, weights, outs, strict=True):
-            weight = Weight(*given)
+            weight = Weight(*given)  # type: ignore[arg-type]
             outputs, bits = weight.numbers.shape[0], 8 * weight.numbers.itemsize
             at["way"], at["first"] = way_of(self.rows, bits, outputs)
             at["outputs"], at["weight"] = outputs, _address(weight.numbers)

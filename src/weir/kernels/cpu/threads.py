@@ -42,12 +42,16 @@ class TeamKernel:
     def __init__(self, function: Callable[[int], None]) -> None:
         self._function = function
 
+    def compile(self) -> Any:
+        """Return the function in machine code."""
+        return _callback(self._function)
+
     def __call__(self, threads: int, *arguments: int) -> None:
         """Run with integers as arguments, in as many threads."""
         parts = threads * PARTS if threads > 1 else 1
         numbers = (ctypes.c_int64 * (2 + len(arguments)))(0, parts, *arguments)
         address = ctypes.addressof(numbers)
-        run = _callback(self._function)
+        run = self.compile()
         start = None if threads == 1 or _forked else _team()
         if start is None:
             run.ctypes(address)
