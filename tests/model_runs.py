@@ -59,9 +59,9 @@ def reads_as(stream: weir.Stream, twin: Naive, tokens: Tensor, whole: int = 0) -
 
 
 @torch.no_grad()
-def reads_exactly(model: PreTrainedModel, policy: str, tokens: Tensor) -> None:
+def reads_exactly(model: PreTrainedModel, policy: str, tokens: Tensor, **options: Any) -> None:
     """What fits the budget is read as the plain model reads it [batch, length]."""
-    stream = weir.Stream(model, policy, chunk=5)
+    stream = weir.Stream(model, policy, chunk=5, **options)
     close_runs(stream.feed(tokens, all_logits=True), model(tokens).logits, model)
 
 

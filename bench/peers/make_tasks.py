@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 import weir
-from weir.evals.tasks.exercises import Material, distances_to, lay_out, sample
+from weir.evals.tasks.exercises import Material, distances_to, draw_facts, fill_in, lay_out
 from weir.stream import read_stream
 from weir.train import DIGITS, Words
 
@@ -44,8 +44,11 @@ def main(out: Path) -> None:
         layout = lay_out(distances, before, rng)
         assert name == "far" or layout.length <= WINDOW, layout.length
         material = Material(words, book.numpy(), rng)
-        facts, rows = zip(*(sample(material, layout) for _ in range(SAMPLES)), strict=True)
-        numbers = [[fact.answer for (fact,) in row] for row in facts]
+        rows, numbers = [], []
+        for _ in range(SAMPLES):
+            facts = draw_facts(material, len(distances), distinct=False)
+            rows.append(fill_in(material, facts, layout))
+            numbers.append([fact.answer for (fact,) in facts])
         found[f"{name}.ids"] = torch.from_numpy(np.stack(rows))
         found[f"{name}.answers"] = torch.tensor(layout.answers)
         found[f"{name}.distances"] = torch.tensor(distances)

@@ -113,20 +113,16 @@ def main(peer: str, packages: tuple[str, ...], offers: Callable[[], Mapping[str,
                 continue
             for task in given.only:
                 began = time.perf_counter()
-                record = {"peer": peer, "what": name, **_tried(begin, task, facts)}
+                try:
+                    found = ask(begin, task, facts)
+                except Exception as error:  # that it cannot be done is an answer too
+                    said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+                    found = {"task": task, "slots": SLOTS[task], "error": said}
+                record = {"peer": peer, "what": name, **found}
                 record |= {"versions": versions, "date": date.today().isoformat()}
                 record["seconds"] = round(time.perf_counter() - began, 1)
                 out.write(json.dumps(record) + "\n")
                 out.flush()
-
-
-def _tried(begin: Begin, task: str, facts: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What a task found, or how the peer failed: that it cannot be done is an answer too."""
-    try:
-        return ask(begin, task, facts)
-    except Exception as error:  # what a peer raises is its own affair
-        said = str(error).splitlines() or [""]
-        return {"task": task, "slots": SLOTS[task], "error": f"{type(error).__name__}: {said[0]}"}
 
 
 def tensors_of(*what: Any) -> Iterator[Tensor]:

@@ -18,13 +18,7 @@ from weir_bench.timing import Contender
 
 
 class Decoding(Contender):
-    """One token through a model, with a cache.
-
-    Attributes:
-        model: the model.
-        cache: the cache.
-        token: what is fed at every step [rows, 1].
-    """
+    """One token through a model, with a cache."""
 
     def __init__(self, model: PreTrainedModel, cache: object, rows: int = 1) -> None:
         self.model = model
@@ -35,20 +29,15 @@ class Decoding(Contender):
         """One forward of one token of each row."""
         self.feed(self.token)
 
-    def feed(self, ids: Tensor) -> None:
-        """A forward of `ids` [1, n]."""
-        self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+    def feed(self, ids: Tensor, **more: Tensor) -> None:
+        """A forward of `ids` [rows, n]."""
+        held = {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1}
+        self.model(input_ids=ids, **held, **more)
 
     def feed_masked(self, ids: Tensor, real: Tensor) -> None:
         """A forward of `ids` [rows, n], of which only the `real` ones [rows, n] are tokens."""
         with torch.no_grad():
-            self.model(
-                input_ids=ids,
-                attention_mask=real.long(),
-                past_key_values=self.cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
+            self.feed(ids, attention_mask=real.long())
 
 
 class Dynamic(Decoding):
@@ -82,11 +71,7 @@ class Static(Decoding):
 
 
 class CompiledStatic(Static):
-    """A step with `StaticCache`, compiled as a whole, its products chosen as those of weir's steps.
-
-    Raises:
-        WeirError: it cannot be compiled here.
-    """
+    """A step with `StaticCache`, compiled as a whole, with matrix products chosen as weir does."""
 
     def __init__(self, model: PreTrainedModel, tokens: int, backend: str) -> None:
         super().__init__(model, tokens)
@@ -101,7 +86,7 @@ class CompiledStatic(Static):
             raise WeirError(f"StaticCache cannot be compiled here: {error}") from error
         self.rewind()
 
-    def feed(self, ids: Tensor) -> None:
+    def feed(self, ids: Tensor, **more: Tensor) -> None:
         """A compiled forward of `ids` [1, n]."""
         self._forward(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
 
@@ -151,10 +136,10 @@ class Weir(Decoding):
         return total
 
 
-def feed_prompt(ours: Weir, ids: Tensor, piece: int = PIECE) -> None:
-    """A prompt [1, n] from the start, as a stream feeds it, or in other pieces."""
+def feed_prompt(ours: Weir, ids: Tensor) -> None:
+    """A prompt [1, n] from the start, as a stream feeds it."""
     ours.cache.reset()
-    for part in ids.split(piece, dim=1):
+    for part in ids.split(PIECE, dim=1):
         ours.feed(part)
 
 
@@ -165,15 +150,7 @@ def hold_prompt(exact: Decoding, ids: Tensor) -> None:
 
 
 def full(setting: Setting, model: PreTrainedModel, policy: str, slots: int, more: str = "") -> Weir:
-    """A cache of a policy with so many slots, full, and its tail empty.
-
-    Args:
-        setting: whose chunk is meant.
-        model: of that setting.
-        policy: a named policy.
-        slots: its budget.
-        more: other parameters, written behind the budget.
-    """
+    """A cache of a named policy, full, its tail empty; `more` stands behind the budget."""
     cache = Weir(model, f"{policy}(budget={slots}{more})", setting.sizes.chunk)
     cache.fill(slots + setting.sizes.chunk)
     cache.start_afresh()

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -67,7 +68,11 @@ def bench(
     With --out, what there is is written after every row. `weir bench serve` measures a server.
     """
     if context.invoked_subcommand is not None:
-        _check_alone(context)
+        for name in filter(partial(was_given, context), context.params):
+            option = "--json" if name == "as_json" else f"--{name.replace('_', '-')}"
+            raise WeirError(  # nobody would read it
+                f"{option} is of weir bench; write it behind {context.invoked_subcommand}"
+            )
         return
     import torch
 
@@ -116,11 +121,7 @@ def say_measuring(what: str) -> None:
 
 
 def _policies(text: str | None) -> tuple[str, ...]:
-    """The policies that were named, by commas.
-
-    Raises:
-        WeirError: one is none that a figure compares.
-    """
+    """The policies that were named, by commas."""
     if text is None:
         return ()
     from weir_bench.figures.decode import PLAIN
@@ -134,16 +135,6 @@ def _policies(text: str | None) -> tuple[str, ...]:
         like = suggest(asked, known) or f"; there are {', '.join(known)}"
         raise WeirError(f"--policies takes names that figures compare, not {quote(asked)}{like}")
     return names
-
-
-def _check_alone(context: Context) -> None:
-    """Refuse options of `weir bench` in front of another command: nobody would read them."""
-    for name in context.params:
-        if was_given(context, name):
-            option = "--json" if name == "as_json" else f"--{name.replace('_', '-')}"
-            raise WeirError(
-                f"{option} is of weir bench; write it behind {context.invoked_subcommand}"
-            )
 
 
 def _write(made: Bench, out: Path) -> None:
@@ -173,14 +164,7 @@ def figures(
     dtypes: bool = True,
     targets: bool = True,
 ) -> Table:
-    """A table of figures.
-
-    Args:
-        rows: each with the name of its part and its precision.
-        title: of the table.
-        dtypes: whether precisions have a column.
-        targets: whether what a ratio is to reach has one, and whether it was met.
-    """
+    """A table of figures."""
     from rich.table import Table
 
     from weir_bench.report import number, target

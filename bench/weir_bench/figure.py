@@ -144,15 +144,7 @@ def compare(
     least: bool = False,
     note: str = "",
 ) -> Row:
-    """A row of two measurements, in seconds or bytes.
-
-    Args:
-        what: ours ÷ the peer's in words, or the peer's ÷ ours.
-        ours, peer: what was measured.
-        target, least, note: as in `Row`.
-        unit: that both are written in: "s", "ms" or "MB".
-        inverse: the ratio is the peer's ÷ ours.
-    """
+    """A row of two measurements in seconds or bytes; `inverse` has the peer's ÷ ours."""
     scale = {"s": 1.0, "ms": 1e3, "MB": 1e-6}[unit]
     ratio = peer / ours if inverse else ours / peer
     return Row(what, ours * scale, peer * scale, unit, ratio, target, least, note=note)
@@ -191,13 +183,11 @@ class Figure:
 
     Attributes:
         measure: makes the rows, of a setting.
-        about: what they are about, in a line.
         by_dtype: measured once for each dtype; otherwise once.
         asked: only measured if asked for by name.
     """
 
     measure: Callable[..., Iterator[Any]]
-    about: str
     by_dtype: bool = True
     asked: bool = False
 
@@ -212,18 +202,11 @@ FIGURES: dict[str, Figure] = {}
 """Every figure by its name."""
 
 
-def register(
-    figures: dict[str, Figure],
-    name: str,
-    about: str,
-    *,
-    by_dtype: bool = True,
-    asked: bool = False,
-) -> Callable[[M], M]:
-    """Make what measures a figure known under a name; parameters as in `Figure`."""
+def register(figures: dict[str, Figure], name: str, **how: bool) -> Callable[[M], M]:
+    """Make what measures a figure known under a name; `how` as in `Figure`."""
 
     def add(measure: M) -> M:
-        figures[name] = Figure(measure, about, by_dtype, asked)
+        figures[name] = Figure(measure, **how)
         return measure
 
     return add
@@ -233,11 +216,7 @@ figure = partial(register, FIGURES)
 
 
 def chosen(names: Sequence[str]) -> Sequence[str]:
-    """The figures that are meant; without names, all that need not be asked for.
-
-    Raises:
-        WeirError: there is no figure of such a name.
-    """
+    """The figures that are meant; without names, all that need not be asked for."""
     known = sorted(FIGURES, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
     check_names("figure", names, known)
     return names or [name for name in known if not FIGURES[name].asked]

@@ -56,17 +56,9 @@ def measure(
     dtypes: Sequence[torch.dtype],
     on_row: Callable[[Bench], None] = lambda bench: None,
 ) -> Bench:
-    """Make figures.
+    """Make figures of each dtype, or of the first where a figure does not depend on it.
 
-    Args:
-        setting: how; its dtype is replaced by each of `dtypes`.
-        names: which; none for all that need not be asked for.
-        dtypes: of models and caches; figures that do not depend on it are made with the first.
-        on_row: told after every row and every mark of the long stream, so that what there is can be
-            kept.
-
-    Raises:
-        WeirError: there is no figure of such a name, or a peer failed.
+    `on_row` is told after every row and every mark of the long stream, so that it can be kept.
     """
     bench = Bench({**machine(), "layers": setting.sizes.layers})
 
@@ -91,8 +83,8 @@ def measure(
 
 
 def machine() -> dict[str, Any]:
-    """What figures are made on, and with."""
-    return {
+    """What figures are made on, and with; a GPU and its kernels where there is one."""
+    facts = {
         "processor": _processor(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
@@ -100,16 +92,11 @@ def machine() -> dict[str, Any]:
         "transformers": transformers.__version__,
         "weir": weir.__version__,
         "kernels": paths(torch.device("cpu")),
-        **_accelerator(),
     }
-
-
-def _accelerator() -> dict[str, Any]:
-    """A GPU's name and which way kernels go there, where there is one."""
-    if not torch.cuda.is_available():
-        return {}
-    device = torch.device("cuda")
-    return {"gpu": torch.cuda.get_device_name(device), "gpu_kernels": paths(device)}
+    if torch.cuda.is_available():
+        device = torch.device("cuda")
+        facts |= {"gpu": torch.cuda.get_device_name(device), "gpu_kernels": paths(device)}
+    return facts
 
 
 def _processor() -> str:

@@ -54,16 +54,16 @@ def made(monkeypatch):
     monkeypatch.setattr("weir_bench.run.FIGURES", figures := {})
     monkeypatch.setattr("weir_bench.figure.FIGURES", figures)
 
-    @register(figures, "both", "of each dtype")
+    @register(figures, "both")
     def both(setting):
         yield row(0.5, 1.0)
         yield row(2.0 if setting.dtype == torch.bfloat16 else 0.7, 1.0)
 
-    @register(figures, "one", "of none", by_dtype=False)
+    @register(figures, "one", by_dtype=False)
     def one(setting):
         yield row(9.0, 8.0, least=True)
 
-    @register(figures, "none", "cannot be measured")
+    @register(figures, "none")
     def none(setting):
         raise Skipped("there is no peer")
         yield

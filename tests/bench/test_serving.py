@@ -23,7 +23,8 @@ from weir_bench.serving.parts.compaction import ASK, Compacting
 from weir_bench.serving.parts.peer import Forgetting
 from weir_bench.serving.run import PARTS
 from weir_bench.serving.server import weir_serves
-from weir_bench.serving.talk import ById, Listening, Reply, Talk
+from weir_bench.serving.talk import ById, Reply, Talk
+from weir_bench.serving.wire import Wire
 
 MANNER = Manner(words=1, tokens=5)
 
@@ -171,20 +172,29 @@ def test_who_talks_by_id_names_what_it_goes_on_from_and_reads_as_little(port):
     assert second.read == second.prompt - (first.prompt + 5 - 1)
 
 
-def test_a_response_is_heard_as_a_chat_is_and_names_itself():
-    heard = Listening()
-    heard.add_response(1.0, {"type": "response.created", "response": {"id": "resp_1"}})
-    heard.add_response(2.0, {"type": "response.output_text.delta", "delta": "so"})
+def test_a_response_is_heard_as_a_chat_is_and_names_itself(monkeypatch):
     usage = {"input_tokens": 9, "output_tokens": 1, "input_tokens_details": {"cached_tokens": 7}}
-    heard.add_response(
-        3.0, {"type": "response.incomplete", "response": {"id": "resp_1", "usage": usage}}
-    )
-    assert heard.id == "resp_1"
-    assert heard.reply(0.5) == Reply(0.5, (2.0,), 1, 2, 9, "so")
-    with pytest.raises(WeirError, match="the answer failed"):
-        heard.add_response(4.0, {"type": "response.failed"})
+    events = [
+        (1.0, {"type": "response.created", "response": {"id": "resp_1"}}),
+        (2.0, {"type": "response.output_text.delta", "delta": "so"}),
+        (3.0, {"type": "response.incomplete", "response": {"id": "resp_1", "usage": usage}}),
+    ]
+
+    async def told(wire, path, body):
+        for event in events:
+            yield event
+
+    monkeypatch.setattr(Wire, "events", told)
+    talk = ById(1, "small")
+    reply = asyncio.run(talk.turn("And", 5))
+    assert replace(reply, asked=0.5) == Reply(0.5, (2.0,), 1, 2, 9, "so")
+    assert talk.last == "resp_1"
+    events[1:] = []
     with pytest.raises(WeirError, match="has no text"):
-        Listening().reply(0.0)
+        asyncio.run(talk.turn("And", 5))
+    events[:] = [(4.0, {"type": "response.failed"})]
+    with pytest.raises(WeirError, match="the answer failed"):
+        asyncio.run(talk.turn("And", 5))
 
 
 def test_every_token_of_the_random_models_is_text_of_its_own():

@@ -238,7 +238,7 @@ def test_a_command_that_fails_is_one_line_and_the_conversation_goes_on(chat):
     ("words", "says"),
     [
         (("--session", "nowhere"), "there is no session file nowhere"),
-        (("--policy", "window(0)"), "at least 1 token"),
+        (("--policy", "window(0)"), "a whole number from 1 on"),
         (("--model", "./nowhere"), "there is no model folder"),
     ],
 )

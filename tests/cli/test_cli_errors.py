@@ -38,7 +38,7 @@ WRONG = {
     "a typo in a policy": (["--policy", "streaming_lm(64)"], "did you mean 'streaming_llm'"),
     "a typo in a pool": (["--policy", "sink(4) | recnt(6)"], "(character 11: sink(4) | »recnt(6))"),
     "a budget below its sinks": (["--policy", "streaming_llm(budget=3)"], "leaves no room"),
-    "a budget of nothing": (["--policy", "window(0)"], "at least 1 token, not 0"),
+    "a budget of nothing": (["--policy", "window(0)"], "a whole number from 1 on, not 0"),
     "a budget past the model's window": (["--policy", "recompute(600)"], "the model knows 512"),
     "a policy of several lines": (["--policy", "sink(4) |\n recnt(6)"], "did you mean 'recent'"),
     "no policy": (["--policy", ""], "expected a pool or a policy"),

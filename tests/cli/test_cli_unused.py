@@ -13,8 +13,8 @@ NOWHERE = "/nowhere/text.txt"
     ("words", "told"),
     [
         (
-            "serve nano --disk 1GB --replicas 3 --routing hash",
-            "--replicas and --routing change nothing here: they are for --cluster",
+            "serve nano --disk 1GB --replicas 3",
+            "--replicas changes nothing here: it is for --cluster",
         ),
         (
             f"stream --text {NOWHERE} --policy recompute(8) --chunk 8 --seed 1",

@@ -17,7 +17,7 @@ from servers import Server, serving
 
 import weir
 from weir.models.loading import ASSETS
-from weir.serve import Engine, EngineClient, Limits, MemoryStore, ResponseStore
+from weir.serve import Engine, EngineClient, Limits, ResponseStore, SessionStore
 
 PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text("utf-8")
 SECTION = re.compile(r"^### (\w+)\n(.*?)(?=^##|\Z)", re.DOTALL | re.MULTILINE)
@@ -41,7 +41,7 @@ needs_nano = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     model, tokenizer = weir.load("nano")
-    limits, store = Limits(), MemoryStore(64)
+    limits, store = Limits(), SessionStore(keep=64)
     policy = "pinned(streaming_llm(budget=256), n=64, header=16)"
     engine = Engine(model, policy, 4, store, queue=limits.queue)
     client = EngineClient(engine, tokenizer, "nano", limits, ResponseStore(None, limits.texts))

@@ -53,13 +53,13 @@ def test_policies_that_are_named_get_what_fits_or_are_taken_as_they_are(nano, tm
     layer = {"policy": "sink(4) | recent(60)"}
     wide = {"policy": "sink(4) | recent(70)"}
     path.write_text(format_policy_file({}, fingerprint(nano[0]), [layer] * 3 + [wide]))
-    listed = f"window(40), {path}, weir(quiet=6), window(40)"
-    found = advise(*nano, str(BOOK), 600_000, policies=listed, tokens=300)
+    listed = f"window(40), {path}, weir(sinks=8), window(40)"
+    found = advise(*nano, str(BOOK), 600_000, policies=listed, tokens=600)
     slots = {one.policy: one.budget for one in found.tries}
-    (sized,) = (it for it in slots if it.startswith("weir(quiet=6"))
+    (sized,) = (it for it in slots if it.startswith("weir(sinks=8"))
     assert slots == {"window(40)": 40, str(path): 74, sized: slots[sized]}
-    assert size_of(nano[0], with_budget("weir(quiet=6)", slots[sized])).stream <= 600_000
-    assert size_of(nano[0], with_budget("weir(quiet=6)", slots[sized] + 3)).stream > 600_000
+    assert size_of(nano[0], with_budget("weir(sinks=8)", slots[sized])).stream <= 600_000
+    assert size_of(nano[0], with_budget("weir(sinks=8)", slots[sized] + 3)).stream > 600_000
     assert all(one.evicted for one in found.tries)
 
 

@@ -108,5 +108,5 @@ def test_what_cannot_be_gated_is_refused(fresh_llama, tmp_path, monkeypatch):
         weir.StreamingCache(model, POLICY)
     with pytest.raises(WeirError, match="put gated first"):
         weir.policy("recent(4) | heavy(4) | gated(8)")
-    with pytest.raises(WeirError, match="odd and at least 1"):
+    with pytest.raises(WeirError, match="must be a whole number odd, from 1 on"):
         Gated(4, kernel=2)

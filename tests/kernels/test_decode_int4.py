@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from test_decode_quantized import EPS, coded_slots
 from torch import Tensor
 
+from weir import kernels
 from weir.slab.attention import AttentionParams, two_weight_attention
 from weir.slab.quantization import block_size, hadamard
-from weir.slab.selection import AttendedSlots, select_attention
+from weir.slab.selection import AttendedSlots, compute_attention
 
 pytest.importorskip("numba", reason="not installed: pip install 'weir-kv[fast]'")
 KERNEL = "weir.kernels.cpu.decode"
@@ -56,14 +57,13 @@ def test_it_is_the_formula(
     params = AttentionParams(key_dim**-0.5)
     start, stop = min(unread, coded - 1), coded + exact
     slots = AttendedSlots(keys, values, slab, mask, mask, None, start, stop, plain=not masked)
-    attend = select_attention(queries, slots, params)
-    assert attend.args[0].__module__ == KERNEL
+    assert kernels.decode_int4(queries, value_dim).__module__ == KERNEL
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(f"{KERNEL}.lanes", lambda: lanes)
         if threads:
             patched.setattr(f"{KERNEL}._WORTH_A_THREAD", 1)
             patched.setattr(torch, "get_num_threads", lambda: 2)
-        found = attend(queries, slots, params, None).answers
+        found = compute_attention(queries, slots, params).answers
     slab.dtype = torch.float32
     whole = [
         torch.cat([t, more[:, :, :exact].float()], dim=2)[:, :, start:]
@@ -87,7 +87,7 @@ def test_a_query_that_sees_nothing_is_answered_by_zero():
     exact, mask = torch.randn(1, 1, 3, 32), torch.full((1, 1, 7), -math.inf)
     slots = AttendedSlots(exact, exact, coded, mask, mask, None, 0, 7)
     query, params = torch.randn(1, 1, 2, 1, 32), AttentionParams(1.0)
-    assert not select_attention(query, slots, params)(query, slots, params, None).answers.any()
+    assert not compute_attention(query, slots, params).answers.any()
 
 
 def test_loops_of_compiled_steps_rotate_the_exact_slots():
@@ -99,7 +99,7 @@ def test_loops_of_compiled_steps_rotate_the_exact_slots():
         mask = torch.zeros(1, 2, 29)
         slots = AttendedSlots(keys, values, coded, mask, mask, None, 0, 29)
         query, params = torch.randn(1, 2, 3, 1, dim, generator=draw), AttentionParams(0.2)
-        found = select_attention(query, slots, params, by=by)(query, slots, params, None).answers
+        found = compute_attention(query, slots, params, by=by).answers
         whole = torch.cat([coded.keys(0, 20), keys], 2), torch.cat([coded.values(0, 20), values], 2)
         wanted = two_weight_attention(query, *whole, mask, mask, params)
         assert (found - wanted).abs().max() < 2.0**-24 * dim * 29 * wanted.abs().max()

@@ -54,11 +54,11 @@ def test_a_peak_halfway_between_two_is_rounded_to_the_even_one():
 
 def test_a_graph_that_is_compiled_has_no_kernel(monkeypatch):
     x = torch.zeros(1)
-    assert dispatch.quantize_int8(x) is not None
-    assert dispatch.dequantize_int8(x.bfloat16()) is None
+    assert dispatch.quantize("int8", x) is not None
+    assert dispatch.dequantize("int8", x.bfloat16()) is None
     assert dispatch.rotate_keys(x.clone().requires_grad_()) is None
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert dispatch.quantize_int8(x) is None
+    assert dispatch.quantize("int8", x) is None
 
 
 def test_tensors_without_an_address_go_to_pytorch():

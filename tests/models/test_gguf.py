@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,7 +61,12 @@ def tokenizer() -> Tokenizer:
     return made
 
 
-def write(path: Path, model: PreTrainedModel, architecture: str = "llama") -> Path:
+def write(
+    path: Path,
+    model: PreTrainedModel,
+    architecture: str = "llama",
+    store: Callable[[str, np.ndarray], tuple[np.ndarray, Any]] = lambda _, weight: (weight, None),
+) -> Path:
     config = model.config
     out = gguf.GGUFWriter(path, architecture)
     out.add_name("tiny")
@@ -107,7 +114,8 @@ def write(path: Path, model: PreTrainedModel, architecture: str = "llama") -> Pa
             weight = interleave(weight, config.num_attention_heads)
         if "k_proj" in name:
             weight = interleave(weight, config.num_key_value_heads)
-        out.add_tensor(theirs, weight.numpy())
+        data, kind = store(theirs, weight.numpy())
+        out.add_tensor(theirs, data, raw_dtype=kind)
     out.write_header_to_file()
     out.write_kv_data_to_file()
     out.write_tensors_to_file()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, Literal, get_args, get_origin
 
 import numpy as np
 import pytest
@@ -149,6 +149,16 @@ OF_KIND = {
 }
 
 
+def of_kind(hint: Any) -> st.SearchStrategy:
+    """Values for an annotation, those out of its bounds among them."""
+    hint = getattr(hint, "__origin__", hint) if hasattr(hint, "__metadata__") else hint
+    if get_origin(hint) is Literal:
+        return st.sampled_from(get_args(hint))
+    return (
+        st.one_of([of_kind(part) for part in get_args(hint)]) if get_args(hint) else OF_KIND[hint]
+    )
+
+
 @st.composite
 def calls(draw: st.DrawFn) -> Policy:
     """A named policy, or a pipe of one pool, with some of its parameters and any that fit."""
@@ -156,9 +166,7 @@ def calls(draw: st.DrawFn) -> Policy:
     wanted = {key: hint for key, hint in argument_hints(make).items() if key != "return"}
     given = {}
     for key in draw(st.sets(st.sampled_from(sorted(wanted)))) if wanted else ():
-        given[key] = draw(
-            st.one_of([OF_KIND[kind] for kind in get_args(wanted[key]) or [wanted[key]]])
-        )
+        given[key] = draw(of_kind(wanted[key]))
     try:
         made = make(**given)
         return Pipe((made,)) if isinstance(made, Pool) else made
@@ -218,13 +226,16 @@ MISTAKES = {
     "a parameter by name twice": ("sink(n=4, »n=5)", "is given 'n' twice"),
     "a place after a name": ("every(n=3, »0.5)", "cannot follow one with a name"),
     "a parameter missing": ("sink(4) | »recent", "recent needs 'n'"),
-    "a number with a point for a whole one": ("recent(»8.)", "a whole number or none, not 8.0"),
+    "a number with a point for a whole one": (
+        "recent(»8.)",
+        "a whole number from 1 on or none, not 8.0",
+    ),
     "true for a whole number": ("sink(»true)", "n of sink must be a whole number, not true"),
     "true for a number": ("every(3, »true)", "rate of every must be a number, not true"),
     "none where a number must be": ("sink(»none)", "n of sink must be a whole number, not none"),
     "a word for a number": (
         "recent(n=»many)",
-        "n of recent must be a whole number or none, not 'many'",
+        "n of recent must be a whole number from 1 on or none, not 'many'",
     ),
     "a number for a word by place": (
         "every(3, 1, true, »7)",
@@ -234,15 +245,18 @@ MISTAKES = {
     "one for true": ("every(3, fair=»1)", "fair of every must be true or false, not 1"),
     "a policy inside a pipe": ("sink(4) | »window(8)", "window is a whole policy"),
     "a policy before a pipe": ("»window(8) | recent(4)", "window is a whole policy"),
-    "no room": ("»recent(0)", "at least 1 token, not 0"),
-    "less than no room": ("sink(4) | »recent(-3)", "at least 1 token, not -3"),
+    "no room": ("recent(»0)", "a whole number from 1 on or none, not 0"),
+    "less than no room": ("sink(4) | recent(»-3)", "from 1 on or none, not -3"),
     "no sinks": ("»sink(0) | recent(4)", "at least 1 token, not 0"),
     "a budget that its sinks use up": (
         "»streaming_llm(budget=4, sinks=4)",
         "a budget of 4 leaves no room for recent tokens beside 4 sinks",
     ),
     "sinks below nothing": ("»streaming_llm(sinks=-1)", "at least 1 token, not -1"),
-    "a window of nothing": ("»window(0)", "at least 1 token, not 0"),
+    "a window of nothing": (
+        "window(»0)",
+        "budget of window must be a whole number from 1 on, not 0",
+    ),
     "a re-computation of nothing": ("»recompute(0)", "at least 1 token, not 0"),
     "a sink after others": ("recent(4) | »sink(4)", "stands first in a pipe"),
     "two sinks": ("sink(4) | »sink(4)", "stands first in a pipe"),
@@ -328,14 +342,14 @@ NO_SUCH_THINGS = [
         "budget of streaming_llm must be a whole number, not 'many'",
     ),
     (streaming_llm, {"sinks": 4.0}, "sinks of streaming_llm must be a whole number, not 4.0"),
-    (window, {"budget": True}, "budget of window must be a whole number, not true"),
+    (window, {"budget": True}, "budget of window must be a whole number from 1 on, not true"),
     (h2o, {"budget": None}, "budget of h2o must be a whole number, not none"),
     (pyramidkv, {"beta": "steep"}, "beta of pyramidkv must be a number, not 'steep'"),
     (buzz, {"local_max": 1}, "local_max of buzz must be true or false, not 1"),
     (uniform, {"rate": "half"}, "rate of uniform must be a number or none, not 'half'"),
     (pyramid, {"pipe": 5}, "pipe of pyramid must be a policy or none, not 5"),
     (Sink, {"n": 2.5}, "n of sink must be a whole number, not 2.5"),
-    (Recent, {"n": "many"}, "n of recent must be a whole number or none, not 'many'"),
+    (Recent, {"n": "many"}, "n of recent must be a whole number from 1 on or none, not 'many'"),
     (Every, {"n": 3, "kind": 7}, "kind of every must be a word, not 7"),
 ]
 
@@ -353,7 +367,9 @@ def test_python_and_text_refuse_what_is_no_such_thing_with_the_same_sentence(mak
 
 
 def test_what_cannot_be_written_in_a_policy_is_refused_in_python_in_one_short_line():
-    with pytest.raises(WeirError, match="budget of window must be a whole number, not '256'"):
+    with pytest.raises(
+        WeirError, match="budget of window must be a whole number from 1 on, not '256'"
+    ):
         window("256")
     with pytest.raises(WeirError) as caught:
         Sink([[7] * 50] * 50)

@@ -14,10 +14,14 @@ from itertools import chain
 from typing import Any
 
 import torch
+from reference.heavy import heavy_of
+from reference.hive import hive_of
 from torch import Tensor
 
+import weir
+from weir.policies.grammar import policy
 from weir.policies.pipe import Pipe
-from weir.pools import Fold, Pool
+from weir.pools import Fold, Hive, Pool
 from weir.pools.counter_rng import CounterRNG
 from weir.slab import AttentionParams
 from weir.slab.slots import Slots
@@ -234,3 +238,58 @@ class NaiveRow:
     def places(self, pool: int) -> list[list[int]]:
         """The tokens that a pool holds by head, from the oldest on."""
         return [sorted(token.position for token in head[pool]) for head in self.held]
+
+
+def naive_pools(text: str, twins: Any, prompt: int = 0) -> list:
+    """The naive twin of each pool of a pipe."""
+    made = {"sink": twins.sink, "recent": twins.recent, "heavy": heavy_of}
+    return [
+        hive_of(pool.threshold, pool.stride, pool.swapped, pool.local_max, prompt=prompt)
+        if isinstance(pool, Hive)
+        else made[pool.name](pool.n)
+        for pool in policy(text).pools
+    ]
+
+
+def compare(
+    twins: Any,
+    text: str,
+    chunk: int,
+    length: int,
+    starts: tuple[int, ...] = (0, 3, 3),
+    prompt: int = 0,
+    heads: int = 2,
+) -> list[Row]:
+    """Run a pipe beside its naive twin and compare after each fold; returns the rows."""
+    loops = []
+    for row in range(len(starts)):
+        pools = naive_pools(text, twins, prompt)
+        fold = twins.pipe(*pools)
+        loops.append(NaiveRow(fold, len(pools), chunk, row, heads=heads, prompt=prompt))
+
+    def watch(index: int, row: Row) -> None:
+        loops[index].until(row.seen)
+        for pool, slots in enumerate(row.held):
+            assert places(slots) == loops[index].places(pool)
+
+    streams = Streams(policy(text), chunk, starts, heads=heads, prompt=prompt, watch=watch)
+    rows = streams.run(length)
+    assert all(unharmed(slots) for row in rows for slots in row.held)
+    return rows
+
+
+PADDING, PROMPT, MORE = (0, 3, 9), 40, 45
+
+
+@torch.no_grad()
+def read(model: Any, ids: Any, text: str, chunk: int, prefill: str = "chunked") -> tuple:
+    """(logits, cache, tokens by row) of left-padded prompts and more tokens after them."""
+    batch = ids(len(PADDING), PROMPT + MORE)
+    mask = torch.ones_like(batch)
+    for row, pads in enumerate(PADDING):
+        mask[row, :pads] = 0
+    cache = weir.StreamingCache(model, text, chunk=chunk, prefill=prefill)
+    one = model(batch[:, :PROMPT], attention_mask=mask[:, :PROMPT], past_key_values=cache)
+    two = model(batch[:, PROMPT:], attention_mask=mask, past_key_values=cache)
+    rows = [batch[row, pads:].tolist() for row, pads in enumerate(PADDING)]
+    return torch.cat([one.logits, two.logits], dim=1), cache, rows

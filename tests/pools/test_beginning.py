@@ -45,9 +45,3 @@ def test_it_stands_first_and_sinks_may_follow():
             pool.check((Recent(3),))
     with pytest.raises(WeirError, match="stands first"):
         Sink(4).check((Beginning(4), Recent(3)))
-
-
-@pytest.mark.parametrize("n", [0, -1])
-def test_no_slots_are_no_pool(n):
-    with pytest.raises(WeirError, match=f"at least 1 token, not {n}"):
-        Beginning(n)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from test_sink import FOLD, tokens
 
-from weir.errors import WeirError
 from weir.pools import Header, Heavy
 
 
@@ -50,9 +49,3 @@ def test_nothing_stays_where_nobody_said_where_a_turn_begins(fold):
 
 def test_it_is_as_large_in_every_layer_of_a_pyramid():
     assert Header(5).fixed((Heavy(3),)) == 5
-
-
-@pytest.mark.parametrize("n", [0, -1])
-def test_no_slots_are_no_pool(n):
-    with pytest.raises(WeirError, match=f"at least 1 token, not {n}"):
-        Header(n)

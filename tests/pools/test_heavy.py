@@ -6,23 +6,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from model_runs import has_one_size, restored_goes_on
-from reference.heavy import heavy_of
 from roundings import close_runs, run_off
-from streams import NaiveRow, Streams, fed, places, tokens, unharmed
-from transformers import DynamicCache
+from streams import PADDING, PROMPT, compare, fed, naive_pools, places, read, tokens, unharmed
 
-import weir
-from weir.errors import PolicyError, WeirError
-from weir.policies.grammar import policy
-from weir.policies.library import h2o
-from weir.pools import Fold, Heavy, Recent
+from weir.pools import Fold, Heavy
 from weir.pools.counter_rng import CounterRNG
 from weir.slab import AttentionParams
 
 FOLD = Fold(CounterRNG(0), torch.tensor([0]), AttentionParams(1.0))
-PADDING = (0, 3, 9)
-PROMPT, MORE = 40, 50
 
 
 def with_mass(mass: list[list[float]], start: int = 0):
@@ -38,59 +29,26 @@ def with_mass(mass: list[list[float]], start: int = 0):
 
 @pytest.mark.parametrize(("chunk", "length"), [(1, 200), (7, 600), (64, 1000)])
 def test_its_slots_are_those_of_the_naive_loop_over_thousands_of_tokens(twins, chunk, length):
-    pipe, starts = policy("sink(2) | recent(9) | heavy(16)"), (0, 3, 3)
-    naive = twins.pipe(twins.sink(2), twins.recent(9), heavy_of(16))
-    loops = [NaiveRow(naive, 3, chunk, row) for row in range(len(starts))]
-    changed = 0
-
-    def watch(index, row):
-        nonlocal changed
-        before = loops[index].places(2)
-        loops[index].until(row.seen)
-        changed += before != loops[index].places(2)
-        for pool in range(3):
-            assert places(row.held[pool]) == loops[index].places(pool)
-
-    streams = Streams(pipe, chunk, starts, watch=watch)
-    for row in streams.run(length):
-        assert all(map(unharmed, row.held))
-    assert changed > 30
-    one, other = places(streams.rows[1].held[2])
-    assert one != other != places(streams.rows[2].held[2])[1]
+    rows = compare(twins, "sink(2) | recent(9) | heavy(16)", chunk, length)
+    one, other = places(rows[1].held[2])
+    assert one != other != places(rows[2].held[2])[1]
 
 
 @pytest.mark.parametrize(
     "text", ["heavy(5)", "recent(4) | heavy(5) | heavy(6)", "heavy(3) | recent(4) | heavy(6)"]
 )
 def test_wherever_it_stands_its_slots_are_those_of_the_naive_loop(twins, text):
-    made = {"heavy": heavy_of, "recent": twins.recent}
-    pools = [made[pool.name](pool.n) for pool in policy(text).pools]
-    loops = [NaiveRow(twins.pipe(*pools), len(pools), 3, row, heads=3) for row in range(2)]
-
-    def watch(index, row):
-        loops[index].until(row.seen)
-        for pool in range(len(pools)):
-            assert places(row.held[pool]) == loops[index].places(pool)
-
-    for row in Streams(policy(text), 3, (0, 7), heads=3, watch=watch).run(300):
-        assert all(map(unharmed, row.held))
+    compare(twins, text, 3, 300, starts=(0, 7), heads=3)
 
 
 @pytest.mark.parametrize(("prefill", "chunk"), [("chunked", 4), ("full", 1)])
 def test_a_model_with_it_gives_what_the_naive_loop_gives(llama, naive, twins, ids, chunk, prefill):
-    text = ids(3, PROMPT + MORE)
-    mask = torch.ones_like(text)
+    text = "recent(6) | heavy(7)"
+    got, cache, rows = read(llama, ids, text, chunk, prefill)
     for row, pads in enumerate(PADDING):
-        mask[row, :pads] = 0
-    cache = weir.StreamingCache(llama, "recent(6) | heavy(7)", chunk=chunk, prefill=prefill)
-    with torch.no_grad():
-        first = llama(text[:, :PROMPT], attention_mask=mask[:, :PROMPT], past_key_values=cache)
-        second = llama(text[:, PROMPT:], attention_mask=mask, past_key_values=cache)
-    got = torch.cat([first.logits, second.logits], dim=1)
-    for row, pads in enumerate(PADDING):
-        loop = naive(llama, twins.pipe(twins.recent(6), heavy_of(7)), 2, chunk)
-        wanted = [loop.feed(text[row, pads:PROMPT].tolist(), at_once=prefill == "full")]
-        wanted.append(loop.feed(text[row, PROMPT:].tolist()))
+        loop = naive(llama, twins.pipe(*naive_pools(text, twins)), 2, chunk)
+        wanted = [loop.feed(rows[row][: PROMPT - pads], at_once=prefill == "full")]
+        wanted.append(loop.feed(rows[row][PROMPT - pads :]))
         close_runs(got[row, pads:], torch.cat(wanted), llama)
         for layer in range(2):
             held = cache.slots(layer)
@@ -134,50 +92,6 @@ def test_every_head_decides_for_itself():
     masses = [[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]]
     held, rest = Heavy(2).fold(with_mass([[], []]), with_mass(masses), FOLD)
     assert (places(held), places(rest)) == ([[1, 2], [0, 1]], [[0], [2]])
-
-
-def test_h2o_halves_its_budget():
-    assert h2o().pools == (Recent(128), Heavy(128))
-    assert policy("h2o(budget=9)").pools == (Recent(5), Heavy(4))
-    assert [h2o(budget).slots for budget in (2, 7, 64)] == [2, 7, 64]
-
-
-# --- in a model
-
-
-@pytest.mark.parametrize("text", ["h2o(64)", "sink(4) | recent(20) | heavy(40)", "heavy(64)"])
-def test_below_its_budget_it_is_dense_attention(llama, ids, text):
-    tokens = ids(2, 64)
-    with torch.no_grad():
-        wanted = llama(tokens, past_key_values=DynamicCache()).logits
-        cache = weir.StreamingCache(llama, text, chunk=7)
-        got = llama(tokens, past_key_values=cache).logits
-    close_runs(got, wanted, llama)
-
-
-def test_its_slab_has_the_announced_slots_and_never_another_size(llama, ids):
-    stream = has_one_size(llama, "h2o(budget=20)", [ids(2, 11)] * 12, 20, chunk=6)
-    assert stream.report()["layers"][0]["slots"] == {"recent": 10, "heavy": 10, "new": 0}
-
-
-def test_a_restored_stream_goes_on_bit_for_bit(llama, ids, tmp_path):
-    tokens = torch.cat([ids(2, 63), ids(2, 41, seed=1)], dim=1)
-    restored_goes_on(llama, "h2o(budget=12)", tokens, 63, tmp_path, chunk=5)
-
-
-# --- bad input
-
-
-@pytest.mark.parametrize("n", [0, -1])
-def test_no_slots_are_no_pool(n):
-    with pytest.raises(WeirError, match=f"at least 1 token, not {n}"):
-        Heavy(n)
-
-
-def test_a_budget_that_cannot_be_halved_is_pointed_at():
-    with pytest.raises(PolicyError, match="a budget of 1 leaves no room") as error:
-        policy("h2o(budget=1)")
-    assert error.value.at == 0
 
 
 @pytest.mark.parametrize("heads", [1, 3])

@@ -11,14 +11,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from model_runs import fed, holds_as, restored_goes_on, rows_read_alone
+from model_runs import fed, holds_as
 from reference.kcenter import kcenter_of, squared_distance
 from reference.naive import Naive
 from roundings import close_runs, off
 from torch import Tensor
 
 import weir
-from weir.errors import WeirError
 from weir.pools import Fold, KCenter, Recent
 from weir.pools.counter_rng import CounterRNG
 from weir.pools.kcenter import farthest_first
@@ -242,47 +241,7 @@ def test_a_center_brings_its_neighbors_as_far_as_there_is_room():
         assert kept.position[0, 0].tolist() == wanted
 
 
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [
-        ({"spans": -1}, "0 neighbors or more a side, not -1"),
-        ({"use": -0.5}, "a power from 0 on, not -0.5"),
-        ({"use": math.inf}, "a power from 0 on, not inf"),
-        ({"fresh": 1.0}, "from 0 to less than 1, not 1"),
-        ({"fresh": math.nan}, "from 0 to less than 1, not nan"),
-        (
-            {"quiet": -1.0},
-            "quiet is what the log-weight of a center of kcenter is lower, 0 to 10000",
-        ),
-        ({"quiet": math.nan}, "not nan"),
-        ({"half_life": 0}, "halve after 1 token or more, not 0"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(given, reason):
-    with pytest.raises(WeirError, match=reason):
-        KCenter(8, **given)
-
-
-@pytest.mark.parametrize("k", [0, -3])
-def test_no_centers_are_no_pool(k):
-    with pytest.raises(WeirError, match=f"at least 1 token, not {k}"):
-        KCenter(k)
-
-
 # --- the policy
-
-
-def test_the_policy_is_half_recent_tokens_and_half_centers():
-    assert weir.policy("kcenter").pools == (Recent(128), KCenter(128))
-    assert weir.policy("kcenter(budget=7)").pools == (Recent(4), KCenter(3))
-    assert weir.policy("kcenter(9)").slots == 9
-    assert weir.policy("kcenter(k=9)").pools == (KCenter(9),)
-
-
-@pytest.mark.parametrize("budget", [1, 0, -4])
-def test_a_budget_too_small_for_both_is_refused(budget):
-    with pytest.raises(WeirError, match=f"a budget of {budget} leaves no room"):
-        weir.policy(f"kcenter(budget={budget})")
 
 
 # --- through a model
@@ -340,28 +299,6 @@ def test_a_whole_prompt_is_compressed_once_as_in_the_paper(llama, ids):
     positions = cache.slots(0).position[0]
     held = [sorted(p for p in head.tolist() if p >= 0) for head in positions]
     assert all(head[0] == 0 and head[-10:] == list(range(80, 90)) for head in held)
-
-
-def test_below_its_budget_it_is_dense(llama, ids):
-    tokens = ids(1, 60)
-    dense = llama(tokens, use_cache=False).logits
-    for policy in ("kcenter(budget=64)", "recent(30) | kcenter(30, quiet=3)"):
-        cache = weir.StreamingCache(llama, policy, chunk=4)
-        close_runs(fed(llama, cache, tokens, [60]), dense, llama)
-
-
-POLICIES = ["kcenter(budget=12)", "recent(6) | kcenter(6, quiet=1.5, half_life=16)"]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_row_gets_what_it_would_get_alone(llama, ids, policy):
-    rows_read_alone(llama, policy, ids(2, 80), [0, 13], [30, 1, 49], chunk=4)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_stream_goes_on_bit_for_bit_after_it_was_restored(llama, ids, tmp_path, policy):
-    sizes = restored_goes_on(llama, policy, ids(1, 100), 50, tmp_path, chunk=4)
-    assert len(sizes) == 1
 
 
 def test_squared_distances_of_the_reference():

@@ -11,8 +11,7 @@ from roundings import close_runs, weights_off, within
 from torch import Tensor
 
 import weir
-from weir.errors import WeirError
-from weir.pools import Balance, Fold, Outliers, Recent, Sink
+from weir.pools import Fold, Outliers
 from weir.pools.counter_rng import CounterRNG
 from weir.slab import AttentionParams
 from weir.slab.slots import Slots
@@ -109,43 +108,7 @@ def test_the_mean_forgets():
     assert once(Outliers(61, over=8), keys)[0][-1] == 119
 
 
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [
-        ({"n": 0}, "n of outliers is 1 or more, not 0"),
-        ({"over": 1}, "over of outliers is 2 or more, not 1"),
-        ({"dilate": -1}, "dilate of outliers is 0 or more, not -1"),
-        ({"dilate": 8}, "needs 9 slots or more, not 8"),
-        ({"below": 1.5}, "a cosine, from -1 to 1, not 1.5"),
-    ],
-)
-def test_parameters_that_make_no_sense_are_refused(given, reason):
-    with pytest.raises(WeirError, match=reason):
-        Outliers(**{"n": 8, **given})
-
-
-def test_the_policy_gives_it_slots():
-    pools = weir.policy("balancekv(256, outliers=0.34)").pools
-    assert pools == (Sink(32), Recent(32), Outliers(65), Balance(127))
-    assert weir.policy("balancekv(budget=20, outliers=0.05)").slots == 20
-    with pytest.raises(
-        WeirError, match=r"no room .* beside sink\(8\), recent\(8\) and outliers\(45"
-    ):
-        weir.policy("balancekv(64, outliers=0.95)")
-    with pytest.raises(WeirError, match="from 0 to less than 1, not 64; in a pipe, outliers"):
-        weir.policy("balancekv(outliers=64)")
-
-
 PIPE = "sink(2) | recent(6) | outliers(8, dilate=1) | balance(16, block=4)"
-
-
-@pytest.mark.parametrize(("pipe", "length"), [(PIPE, 32), ("recent(6) | outliers(8)", 14)])
-def test_below_its_budget_it_is_dense(llama, ids, pipe, length):
-    tokens = ids(1, length)
-    stream = weir.Stream(llama, pipe, chunk=4)
-    with torch.no_grad():
-        wanted = llama(tokens).logits
-    close_runs(stream.feed(tokens, all_logits=True), wanted, llama)
 
 
 def test_a_row_gets_what_it_would_get_alone_and_goes_on_after_a_restore(llama, ids, tmp_path):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weir.errors import WeirError
 from weir.pools import Fold, Recent
 from weir.pools.counter_rng import CounterRNG
 from weir.slab import AttentionParams
@@ -65,9 +63,3 @@ def test_without_a_limit_nothing_flows_on():
     held, rest = Recent(None).fold(tokens([0, 1]), tokens([2, 3]), FOLD)
     assert (held.position[0, 0].tolist(), len(rest)) == ([0, 1, 2, 3], 0)
     assert Recent(None).slots() is None
-
-
-@pytest.mark.parametrize("n", [0, -1])
-def test_no_window_is_no_pool(n):
-    with pytest.raises(WeirError, match=f"at least 1 token, not {n}"):
-        Recent(n)

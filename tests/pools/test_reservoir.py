@@ -5,23 +5,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
-from itertools import combinations
 from random import Random
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from reference.reservoir import Arrivals, Cache, figure_2
 from roundings import close, largest
-from sampling import ManySeeds, arrivals, bias, folds, sums, unevenness, z_of_chi_square
+from sampling import arrivals, unevenness
 from streams import Row, Streams, tokens
 
 import weir
-from weir.errors import WeirError
-from weir.policies.grammar import policy
 from weir.policies.pipe import Pipe
-from weir.policies.registry import NAMED
 from weir.pools import Fold, Heavy, Pool, Recent, Reservoir, Sink
 from weir.pools.counter_rng import CounterRNG
 from weir.slab import AttentionParams
@@ -128,38 +122,13 @@ def test_the_chances_of_figure_4(token, p):
 SEEDS, SAMPLES, MIDDLE = 4000, 8, 56
 
 
-@pytest.fixture(scope="module")
-def seeds() -> ManySeeds:
-    """Four thousand of them."""
-    return ManySeeds.of(SEEDS, MIDDLE)
-
-
 def counts_of(kept: Slots, came: int) -> torch.Tensor:
     """How many heads hold each of the tokens that came."""
     return kept.position[kept.held].bincount(minlength=came)
 
 
-CUTS = {
-    "one at a time": list(range(1, MIDDLE + 1)),
-    "by sevens": list(range(7, MIDDLE + 1, 7)),
-    "unevenly": [3, 5, 20, 21, 50, 56],
-    "all at once": [MIDDLE],
-}
-
-
-@pytest.mark.parametrize("cut", CUTS)
-def test_at_every_step_every_token_of_the_middle_is_equally_likely_to_be_there(seeds, cut):
-    for came, kept in folds(Reservoir(SAMPLES, per_head=True), seeds, CUTS[cut]):
-        counts = counts_of(kept, came)
-        assert int(counts.sum()) == SEEDS * min(came, SAMPLES)
-        if came <= SAMPLES:
-            assert counts.eq(SEEDS).all()
-        else:
-            assert unevenness(counts, SEEDS, SAMPLES) < 5, came
-
-
 def test_the_code_of_figure_2_keeps_old_tokens_less_often():
-    # The paper's section 3: sampling again from what is still cached. The test above would fail.
+    # The paper's section 3: sampling again from what is still cached. `test_chances` would fail.
     random = Random(0)
     runs = [figure_2(SAMPLES, MIDDLE, random) for _ in range(SEEDS)]
     for came in range(SAMPLES + 2, MIDDLE + 1):
@@ -171,59 +140,7 @@ def test_the_code_of_figure_2_keeps_old_tokens_less_often():
         assert abs(counts[0] - oldest) < 5 * math.sqrt(oldest)
 
 
-def test_every_pair_of_tokens_is_equally_likely_to_be_there_together(seeds):
-    pairs = {pair: i for i, pair in enumerate(combinations(range(7), 2))}
-    *_, (_, kept) = folds(Reservoir(2, per_head=True), seeds, list(range(1, 8)))
-    found = Counter(tuple(sorted(pair)) for pair in kept.position[0].tolist())
-    assert set(found) == set(pairs)
-    share = SEEDS / len(pairs)
-    chi = sum((count - share) ** 2 / share for count in found.values())
-    assert z_of_chi_square(chi, len(pairs) - 1) < 5
-
-
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 12), st.booleans())
-def test_it_makes_no_difference_how_arrivals_are_cut(steps, samples, weighted):
-    draws = ManySeeds.of(3, sum(steps) + 1)
-    pool = Reservoir(samples, weighted, per_head=True)
-    cuts = [sum(steps[: i + 1]) for i in range(len(steps))]
-    *_, (_, pieces) = folds(pool, draws, cuts)
-    *_, (_, at_once) = folds(pool, draws, [sum(steps)])
-    assert torch.equal(pieces.position, at_once.position)
-    assert torch.equal(pieces.a, at_once.a)
-    assert torch.equal(pieces.b, at_once.b)
-
-
 # --- weights
-
-
-KEYS = torch.randn(24, 3, generator=torch.Generator().manual_seed(3)) * 0.5
-QUERIES = torch.randn(4, 3, generator=torch.Generator().manual_seed(4))
-
-
-def exact(came: int, query: torch.Tensor) -> torch.Tensor:
-    """Both sums over all that came."""
-    return sums(arrivals(0, came, 1, KEYS), query)[0]
-
-
-def worst_bias(kept: Slots, came: int) -> float:
-    """Over the queries and sums, in standard deviations."""
-    return max(bias(sums(kept, query), exact(came, query)) for query in QUERIES)
-
-
-def test_weighted_both_sums_are_unbiased_whenever_it_folds(seeds):
-    for came, kept in folds(Reservoir(8, True, True), seeds, [5, 8, 9, 16, 24], KEYS):
-        if came > 8:
-            assert worst_bias(kept, came) < 5
-        else:
-            close(sums(kept, QUERIES[0])[0], exact(came, QUERIES[0]), terms=came)
-
-
-def test_other_weights_would_be_biased(seeds):
-    # The right sample with the plain weights, and with a middle that is one too small or too large.
-    *_, (_, kept) = folds(Reservoir(8, True, True), seeds, [24], KEYS)
-    for wrong in (8 / 24, 23 / 24, 25 / 24):
-        off = replace(kept, a=kept.a + math.log(wrong), b=kept.b + math.log(wrong))
-        assert worst_bias(off, 24) > 5
 
 
 def test_plain_it_changes_no_weights_and_passes_on_all_it_does_not_hold():
@@ -246,25 +163,7 @@ def test_plain_it_changes_no_weights_and_passes_on_all_it_does_not_hold():
             assert sorted(here + gone[head]) == list(range(start + 5))
 
 
-def test_where_nobody_gets_in_nothing_is_copied():
-    pool = Reservoir(2)
-    state = pool.state(arrivals(0, 0, 1))
-    fold = Fold(Told((0.0, 0.0, 0.9, 0.9)), torch.tensor([4]), AttentionParams(1.0), state=state)
-    held, _ = pool.fold(arrivals(0, 0, 1), arrivals(0, 2, 1), fold)
-    again, rest = pool.fold(held, arrivals(2, 4, 1), fold)
-    assert again is held
-    assert rest.position[0, 0].tolist() == [2, 3]
-    assert int(fold.state["came"]) == 4
-
-
 # --- heads, layers, seeds
-
-
-@pytest.mark.parametrize("per_head", [False, True])
-def test_one_sample_for_all_heads_or_one_for_each(per_head):
-    stream = Streams(Pipe((Recent(2), Reservoir(6, per_head=per_head))), 4, heads=4).run(200)
-    held = stream[0].held[1].position[0].tolist()
-    assert len({tuple(head) for head in held}) == (4 if per_head else 1)
 
 
 def test_layers_and_seeds_have_samples_of_their_own(llama, ids):
@@ -356,50 +255,4 @@ def test_tokens_that_never_came_are_not_counted():
     assert len(rest) == 0
 
 
-@pytest.mark.parametrize("after", ["recent(4)", "reservoir(4)"])
-def test_nothing_can_follow_a_sample_that_stands_for_all(after):
-    name = after.partition("(")[0]
-    with pytest.raises(weir.PolicyError, match=f"{name} would get no tokens") as error:
-        policy(f"sink(4) | recent(8) | reservoir(8, weighted=true) | {after}")
-    assert error.value.at == len("sink(4) | recent(8) | reservoir(8, weighted=true) | ")
-    policy(f"sink(4) | recent(8) | reservoir(8) | {after}")
-
-
-@pytest.mark.parametrize("n", [0, -3])
-def test_an_empty_reservoir_is_no_pool(n):
-    with pytest.raises(WeirError, match=f"at least 1 token, not {n}"):
-        Reservoir(n)
-
-
 # --- the named policy
-
-
-@pytest.mark.parametrize(
-    ("text", "pools"),
-    [
-        ("reservoir", (Sink(4), Recent(188), Reservoir(64))),
-        ("reservoir(budget=256)", (Sink(4), Recent(188), Reservoir(64))),
-        ("reservoir(6, 2, 2)", (Sink(2), Recent(2), Reservoir(2))),
-        ("reservoir(64, sinks=0)", (Recent(48), Reservoir(16))),
-        ("reservoir(64, weighted=true)", (Sink(4), Recent(44), Reservoir(16, True))),
-        ("reservoir(9, 4, 4, per_head=true)", (Sink(4), Recent(1), Reservoir(4, per_head=True))),
-        ("reservoir(n=9)", (Reservoir(9),)),
-        ("reservoir(9) | recent(3)", (Reservoir(9), Recent(3))),
-    ],
-)
-def test_the_policy_and_the_pool_of_one_name(text, pools):
-    made = policy(text)
-    assert made.pools == pools
-    assert policy(str(made)) == made
-    assert policy(str(Pipe(pools))) == made
-
-
-@given(st.integers(6, 5000))
-def test_the_policy_fills_its_budget(budget):
-    assert NAMED["reservoir"].make(budget=budget).slots == budget
-
-
-@pytest.mark.parametrize("text", ["reservoir(5)", "reservoir(64, samples=60)"])
-def test_a_budget_too_small_for_its_parts_is_refused(text):
-    with pytest.raises(weir.PolicyError, match="no room for recent tokens beside 4 sinks and"):
-        policy(text)

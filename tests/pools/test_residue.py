@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from model_runs import reads_as, reads_exactly, restored_goes_on, rows_read_alone
+from model_runs import reads_as
 from reference.residue import joined, residue_of
 from roundings import close, weights_off, within
 from torch import Tensor
@@ -18,11 +18,6 @@ from weir.pools.counter_rng import CounterRNG
 from weir.pools.residue import GATES, measure_misled, merge_nearest
 from weir.slab import AttentionParams, LayerPositions, Slots, two_weight_attention
 
-PIPES = [
-    "sink(2) | recent(8) | residue(6, window=4)",
-    "recent(8) | kcenter(6) | residue(8, half_life=none)",
-    "residue(16, window=9, spread=false)",
-]
 FORM = AttentionParams(0.5)
 
 
@@ -41,21 +36,6 @@ def test_a_model_reads_as_with_a_naive_pool(llama, ids, naive, twins, chunk, hal
     twin = naive(llama, twins.pipe(residue_of(8, life, spread, 9, scale_of)), pools=1, chunk=chunk)
     words = f"half_life={half_life}, spread={str(spread).lower()}, gate=false, window=9"
     reads_as(weir.Stream(llama, f"residue(8, {words})", chunk=chunk), twin, ids(1, 45))
-
-
-@pytest.mark.parametrize("policy", PIPES)
-def test_below_its_budget_it_is_dense(llama, ids, policy):
-    reads_exactly(llama, policy, ids(2, 16))
-
-
-@pytest.mark.parametrize("policy", PIPES)
-def test_a_padded_row_reads_as_it_would_alone(llama, ids, policy):
-    rows_read_alone(llama, policy, ids(2, 60), [0, 13], [41, 19], chunk=7)
-
-
-@pytest.mark.parametrize("policy", PIPES)
-def test_a_restored_stream_goes_on_bit_for_bit_in_the_same_bytes(llama, ids, policy, tmp_path):
-    assert len(restored_goes_on(llama, policy, ids(1, 70), 45, tmp_path, chunk=7)) == 1
 
 
 # --- who is merged
@@ -193,20 +173,6 @@ def test_slots_that_change_at_every_fold_are_not_quantized():
         weir.policy("recent(64) | residue(16):int8")
     made = weir.policy("quantized(sink(4) | recent(64) | kcenter(16) | residue(16))")
     assert made.for_layer(0, 1).formats == ("", "", "int8", "")
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("residue(0)", "1 mean or more, not 0"),
-        ("residue(9, half_life=0)", "count half after 1 arrival or more, not 0"),
-        ("residue(9, window=0)", "asks the last query at least, not 0"),
-        ("residue(9) | recent(4)", "residue stands last in a pipe"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(text, reason):
-    with pytest.raises(WeirError, match=reason):
-        weir.policy(text)
 
 
 @pytest.mark.parametrize("name", ["a", "b", "spread", "misled"])

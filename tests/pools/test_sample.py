@@ -114,25 +114,6 @@ def test_a_padded_batch_gives_what_each_row_gives_alone_token_by_token(
                 )
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "reservoir(budget=64)",
-        "reservoir(budget=64, weighted=true, per_head=true)",
-        "uniform(budget=64)",
-        "uniform(budget=64, weighted=false, per_head=false)",
-        "uniform(rate=1)",
-    ],
-)
-def test_below_its_budget_it_changes_nothing(llama, ids, text):
-    tokens = ids(2, 64)
-    with torch.no_grad():
-        exact = llama(tokens).logits
-    for chunk in (1, 7):
-        got = weir.Stream(llama, text, chunk=chunk).feed(tokens, all_logits=True)
-        close_runs(got, exact, llama)
-
-
 @pytest.mark.parametrize("text", PIPES)
 def test_a_restored_stream_goes_on_bit_for_bit(llama, ids, tmp_path, text):
     tokens = ids(2, 150)

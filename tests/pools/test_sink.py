@@ -48,12 +48,6 @@ def test_the_paper_keeps_four():
     assert Sink().slots() == 4
 
 
-@pytest.mark.parametrize("n", [0, -1])
-def test_no_sinks_is_no_pool(n):
-    with pytest.raises(WeirError, match=f"at least 1 token, not {n}"):
-        Sink(n)
-
-
 def test_only_what_comes_first_can_be_kept_as_the_first():
     Sink(4).check(())
     with pytest.raises(WeirError, match="stands first"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from reference.naive import make_llama
 from servers import CHATML, POLICY, make_tokenizer
 
-from weir.serve import Engine, EngineClient, Limits, MemoryStore
+from weir.serve import Engine, EngineClient, Limits, SessionStore
 
 CITY = {
     "type": "object",
@@ -37,6 +37,6 @@ def random_client(template: str | None = CHATML, rows: int = 3) -> EngineClient:
     model = make_llama(layers=1, vocab_size=len(tokenizer), tie_word_embeddings=False)
     if template is not None:
         model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    store = MemoryStore(64)
+    store = SessionStore(keep=64)
     engine = Engine(model, POLICY, rows, store, chunk=32)
     return EngineClient(engine, tokenizer, "small", Limits(prompt=20_000))

@@ -19,7 +19,7 @@ from bare_record import bare_record
 from toychat import END, HEADER, OPEN, USER, answer, asked, beginning, train
 from transformers import PreTrainedModel
 
-from weir.serve import Engine, MemoryStore, SampledToken, Sampler, SamplingParams, Sequence
+from weir.serve import Engine, SampledToken, Sampler, SamplingParams, Sequence, SessionStore
 from weir.stream import Sampling
 
 WINDOW = 16
@@ -86,7 +86,7 @@ def shares(
         turns: of each session that are looked at.
         read: turns that are not looked at are read with their answers, many at once.
     """
-    engine = Engine(model, policy, sessions, MemoryStore(2 * sessions), chunk=4)
+    engine = Engine(model, policy, sessions, SessionStore(keep=2 * sessions), chunk=4)
     dice = random.Random(0)
     stops = [dice.randrange(24) for _ in range(sessions)]
     seen, number = [0] * sessions, 0

@@ -22,8 +22,8 @@ from servers import POLICY, make_model, make_tokenizer, serving  # noqa: E402
 
 import weir  # noqa: E402
 from weir.serve import Engine, EngineClient, Limits, ResponseStore  # noqa: E402
-from weir.serve.cluster import LeaseTable, SharedStore, open_storage  # noqa: E402
-from weir.serve.sessions import RowFormat, SQLiteStore  # noqa: E402
+from weir.serve.cluster import SharedTurns, open_storage  # noqa: E402
+from weir.serve.sessions import DiskTurns, RowFormat, SessionStore  # noqa: E402
 
 TOKENIZER = make_tokenizer()
 MODEL = make_model(TOKENIZER)
@@ -32,15 +32,14 @@ weir.Stream(MODEL, POLICY, chunk=4).feed(
 )  # what the first call loads is loaded once
 
 
-def serve(folder: Path, number: int, *, shared: bool) -> None:
+def serve(folder: Path, *, shared: bool) -> None:
     if shared:
-        form = RowFormat.of(MODEL, POLICY, 4)
-        store = SharedStore(open_storage(str(folder)), LeaseTable(), f"r{number}", form)
+        store = SessionStore(SharedTurns(open_storage(str(folder)), RowFormat.of(MODEL, POLICY, 4)))
         engine = Engine(MODEL, POLICY, 3, store, chunk=4)
-        lease = store.acquire_lease
-        client = EngineClient(engine, TOKENIZER, "small", Limits(), acquire_lease=lease)
+        client = EngineClient(engine, TOKENIZER, "small", Limits(), is_replica=True)
     else:
-        engine = Engine(MODEL, POLICY, 3, SQLiteStore(folder, MODEL, POLICY, chunk=4), chunk=4)
+        store = SessionStore(DiskTurns(folder, RowFormat.of(MODEL, POLICY, 4)))
+        engine = Engine(MODEL, POLICY, 3, store, chunk=4)
         client = EngineClient(
             engine, TOKENIZER, "small", Limits(), ResponseStore(folder / "book.db")
         )
@@ -50,11 +49,11 @@ def serve(folder: Path, number: int, *, shared: bool) -> None:
 
 
 def main(folder: str, kind: str) -> None:
-    for number, _ in enumerate(sys.stdin):
+    for _ in sys.stdin:
         pid = os.fork()
         if pid == 0:
             try:
-                serve(Path(folder), number, shared=kind == "cluster")
+                serve(Path(folder), shared=kind == "cluster")
             finally:
                 os._exit(1)
         os.waitpid(pid, 0)

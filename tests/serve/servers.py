@@ -19,10 +19,10 @@ from reference.naive import make_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from weir.serve import Engine, EngineClient, Limits, MemoryStore, ResponseStore, SessionStore
+from weir.serve import Engine, EngineClient, Limits, ResponseStore, SessionStore
 from weir.serve.api import Keys, bind, make_app
 from weir.serve.api.schemas.base import KnownFields
-from weir.serve.sessions import SQLiteStore
+from weir.serve.sessions import DiskTurns, RowFormat
 
 POLICY = "sink(2) | recent(6) | heavy(4)"
 SPECIAL = ["<s>", "<|im_start|>", "<|im_end|>"]
@@ -103,15 +103,16 @@ def make_client(
     most: int = 256,
     data: Path | None = None,
     policy: str = POLICY,
+    limit: int | None = None,
     **disk: Any,
 ) -> EngineClient:
     """A client of an engine of a small model, whose turns are in memory or in a folder."""
     limits = limits or Limits()
     tokenizer = make_tokenizer(template)
     model = make_model(tokenizer)
-    store: SessionStore = MemoryStore(most)
+    store: SessionStore = SessionStore(keep=most)
     if data is not None:
-        store = SQLiteStore(data, model, policy, chunk=4, **disk)
+        store = SessionStore(DiskTurns(data, RowFormat.of(model, policy, 4), limit), **disk)
     engine = Engine(model, policy, rows, store, chunk=4, queue=limits.queue)
     book = ResponseStore(None if data is None else data / "book.db", limits.texts)
     return EngineClient(engine, tokenizer, "small", limits, book)
@@ -143,8 +144,7 @@ def serving(engine_client: EngineClient, keys: Keys | None = None) -> Iterator[S
         bound.close()
         assert not thread.is_alive()
         engine_client.responses.close()
-        if isinstance(engine_client.store, SQLiteStore):
-            engine_client.store.close()
+        engine_client.store.close()
 
 
 def raw(

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import replace
 
-import pytest
 from servers import make_client
 
 from weir import StreamingCache
 from weir.models import set_sink
 from weir.pools import Marks
-from weir.serve import (
-    EngineClient,
-    FinishEvent,
-    GenerationRequest,
-    Limits,
-    Message,
-    Prompt,
-    SamplingParams,
-    TurnRecord,
-    hash_prefixes,
-)
+from weir.serve import EngineClient, Limits, SamplingParams, TurnRecord
+from weir.serve.client import GenerationRequest
+from weir.serve.engine import FinishEvent
+from weir.serve.messages import Message, hash_prefixes
+from weir.serve.prompts import Prompt
 
 
 def test_a_learned_sink_stands_in_front_of_what_is_read_first():
@@ -53,6 +45,8 @@ def ask(client: EngineClient, *messages: Message) -> tuple[Prompt, str, TurnReco
         generation = client.generate(request, plan, loop)
         while client.engine.load().busy or client.engine.load().waiting:
             client.engine.step()
+        loop.call_soon(loop.stop)
+        loop.run_forever()
     answer = "".join(event.text for event in generation.queue._events)
     end = generation.queue._events[-1]
     assert isinstance(end, FinishEvent)
@@ -105,21 +99,3 @@ def places_of(cache: StreamingCache) -> set[int]:
     """The places that row 0 holds in every head."""
     heads = [set(head.tolist()) for head in cache.slots(0).position[0]]
     return set.intersection(*heads)
-
-
-def test_a_plan_whose_turns_cannot_be_made_lets_go_of_its_session():
-    client, let_go = make_client(), []
-
-    class Lease:
-        def release(self) -> None:
-            let_go.append(True)
-
-    def broken() -> None:
-        raise MemoryError("no memory")
-
-    plan = replace(client.matcher.match("", [Message("user", "Hi")], None), lease=Lease())
-    request = GenerationRequest(lambda: plan, (SamplingParams(),), 4, constraint=broken)
-    with contextlib.closing(asyncio.new_event_loop()) as loop, pytest.raises(MemoryError):
-        client.generate(request, plan, loop)
-    assert let_go == [True]
-    assert not client._generations

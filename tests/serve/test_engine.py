@@ -14,16 +14,8 @@ from reference.naive import VOCABULARY, make_llama
 
 import weir
 from weir.errors import WeirError
-from weir.serve import (
-    Busy,
-    Cancelled,
-    Engine,
-    MemoryStore,
-    SampledToken,
-    Sampler,
-    SamplingParams,
-    Sequence,
-)
+from weir.serve import Engine, SampledToken, Sampler, SamplingParams, Sequence, SessionStore
+from weir.serve.engine import Busy, Cancelled
 from weir.stream import Sampling
 
 MODEL = make_llama()
@@ -67,7 +59,7 @@ class Heard:
 
 def engine(rows: int = 3, **given) -> Engine:
     given = {"policy": POLICY, "chunk": CHUNK, "prefill_chunk": 5, **given}
-    return Engine(MODEL, given.pop("policy"), rows, given.pop("store", MemoryStore()), **given)
+    return Engine(MODEL, given.pop("policy"), rows, given.pop("store", SessionStore()), **given)
 
 
 def turn(node: str, ids, start: str | None = None, limit: int = 6, **given) -> Sequence:
@@ -318,7 +310,7 @@ def test_a_call_that_fails_is_the_end_of_its_turns_and_of_nothing_else(monkeypat
     assert again.listener.tokens == alone([(words(0, 20), 6), (words(1, 9), 6)])[1]
 
 
-class Full(MemoryStore):
+class Full(SessionStore):
     """A store that takes nothing."""
 
     def save(self, checkpoint, record, done):

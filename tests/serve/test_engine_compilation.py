@@ -12,11 +12,11 @@ from weir import compile_steps
 from weir.models.compiling import Compiled, Compiling
 from weir.serve import (
     Engine,
-    MemoryStore,
     SampledToken,
     Sampler,
     SamplingParams,
     Sequence,
+    SessionStore,
     compile_engine,
     sizes_of,
 )
@@ -66,7 +66,7 @@ def steps(monkeypatch) -> list[int]:
 
 
 def engine_of(model, rows: int, **given) -> Engine:
-    return Engine(model, POLICY, rows, MemoryStore(), chunk=4, prefill_chunk=5, **given)
+    return Engine(model, POLICY, rows, SessionStore(), chunk=4, prefill_chunk=5, **given)
 
 
 def answers(engine: Engine, limits: list[int]) -> list[list[int]]:

@@ -15,7 +15,7 @@ import pytest
 from servers import Server, make_client, serving
 
 from weir.serve import Limits
-from weir.serve.sessions import DISK_FULL, SQLiteStore
+from weir.serve.sessions import DISK_FULL
 from weir.serve.sessions import snapshot_folder as folder_file
 
 CHAT = "/v1/chat/completions"
@@ -95,8 +95,7 @@ def test_a_full_disk_is_said_before_anything_is_generated(tmp_path, disk, caplog
 
 def test_all_answers_under_way_have_room(tmp_path, disk):
     client = make_client(data=tmp_path, limits=Limits(unread=10**6))
-    assert isinstance(client.store, SQLiteStore)
-    row = client.store.checkpoints.row_format.turn_bytes
+    row = client.store.place.row_format.turn_bytes
     with serving(client) as server:
         disk.size = 2 * row
         assert server.post(CHAT, {**chat("Hi"), "n": 3}).status_code == 507
@@ -112,11 +111,10 @@ def test_all_answers_under_way_have_room(tmp_path, disk):
 
 def test_where_old_turns_may_go_they_make_room(tmp_path, disk):
     client = make_client(data=tmp_path, limit=10**9, keep=2)
-    assert isinstance(client.store, SQLiteStore)
     with serving(client) as server:
         said = [ask(server, f"Number {n}") for n in range(4)]
         taken = 10**9 - disk.free_bytes(None)
-        row = client.store.checkpoints.row_format.turn_bytes
+        row = client.store.place.row_format.turn_bytes
         disk.size = taken + row - 1  # one byte too little: the oldest goes, and no other
         said.append(ask(server, "Number 4"))
         assert [session["topic"] for session in sessions(server)] == [

@@ -24,8 +24,9 @@ from weir.cli.app import run
 from weir.cli.serve import compile_or_say
 from weir.errors import WeirError
 from weir.models import ASSETS
-from weir.serve import Busy, Limits
+from weir.serve import Limits
 from weir.serve.api.middleware import JSONFormatter
+from weir.serve.engine import Busy
 
 USER = {"role": "user", "content": "Hello there"}
 CHAT = "/v1/chat/completions"

@@ -1,12 +1,13 @@
-"""Output queues: bounded, and never blocking the engine."""
+"""Output queues: bounded, in order, and never blocking the engine."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
-from weir.serve import FailureEvent, OutputQueue, SampledToken, TokenEvent
-from weir.serve.engine import Notifier
+from weir.serve import SampledToken
+from weir.serve.engine import EventSender, FailureEvent, OutputQueue, TokenEvent
 
 
 def token_event(number: int) -> TokenEvent:
@@ -15,12 +16,14 @@ def token_event(number: int) -> TokenEvent:
 
 def test_events_come_in_order_from_any_thread():
     async def read() -> list[str]:
-        queue = OutputQueue(asyncio.get_running_loop(), 1000)
+        queue, sender = OutputQueue(asyncio.get_running_loop(), 1000), EventSender()
 
         def post() -> None:
             for number in range(500):
-                queue.put_now(token_event(number))
-            queue.put_now(FailureEvent(0, ValueError("the end")))
+                sender.add(queue, token_event(number))
+                if number % 3 == 0:
+                    sender.send()
+            sender.send_now(queue, FailureEvent(0, ValueError("the end")))
 
         thread = threading.Thread(target=post)
         thread.start()
@@ -35,67 +38,60 @@ def test_events_come_in_order_from_any_thread():
     assert asyncio.run(read()) == [str(number) for number in range(500)]
 
 
-def test_a_wake_that_comes_late_does_not_hold_the_loop():
+def test_events_that_two_threads_send_come_in_the_order_they_were_added():
+    came: list[int] = []
+    waking = threading.Event()
+
+    class Loop:
+        def call_soon_threadsafe(self, put: object, events: list) -> None:
+            if not waking.is_set():
+                waking.set()
+                time.sleep(0.1)  # so long another thread has for coming before this one
+            came.extend(event.answer for _, event in events)
+
+    queue, sender = OutputQueue(Loop(), 9), EventSender()
+    sender.add(queue, FailureEvent(0, ValueError()))
+    thread = threading.Thread(target=sender.send)
+    thread.start()
+    assert waking.wait(60)
+    sender.send_now(queue, FailureEvent(1, ValueError()))
+    thread.join()
+    assert came == [0, 1]
+
+
+def test_the_events_of_many_queues_come_together_and_not_before():
     async def read() -> None:
-        queue = OutputQueue(asyncio.get_running_loop(), 9)
-        queue.put_now(token_event(0))
-        assert len(await queue.take()) == 1  # and the wake for it is still to come
-        waiting = asyncio.ensure_future(queue.take())
-        rescue = threading.Timer(1.0, queue.put_now, [token_event(1)])  # ends a loop that is held
-        rescue.start()
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert not waiting.done()
-        rescue.cancel()
-        queue.put_now(token_event(2))
-        assert [e.text for e in await waiting if isinstance(e, TokenEvent)] == ["2"]
-
-    asyncio.run(read())
-
-
-def test_many_queues_are_woken_together_and_not_before():
-    async def read() -> None:
-        notifier, loop = Notifier(), asyncio.get_running_loop()
+        sender, loop = EventSender(), asyncio.get_running_loop()
         queues = [OutputQueue(loop, 9) for _ in range(3)]
         waiting = [asyncio.ensure_future(queue.take()) for queue in queues]
-        await asyncio.sleep(0)
         for number, queue in enumerate(queues):
-            assert queue.put(token_event(number))
-            notifier.add(queue)
-            assert not queue.put(token_event(number))  # whoever is woken for one finds both
+            sender.add(queue, token_event(number))
+            sender.add(queue, token_event(number))  # whoever is woken for one finds both
         for _ in range(3):
             await asyncio.sleep(0)
         assert not any(each.done() for each in waiting)
-        notifier.notify()
-        notifier.notify()  # for nobody
+        sender.send()
+        sender.send()  # nothing
         assert [len(await each) for each in waiting] == [2, 2, 2]
-
-    asyncio.run(read())
-
-
-def test_a_client_that_is_cut_off_is_told_so_by_the_notifier_too():
-    async def read() -> None:
-        notifier, queue = Notifier(), OutputQueue(asyncio.get_running_loop(), 1)
-        assert queue.put(token_event(0))
-        assert queue.put(token_event(1))
-        assert not queue.put(token_event(2))
-        notifier.add(queue)
-        notifier.notify()
-        await asyncio.wait_for(queue.overrun.wait(), 5)
+        again = asyncio.ensure_future(queues[0].take())
+        await asyncio.sleep(0)
+        assert not again.done()
+        again.cancel()
 
     asyncio.run(read())
 
 
 def test_what_is_too_much_is_lost_and_known_to_be():
     async def read() -> None:
-        queue = OutputQueue(asyncio.get_running_loop(), 3)
+        sender, queue = EventSender(), OutputQueue(asyncio.get_running_loop(), 3)
         for number in range(3):
-            queue.put_now(token_event(number))
+            sender.send_now(queue, token_event(number))
+        await asyncio.sleep(0)
         assert not queue.full
-        queue.put_now(token_event(3))
-        queue.put_now(FailureEvent(0, ValueError("cancelled")))
-        assert queue.full
+        sender.send_now(queue, token_event(3))
+        sender.send_now(queue, FailureEvent(0, ValueError("cancelled")))
         await asyncio.wait_for(queue.overrun.wait(), 5)
+        assert queue.full
         events = await queue.take()
         assert [e.text for e in events if isinstance(e, TokenEvent)] == ["0", "1", "2"]
         assert isinstance(events[-1], FailureEvent)
@@ -103,8 +99,8 @@ def test_what_is_too_much_is_lost_and_known_to_be():
     asyncio.run(read())
 
 
-def test_posting_to_a_loop_that_has_ended_hurts_nobody():
+def test_sending_to_a_loop_that_has_ended_hurts_nobody():
     async def make() -> OutputQueue:
         return OutputQueue(asyncio.get_running_loop(), 3)
 
-    asyncio.run(make()).put_now(token_event(0))
+    EventSender().send_now(asyncio.run(make()), token_event(0))

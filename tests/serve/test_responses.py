@@ -15,7 +15,7 @@ from servers import ignored_fields, make_client, make_tokenizer, serving
 
 import weir
 from weir.errors import WeirError
-from weir.serve import Engine, EngineClient, Limits, MemoryStore
+from weir.serve import Engine, EngineClient, Limits, SessionStore
 from weir.serve.api import Keys
 from weir.serve.api.schemas.responses import ResponseBody
 
@@ -230,12 +230,12 @@ def test_nothing_is_kept_of_what_is_not_to_be_stored(server, client):
     headers = {"Authorization": f"Bearer {ALICE}"}
     first = say(client, "Secret base")
     before = httpx.get(f"{server.url}/v1/sessions", headers=headers).json()
-    kept = len(server.store._turns)
+    kept = len(server.store._memory.list_all())
     told = say(client, "Secret", store=False, previous_response_id=first.id)
     assert not told.store and cached(told) == first.usage.total_tokens - 1
     assert told.usage.input_tokens_details.cache_write_tokens == 0
     assert httpx.get(f"{server.url}/v1/sessions", headers=headers).json() == before
-    assert len(server.store._turns) == kept
+    assert len(server.store._memory.list_all()) == kept
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(told.id)
     with pytest.raises(openai.NotFoundError) as error:
@@ -397,14 +397,14 @@ def test_a_turn_that_cannot_be_kept_fails_and_leaves_nothing(server, client, mon
     def refuse(*given):
         raise WeirError("the disk is full")
 
-    before = len(server.store._turns)
+    before = len(server.store._memory.list_all())
     monkeypatch.setattr(server.engine_client.responses, "save_response", refuse)
     with pytest.raises(openai.InternalServerError):
         say(client, "Hello")
     *_, last = say(client, "Hello", stream=True)
     assert (last.type, last.response.status) == ("response.failed", "failed")
     assert last.response.error.code == "server_error"
-    assert len(server.store._turns) == before
+    assert len(server.store._memory.list_all()) == before
 
 
 def test_a_chain_goes_on_after_a_restart(tmp_path):
@@ -653,7 +653,7 @@ def test_bad_items_are_refused(server, client, path, body, param):
 @pytest.mark.skipif(shutil.which("llm-comply") is None, reason="llm-comply is installed by itself")
 def test_llm_comply_is_answered_as_it_wants_but_for_images():
     model, tokenizer = weir.load("nano")  # a model whose answers end
-    engine = Engine(model, "weir(256)", 2, MemoryStore(32), queue=8)
+    engine = Engine(model, "weir(256)", 2, SessionStore(keep=32), queue=8)
     with serving(EngineClient(engine, tokenizer, "nano", Limits())) as server:
         command = ["llm-comply", "-u", f"{server.url}/v1", "-k", "none", "-m", "nano", "--json"]
         ended = subprocess.run(

@@ -19,7 +19,7 @@ from roundings import close_runs
 from torch import Tensor
 
 from weir.cache import RowState
-from weir.serve import Engine, MemoryStore, SampledToken, Sampler, SamplingParams, Sequence
+from weir.serve import Engine, SampledToken, Sampler, SamplingParams, Sequence, SessionStore
 from weir.stream import Sampling
 
 VOCABULARY = 4096
@@ -124,7 +124,7 @@ def talk(
 
 
 def engine_of(model, rows: int, **given) -> Engine:
-    return Engine(model, POLICY, rows, MemoryStore(), chunk=16, prefill_chunk=32, **given)
+    return Engine(model, POLICY, rows, SessionStore(), chunk=16, prefill_chunk=32, **given)
 
 
 def facts_of(state: RowState) -> dict[str, Any]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from weir.serve import Busy, Sampler, SamplingParams, Sequence
-from weir.serve.engine import WaitQueue, fits_one_call, group_prefills
+from weir.serve import Sampler, SamplingParams, Sequence
+from weir.serve.engine import Busy
+from weir.serve.engine.scheduler import Scheduler, fits_one_call, group_prefills
 
 
 def turn(length: int, row: int | None = None, owner: str = "", read: int = 0) -> Sequence:
@@ -16,30 +17,34 @@ def turn(length: int, row: int | None = None, owner: str = "", read: int = 0) ->
     return made
 
 
+def scheduler(queue: int) -> Scheduler:
+    return Scheduler(1, queue, 100, deterministic=False)
+
+
 def test_clients_take_turns_and_one_clients_turns_come_in_order():
-    waiting = WaitQueue(6)
+    its = scheduler(5)
     turns = [turn(1, owner=name) for name in "aaabbc"]
     for each in turns:
-        waiting.add(each)
-    with pytest.raises(Busy, match="6 turns are waiting already"):
-        waiting.add(turn(1))
+        its.add(each)
+    with pytest.raises(Busy, match="5 turns are waiting already"):
+        its.add(turn(1))
     order = []
-    while (first := waiting.next()) is not None:
-        assert waiting.next() is first  # who looks on takes nobody's place
-        waiting.serve(first)
-        order.append(turns.index(first))
+    while (admitted := its.admit()) is not None:
+        assert its.admit() is None  # its only row is busy
+        order.append(turns.index(admitted[0]))
+        its.finish(admitted[0], at_checkpoint=False)
     assert order == [0, 3, 5, 1, 4, 2]
 
 
 def test_what_is_read_already_goes_first_however_many_wait():
-    waiting = WaitQueue(1)
-    waiting.add(turn(1, owner="a"))
+    its = scheduler(0)
+    its.add(turn(1, owner="a"))
     read = turn(1, owner="a")
-    waiting.add_first(read)
-    assert waiting.next() is read
-    waiting.discard(read)
-    waiting.discard(read)
-    assert len(waiting) == 1
+    its.add_first(read)
+    assert its.admit() == (read, False)
+    its.finish(read, at_checkpoint=False)
+    its.finish(read, at_checkpoint=False)
+    assert len(its.waiting) == 1
 
 
 def test_short_prompts_are_group_prefills_and_a_long_one_by_itself():

@@ -10,7 +10,7 @@ from servers import make_client, raw, serving
 
 from weir.serve import Limits
 from weir.serve.api import Keys
-from weir.serve.sessions import SQLiteStore
+from weir.serve.sessions import DiskTurns
 
 ALICE, BOB = "wk-alice-0123456789", "wk-bob-0123456789"
 FILE = "application/octet-stream"
@@ -189,8 +189,8 @@ def test_files_that_are_none_are_refused_and_nothing_is_kept(server, alice):
     other = file.replace(b"recent(6)", b"recent(5)")
     assert alice.ask("POST", "/sessions/import", other).status_code == 400
     assert alice.ask("GET", "/sessions").json() == before
-    if isinstance(server.store, SQLiteStore):
-        assert not list(server.store.checkpoints.folder.glob("moving/*"))
+    if isinstance(server.store.place, DiskTurns):
+        assert not list(server.store.place.folder.glob("moving/*"))
 
 
 BAD = [

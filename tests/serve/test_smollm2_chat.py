@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from servers import serving
 
-from weir.serve import Engine, EngineClient, Limits, MemoryStore
+from weir.serve import Engine, EngineClient, Limits, SessionStore
 from weir.stream import BOOK, read_text, render_chat
 
 pytestmark = pytest.mark.models
@@ -20,7 +20,7 @@ def test_thirty_turns_past_the_window_are_fed_as_the_template_has_them(smollm2):
     noting = model.model.embed_tokens.register_forward_pre_hook(
         lambda module, given: fed.extend(given[0][0].tolist())
     )
-    engine = Engine(model, "sink(4) | recent(252)", 1, MemoryStore(64))
+    engine = Engine(model, "sink(4) | recent(252)", 1, SessionStore(keep=64))
     client = EngineClient(engine, tokenizer, "smollm2", Limits())
     book = read_text(BOOK)
     history = [{"role": "system", "content": "Answer in one short sentence."}]

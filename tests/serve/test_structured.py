@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from servers import make_tokenizer
 
 from weir.serve import Sampler, SamplingParams
-from weir.serve.engine import sample
+from weir.serve.engine.sampler import sample
 from weir.serve.structured import BadSchema, GrammarCompiler, check_schema
 from weir.stream import Sampling
 

@@ -11,9 +11,9 @@ import torch
 from servers import CHATML, make_tokenizer
 
 from weir.errors import WeirError
-from weir.serve import Message, Sampler, SamplingParams, hash_prefixes
-from weir.serve.engine import sample
-from weir.serve.messages import Call
+from weir.serve import Sampler, SamplingParams
+from weir.serve.engine.sampler import sample
+from weir.serve.messages import Call, Message, hash_prefixes
 from weir.serve.structured import GrammarCompiler
 from weir.serve.tools import (
     HERMES,

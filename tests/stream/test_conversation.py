@@ -286,20 +286,12 @@ def test_a_saved_conversation_goes_on_where_it_was(model, tmp_path, answer):
     list(talk.say("So?"))
     talk.stream.save(tmp_path / "talk")
     other = Conversation(weir.Stream(model, "window(64)"), talk.tokenizer)
-    other.load(tmp_path / "talk")
+    other.stream = weir.Stream.restore(other.stream.model, tmp_path / "talk")
     assert other.stream.seen == talk.stream.seen
     assert other.turn("And?") == talk.turn("And?")
     again = Conversation(weir.Stream.restore(model, tmp_path / "talk"), talk.tokenizer)
     answers = [list(it.say("And?", max_new_tokens=20, temperature=1.0)) for it in (other, again)]
     assert answers[0] == answers[1]
-
-
-def test_a_conversation_that_cannot_be_loaded_leaves_the_one_there_is(model, tmp_path):
-    talk = talk_of(model, None)
-    stream = talk.stream
-    with pytest.raises(WeirError, match="there is no session file"):
-        talk.load(tmp_path / "nowhere")
-    assert talk.stream is stream
 
 
 @pytest.mark.parametrize("how", [{"chunk": 1}, {"prefill": "full"}, {"origin": 100}], ids=str)

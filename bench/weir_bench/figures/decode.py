@@ -4,7 +4,7 @@ weights.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
@@ -37,7 +37,7 @@ NEWEST = 64
 """Exact slots at the end of a cache whose other slots are quantized."""
 
 
-@figure("decode", "a decode step beside transformers' caches and the bandwidth of memory")
+@figure("decode")
 def decode(setting: Setting) -> Iterator[Row]:
     """`streaming_llm`, also compiled, against DynamicCache and StaticCache; the roofline."""
     sizes, model = setting.sizes, model_of(setting)
@@ -85,7 +85,7 @@ def _targets(kind: str, peers: Collection[str], share: float) -> dict[str, float
     return {**targets, **{name: 1.00 for name in peers if name == COMPILED_STATIC}}
 
 
-@figure("recompute", "a token beside re-computation of the window")
+@figure("recompute")
 def recompute(setting: Setting) -> Iterator[Row]:
     """`streaming_llm` against `recompute`, per token, folds included.
 
@@ -123,7 +123,7 @@ def _steps(cache: Weir, count: int) -> None:
         cache.step()
 
 
-@figure("slots", "a decode step with quantized slots beside one with exact ones")
+@figure("slots")
 def slots(setting: Setting) -> Iterator[Row]:
     """`streaming_llm`, all but its newest tokens quantized, against itself; and what is read."""
     sizes, model = setting.sizes, model_of(setting)
@@ -145,7 +145,7 @@ def slots(setting: Setting) -> Iterator[Row]:
         yield compare(f"decode step, {what}", own[name], own["exact"], 1.0, note=note)
 
 
-@figure("weights", "a decode step with weights of 8 and 4 bits beside one with all bits")
+@figure("weights")
 def weights(setting: Setting) -> Iterator[Row]:
     """`streaming_llm` with int8 and int4 weights against the same model as it was."""
     if find_spec("torchao") is None:
@@ -154,7 +154,20 @@ def weights(setting: Setting) -> Iterator[Row]:
     for kind, make in {"": full, COMPILED: full_compiled}.items():
         made = {bits: make(setting, _model(setting, bits), PLAIN, slots) for bits in ("", *BITS)}
         caches = {bits: cache for bits, cache in made.items() if cache is not None}
-        yield from _few_bits(setting, caches, kind)
+        times = middle(in_turns(caches, setting.sizes.steps, warm=3))
+        for bits in BITS:
+            if not {"", bits} <= caches.keys():
+                continue
+            part = stored_bytes(caches[bits].model) / stored_bytes(caches[""].model)
+            asked = bits == "int8" and kind and setting.dtype == torch.float32
+            what = f"{bits} weights ÷ all bits, `{PLAIN}` at {slots:,} slots{kind}"
+            yield compare(
+                f"decode step, {what}",
+                times[bits],
+                times[""],
+                0.35 if asked else None,
+                note=f"weights take {part:.2f} of the bytes",
+            )
 
 
 def _model(setting: Setting, bits: str) -> PreTrainedModel:
@@ -163,21 +176,3 @@ def _model(setting: Setting, bits: str) -> PreTrainedModel:
     if bits:
         quantize_weights(model, bits)
     return model
-
-
-def _few_bits(setting: Setting, caches: Mapping[str, Weir], kind: str) -> Iterator[Row]:
-    """Each of few bits beside that of all bits, timed in turns."""
-    times = middle(in_turns(caches, setting.sizes.steps, warm=3))
-    for bits in BITS:
-        if bits not in caches or "" not in caches:
-            continue
-        part = stored_bytes(caches[bits].model) / stored_bytes(caches[""].model)
-        asked = bits == "int8" and kind and setting.dtype == torch.float32
-        what = f"{bits} weights ÷ all bits, `{PLAIN}` at {setting.sizes.slots:,} slots{kind}"
-        yield compare(
-            f"decode step, {what}",
-            times[bits],
-            times[""],
-            0.35 if asked else None,
-            note=f"weights take {part:.2f} of the bytes",
-        )

@@ -6,9 +6,9 @@ import resource
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,24 +25,7 @@ STEPS = 256
 """Decode steps timed at each mark."""
 
 
-@dataclass(frozen=True)
-class Mark:
-    """How far a stream has come, and what it takes there.
-
-    Attributes:
-        tokens: tokens of the stream so far.
-        ms_per_token: of a decode step, the median.
-        cache_bytes: of the cache.
-        process_bytes: the most memory the process has had.
-    """
-
-    tokens: int
-    ms_per_token: float
-    cache_bytes: int
-    process_bytes: int
-
-
-@figure("flat", "a million tokens: time per token and memory by decade", by_dtype=False, asked=True)
+@figure("flat", by_dtype=False, asked=True)
 def flat(setting: Setting) -> Iterator[Row]:
     """Time per token far out against that at 10,000 tokens, in turns."""
     model, _ = load("nano")
@@ -56,22 +39,21 @@ def flat(setting: Setting) -> Iterator[Row]:
     first, last = marks[0], marks[-1]
     what = f"time per token at position {late.seen:,} ÷ at {EARLY:,}, `nano`, `{POLICY}`"
     yield compare(what, times["late"], times["early"], 1.03)
-    what = f"memory of the process after {last.tokens:,} tokens ÷ after {first.tokens:,}, the same"
-    yield compare(what, last.process_bytes, first.process_bytes, unit="MB")
+    far, near = last["tokens"], first["tokens"]
+    what = f"memory of the process after {far:,} tokens ÷ after {near:,}, the same"
+    yield compare(what, last["process_bytes"], first["process_bytes"], unit="MB")
 
 
-def run(stream: Stream, setting: Setting) -> tuple[Stream, Stream, list[Mark]]:
+def run(stream: Stream, setting: Setting) -> tuple[Stream, Stream, list[dict[str, Any]]]:
     """(the stream as it was early on, as it is at its end, what it took at the marks between)."""
     early = stream
-    marks: list[Mark] = []
+    marks: list[dict[str, Any]] = []
     for mark in _marks(setting.flat):
         _read(stream, mark - STEPS)
         marks.append(_look(stream))
-        setting.on_mark([asdict(each) for each in marks])
-        setting.say(
-            f"{mark:,} tokens: {marks[-1].ms_per_token:.2f} ms a token, "
-            f"{marks[-1].process_bytes / 1e6:.0f} MB"
-        )
+        setting.on_mark(marks)
+        pace, memory = marks[-1]["ms_per_token"], marks[-1]["process_bytes"]
+        setting.say(f"{mark:,} tokens: {pace:.2f} ms a token, {memory / 1e6:.0f} MB")
         if mark == EARLY:
             with tempfile.TemporaryDirectory() as folder:
                 stream.save(Path(folder) / "early")
@@ -94,14 +76,19 @@ def _read(stream: Stream, tokens: int) -> None:
         stream.feed(torch.randint(vocabulary, (1, min(PIECE, left)), generator=generator))
 
 
-def _look(stream: Stream) -> Mark:
-    """Decode `STEPS` tokens and time them."""
+def _look(stream: Stream) -> dict[str, Any]:
+    """Decode `STEPS` tokens and time them, and look at the most memory of the process so far."""
     token = torch.tensor([[5]])
     with undisturbed():
         taken = [seconds(lambda: stream.feed(token)) for _ in range(STEPS)]
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     unit = 1 if sys.platform == "darwin" else 1024
-    return Mark(stream.seen, median(taken) * 1e3, stream.nbytes, most * unit)
+    return {
+        "tokens": stream.seen,
+        "ms_per_token": median(taken) * 1e3,
+        "cache_bytes": stream.nbytes,
+        "process_bytes": most * unit,
+    }
 
 
 def _cycle(stream: Stream, token: Tensor) -> None:

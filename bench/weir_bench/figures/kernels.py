@@ -16,7 +16,7 @@ BATCH, SLOTS, GROUP = 32, 2048, 4
 """Of the decode kernel: one layer of a Llama of eight billion parameters, with `HEADS` KV heads."""
 
 
-@figure("kernel", "the decode kernel's bandwidth beside a copy on the device", by_dtype=False)
+@figure("kernel", by_dtype=False)
 def kernel(setting: Setting) -> Iterator[Row]:
     """One layer's decode step of a Llama of eight billion parameters, bfloat16, on a GPU."""
     if not torch.cuda.is_available():
@@ -25,11 +25,7 @@ def kernel(setting: Setting) -> Iterator[Row]:
 
 
 def reached(device: torch.device, batch: int, slots: int, rounds: int) -> Row:
-    """The kernel beside a copy of as many bytes as it has to read.
-
-    Raises:
-        Skipped: there is no decode kernel for the device.
-    """
+    """The kernel beside a copy of as many bytes as it has to read."""
     decode = kernels.decode(device)
     if decode is None:
         raise Skipped(f"there is no decode kernel on {device.type} (weir-kv[gpu] brings it)")

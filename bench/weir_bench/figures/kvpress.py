@@ -29,7 +29,7 @@ REST = 0.03
 CYCLES = 4
 
 
-@figure("kvpress", "kvpress beside the same method, size and interval")
+@figure("kvpress")
 def kvpress(setting: Setting) -> Iterator[Row]:
     """kvpress's DecodingPress against weir, a token, compression and folds included."""
     sizes = setting.sizes

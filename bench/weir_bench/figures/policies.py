@@ -25,13 +25,7 @@ TIMED = 4
 
 @dataclass(frozen=True)
 class Pace:
-    """What tokens take under a policy.
-
-    Attributes:
-        step: seconds of a step that does not fold: the median.
-        fold: seconds of a fold, all layers together: the mean, for some folds do more than others.
-        chunk: tokens between two folds.
-    """
+    """Seconds of a step that does not fold (median) and of a fold of all layers (mean)."""
 
     step: float
     fold: float
@@ -43,7 +37,7 @@ class Pace:
         return self.step + self.fold / self.chunk
 
 
-@figure("policies", "a decode step by policy, folds included, beside streaming_llm")
+@figure("policies")
 def policies(setting: Setting) -> Iterator[Row]:
     """Every policy of the same slots against `streaming_llm`."""
     names = wanted(setting, comparable())
@@ -60,7 +54,7 @@ def policies(setting: Setting) -> Iterator[Row]:
         )
 
 
-@figure("folds", "what folds cost by policy, per token, beside a decode step")
+@figure("folds")
 def folds(setting: Setting) -> Iterator[Row]:
     """The time of folds over the tokens between two of them, over that of a step."""
     for name in wanted(setting, [PLAIN, *comparable()]):

@@ -38,7 +38,7 @@ child()
 """The script of a process that feeds a prompt and prints its peak memory."""
 
 
-@figure("prompts", "a prompt under each policy, beside exact attention", asked=True)
+@figure("prompts", asked=True)
 def prompts(setting: Setting) -> Iterator[Row]:
     """Short and long prompts, and what they say of one that is far longer."""
     sizes, model = setting.sizes, model_of(setting)
@@ -98,7 +98,7 @@ def _beyond_squared(tokens: tuple[int, ...], took: list[float], far: int) -> flo
     return far * (second + growth * (far - tokens[-1]))
 
 
-@figure("prefill", "peak memory of reading a long prompt, chunked beside full")
+@figure("prefill")
 def prefill(setting: Setting) -> Iterator[Row]:
     """Extra memory of `prefill="chunked"` against `prefill="full"`."""
     if not STATUS.exists():

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from weir.errors import WeirError
 from weir.models import choose_products, compile_steps, load
-from weir.serve import Engine, MemoryStore, SampledToken, Sampler, SamplingParams, Sequence
+from weir.serve import Engine, SampledToken, Sampler, SamplingParams, Sequence, SessionStore
 from weir.stream import Sampling
 from weir_bench.caches import Dynamic, Weir
 from weir_bench.figure import Row, Setting, Skipped, compare, figure
@@ -62,15 +62,7 @@ class RaggedRows(Weir):
 
 
 class QuietRows(Weir):
-    """A step of some rows past their budget, none of which folds in the next steps.
-
-    Args:
-        model: of the rows.
-        slots: of each.
-        chunk: tokens between two folds.
-        rows: how many.
-        ragged: rows stand in different places of their tails.
-    """
+    """A step of some rows past their budget, none of which folds in the next steps."""
 
     def __init__(
         self, model: PreTrainedModel, slots: int, chunk: int, rows: int, *, ragged: bool = False
@@ -88,7 +80,7 @@ class QuietRows(Weir):
             self.feed_masked(self.token.expand(rows, most), real)
 
 
-@figure("rows", "a decode step of sixteen streams, in step and ragged, beside one stream's")
+@figure("rows")
 def rows(setting: Setting) -> Iterator[Row]:
     """`streaming_llm` on the model of the figures and on `nano`, as it is and compiled."""
     sizes = setting.sizes
@@ -162,7 +154,7 @@ def _without_folds(
     return {name: median(kept[name] or times[name]) for name in times}
 
 
-@figure("batches", "decode steps of 2 to 64 rows, in step and ragged, beside one row's")
+@figure("batches")
 def batches(setting: Setting) -> Iterator[Row]:
     """Time a token, beside that of a row alone."""
     model, slots = model_of(setting), min(SLOTS, setting.sizes.slots)
@@ -181,7 +173,7 @@ def batches(setting: Setting) -> Iterator[Row]:
             yield _pace(what, times[name], times["alone"], rows, note=note)
 
 
-@figure("products", "decode steps with chosen matrix products beside PyTorch's")
+@figure("products")
 def products(setting: Setting) -> Iterator[Row]:
     """What `weir.choose_products` brings: `streaming_llm` for 1, 4 and 16 rows; for one also
     `DynamicCache` and the roofline. Before that, what large pages of memory bring by themselves.
@@ -236,7 +228,6 @@ def _read(model: PreTrainedModel) -> None:
 
 @figure(
     "deterministic",
-    "a step of an engine that decodes each row by itself, beside one that decodes all together",
     asked=True,
 )
 def deterministic(setting: Setting) -> Iterator[Row]:
@@ -257,18 +248,12 @@ def deterministic(setting: Setting) -> Iterator[Row]:
 
 
 class Answering(Contender):
-    """A step of an engine in which every row answers.
-
-    Args:
-        model: of the engine.
-        policy, chunk, rows: of it.
-        apart: each row is decoded by itself.
-    """
+    """A step of an engine in which every row answers."""
 
     def __init__(
         self, model: PreTrainedModel, policy: str, chunk: int, rows: int, *, apart: bool
     ) -> None:
-        self._engine = Engine(model, policy, rows, MemoryStore(), chunk=chunk, deterministic=apart)
+        self._engine = Engine(model, policy, rows, SessionStore(), chunk=chunk, deterministic=apart)
         generator = torch.Generator().manual_seed(0)
         for row in range(rows):
             ids = torch.randint(model.config.vocab_size, (32 + row,), generator=generator)

@@ -41,7 +41,7 @@ LOADED = 1.1
 """The most that a command which loads a model may take beside its peer."""
 
 
-@figure("start", "from a command to its first word", by_dtype=False)
+@figure("start", by_dtype=False)
 def start(setting: Setting) -> Iterator[Row]:
     """`weir --help`, a first token in Python, of `weir stream` and of `weir chat`."""
     with tempfile.TemporaryDirectory() as folder:

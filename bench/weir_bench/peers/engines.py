@@ -41,17 +41,7 @@ class EngineSetup:
     compiles: bool = False
 
     def start(self, threads: int, window: int, ids: Sequence[int] = (), **more: Any) -> PeerProcess:
-        """Start its process.
-
-        Args:
-            threads: that it computes with.
-            window: slots of weir's policy.
-            ids: tokens that it will read.
-            more: of what its side is told; "environment" is the process's own.
-
-        Raises:
-            WeirError: it is not installed, or cannot.
-        """
+        """Start its process."""
         environment = dict(more.pop("environment", {}))
         if "weights" in self.given:
             paths = (str(HOME / "torchao"), os.environ.get("PYTHONPATH", ""))
@@ -72,11 +62,7 @@ class EngineSetup:
 
 
 def model_file(kind: str) -> Path:
-    """SmolLM2's file in a precision.
-
-    Raises:
-        WeirError: it is not there.
-    """
+    """SmolLM2's file in a precision."""
     path = HOME / "models" / f"smollm2-{kind}.gguf"
     if not path.exists():
         raise WeirError(f"there is no {path.name} in {path.parent}; `make peers` makes it")
@@ -119,11 +105,7 @@ ENGINES = (
 
 
 def chosen(names: Sequence[str]) -> list[EngineSetup]:
-    """The engines whose names begin so; all without names.
-
-    Raises:
-        WeirError: there is none of such a name.
-    """
+    """The engines whose names begin so; all without names."""
     for name in names:
         if not any(each.name.lower().startswith(name.lower()) for each in ENGINES):
             known = [each.name for each in ENGINES]

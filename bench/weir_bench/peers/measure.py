@@ -78,23 +78,19 @@ def steps(plan: PeerPlan, results: Results) -> None:
     for threads in reversed(plan.threads):  # long contexts are read soonest with all of them
         most = threads == plan.threads[-1]
         for bits in sorted({each.bits for each in plan.engines}):
-            wanted = [
-                each
-                for each in plan.engines
-                if each.bits == bits
-                and (most or each.main or each.compiles)
-                and not _is_done(results, each, threads)
-            ]
+            wanted = []
+            for each in plan.engines:
+                last = each.name + (COMPILED if each.compiles else "")
+                done = results.find("memory", who=last, threads=threads)
+                if each.bits == bits and (most or each.main or each.compiles) and not done:
+                    wanted.append(each)
             with _running(plan, results, wanted, threads) as running:
-                _prompts(plan, results, running, threads)
+                asked = {"tokens": plan.prompt}
+                for each, taken in _in_turns(results, running, 1 + most, "read", **asked).items():
+                    named = {"who": each.name, "threads": threads, **asked}
+                    results.add("prompt", named, {"seconds": min(taken), "all": taken})
                 for kind in ("", COMPILED):
                     _steps(plan, results, running, threads, kind)
-
-
-def _is_done(results: Results, each: EngineSetup, threads: int) -> bool:
-    """Whether an engine's steps were measured to their end."""
-    last = each.name + (COMPILED if each.compiles else "")
-    return results.find("memory", who=last, threads=threads) is not None
 
 
 Running = dict[EngineSetup, PeerProcess]
@@ -138,13 +134,6 @@ def _in_turns(
                 if "ended" in str(error):
                     running.pop(each)
     return {each: made for each, made in found.items() if made}
-
-
-def _prompts(plan: PeerPlan, results: Results, running: Running, threads: int) -> None:
-    rounds = 2 if threads == plan.threads[-1] else 1
-    for each, taken in _in_turns(results, running, rounds, "read", tokens=plan.prompt).items():
-        named = {"who": each.name, "threads": threads, "tokens": plan.prompt}
-        results.add("prompt", named, {"seconds": min(taken), "all": taken})
 
 
 def _steps(plan: PeerPlan, results: Results, running: Running, threads: int, kind: str) -> None:
@@ -279,11 +268,7 @@ PARTS: dict[str, Callable[[PeerPlan, Results], None]] = {
 
 
 def measured(plan: PeerPlan, results: Results, names: Sequence[str]) -> Iterator[str]:
-    """Measure parts, one after the other, and yield their names.
-
-    Raises:
-        WeirError: there is no part of such a name.
-    """
+    """Measure parts, one after the other, and yield their names."""
     check_names("part", names, PARTS)
     for name in names or PARTS:
         PARTS[name](plan, results)

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,7 @@ WAIT = 900.0
 
 
 def python_of(home: str) -> str:
-    """The Python of a peer's environment; weir's own for "".
-
-    Raises:
-        WeirError: it is not installed.
-    """
+    """The Python of a peer's environment; weir's own for ""."""
     if not home:
         return sys.executable
     python = HOME / home / "bin" / "python"
@@ -40,17 +35,7 @@ def python_of(home: str) -> str:
 
 
 class PeerProcess:
-    """A peer that runs, and what it takes.
-
-    Args:
-        home: its environment.
-        script: the file in `sides` that it runs.
-        wanted: what it is to build.
-        environment: variables for it.
-
-    Raises:
-        WeirError: it is not installed, or cannot build that.
-    """
+    """A peer that runs, and what it takes."""
 
     def __init__(
         self,
@@ -79,11 +64,7 @@ class PeerProcess:
             raise
 
     def ask(self, do: str, **given: Any) -> Any:
-        """Call a method of the peer.
-
-        Raises:
-            WeirError: it fails, or its process has ended.
-        """
+        """Call a method of the peer."""
         return self._send({"do": do, **given})
 
     @property
@@ -117,10 +98,8 @@ class PeerProcess:
             stdin.flush()
         except BrokenPipeError:
             raise WeirError(self._ended()) from None
-        until = time.monotonic() + WAIT
-        while not select.select([stdout], [], [], 1.0)[0]:
-            if time.monotonic() > until:
-                raise WeirError(f"it did not answer in {WAIT:g} seconds")
+        if not select.select([stdout], [], [], WAIT)[0]:
+            raise WeirError(f"it did not answer in {WAIT:g} seconds")
         line = stdout.readline()
         if not line:
             raise WeirError(self._ended())

@@ -34,11 +34,7 @@ def markdown(results: Results) -> str:
 
 
 def write_page(results: Results, page: Path) -> None:
-    """Put the tables between the marks of a page.
-
-    Raises:
-        WeirError: the page cannot be read or written, or has no marks.
-    """
+    """Put the tables between the marks of a page."""
     with writing(page):
         text = page.read_text("utf-8")
         before, begin, rest = text.partition(BEGIN)

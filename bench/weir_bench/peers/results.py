@@ -30,11 +30,7 @@ class Results:
 
     @classmethod
     def at(cls, path: Path | None, facts: dict[str, Any]) -> Results:
-        """Those of a file, or none yet; peers that were missing are tried again.
-
-        Raises:
-            WeirError: there is another thing in the file.
-        """
+        """Those of a file, or none yet; peers that were missing are tried again."""
         if path is None or not path.exists():
             return cls(path, facts)
         found = read_results(path)
@@ -67,11 +63,7 @@ class Results:
         return {**self.facts, "missing": self.missing, "figures": self.figures}
 
     def write(self) -> None:
-        """Write the file as a whole, so that none is ever half written.
-
-        Raises:
-            WeirError: it cannot be written.
-        """
+        """Write the file as a whole, so that none is ever half written."""
         if self.path is None:
             return
         part = self.path.with_suffix(".part")
@@ -84,11 +76,7 @@ class Results:
 
 
 def read_results(path: Path) -> Results:
-    """The results in a file.
-
-    Raises:
-        WeirError: it cannot be read, or is none of `weir bench peers`.
-    """
+    """The results in a file."""
     try:
         found = json.loads(path.read_text("utf-8"))
         return Results(

@@ -169,55 +169,25 @@ async def closed(
 ) -> Heard:
     """Every client talks without a pause; conversations go on where they stand, and then rest.
 
-    Args:
-        server: who answers.
-        talks: one for each client.
-        manner: how they talk.
-        what: the run, in words.
-        seconds: how long is measured.
-        warm: seconds before, which are not.
-        every: seconds from one look at the server's memory to the next.
-        on_sample: told of each.
+    `warm` seconds come before the `seconds` that are measured. Every `every` seconds the server's
+    memory is read, and `on_sample` is called.
     """
-    since = time.perf_counter() + warm
+    start, before = time.perf_counter(), server.worked
+    since = start + warm
     until = since + seconds
     heard = Heard(what, len(talks), [(since, until)])
 
     async def client(number: int, talk: Talk) -> None:
         chance = random.Random(f"{manner.seed} {number} {time.perf_counter_ns()}")
         while time.perf_counter() < until and server.running:
-            await _turn(heard, talk, manner, chance)
-
-    try:
-        work = [client(*each) for each in enumerate(talks)]
-        await _watched(server, heard, every, on_sample, work)
-    finally:
-        for talk in talks:
-            talk.close()  # a connection is of one event loop
-    return heard
-
-
-async def _turn(heard: Heard, talk: Talk, manner: Manner, chance: random.Random) -> None:
-    """One turn; whatever becomes of it is noted."""
-    try:
-        reply = await talk.turn(something(chance, manner.words), manner.tokens)
-    except WeirError as error:
-        heard.errors.append(str(error))
-        await asyncio.sleep(0.05)  # a server that refuses everything is not asked without a pause
-        return
-    if reply.arrived[-1] >= heard.spans[0][0]:
-        heard.replies.append(reply)
-
-
-async def _watched(
-    server: Server,
-    heard: Heard,
-    every: float,
-    on_sample: Callable[[Heard], None],
-    work: Sequence[Any],
-) -> None:
-    """Do work, and look at the server's memory meanwhile."""
-    start, before = time.perf_counter(), server.worked
+            try:
+                reply = await talk.turn(something(chance, manner.words), manner.tokens)
+            except WeirError as error:
+                heard.errors.append(str(error))
+                await asyncio.sleep(0.05)  # a server that refuses all is not asked without a pause
+            else:
+                if reply.arrived[-1] >= since:
+                    heard.replies.append(reply)
 
     async def watch() -> None:
         while True:
@@ -231,8 +201,11 @@ async def _watched(
 
     watching = asyncio.ensure_future(watch())
     try:
-        await asyncio.gather(*work)
+        await asyncio.gather(*(client(*each) for each in enumerate(talks)))
     finally:
         watching.cancel()
+        for talk in talks:
+            talk.close()  # a connection is of one event loop
     heard.worked = server.worked - before
     heard.memory.append((time.perf_counter() - start, server.memory))
+    return heard

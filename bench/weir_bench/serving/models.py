@@ -57,11 +57,7 @@ def make_folder(name: str, folder: Path) -> Path:
 
 
 def words(size: int) -> PreTrainedTokenizerFast:
-    """A tokenizer that reads bytes and writes words: each of its tokens is text of its own.
-
-    Args:
-        size: tokens, 256 or more.
-    """
+    """A tokenizer that reads bytes and writes words: each of its tokens is text of its own."""
     known = sorted(pre_tokenizers.ByteLevel.alphabet())
     letters = string.ascii_lowercase
     made = ("Ġ" + "".join(w) for n in (2, 3, 4) for w in itertools.product(letters, repeat=n))

@@ -82,37 +82,19 @@ part = partial(register, PARTS)
 
 
 def chosen(names: Sequence[str]) -> Sequence[str]:
-    """The parts that are meant; without names, all that need not be asked for.
-
-    Raises:
-        WeirError: there is no part of such a name.
-    """
+    """The parts that are meant; without names, all that need not be asked for."""
     check_names("part", names, sorted(PARTS))
     return names or [name for name, each in PARTS.items() if not each.asked]
-
-
-def loop(plan: Plan, server: Server, talks: Sequence[Talk], what: str = "") -> Heard:
-    """One round of a closed loop."""
-    return asyncio.run(closed(server, talks, plan.manner, what=what, seconds=plan.seconds))
 
 
 def take_turns(
     plan: Plan, contenders: Mapping[str, tuple[Server, Sequence[Talk]]], *, strict: bool = False
 ) -> dict[str, list[Heard]]:
-    """Closed loops of several contenders, a round of each in turn, after one that warms up.
-
-    Args:
-        plan: how.
-        contenders: by name, each with its server and one conversation a client.
-        strict: a server that answers with errors while it warms up is an error.
-
-    Raises:
-        WeirError: as `strict` says.
-    """
+    """Closed loops of several contenders, a round of each in turn, after one that warms up."""
     heards: dict[str, list[Heard]] = {name: [] for name in contenders}
     for turn in range(plan.rounds + 1):
         for name, (server, talks) in contenders.items():
-            heard = loop(plan, server, talks, name)
+            heard = asyncio.run(closed(server, talks, plan.manner, what=name, seconds=plan.seconds))
             if turn:
                 heards[name].append(heard)
             elif strict and heard.errors:

@@ -23,12 +23,7 @@ _MEASURE = (pace, far, disk, compaction, peer, soak, attack)  # they register
 
 @dataclass
 class Served(Bench):
-    """What was measured of servers, and on what.
-
-    Attributes:
-        command: that measured it.
-        runs: (part, what its clients heard), as they came.
-    """
+    """What was measured of servers, and on what."""
 
     command: str = ""
     runs: list[tuple[str, Heard]] = field(default_factory=list)
@@ -42,16 +37,7 @@ class Served(Bench):
 def measure(
     plan: Plan, names: Sequence[str], on_more: Callable[[Served], None] = lambda served: None
 ) -> Served:
-    """Measure parts, one after the other.
-
-    Args:
-        plan: how; its folders are made here.
-        names: which; none for all that need not be asked for.
-        on_more: told after every row and run, and now and then in a long one.
-
-    Raises:
-        WeirError: there is no such part or model, or a server does not start.
-    """
+    """Measure parts; `on_more` is told of every row and run, and now and then in a long one."""
     wanted = chosen(names)
     command = shlex.join(["weir", *sys.argv[1:]])
     served = Served(machine_of(), command=command)

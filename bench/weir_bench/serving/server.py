@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import re
 import socket
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from weir.errors import WeirError
@@ -22,33 +22,24 @@ WAIT = 300.0
 START = "import sys; from weir.cli import main; main()"
 
 
+@dataclass(frozen=True)
 class Server:
-    """A server that runs.
+    """A server that runs at a port of this machine, and what it calls its model."""
 
-    Args:
-        process: the server.
-        port: where it serves, on this machine.
-        model: what it calls its model.
-
-    Attributes:
-        port, model: as given.
-    """
-
-    def __init__(self, process: subprocess.Popen[str], port: int, model: str) -> None:
-        self.port = port
-        self.model = model
-        self._process = process
+    process: subprocess.Popen[bytes]
+    port: int
+    model: str
 
     @property
     def memory(self) -> int:
         """Bytes of its resident memory; 0 where the system has no /proc."""
-        return status_bytes(self._process.pid, "VmRSS")
+        return status_bytes(self.process.pid, "VmRSS")
 
     @property
     def worked(self) -> float:
         """Seconds that processors worked for it; 0 where the system has no /proc."""
         try:
-            text = Path(f"/proc/{self._process.pid}/stat").read_text("ascii")
+            text = Path(f"/proc/{self.process.pid}/stat").read_text("ascii")
         except OSError:
             return 0.0
         fields = text.rpartition(")")[2].split()  # from the third field on; a name may have spaces
@@ -57,20 +48,12 @@ class Server:
     @property
     def running(self) -> bool:
         """Whether it has not ended."""
-        return self._process.poll() is None
+        return self.process.poll() is None
 
 
 @contextlib.contextmanager
 def weir_serves(model: Path, *options: str | int) -> Iterator[Server]:
-    """`weir serve` of a model's folder, at a port that is free.
-
-    Args:
-        model: the folder.
-        options: of the command line.
-
-    Raises:
-        WeirError: it does not start; the message has what it said.
-    """
+    """`weir serve` of a model's folder, at a port that is free."""
     words = [sys.executable, "-c", START, "serve", str(model), "--name", "model", "--port", "0"]
     with _running([*words, *map(str, options)]) as (process, said):
         port = int(_found(process, said, r"http://\S+:(\d+)/v1"))
@@ -80,15 +63,7 @@ def weir_serves(model: Path, *options: str | int) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def transformers_serves(model: Path, *options: str | int) -> Iterator[Server]:
-    """`transformers serve --continuous-batching` of a model's folder, in float32 on the CPU.
-
-    Args:
-        model: the folder.
-        options: of the command line.
-
-    Raises:
-        WeirError: it does not start; the message has what it said.
-    """
+    """`transformers serve --continuous-batching` of a model's folder, in float32 on the CPU."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = int(free.getsockname()[1])
@@ -102,41 +77,25 @@ def transformers_serves(model: Path, *options: str | int) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def _running(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[str], queue.Queue[str]]]:
-    """A process and the lines it writes; it is ended at the end."""
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    )
-    said: queue.Queue[str] = queue.Queue(1000)
-
-    def read() -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            with contextlib.suppress(queue.Full):  # who is up says a line for every request
-                said.put_nowait(line)
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    try:
-        yield process, said
-    finally:
-        process.terminate()
+def _running(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """A process and the file that it writes its lines to; it is ended at the end."""
+    with tempfile.TemporaryDirectory(prefix="weir-bench-") as folder:
+        log = Path(folder) / "log"
+        with log.open("wb") as said:
+            process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
         try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        reader.join(10)
-        assert process.stdout is not None
-        process.stdout.close()
+            yield process, log
+        finally:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
-def _wait_for(process: subprocess.Popen[str], port: int) -> None:
-    """Returns when a server answers at a port.
-
-    Raises:
-        WeirError: it has ended before, or does not for too long.
-    """
+def _wait_for(process: subprocess.Popen[bytes], port: int) -> None:
+    """Returns when a server answers at a port."""
     until = time.monotonic() + WAIT
     while time.monotonic() < until and process.poll() is None:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
@@ -145,22 +104,15 @@ def _wait_for(process: subprocess.Popen[str], port: int) -> None:
     raise WeirError("the server did not start: it does not answer at its port")
 
 
-def _found(process: subprocess.Popen[str], said: queue.Queue[str], what: str) -> str:
-    """What the first group of a pattern matches in the lines of a process, once it does.
-
-    Raises:
-        WeirError: it has ended before, or says nothing of it for too long.
-    """
-    lines: list[str] = []
+def _found(process: subprocess.Popen[bytes], log: Path, what: str) -> str:
+    """What the first group of a pattern matches in the lines of a process, once it does."""
     until = time.monotonic() + WAIT
-    while time.monotonic() < until:
-        with contextlib.suppress(queue.Empty):
-            lines.append(said.get(timeout=0.2))
-            found = re.search(what, lines[-1])
-            if found:
-                return found[1]
-            continue
-        if process.poll() is not None:
-            break
-    told = " ".join("".join(lines[-3:]).split())
-    raise WeirError(f"the server did not start: {told or 'it said nothing'}")
+    while True:
+        over = process.poll() is not None or time.monotonic() > until
+        said = log.read_text("utf-8", "replace")
+        if found := re.search(what, said):
+            return found[1]
+        if over:
+            told = " ".join(" ".join(said.splitlines()[-3:]).split())
+            raise WeirError(f"the server did not start: {told or 'it said nothing'}")
+        time.sleep(0.05)

@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from weir.errors import WeirError
 from weir_bench.serving.wire import Wire
@@ -48,16 +47,15 @@ class Reply:
 class Talk:
     """One conversation through `/v1/chat/completions`, whose client sends its whole history.
 
-    Args:
-        port: of the server.
-        model: as the server calls it.
-        more: fields of every request that only some servers know.
+    `more` has fields of every request that only some servers know.
     """
 
     port: int
     model: str
     more: dict[str, Any] = field(default_factory=lambda: {"ignore_eos": True})
     messages: list[dict[str, str]] = field(default_factory=list)
+
+    path: ClassVar[str] = "/v1/chat/completions"
 
     def __post_init__(self) -> None:
         self._wire = Wire(self.port)
@@ -67,33 +65,42 @@ class Talk:
         self._wire.close()
 
     async def turn(self, words: str, tokens: int) -> Reply:
-        """Say something and hear the answer.
+        """Say something and hear the answer."""
+        common = {"model": self.model, "temperature": 0, "stream": True, **self.more}
+        # Made before the clock starts: the client's own work is not the server's.
+        data = json.dumps({**common, **self.body(words, tokens)}).encode()
+        arrived: list[float] = []
+        texts: list[str] = []
+        usage: dict[str, Any] = {}
+        asked = time.perf_counter()
+        async for when, event in self._wire.events(self.path, data):
+            text, told = self.hear(event)
+            if text:
+                arrived.append(when)
+                texts.append(text)
+            usage = told or usage
+        if not arrived:
+            raise WeirError("the answer has no text")
+        said = "".join(texts)
+        self.messages.append({"role": "user", "content": words})
+        self.messages.append({"role": "assistant", "content": said})
+        known = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        prompt = usage.get("prompt_tokens") or 0
+        written = usage.get("completion_tokens") or len(arrived)
+        return Reply(asked, tuple(arrived), written, prompt - known, prompt, said)
 
-        Args:
-            words: what is said.
-            tokens: of the answer.
-
-        Raises:
-            WeirError: the server refuses, or the answer breaks off.
-        """
+    def body(self, words: str, tokens: int) -> dict[str, Any]:
+        """The fields of a request that says something."""
         messages = [*self.messages, {"role": "user", "content": words}]
         options = {"stream_options": {"include_usage": True}}
-        body = {"max_tokens": tokens, "messages": messages, **options}
-        heard = Listening()
-        reply = await self._ask("/v1/chat/completions", body, heard, heard.add)
-        self.messages = [*messages, {"role": "assistant", "content": reply.text}]
-        return reply
+        return {"max_tokens": tokens, "messages": messages, **options}
 
-    async def _ask(
-        self, path: str, body: dict[str, Any], heard: Listening, add: Callable[[float, Any], None]
-    ) -> Reply:
-        """Send a request and hear all of its answer, each event by `add`."""
-        common = {"model": self.model, "temperature": 0, "stream": True, **self.more}
-        data = json.dumps({**common, **body}).encode()  # the client's own work is not the server's
-        asked = time.perf_counter()
-        async for when, event in self._wire.events(path, data):
-            add(when, event)
-        return heard.reply(asked)
+    def hear(self, event: dict[str, Any]) -> tuple[str | None, dict[str, Any] | None]:
+        """The text in an event, and the tokens used, where it tells."""
+        if "error" in event:
+            raise WeirError(f"the answer failed: {event['error'].get('message')}")
+        deltas = [choice.get("delta") or {} for choice in event.get("choices") or ()]
+        return "".join(delta.get("content") or "" for delta in deltas), event.get("usage")
 
 
 @dataclass
@@ -102,82 +109,25 @@ class ById(Talk):
 
     last: str | None = None
 
-    async def turn(self, words: str, tokens: int) -> Reply:
-        """Say something and hear the answer.
+    path: ClassVar[str] = "/v1/responses"
 
-        Raises:
-            WeirError: the server refuses, or the answer breaks off.
-        """
-        body = {"input": words, "previous_response_id": self.last, "max_output_tokens": tokens}
-        heard = Listening()
-        reply = await self._ask("/v1/responses", body, heard, heard.add_response)
-        self.last = heard.id
-        return reply
+    def body(self, words: str, tokens: int) -> dict[str, Any]:
+        """The fields of a request that says something."""
+        return {"input": words, "previous_response_id": self.last, "max_output_tokens": tokens}
 
-
-@dataclass
-class Listening:
-    """An answer while its events come.
-
-    Attributes:
-        id: of the response, where the server names it.
-    """
-
-    id: str | None = None
-    _arrived: list[float] = field(default_factory=list)
-    _texts: list[str] = field(default_factory=list)
-    _usage: dict[str, Any] = field(default_factory=dict)
-
-    def add(self, when: float, event: dict[str, Any]) -> None:
-        """An event of `/v1/chat/completions`.
-
-        Raises:
-            WeirError: it says that the answer failed.
-        """
-        if "error" in event:
-            raise WeirError(f"the answer failed: {event['error'].get('message')}")
-        for choice in event.get("choices") or ():
-            self._said(when, (choice.get("delta") or {}).get("content"))
-        self._usage = event.get("usage") or self._usage
-
-    def add_response(self, when: float, event: dict[str, Any]) -> None:
-        """An event of `/v1/responses`.
-
-        Raises:
-            WeirError: it says that the answer failed.
-        """
+    def hear(self, event: dict[str, Any]) -> tuple[str | None, dict[str, Any] | None]:
+        """The text in an event, and the tokens used under the names of chats."""
         kind = event.get("type")
-        if kind == "response.output_text.delta":
-            self._said(when, event.get("delta"))
-        elif kind in ("response.completed", "response.incomplete"):
-            whole = event["response"]
-            self.id, usage = whole["id"], whole.get("usage") or {}
-            self._usage = {
-                "prompt_tokens": usage.get("input_tokens", 0),
-                "completion_tokens": usage.get("output_tokens", 0),
-                "prompt_tokens_details": usage.get("input_tokens_details"),
-            }
-        elif kind in ("error", "response.failed"):
+        if kind in ("error", "response.failed"):
             raise WeirError(f"the answer failed: {event}")
-
-    def reply(self, asked: float) -> Reply:
-        """All of it.
-
-        Raises:
-            WeirError: there is nothing.
-        """
-        if not self._arrived:
-            raise WeirError("the answer has no text")
-        known = (self._usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        prompt = self._usage.get("prompt_tokens") or 0
-        tokens = self._usage.get("completion_tokens") or len(self._arrived)
-        text = "".join(self._texts)
-        return Reply(asked, tuple(self._arrived), tokens, prompt - known, prompt, text)
-
-    def _said(self, when: float, text: str | None) -> None:
-        if text:
-            self._arrived.append(when)
-            self._texts.append(text)
+        if kind not in ("response.completed", "response.incomplete"):
+            return event.get("delta") if kind == "response.output_text.delta" else None, None
+        self.last, usage = event["response"]["id"], event["response"].get("usage") or {}
+        return None, {
+            "prompt_tokens": usage.get("input_tokens", 0),
+            "completion_tokens": usage.get("output_tokens", 0),
+            "prompt_tokens_details": usage.get("input_tokens_details"),
+        }
 
 
 def something(chance: random.Random, words: int) -> str:

@@ -16,22 +16,14 @@ from weir.errors import WeirError, quote
 
 
 class Wire:
-    """One connection to a server on this machine, opened again where it was closed.
-
-    Args:
-        port: of the server.
-    """
+    """One connection to a server on this machine, opened again where it was closed."""
 
     def __init__(self, port: int) -> None:
         self._port = port
         self._open: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def events(self, path: str, body: bytes) -> AsyncIterator[tuple[float, Any]]:
-        """Post a JSON body that asks for a stream; each event's data and when it arrived.
-
-        Raises:
-            WeirError: the answer is an error, no stream, or breaks off.
-        """
+        """Post a JSON body that asks for a stream; each event's data and when it arrived."""
         reader, status, headers = await self._asked("POST", path, body)
         if status != 200 or "event-stream" not in headers.get("content-type", ""):
             raise WeirError(f"{path} answers {status}: {quote(await _whole(reader, headers))}")

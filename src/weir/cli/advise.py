@@ -24,7 +24,7 @@ def advise(
     model_name: options.ModelName = "nano",
     policies: Annotated[
         str | None,
-        Option(help="Policies to try, comma-separated: 'weir, weir(quiet=6), mine.toml'."),
+        Option(help="Policies to try, comma-separated: 'weir, weir(sinks=8), mine.toml'."),
     ] = None,
     tokens: Annotated[int | None, Option(min=2, help="Number of tokens to try on.")] = None,
     chunk: options.Chunk = 64,

@@ -103,21 +103,19 @@ def command(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare a function as a command, with typer's options.
 
-    Args:
-        name: name of the command; the function's unless given.
-        words: the help's name for positional words, which the command finds in the `args` of its
-            context. Arguments declared to typer would make typer import pydantic.
+    `words` is the help's name for positional words, which the command finds in the `args` of its
+    context. Arguments declared to typer would make typer import pydantic.
     """
-    metavar = "[OPTIONS]" if words is None else f"[OPTIONS] {words}"
-    settings = {"allow_extra_args": words is not None}
 
     def declare(function: Callable[..., Any]) -> Callable[..., Any]:
         key = name or function.__name__
         made = _made[key] = typer.Typer(**PLAIN)
-        register = made.command(
-            key, cls=Command, context_settings=settings, options_metavar=metavar
-        )
-        return register(function)
+        return made.command(
+            key,
+            cls=Command,
+            context_settings={"allow_extra_args": words is not None},
+            options_metavar="[OPTIONS]" if words is None else f"[OPTIONS] {words}",
+        )(function)
 
     return declare
 
@@ -153,11 +151,7 @@ class _Commands(Mapping[str, Any]):
 
 
 def _import_bench() -> None:
-    """Import the commands `weir bench` and `weir bench serve` from the clone.
-
-    Raises:
-        WeirError: weir does not run from a clone.
-    """
+    """Import the commands `weir bench` and `weir bench serve` from the clone (WeirError)."""
     if not (BENCH / "weir_bench").is_dir():
         raise WeirError(
             "weir bench is not among what is installed: run it in a clone of weir, after "
@@ -213,11 +207,7 @@ def _options(
 
 
 def run(arguments: list[str]) -> int:
-    """Run a command line and return its exit code.
-
-    Raises:
-        WeirError: the command failed; the message says why.
-    """
+    """Run a command line and return its exit code; WeirError if the command failed."""
     try:
         arguments, modules = split_imports(arguments)
     except ValueError as error:
@@ -234,13 +224,9 @@ def run(arguments: list[str]) -> int:
 
 
 def split_imports(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Split off `--import MODULES` in front of the command.
+    """Split off `--import MODULES` in front of the command; ValueError if it names nothing.
 
-    Returns:
-        The remaining arguments, and the names of the modules.
-
-    Raises:
-        ValueError: `--import` names nothing.
+    Returns the remaining arguments, and the names of the modules.
     """
     modules: list[str] = []
     while arguments and arguments[0].partition("=")[0] == IMPORT:
@@ -255,11 +241,7 @@ def split_imports(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _import_modules(modules: list[str]) -> None:
-    """Import modules in this process and in processes that it starts.
-
-    Raises:
-        WeirError: a module cannot be imported.
-    """
+    """Import modules in this process and in processes that it starts."""
     from weir.policies import VARIABLE, load_plugins
 
     before = [name for name in os.environ.get(VARIABLE, "").split(os.pathsep) if name]

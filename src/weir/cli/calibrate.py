@@ -110,31 +110,25 @@ def _train(
 
     model, tokenizer = load_model(model_name, loading)
     with show_progress("training", 1) as show:
-        found = train_gates(
-            model,
-            tokenizer,
-            str(text),
-            tokens=tokens or TOKENS,
-            on_step=lambda share: show(completed=share),
-        )
+        given = model, tokenizer, str(text)
+        most = tokens or TOKENS
+        found = train_gates(*given, tokens=most, on_step=lambda share: show(completed=share))
     facts = describe(model)
     path = save_gates(facts.decoder, facts.config, found.gates)
+    names = ("layer", "explained", "copying")
+    rows = [(layer, share, found.copying[layer]) for layer, share in found.explained.items()]
     if as_json:
-        layers = [
-            {"layer": layer, "explained": found.explained[layer], "copying": found.copying[layer]}
-            for layer in found.gates
-        ]
-        print_json(
-            {"model": model_name, "file": str(path), "tokens": found.tokens, "layers": layers}
-        )
+        layers = [dict(zip(names, row, strict=True)) for row in rows]
+        read = {"model": model_name, "file": str(path), "tokens": found.tokens}
+        print_json({**read, "layers": layers})
         return
     from rich.table import Table
 
     table = Table()
     for head in ("layer", "variance explained", "largest mean score"):
         table.add_column(head, justify="right")
-    for layer, share in found.explained.items():
-        table.add_row(str(layer), f"{share:.2f}", f"{found.copying[layer]:.2f}")
+    for layer, share, copying in rows:
+        table.add_row(str(layer), f"{share:.2f}", f"{copying:.2f}")
     print_table(table)
     print_line(f"{path}: gates trained on {found.tokens:,} tokens")
 

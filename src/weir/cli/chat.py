@@ -155,8 +155,7 @@ def chat(
         say_set_aside(model, policy, slots)
         say_window(model, sized, resolve_chunk(sized, chunk))
         stream = Stream(model, sized, chunk=chunk, seed=seed)
-    held = stream.policy
-    say(f"{model_name} {describe(held)}{reason}. /help for help.")
+    say(f"{model_name} {describe(stream.policy)}{reason}. /help for help.")
     if tokenizer.chat_template is None:
         say("it has no chat template and continues your text")
     if begun:
@@ -164,13 +163,15 @@ def chat(
     if keep and kept is None:
         chunk = options.CHUNK if stream.cache is None else stream.cache.chunk
         name = str(Path(model_name).absolute()) if Path(model_name).exists() else model_name
-        facts = {"policy": str(held), "chunk": chunk, "seed": stream.seed, "system": system}
-        kept = begin({"model": name, "loading": loading, **facts})
+        facts = {"policy": str(stream.policy), "chunk": chunk, "seed": stream.seed}
+        kept = begin({"model": name, "loading": loading, **facts, "system": system})
     conversation = Conversation(stream, tokenizer, system, kept)
     keeper = Keeper(conversation, stream.seen if go_on else -1)
     if begun:
-        if go_on and kept is not None:
-            _read_again(conversation)
+        left = list(kept.after(stream.seen)) if go_on and kept is not None else []
+        if tokens := sum(len(turn.ids) for turn in left):
+            with waiting(f"reading {tokens:,} tokens again"):
+                conversation.read_again(left)
         say(f"{stream.seen:,} tokens seen before")
     how = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     how["repetition_penalty"] = repetition_penalty
@@ -217,28 +218,17 @@ def _restore(model: PreTrainedModel, kept: Transcript) -> Stream:
     """Return the stream of a kept conversation as it was last saved, or one that is new."""
     from weir.stream import Stream
 
-    file = session_of(kept.path) if kept.path is not None else None
-    if file is not None and file.exists():
+    facts, start = kept.facts, kept.turns[0].start
+    if kept.path is not None and (file := session_of(kept.path)).exists():
         try:
             return Stream.restore(model, file)
         except WeirError as error:
-            if kept.turns[0].start:
+            if start:
                 raise
             say(f"weir: {error}; the conversation is read again")
-    if kept.turns[0].start:
+    if start:
         raise WeirError(f"{kept.path} begins behind a stream that is not there any more")
-    facts = kept.facts
     return Stream(model, facts["policy"], chunk=facts["chunk"], seed=facts["seed"])
-
-
-def _read_again(conversation: Conversation) -> None:
-    """Feed what was said after the stream was last saved."""
-    assert conversation.transcript is not None
-    left = list(conversation.transcript.after(conversation.stream.seen))
-    if tokens := sum(len(turn.ids) for turn in left):
-        with waiting(f"reading {tokens:,} tokens again"):
-            for turn in left:
-                conversation.read_again(turn)
 
 
 def _tell_kept(context: Context, stream: Stream, wanted: Policy) -> None:
@@ -267,18 +257,8 @@ def _size_policy(
     """Return the policy of a conversation, and why it is that one, for its first line.
 
     A policy without a budget gets what the model's window and the memory allow; the system message
-    has slots of its own, so that it is never evicted.
-
-    Args:
-        model, tokenizer: model and tokenizer of the conversation.
-        wanted: the requested policy, or the default.
-        given: whether a policy was requested; if not, a policy file beside the model has priority.
-        chunk: tokens between two folds, if they are given.
-        system: the system message; None for none.
-
-    Raises:
-        WeirError: not even the smallest budget fits, the template refuses a system message, or the
-            policy file beside the model does not fit it.
+    has slots of its own, so that it is never evicted. Unless a policy was `given`, a policy file
+    beside the model is taken in place of the `wanted` one.
     """
     from weir.cache import find_model_policy
     from weir.evals.fitting import budget_in, largest_budget
@@ -428,11 +408,10 @@ def _command(conversation: Conversation, line: str) -> bool:
         what = "some words: /remembers TEXT" if word == "/remembers" else f"a file: {word} FILE"
         raise WeirError(f"{word} needs {what}")
     if word == "/save":
-        file = expand_home(rest)
-        conversation.stream.save(file)
+        conversation.stream.save(file := expand_home(rest))
         say(f"saved to {file}")
     elif word == "/load":
-        _load(conversation, rest)
+        _load(conversation, expand_home(rest))
     elif word == "/report":
         _report(conversation)
     elif word == "/forgotten":
@@ -446,12 +425,12 @@ def _command(conversation: Conversation, line: str) -> bool:
     return True
 
 
-def _load(conversation: Conversation, file: str) -> None:
+def _load(conversation: Conversation, file: Path) -> None:
     """Continue a saved stream, with a transcript of its own."""
-    from weir.policies import expand_home
+    from weir.stream import Stream
 
-    conversation.load(expand_home(file))
-    stream, before = conversation.stream, conversation.transcript
+    stream, before = Stream.restore(conversation.stream.model, file), conversation.transcript
+    conversation.stream = stream
     if before is not None:
         assert stream.cache is not None
         before.close()
@@ -481,9 +460,8 @@ def _tell_forgotten(conversation: Conversation) -> None:
 def _tell_held(conversation: Conversation, text: str) -> None:
     """Say of the last places where a text was said how much of them is held."""
     transcript, holding = _look(conversation)
-    found = list(
-        itertools.islice(transcript.find(text, holding, conversation.tokenizer), MOST_LINES)
-    )
+    places = transcript.find(text, holding, conversation.tokenizer)
+    found = list(itertools.islice(places, MOST_LINES))
     if not found:
         say(f"nobody has said {text!r} here")
     for place in found:
@@ -499,11 +477,7 @@ def _tell_held(conversation: Conversation, text: str) -> None:
 
 
 def _look(conversation: Conversation) -> tuple[Transcript, Holding]:
-    """Return the transcript, and what the stream holds.
-
-    Raises:
-        WeirError: there is no transcript, nothing was said, or nothing is cached.
-    """
+    """Return the transcript, and what the stream holds."""
     if conversation.transcript is None:
         raise WeirError("without --keep weir does not know what was said")
     if not conversation.transcript.turns:
@@ -530,13 +504,10 @@ def _report(conversation: Conversation) -> None:
 
 def _ranges(layers: list[int]) -> str:
     """Write numbers of layers: "layers 0 to 3, 7"."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and layer == runs[-1][-1] + 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    texts = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
+    starts = [layer for layer in layers if layer - 1 not in layers]
+    ends = [layer for layer in layers if layer + 1 not in layers]
+    runs = zip(starts, ends, strict=True)
+    texts = [str(first) if first == last else f"{first} to {last}" for first, last in runs]
     return f"layer{'s' if len(layers) > 1 else ''} {', '.join(texts)}"
 
 

@@ -30,11 +30,7 @@ WIDE = 100_000
 
 
 class RemainingTime:
-    """Says once how long a command will take, where no progress bar does.
-
-    Args:
-        what: the rest of the work, in words.
-    """
+    """Says once how long `what` is left of a command will take, where no progress bar does."""
 
     def __init__(self, what: str) -> None:
         self.what, self._began, self._said = what, time.monotonic(), False
@@ -99,11 +95,7 @@ def print_json(facts: Any) -> None:
 
 
 def make_folder(out: Path) -> None:
-    """Make a folder for results.
-
-    Raises:
-        WeirError: it cannot be made.
-    """
+    """Make a folder for results; WeirError if it cannot be made."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -147,12 +139,7 @@ def say_window(model: PreTrainedModel, policy: Policy, chunk: int) -> None:
 def say_set_aside(
     model: PreTrainedModel | str, policy: str | None, slots: str | None, revision: str | None = None
 ) -> None:
-    """Report that `--slots` alone selects the default policy instead of the model's policy file.
-
-    Args:
-        model, revision: as for `models.sidecar_path`.
-        policy, slots: values of `--policy` and `--slots`.
-    """
+    """Report that `--slots` alone selects the default policy instead of the model's policy file."""
     if policy is not None or slots is None:
         return
     from weir.cache import FILE
@@ -166,11 +153,7 @@ def say_set_aside(
 
 
 def with_products(model: PreTrainedModel) -> PreTrainedModel:
-    """Choose the faster matrix products for a model; timing them takes seconds, once per machine.
-
-    Args:
-        model: from `load_model`.
-    """
+    """Choose the faster matrix products for a model; timing takes seconds, once a machine."""
     from weir.models import choose_products
 
     with waiting("timing matrix products"):
@@ -179,12 +162,7 @@ def with_products(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def with_compiled_steps(model: PreTrainedModel, wanted: bool) -> PreTrainedModel:
-    """Compile a model's decode steps if wanted.
-
-    Args:
-        model: from `load_model`.
-        wanted: value of `--compile`.
-    """
+    """Compile a model's decode steps if wanted."""
     if wanted:
         from weir.models import compile_steps
 
@@ -224,8 +202,5 @@ def progress() -> Progress:
 
 def size(nbytes: float) -> str:
     """Format a number of bytes: 1.2 MB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(nbytes) < 1000 or unit == "GB":
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1000
-    raise AssertionError("unreachable")
+    power = next((n for n in range(3) if abs(nbytes) < 1000 ** (n + 1)), 3)
+    return f"{nbytes / 1000**power:.{min(power, 1)}f} {('B', 'kB', 'MB', 'GB')[power]}"

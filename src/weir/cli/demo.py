@@ -133,26 +133,21 @@ def demo(
 
 
 def _tell(result: dict[str, Any], console: Console) -> None:
-    """Print how many of the names each policy still knows."""
+    """Print the right answers of each policy, in a chat also after a short text and after none."""
     story = result["story"]
     if story is None:
         return
+    count = len(story["names"])
     if result["chat"]:
-        alone = f"{story['before']} of {len(story['names'])}"
-        console.print(f"Asked before the text was pasted: {alone} right.", highlight=False)
-        _tell_right(result, "soon", console)
-    _tell_right(result, "knows", console)
-
-
-def _tell_right(result: dict[str, Any], key: str, console: Console) -> None:
-    """Print the right answers of each policy after the short ("soon") or the long text."""
-    story = result["story"]
-    away = story["soon" if key == "soon" else "away"]
-    console.print(f"Who still knows, {away:,} tokens later:", highlight=False)
+        alone = f"Asked before the text was pasted: {story['before']} of {count} right."
+        console.print(alone, highlight=False)
     widest = max(len(policy["policy"]) for policy in result["policies"])
-    for policy in result["policies"]:
-        line = f"  {policy['policy']:<{widest}}  {policy[key]} of {len(story['names'])}"
-        print_line(line, console)
+    for key, away in (("soon", story.get("soon")), ("knows", story["away"])):
+        if away is not None:
+            console.print(f"Who still knows, {away:,} tokens later:", highlight=False)
+            for policy in result["policies"]:
+                right = f"{policy[key]} of {count}"
+                print_line(f"  {policy['policy']:<{widest}}  {right}", console)
 
 
 def _table(meters: list[PerplexityMeter], window: int) -> Table:
@@ -164,13 +159,8 @@ def _table(meters: list[PerplexityMeter], window: int) -> Table:
     for head in ("perplexity", "last block", "cache", "tokens/s"):
         table.add_column(head, justify="right", min_width=8, no_wrap=True)
     for meter in meters:
-        reading = meter.reading
-        last = f"{reading.ppl_by_block[-1]:.1f}" if reading.ppl_by_block else ""
-        table.add_row(
-            reading.policy,
-            f"{reading.ppl:.1f}",
-            last,
-            size(reading.kv_bytes),
-            f"{reading.tokens_per_s:,.0f}",
-        )
+        now = meter.reading
+        last = f"{now.ppl_by_block[-1]:.1f}" if now.ppl_by_block else ""
+        figures = f"{now.ppl:.1f}", last, size(now.kv_bytes), f"{now.tokens_per_s:,.0f}"
+        table.add_row(now.policy, *figures)
     return table

@@ -97,7 +97,7 @@ def evaluate(
     from transformers.utils.logging import disable_progress_bar
 
     from weir.cache import read_bytes
-    from weir.evals.grid import count_unrecorded_pools, extend_grid, make_grid, run
+    from weir.evals.grid import extend_grid, make_grid, run
     from weir.evals.results import failures, read_results
 
     disable_progress_bar()  # weir shows one bar of its own
@@ -132,11 +132,6 @@ def evaluate(
         options.say_unused(context, ("add", "resume"), f"there is no {out} yet")
     if add:
         grid = extend_grid(out, grid)
-        if count := count_unrecorded_pools(grid):
-            say(
-                f"{count} cells of {out} do not say which pools their policies stand for; they are "
-                "taken for those of today"
-            )
     work: Worker | None = None
     if cluster is not None:
         from weir.evals.grid import on_ray
@@ -263,17 +258,14 @@ def _fitting(found: Figures) -> list[Sequence[Column]]:
     columns = found.columns
     parts: list[Sequence[Column]] = []
     begin = 0
+    unwrapped = output().options.update(width=WIDE)
     for end in range(1, len(columns) + 1):
-        is_last = end == len(columns)
-        if is_last or _width(_table(found, columns[begin : end + 1])) > output().width:
+        more = _table(found, columns[begin : end + 1])
+        wide = output().measure(more, options=unwrapped).maximum > output().width
+        if wide or end == len(columns):
             parts.append(columns[begin:end])
             begin = end
     return parts
-
-
-def _width(table: Table) -> int:
-    """Return the width of a table without wrapped lines; its title may wrap."""
-    return output().measure(table, options=output().options.update(width=WIDE)).maximum
 
 
 def _table(found: Figures, columns: Sequence[Column]) -> Table:
@@ -308,7 +300,7 @@ def _list(as_json: bool) -> None:
         {
             "name": name,
             "parameters": _parameters(kind),
-            "about": _about(kind),
+            "about": " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split()),
             "metrics": dict(kind.metrics),
         }
         for name, kind in sorted(TASKS.items())
@@ -335,8 +327,3 @@ def _parameters(make: Any) -> str:
         known = default is not parameter.empty
         parts.append(f"{name}={format_value(default)}" if known else name)
     return ", ".join(parts)
-
-
-def _about(kind: Any) -> str:
-    """Return the first paragraph of a docstring."""
-    return " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())

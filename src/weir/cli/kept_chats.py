@@ -40,27 +40,18 @@ def begin(facts: dict[str, Any]) -> Transcript:
     """Begin a transcript; one that cannot be written is kept in memory, and that is said."""
     from weir.stream import Transcript
 
-    name = f"{datetime.now():%Y-%m-%d-%H%M%S}-{os.getpid()}"
     try:
         folder().mkdir(mode=0o700, parents=True, exist_ok=True)
-        for number in range(1000):
-            try:
-                return Transcript(folder() / f"{name}-{number:03}.jsonl", facts)
-            except FileExistsError:
-                continue
+        name = f"{datetime.now():%Y-%m-%d-%H%M%S-%f}-{os.getpid()}.jsonl"
+        return Transcript(folder() / name, facts)
     except (OSError, RuntimeError) as error:
         say(f"this conversation is not kept: {error}")
     return Transcript(None, facts)
 
 
 def find_newest(model: str | None) -> Transcript:
-    """Open the newest conversation that no other process has open.
-
-    Args:
-        model: with this model; None for any.
-
-    Raises:
-        WeirError: there is none.
+    """Open the newest conversation, with this model if one is named, that no other process has
+    open; WeirError if there is none.
     """
     from weir.stream import Transcript
 
@@ -81,26 +72,17 @@ def find_newest(model: str | None) -> Transcript:
 
 
 class Keeper:
-    """Saves the stream of a conversation with a transcript.
-
-    Args:
-        conversation: the conversation.
-        saved: tokens of the stream as it is saved already; -1 if it is not.
-    """
+    """Saves the stream of a conversation; `saved` tokens of it are saved already, -1 for none."""
 
     def __init__(self, conversation: Conversation, saved: int = -1) -> None:
         self.conversation = conversation
         self._saved_at = saved
         self._pause, self._last = 0.0, time.monotonic()
 
-    @property
-    def _path(self) -> Path | None:
-        transcript = self.conversation.transcript
-        return None if transcript is None else transcript.path
-
     def save(self, *, last: bool = False) -> None:
         """Save the stream if it has gone on, now and then, and at the end in any case."""
-        stream, path = self.conversation.stream, self._path
+        stream, transcript = self.conversation.stream, self.conversation.transcript
+        path = None if transcript is None else transcript.path
         began = time.monotonic()
         if path is None or stream.cache is None or stream.seen == self._saved_at:
             return

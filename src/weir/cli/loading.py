@@ -36,7 +36,10 @@ OPTIONS: dict[str, Any] = {
     ],
     "weights": Annotated[
         str | None,
-        Option(help="int8 or int4: quantize linear layers; needs torchao [default: as saved]"),
+        Option(
+            help="q8_0, q4_0 or q4_1: quantize linear layers; gguf: keep a GGUF file's blocks; "
+            "int8 or int4: by torchao [default: as saved]"
+        ),
     ],
     "revision": Annotated[str | None, Option(help="Branch, tag or commit of a Hub id.")],
     "trust_remote_code": Annotated[
@@ -50,12 +53,9 @@ Loading = dict[str, Any]
 
 
 def loads_model(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add the options for loading a model to a command, after its own.
+    """Add `OPTIONS` of these names, or all, to a command, after its own.
 
     The command's parameter `loading` gets those that were given.
-
-    Args:
-        names: which of `OPTIONS` to add; all if empty.
     """
     wanted = {name: OPTIONS[name] for name in names or OPTIONS}
 
@@ -88,16 +88,7 @@ def loads_model(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any
 def load_model(
     name: str, loading: Loading | None = None, *, encoders: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Call `weir.load` and show progress meanwhile.
-
-    Args:
-        name: the model's name.
-        loading: other arguments of `weir.load`.
-        encoders: accept encoders too.
-
-    Raises:
-        WeirError: as `load`; or quantized weights are requested for an encoder.
-    """
+    """Call `weir.load` and show progress meanwhile; with `encoders`, those are accepted too."""
     loading = loading or {}
     with waiting(f"loading {name}"):
         from transformers.utils.logging import disable_progress_bar
@@ -109,13 +100,12 @@ def load_model(
             if "weights" in loading:
                 raise WeirError("--weights is for models that stream, and this one is an encoder")
             read = load_encoder
-        if is_local(name):
+        if local := is_local(name):
             disable_progress_bar()
             loaded = read(name, **loading)
-            freeze_imports()
-            return loaded
-    if messages().is_terminal:
-        say(f"fetching {name} from the Hugging Face Hub")  # the Hub shows bars of its own
-    loaded = read(name, **loading)
+    if not local:  # the Hub shows bars of its own
+        if messages().is_terminal:
+            say(f"fetching {name} from the Hugging Face Hub")
+        loaded = read(name, **loading)
     freeze_imports()
     return loaded

@@ -69,11 +69,7 @@ CHUNK = 64
 
 
 def with_given_budget(policy: str, budget: int | None) -> str:
-    """Return a policy with the slots of `--budget`, which the default policy takes too.
-
-    Raises:
-        WeirError: the policy takes no budget, or has one already.
-    """
+    """Return a policy with the slots of `--budget`; WeirError if it takes none, or has some."""
     if budget is None:
         return policy
     from weir.evals.notation import with_budget
@@ -82,11 +78,7 @@ def with_given_budget(policy: str, budget: int | None) -> str:
 
 
 def one_model(argument: str | None, option: str | None) -> str:
-    """Return the model of a command that takes it as an argument or as `--model`.
-
-    Raises:
-        BadParameter: neither is given, or both.
-    """
+    """Return the model of a command that takes it as an argument or as `--model`, not both."""
     if argument is not None and option is not None:
         raise BadParameter(f"two models are named, {argument} and --model {option}; name one")
     if (found := argument or option) is None:
@@ -101,13 +93,7 @@ def was_given(context: Context, name: str) -> bool:
 
 
 def say_unused(context: Context, names: Iterable[str], why: str) -> None:
-    """Report options that were typed but have no effect.
-
-    Args:
-        context: the command's context.
-        names: parameters to check.
-        why: the reason, as the end of a sentence.
-    """
+    """Report those of some options that were typed but have no effect; `why` ends the sentence."""
     typed = [f"--{name.replace('_', '-')}" for name in names if was_given(context, name)]
     if typed:
         *first, last = typed
@@ -116,12 +102,7 @@ def say_unused(context: Context, names: Iterable[str], why: str) -> None:
 
 
 def numbers(option: str, text: str, least: int = 0) -> list[int]:
-    """Parse comma-separated whole numbers.
-
-    Raises:
-        BadParameter: the text is anything else, or has a number below `least`; the message
-            names the option.
-    """
+    """Parse comma-separated whole numbers from `least` on, the value of an option."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not all(word.isdecimal() and int(word) >= least for word in words):
         raise BadParameter(

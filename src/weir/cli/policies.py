@@ -69,7 +69,6 @@ class Entry:
     """A list entry: a named policy or a pool.
 
     Attributes:
-        name: the name, as it is written in a policy.
         parameters: parameters with their defaults, as they are written in a policy.
         about: the first paragraph of the docstring, in one line.
         paper: source of a policy; None for a pool.
@@ -165,25 +164,14 @@ def _read_parameters(doc: str) -> dict[str, str]:
 
 
 def explain(entry: Entry, pools: Iterable[Entry]) -> dict[str, str]:
-    """Return sentences about an entry's parameters; a policy without some uses its pools'.
-
-    Args:
-        entry: a policy or a pool.
-        pools: all pools.
-
-    Returns:
-        Sentences by parameter, in the order of the parameters.
-    """
+    """Return sentences about an entry's parameters; a policy without some uses its pools'."""
     words = set(re.findall(r"\w+", entry.pipe or ""))
-    inner = {
-        name: sentence
-        for pool in pools
-        if pool.name in words
-        for name, sentence in pool.explains.items()
-    }
+    known: dict[str, str] = {}
+    for pool in pools:
+        known |= pool.explains if pool.name in words else {}
     # A policy's budget is that of all its pools, a pool's its own.
-    shared = {} if entry.paper is None else SHARED
-    known = {**inner, **shared, **entry.explains}
+    known |= {} if entry.paper is None else SHARED
+    known |= entry.explains
     names = [word.partition("=")[0] for word in entry.parameters.split(", ")]
     return {name: known[name] for name in names if name in known}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,13 +16,6 @@ from weir.errors import WeirError
 
 if TYPE_CHECKING:
     from weir.serve import Engine
-
-
-class Routing(StrEnum):
-    """How requests find a replica: the last one of their session, or one by the session's hash."""
-
-    leases = "leases"
-    hash = "hash"
 
 
 @command()
@@ -110,9 +102,6 @@ def serve(
         Option(help="Serve from replicas on Ray: local, or host:port of a cluster's head."),
     ] = None,
     replicas: Annotated[int, Option(min=1, help="With --cluster: number of replicas.")] = 2,
-    routing: Annotated[
-        Routing, Option(help="With --cluster: how requests find a replica.")
-    ] = Routing.leases,
     *,
     loading: Loading,
 ) -> None:
@@ -126,19 +115,17 @@ def serve(
         Engine,
         EngineClient,
         Limits,
-        MemoryStore,
         ResponseStore,
-        SessionStore,
         estimate_memory,
     )
     from weir.serve.api import Keys, bind, log_json, make_app, run_app
-    from weir.serve.sessions import SQLiteStore
+    from weir.serve.sessions import DiskTurns, RowFormat, SessionStore
 
     model_name = options.one_model(argument, model_name)
     if budget is not None:
         policy = options.with_given_budget(policy or options.DEFAULT, budget)
     if cluster is None:
-        options.say_unused(context, ("replicas", "routing"), "they are for --cluster")
+        options.say_unused(context, ("replicas",), "it is for --cluster")
     if disk is not None and data is None:
         raise WeirError("--disk is for --data: name the folder that may grow so large")
     if cluster is not None and disk is not None:
@@ -203,7 +190,7 @@ def serve(
             )
             with running.joined(cluster):
                 with waiting(f"{replicas} replicas on {cluster}"):
-                    running.deploy(settings, replicas, address, number, routing)
+                    running.deploy(settings, replicas, address, number)
                 say(
                     f"{replicas} replicas of that; ends of turns in {data}, {size(memory.row)} each"
                 )
@@ -212,15 +199,12 @@ def serve(
             return
         model, tokenizer = load_model(model_name, loading)
         say_window(model, wanted, chunk)
-        store: SessionStore
-        if data is None:
-            store = MemoryStore(memory.kept)
-        else:
-            store = ending.enter_context(
-                SQLiteStore(data, model, wanted, chunk=chunk, limit=most, keep=memory.kept)
-            )
+        place = None
+        if data is not None:
+            place = DiskTurns(Path(data), RowFormat.of(model, wanted, chunk), most)
             room_there = "" if most is None else f", at most {size(most)}"
             say(f"ends of turns in {data}, {size(memory.row)} each{room_there}")
+        store = ending.enter_context(SessionStore(place, keep=memory.kept))
         book = ResponseStore(None if data is None else Path(data) / "book.db", limits.texts)
         ending.callback(book.close)
         engine = Engine(

@@ -80,11 +80,12 @@ def stream(
         def step(reading: PerplexityResult) -> bool:
             note = f"perplexity {reading.ppl:.2f}, {reading.tokens_per_s:,.0f} tokens/s"
             show(completed=reading.tokens, note=note)
-            if in_lines():
-                lines.upto(reading)
+            while in_lines() and len(printed) < len(reading.ppl_by_block):
+                printed.append(_block_line(reading, len(printed)))
+                say(printed[-1])
             return bool(interrupt)
 
-        lines = _Lines()
+        printed: list[str] = []
         reading = read(reader, ids, block=block, in_steps=compiled, on_step=step)
     ended = (
         f"{interrupt.word} after {reading.tokens:,} of {len(ids):,} tokens" if interrupt else None
@@ -101,22 +102,14 @@ def stream(
     return interrupt.code
 
 
-class _Lines:
-    """Progress in lines on standard error, one per block, where no bar can be drawn."""
-
-    def __init__(self) -> None:
-        self._printed = 0
-
-    def upto(self, reading: PerplexityResult) -> None:
-        """Print a line for each new complete block."""
-        blocks = list(zip(reading.ppl_by_block, reading.bytes_by_block, strict=True))
-        for ppl, held in blocks[self._printed :]:
-            self._printed += 1
-            say(
-                f"tokens {(self._printed - 1) * reading.block + 1:,} to "
-                f"{min(self._printed * reading.block, reading.tokens):,}: perplexity {ppl:.2f}, "
-                f"{size(held)} of cache, {reading.tokens_per_s:,.0f} tokens/s"
-            )
+def _block_line(reading: PerplexityResult, number: int) -> str:
+    """A line about a complete block, for where no progress bar can be drawn."""
+    first, end = number * reading.block, (number + 1) * reading.block
+    return (
+        f"tokens {first + 1:,} to {min(end, reading.tokens):,}: perplexity "
+        f"{reading.ppl_by_block[number]:.2f}, {size(reading.bytes_by_block[number])} of cache, "
+        f"{reading.tokens_per_s:,.0f} tokens/s"
+    )
 
 
 def _print(model_name: str, policy: str, reading: PerplexityResult, ended: str | None) -> None:

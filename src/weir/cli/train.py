@@ -17,20 +17,16 @@ from weir.errors import WeirError
 if TYPE_CHECKING:
     from weir.train import Preset, TrainingRecipe
 
-Books = Annotated[
-    Path, Option(help="Books: UTF-8, plain or .xz, with a NUL byte on a line between two.")
-]
-PresetName = Annotated[
-    str, Option(help="nano, small (two cores), medium or large (160 million; a GPU).")
-]
-Compiled = Annotated[bool, Option(help="Compile the model; faster after a minute.")]
-
 
 @command()
 def train(
     out: Annotated[Path, Option(help="Folder for the model; an interrupted run there continues.")],
-    text: Books,
-    preset: PresetName = "nano",
+    text: Annotated[
+        Path, Option(help="Books: UTF-8, plain or .xz, with a NUL byte on a line between two.")
+    ],
+    preset: Annotated[
+        str, Option(help="nano, small (two cores), medium or large (160 million; a GPU).")
+    ] = "nano",
     sink: Annotated[
         str | None, Option(help="none, zero, learnable, learnable:N, or taught (nano's).")
     ] = None,
@@ -57,7 +53,7 @@ def train(
     optimizer: Annotated[str | None, Option(help="muon or adamw.")] = None,
     rate: Annotated[float | None, Option(min=0.0, help="Highest learning rate.")] = None,
     seed: Seed = 0,
-    compiled: Compiled = True,
+    compiled: Annotated[bool, Option(help="Compile the model; faster after a minute.")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Train a small model on books, of the shape and with the attention sink of your choice.
@@ -74,32 +70,12 @@ def train(
     chosen = preset_of(preset)
     if vocabulary is not None:
         chosen = replace(chosen, vocabulary=vocabulary)
-    recipe = _recipe(
-        chosen,
-        exercises,
-        {
-            "sink": sink,
-            "tokens": tokens,
-            "width": width,
-            "layers": layers,
-            "heads": heads,
-            "kv_heads": kv_heads,
-            "shape": shape,
-            "length": length,
-            "rows": rows,
-            "optimizer": optimizer,
-            "rate": rate,
-            "seed": seed,
-        },
-    )
-    figures = carry_out(
-        replace(chosen, recipe=recipe),
-        text,
-        out,
-        exercises=exercises,
-        fit_tokens=tokens is None,
-        compiled=compiled,
-    )
+    sizes = {"width": width, "layers": layers, "heads": heads, "kv_heads": kv_heads}
+    given = {"tokens": tokens, "length": length, "rows": rows, "seed": seed, **sizes}
+    how = {"sink": sink, "shape": shape, "optimizer": optimizer, "rate": rate}
+    chosen = replace(chosen, recipe=_recipe(chosen, exercises, {**given, **how}))
+    options: dict[str, Any] = {"exercises": exercises, "compiled": compiled}
+    figures = carry_out(chosen, text, out, fit_tokens=tokens is None, **options)
     if not Processes.speaks_here():
         return
     if as_json:
@@ -113,11 +89,7 @@ def train(
 
 
 def preset_of(name: str) -> Preset:
-    """Return the preset of a name.
-
-    Raises:
-        WeirError: there is no such preset.
-    """
+    """Return the preset of a name."""
     from weir.train import PRESETS
 
     if name not in PRESETS:
@@ -127,10 +99,8 @@ def preset_of(name: str) -> Preset:
 
 def _recipe(chosen: Preset, exercises: str, given: dict[str, Any]) -> TrainingRecipe:
     """Return the preset's recipe with the given values, and values that follow from them."""
-    from weir.train import EXERCISES, ROOM
+    from weir.train import ROOM
 
-    if exercises not in EXERCISES:
-        raise WeirError(f"exercises are {', '.join(EXERCISES)}, not {exercises!r}")
     recipe = chosen.recipe
     changes = {name: value for name, value in given.items() if value is not None}
     alibi = changes.get("shape", recipe.shape) == "alibi"
@@ -141,28 +111,15 @@ def _recipe(chosen: Preset, exercises: str, given: dict[str, Any]) -> TrainingRe
         changes["sink"] = "learnable"
     if "width" in changes:
         changes["inner"] = max(8, recipe.inner * changes["width"] // recipe.width)
-    rows = changes.get("rows", recipe.rows)
-    length = changes.get("length", recipe.length)
-    if exercises == "on" or (recipe.exercise_rows and exercises == "auto"):
-        if exercises == "auto" and (length < ROOM or rows < 2):
-            say(f"training on the text alone: exercises take samples of {ROOM} tokens, and 2 rows")
-            changes["exercise_rows"] = 0
-        else:
-            changes["exercise_rows"] = max(1, rows * 5 // 16)
-    elif exercises == "off":
-        changes["exercise_rows"] = 0
-    return replace(recipe, **changes)
+    rows, length = (changes.get(name, getattr(recipe, name)) for name in ("rows", "length"))
+    practiced = exercises == "on" or (recipe.exercise_rows > 0 and exercises == "auto")
+    if practiced and exercises == "auto" and (length < ROOM or rows < 2):
+        say(f"training on the text alone: exercises take samples of {ROOM} tokens, and 2 rows")
+        practiced = False
+    return replace(recipe, **changes, exercise_rows=max(1, rows * 5 // 16) if practiced else 0)
 
 
-def carry_out(
-    preset: Preset,
-    text: Path,
-    out: Path,
-    *,
-    exercises: str = "auto",
-    fit_tokens: bool = False,
-    compiled: bool = True,
-) -> dict[str, Any]:
+def carry_out(preset: Preset, text: Path, out: Path, **options: Any) -> dict[str, Any]:
     """Run a recipe with progress on standard error; return the result of `weir.train.run`."""
     from weir.train import Processes, run
 
@@ -187,17 +144,8 @@ def carry_out(
             bar.update(task, completed=step, total=steps, note=note)
 
         try:
-            return run(
-                preset.recipe,
-                text,
-                out,
-                vocabulary=preset.vocabulary,
-                exercises=exercises,
-                fit_tokens=fit_tokens,
-                compiled=compiled,
-                on_step=show,
-                on_note=tell,
-            )
+            options |= {"vocabulary": preset.vocabulary, "on_step": show, "on_note": tell}
+            return run(preset.recipe, text, out, **options)
         except (KeyboardInterrupt, Terminated):
             tell("the same command goes on from the last checkpoint, if there is one yet")
             raise

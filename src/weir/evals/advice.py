@@ -12,7 +12,7 @@ from weir.cache import check_origin, size_of
 from weir.errors import WeirError
 from weir.evals.fitting import budget_in, fit_to_memory
 from weir.evals.notation import read_policies, takes_budget, with_budget
-from weir.evals.perplexity import STEP, PerplexityMeter
+from weir.evals.perplexity import PerplexityResult, read
 from weir.models import window_of
 from weir.policies import is_file, parse_policy
 from weir.stream import Stream, read_stream
@@ -42,13 +42,10 @@ LEAST = 4096
 
 @dataclass(frozen=True)
 class Trial:
-    """The figures of one policy on the sample.
+    """The figures of one policy, with its budget or as a policy file's name, on the sample.
 
-    Attributes:
-        policy: the policy with its budget, or the name of a policy file.
-        budget: slots per KV head; where layers differ, those of the largest.
-        evicted: whether the policy evicted anything; if not, the perplexity equals that of `dense`
-            and says nothing about the policy.
+    `budget` is slots per KV head; where layers differ, those of the largest. If nothing was
+    `evicted`, the perplexity equals that of `dense` and says nothing about the policy.
     """
 
     policy: str
@@ -103,31 +100,34 @@ def advise(
     A budget plus a chunk never exceeds the model's window, however much memory there is.
 
     Args:
-        model: the model.
-        tokenizer: its tokenizer.
-        text: a file, UTF-8, plain or .xz.
+        model, tokenizer, text: the text is a file, UTF-8, plain or .xz.
         memory: bytes that the cache of one stream may take.
         policies: comma-separated policies and policy files. A policy that takes a budget and has
             none gets the largest that fits; a policy that does not fit is left out. None for
             `CANDIDATES`.
         tokens: length of the sample; by default four times the largest budget, 4,096 at least.
-        chunk: tokens between two folds.
-        seed: of all random draws.
+        chunk, seed: tokens between two folds, and the seed of all random draws.
         on_step: called with the policy under trial and the share of all work that is done.
-
-    Raises:
-        WeirError: the text cannot be read or is shorter than the sample, the model cannot be
-            served, or the memory or the window is too small for every policy; or a policy file was
-            made for another model.
-        PolicyError: a policy cannot be read.
     """
     named = None if policies is None else _list_policies(model, policies)
     ids = read_stream(tokenizer, text).ids
     if tokens is not None and tokens > len(ids):
         raise WeirError(f"the text has {len(ids):,} tokens, so it cannot be tried on {tokens:,}")
     window = window_of(model.config)
+
+    def attempt(policy: str, budget: int, some: Tensor, number: int = 0, of: int = 0) -> Trial:
+        def tell(now: PerplexityResult) -> None:
+            if of:
+                on_step(policy, (number + now.tokens / len(some)) / of)
+
+        stream = Stream(model, policy, chunk=chunk, seed=seed)
+        found = read(stream, some, on_step=tell)
+        held = [layer["held"] for layer in stream.report()["layers"]]
+        evicted = min(held) < found.tokens
+        return Trial(policy, budget, found.kv_bytes, found.ppl, found.tokens_per_s, evicted)
+
     if window is None or len(ids) <= window:
-        whole = _try_policy(model, "dense", len(ids), ids, chunk, seed, lambda share: None)
+        whole = attempt("dense", len(ids), ids)
         if whole.kv_bytes <= memory:
             return Advice((whole,), len(ids), len(ids), window, everything=True)
     left_out: dict[str, str] = {}
@@ -137,13 +137,7 @@ def advise(
         fits, left_out = _fitting(model, named, memory, chunk)
     length = max(LEAST, TIMES * max(fits.values())) if tokens is None else tokens
     sample = ids[:length]
-    tries = []
-    for number, (policy, budget) in enumerate(fits.items()):
-
-        def report(share: float, policy: str = policy, number: int = number) -> None:
-            on_step(policy, (number + share) / len(fits))
-
-        tries.append(_try_policy(model, policy, budget, sample, chunk, seed, report))
+    tries = [attempt(*one, sample, n, len(fits)) for n, one in enumerate(fits.items())]
     tries.sort(key=lambda one: one.ppl)
     return Advice(tuple(tries), len(sample), len(ids), window, everything=False, left_out=left_out)
 
@@ -161,31 +155,21 @@ def _list_policies(model: PreTrainedModel, policies: str) -> list[str]:
 def _fitting(
     model: PreTrainedModel, named: list[str], memory: int, chunk: int
 ) -> tuple[dict[str, int], dict[str, str]]:
-    """The results of `_fit_policy` for policies that fit, and for the others the reason.
-
-    Raises:
-        WeirError: no policy fits; the message is the reason of the first.
-    """
+    """The results of `_fit_policy` for policies that fit, and for the others the reason."""
     fits: dict[str, int] = {}
     left_out: dict[str, str] = {}
     for policy in named:
         try:
-            sized, slots = _fit_policy(model, policy, memory, chunk)
+            fits |= [_fit_policy(model, policy, memory, chunk)]
         except WeirError as error:
             left_out[policy] = str(error)
-        else:
-            fits[sized] = slots
     if not fits:
         raise WeirError(next(iter(left_out.values())))
     return fits, left_out
 
 
 def _fit_policy(model: PreTrainedModel, policy: str, memory: int, chunk: int) -> tuple[str, int]:
-    """A named policy with the most slots that fit, and the number of slots.
-
-    Raises:
-        WeirError: it does not fit.
-    """
+    """A named policy with the most slots that fit, and the number of slots."""
     if is_file(policy) or not takes_budget(policy):
         takes = size_of(model, policy, chunk=chunk)
         if takes.stream > memory:
@@ -215,22 +199,3 @@ def _candidates(
             "policies and a chunk of your own"
         )
     return fits
-
-
-def _try_policy(
-    model: PreTrainedModel,
-    policy: str,
-    budget: int,
-    sample: Tensor,
-    chunk: int,
-    seed: int,
-    report: Callable[[float], None],
-) -> Trial:
-    meter = PerplexityMeter(Stream(model, policy, chunk=chunk, seed=seed))
-    for piece in sample.split(STEP):
-        meter.take(piece)
-        report(meter.reading.tokens / len(sample))
-    found = meter.reading
-    held = [layer["held"] for layer in meter.stream.report()["layers"]]
-    evicted = min(held) < found.tokens
-    return Trial(policy, budget, found.kv_bytes, found.ppl, found.tokens_per_s, evicted)

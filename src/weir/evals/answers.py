@@ -73,11 +73,7 @@ def ask_all(
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> list[int]:
-    """The ids of a prompt, behind the tokenizer's start token or in the model's chat template.
-
-    Raises:
-        WeirError: there is no chat template, or the text makes no tokens.
-    """
+    """The ids of a prompt, behind the tokenizer's start token or in the model's chat template."""
     if chat:
         check_template(tokenizer)
         text = render_chat(tokenizer, [{"role": "user", "content": text}])

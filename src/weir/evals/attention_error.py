@@ -79,13 +79,7 @@ class ErrorSetup:
 
 @dataclass(frozen=True)
 class SizedPolicy:
-    """A policy to measure, with its budget.
-
-    Attributes:
-        name: as it was asked for.
-        policy: with its budget.
-        rate: the share of the middle that its budget is made for; None where it has its own.
-    """
+    """A policy as it was asked for, with its budget, and the `rate` of the middle that made it."""
 
     name: str
     policy: Policy
@@ -97,10 +91,8 @@ class LayerError:
     """The error of one layer under one policy, over several seeds.
 
     Attributes:
-        policy: with its budget.
-        name: as it was asked for.
+        policy, name: with its budget, and as it was asked for.
         rate: the share of the middle that its budget is made for; None where it has its own.
-        layer: index of the layer.
         errors: the error for each seed.
         kept: share of the tokens before the queries that hold a slot at the end.
         seconds: time spent in the pools (median over the seeds).
@@ -169,7 +161,6 @@ def size_policies(
     Args:
         names: policies as texts. With `rates`, named ones without a budget; a budget is made for
             each rate.
-        setup: the split of the text.
         rates: shares of the middle to keep; if empty, the policies stay as they are.
 
     Returns:
@@ -211,14 +202,11 @@ def measure_error(
     """Measure the error of every layer under every policy.
 
     Args:
-        model: a causal language model.
         ids: the text [length], int64; the first `setup.tokens` are read.
         sized: the policies, from `size_policies`.
-        setup: the split of the text.
-        layers: indices of layers; None for all that attend to the whole text.
-        seeds: random seeds; every seed is measured.
-        on_step: called after each row with the number done and the total; returning True stops
-            early.
+        layers, seeds: indices of layers, by default all that attend to the whole text; and random
+            seeds, each of which is measured.
+        on_step: called after each row with the number done and the total; True stops early.
 
     Returns:
         Rows by policy, rate and layer.
@@ -235,9 +223,8 @@ def measure_error(
             answers = [_answer(inputs, pipe, seed, setup) for seed in seeds]
             outs, kept, seconds = zip(*answers, strict=True)
             errors = [float((out - exact).norm() / exact.norm()) for out in outs]
-            cost = fmean(kept), median(seconds)
-            layer = inputs.layer
-            rows.append(LayerError(str(one.policy), one.name, one.rate, layer, errors, *cost))
+            which = str(one.policy), one.name, one.rate, inputs.layer
+            rows.append(LayerError(*which, errors, fmean(kept), median(seconds)))
             if on_step is not None and on_step(len(rows), len(sized) * len(heard)):
                 return rows
     return rows
@@ -246,9 +233,7 @@ def measure_error(
 def mean_over_layers(rows: Sequence[LayerError]) -> list[dict[str, Any]]:
     """Average the errors over the layers, for each policy, rate and seed.
 
-    Returns:
-        Rows with policy, name, rate, error and deviation (of the layers' mean, over the seeds),
-        kept, and seconds (of all layers together).
+    "deviation" is that of the layers' mean, over the seeds; "seconds" are of all layers together.
     """
     groups: dict[tuple[str, str, float | None], list[LayerError]] = {}
     for row in rows:
@@ -256,10 +241,17 @@ def mean_over_layers(rows: Sequence[LayerError]) -> list[dict[str, Any]]:
     found = []
     for (name, policy, rate), group in groups.items():
         by_seed = [fmean(errors) for errors in zip(*(row.errors for row in group), strict=True)]
-        figures = {"error": fmean(by_seed), "deviation": pstdev(by_seed)}
-        figures["kept"] = fmean(row.kept for row in group)
-        figures["seconds"] = sum(row.seconds for row in group)
-        found.append({"name": name, "policy": policy, "rate": rate, **figures})
+        found.append(
+            {
+                "name": name,
+                "policy": policy,
+                "rate": rate,
+                "error": fmean(by_seed),
+                "deviation": pstdev(by_seed),
+                "kept": fmean(row.kept for row in group),
+                "seconds": sum(row.seconds for row in group),
+            }
+        )
     return found
 
 
@@ -296,26 +288,19 @@ def _answer(
     draws = CounterRNG(seed, inputs.layer)
     layer = Layer(LayerSpec(timed, inputs.positions, chunk, draws, inputs.layer, inputs.layers))
     before = setup.tokens - setup.queries
+
+    def feed(start: int, stop: int, **how: bool) -> Tensor:
+        q, k, v = (t[:, :, start:stop] for t in (inputs.queries, inputs.keys, inputs.values))
+        return layer.feed(q, k, v, inputs.params, seen=start, **how)
+
     if setup.whole:
-        _feed(layer, inputs, 0, before, whole=True)
-        out = _feed(layer, inputs, before, setup.tokens)
+        feed(0, before, prefill=True, answers=False)
+        out = feed(before, setup.tokens)
     else:
-        out = _feed(layer, inputs, 0, setup.tokens)[:, :, before:]
+        out = feed(0, setup.tokens)[:, :, before:]
     assert layer.state.slab is not None
     held = layer.state.slab.position[0, :, : layer.state.used[0]] >= 0
     return out.float(), float(held.sum(dim=1).float().mean()) / before, sum(timed.spent)
-
-
-def _feed(
-    layer: Layer, inputs: LayerInputs, start: int, stop: int, *, whole: bool = False
-) -> Tensor:
-    """Feed a range of tokens; a `whole` range is stored at once and returns no output."""
-    queries, keys, values = (
-        t[:, :, start:stop] for t in (inputs.queries, inputs.keys, inputs.values)
-    )
-    return layer.feed(
-        queries, keys, values, inputs.params, seen=start, prefill=whole, answers=not whole
-    )
 
 
 @dataclass(frozen=True)
@@ -340,11 +325,7 @@ ACROSS = 4
 
 
 def check_plot(path: Path) -> None:
-    """Check before measuring that a plot can be written to a file.
-
-    Raises:
-        WeirError: the file name or the folder is unsuitable.
-    """
+    """Check before measuring that a plot can be written to a file."""
     if path.suffix.lower() not in KINDS:
         raise WeirError(f"a plot is written as {', '.join(KINDS)}, not as {path}")
     if not path.expanduser().parent.is_dir():
@@ -361,10 +342,11 @@ def write_plot(rows: Sequence[LayerError], path: Path) -> None:
 
     layers = sorted({row.layer for row in rows})
     names = list(dict.fromkeys(row.name for row in rows))
+    rates = sorted({row.rate for row in rows if row.rate is not None})
     across = min(ACROSS, len(layers))
     down = -(-len(layers) // across)
-    salt = "attention-error"
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 9}):
+    style: Any = {"svg.fonttype": "none", "svg.hashsalt": "attention-error", "font.size": 9}
+    with mpl.rc_context(style):
         figure = Figure(figsize=(2.6 * across + 0.6, 2.4 * down + 0.8), layout="constrained")
         panels = figure.subplots(down, across, sharey=True, squeeze=False).flatten()
         for axes, layer in zip(panels, layers, strict=False):
@@ -375,7 +357,6 @@ def write_plot(rows: Sequence[LayerError], path: Path) -> None:
                 how = {"ms": 4, "lw": 1.5, "capsize": 2, "label": name, **line_style(number)}
                 axes.errorbar(places, errors, yerr=bars, **how)
             axes.set_title(f"layer {layer}", fontsize=9)
-            rates = sorted({row.rate for row in rows if row.rate is not None})
             if rates:
                 axes.set_xscale("log", base=2)
                 labels = [str(Fraction(rate).limit_denominator(1000)) for rate in rates]
@@ -388,9 +369,8 @@ def write_plot(rows: Sequence[LayerError], path: Path) -> None:
         for axes in panels[len(layers) :]:
             axes.set_visible(False)
         panels[0].set_ylabel("relative error")
-        lines = panels[0].get_legend_handles_labels()
-        across = min(6, len(names))
-        figure.legend(*lines, loc="outside lower center", ncols=across, frameon=False)
+        look = {"loc": "outside lower center", "ncols": min(6, len(names)), "frameon": False}
+        figure.legend(*panels[0].get_legend_handles_labels(), **look)
         # Without a date, the same figures produce the same file.
         dateless = {"Date": None} if path.suffix.lower() == ".svg" else None
         try:

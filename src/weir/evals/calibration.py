@@ -45,19 +45,13 @@ class SizeOption(NamedTuple):
 
 
 def share_out(layers: Sequence[Sequence[SizeOption]], total: int) -> list[int]:
-    """Choose the sizes of least total error within the bytes: no other way to spend them is better.
+    """Choose of each layer's sizes, by index, those of least total error within `total` bytes.
 
-    The multiple-choice knapsack problem, solved exactly by dynamic programming over layers
-    (Kellerer, Pferschy and Pisinger 2004, "Knapsack Problems", chapter 11): of the ways to choose
-    for the first layers, those that another one beats in bytes and error go, and those whose lower
-    bound exceeds what is certain to be reached. The bounds are those of the linear relaxation.
-
-    Args:
-        layers: for each layer, the candidate sizes.
-        total: bytes for all layers together.
-
-    Returns:
-        For each layer the index of the chosen size; the cheapest if even those do not fit.
+    The cheapest if even those do not fit. The multiple-choice knapsack problem, solved exactly by
+    dynamic programming over layers (Kellerer, Pferschy and Pisinger 2004, "Knapsack Problems",
+    chapter 11): of the ways to choose for the first layers, those that another one beats in bytes
+    and error go, and those whose lower bound exceeds what is certain to be reached. The bounds are
+    those of the linear relaxation.
     """
     rest = _relaxations(layers)
     if total < rest[0][0][0]:
@@ -185,71 +179,46 @@ def measure_sizes(
     """Measure the relative error of every size of every layer.
 
     The error is |z - exact| / |exact| (Frobenius norm over all heads and passages) of the attention
-    outputs in the second half of each passage, where tokens have been evicted.
-
-    Args:
-        model: a causal language model.
-        passages: token ids, each [length] and no longer than the model's window.
-        sizes: by layer, the pipes to try.
-        chunk, seed, on_step: as for `calibrate`.
-
-    Raises:
-        WeirError: the model cannot be served, or its keys or values are not finite.
+    outputs in the second half of each passage, where tokens have been evicted. `sizes` are the
+    pipes to try by layer; passages are ids [length], no longer than the model's window.
     """
     wrong = {layer: [0.0] * len(pipes) for layer, pipes in sizes.items()}
     whole = dict.fromkeys(sizes, 0.0)
+    others: dict[int, list[Layer]] = {}
+    half = at = 0
+
+    def hear(call: AttentionCall) -> None:
+        """Send the same inputs to every size of the layer, and add up squares of differences."""
+        if call.layer not in sizes:
+            return
+        plan = call.forward.plan.on(call.out.device)
+        exact = call.out[:, :, max(0, half - at) :].double()
+        whole[call.layer] += float(exact.square().sum())
+        for place, other in enumerate(others[call.layer]):
+            answer = other.attend(call.queries, call.keys, call.values, call.params, plan)
+            other.commit()
+            off = answer[:, :, call.out.shape[2] - exact.shape[2] :].double() - exact
+            wrong[call.layer][place] += float(off.square().sum())
+
     for number, passage in enumerate(passages):
+        half = len(passage) // 2
         # As many slots as tokens: nothing is evicted, and positions are those of rolling caches.
         policy = f"window(budget={len(passage)})"
-        meter = _SizesMeter(len(passage) // 2, sizes)
-        cache = ListeningCache(model, policy, meter.hear, chunk=chunk, seed=seed)
-        meter.others = {
+        cache = ListeningCache(model, policy, hear, chunk=chunk, seed=seed)
+        others = {
             layer: [Layer(replace(cache.stack[layer].spec, pipe=pipe)) for pipe in pipes]
             for layer, pipes in sizes.items()
         }
         try:
-            for meter.at in range(0, len(passage), PIECE):
-                cache.read(passage[meter.at : meter.at + PIECE])
-                share = min(1, (meter.at + PIECE) / len(passage))
-                on_step((number + share) / len(passages))
+            for at in range(0, len(passage), PIECE):
+                cache.read(passage[at : at + PIECE])
+                on_step((number + min(1, (at + PIECE) / len(passage))) / len(passages))
         finally:
             cache.detach()
-        for layer in sizes:
-            whole[layer] += meter.whole[layer]
-            wrong[layer] = [a + b for a, b in zip(wrong[layer], meter.wrong[layer], strict=True)]
     return {
         layer: [(part / whole[layer]) ** 0.5 if whole[layer] else 0.0 for part in wrong[layer]]
         for layer in sizes
     }
-
-
-class _SizesMeter:
-    """Errors of caches of all sizes beside each layer of an exact cache, over one passage.
-
-    Attributes:
-        at: the place in the passage of what is being read.
-        others: by layer, a cache of each size.
-        wrong: by layer and size, the sum of squared differences from the exact outputs.
-        whole: by layer, the sum of squares of the exact outputs.
-    """
-
-    def __init__(self, half: int, sizes: Mapping[int, Sequence[Pipe]]) -> None:
-        self.half, self.at = half, 0
-        self.others: dict[int, list[Layer]] = {}
-        self.wrong = {layer: [0.0] * len(pipes) for layer, pipes in sizes.items()}
-        self.whole = dict.fromkeys(sizes, 0.0)
-
-    def hear(self, call: AttentionCall) -> None:
-        """Send the same inputs to every size of the layer, and add up the errors."""
-        plan = call.forward.plan.on(call.out.device)
-        exact = call.out[:, :, max(0, self.half - self.at) :].double()
-        for place, other in enumerate(self.others.get(call.layer, ())):
-            answer = other.attend(call.queries, call.keys, call.values, call.params, plan)
-            other.commit()
-            off = answer[:, :, call.out.shape[2] - exact.shape[2] :].double() - exact
-            self.wrong[call.layer][place] += float(off.square().sum())
-        if call.layer in self.whole:
-            self.whole[call.layer] += float(exact.square().sum())
 
 
 PASSAGE = 8
@@ -263,10 +232,8 @@ class LayerBudget:
     """The pipe chosen for a layer, and the measured errors.
 
     Attributes:
-        pipe: the chosen pipe.
-        nbytes: bytes of the layer's slab, for one stream.
-        error: relative error of the attention with this pipe.
-        before: relative error with the pipe of the policy.
+        pipe, nbytes: the chosen pipe, and bytes of the layer's slab, for one stream.
+        error, before: relative error of the attention with this pipe, and with the policy's.
         tried: every pipe that was tried, as text, with its error; smallest first.
     """
 
@@ -285,13 +252,10 @@ class Calibration:
         asked: the policy whose bytes were distributed.
         layers: budgets from the bottom layer up, without layers that slide over a window of their
             own.
-        nbytes: bytes of all these layers, for one stream.
-        before: the same bytes under the original policy.
+        nbytes, before: bytes of all these layers, for one stream, and under the original policy.
         chunk: tokens between two folds.
-        passages: number of passages that were read.
-        length: tokens of a passage.
-        text: the name of the file.
-        digest: SHA-256 of the ids that were read.
+        passages, length: number of passages that were read, and tokens of each.
+        text, digest: the name of the file, and SHA-256 of the ids that were read.
         model: the model's fingerprint.
     """
 
@@ -325,13 +289,13 @@ class Calibration:
             WeirError: its name does not end with .toml, or it cannot be written.
         """
         path = check_path(path)
-        passages = {"passages": self.passages, "length": self.length}
+        text = {"name": self.text, "sha256": self.digest, "passages": self.passages}
         facts = {
             "weir": __version__,
             "calibrated": self.asked,
             "chunk": self.chunk,
             "bytes": self.nbytes,
-            "text": {"name": self.text, "sha256": self.digest, **passages},
+            "text": {**text, "length": self.length},
         }
         layers = [
             {
@@ -352,11 +316,7 @@ class Calibration:
 
 
 def check_path(path: str | Path) -> Path:
-    """Check that a policy file can be written, and return its path.
-
-    Raises:
-        WeirError: its name does not end with .toml, or there is no such folder.
-    """
+    """Check that a policy file can be written, and return its path."""
     path = expand_home(path)
     if not is_file(path.name):
         raise WeirError(f"the name of a policy file ends with .toml, which {path.name} does not")
@@ -385,14 +345,11 @@ def calibrate(
     gives it.
 
     Args:
-        model: a causal language model.
-        tokenizer: its tokenizer.
-        text: a file, UTF-8, plain or .xz.
+        model, tokenizer, text: the text is a file, UTF-8, plain or .xz.
         policy: the policy of every layer; it needs a limit.
         tokens: how many to read, in whole passages; by default eight passages, or the whole text if
             it is shorter.
-        chunk: tokens between two folds.
-        seed: of all random draws.
+        chunk, seed: tokens between two folds, and the seed of all random draws.
         splits: whether to measure several shares of the newest tokens in each layer too.
         on_step: called with the share that is done.
 

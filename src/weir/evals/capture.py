@@ -25,11 +25,9 @@ class AttentionCall:
     """What a layer's attention received in one forward, and what it answered.
 
     Attributes:
-        forward: the forward under way.
         layer, held: index of the layer, and the layer of the cache.
         queries: [batch, heads, length, key_dim], as the layer received them, like the others.
         keys, values: [batch, kv_heads, length, key_dim] and [..., value_dim].
-        params: attention parameters of the layer.
         out: attention output [batch, heads, length, value_dim].
     """
 
@@ -98,12 +96,9 @@ class LayerInputs:
 
     Attributes:
         layer, layers: index of the layer, and number of layers.
-        queries: [1, heads, length, key_dim]; already rotated to their positions if
-            `positions.placed`.
-        keys: [1, kv_heads, length, key_dim], the same.
+        queries, keys: [1, heads, length, key_dim] and [1, kv_heads, ...]; already rotated to their
+            positions if `positions.placed`.
         values: [1, kv_heads, length, value_dim].
-        params: attention parameters of the layer.
-        positions: the layer's positional encoding and window.
     """
 
     layer: int
@@ -121,16 +116,10 @@ class LayerInputs:
 def capture(
     model: PreTrainedModel, ids: Tensor, layers: Sequence[int] | None = None
 ) -> list[LayerInputs]:
-    """Record the inputs of some layers' attention while a model reads a text exactly, in one go.
+    """Record the inputs of some layers' attention while a model reads a text [length] exactly.
 
-    Args:
-        model: a causal language model.
-        ids: the text [length], int64.
-        layers: indices of layers, from 0; None for all but those that slide over a window of their
-            own, which keep it whatever the policy.
-
-    Raises:
-        WeirError: the model cannot be served, or there is no such layer, or the layer slides.
+    By default of all layers but those that slide over a window of their own, whatever the policy;
+    such a layer, or one that does not exist, is refused.
     """
     windows = [layer.positions.window for layer in describe(model).layers]
     for layer in layers or ():
@@ -157,16 +146,8 @@ def capture_each(
     Sliding layers are included. Inputs that `take` does not keep are freed before the next layer,
     so at most one layer is held beside the keys and values that the model needs to read exactly.
 
-    Args:
-        model, ids: a causal language model, and the text [length].
-        take: called for each layer in the order of the model.
-        layers: indices of layers, from 0; None for all.
-
-    Returns:
-        The results of `take`, by layer.
-
-    Raises:
-        WeirError: the model cannot be served, or there is no such layer.
+    Returns the results of `take`, by layer; of all layers if none are named. A layer that does not
+    exist is refused.
     """
     heard: dict[int, Taken] = {}
     wanted: Sequence[int] = ()

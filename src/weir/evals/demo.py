@@ -3,22 +3,19 @@
 The packaged model reads a book, then names with numbers in the form of its exercises, "Anna has
 482.", reads on, and is asked for the numbers. A model with a chat template holds a chat: it is
 told facts in the system turn and in the first message, then a long text is pasted, and it is asked
-for the facts. The result is one
-HTML page that needs no network.
+for the facts. The result is one HTML page that needs no network.
 """
 
 from __future__ import annotations
 
 import copy
-import html
 import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from string import Template
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +23,16 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weir.evals.perplexity import STEP, PerplexityMeter
-from weir.evals.report import COLORS, DASHES, GRAY, TextTable, html_page, style_axes, svg_figure
+from weir.evals.report import (
+    COLORS,
+    DASHES,
+    GRAY,
+    TextTable,
+    html_page,
+    render,
+    style_axes,
+    svg_figure,
+)
 from weir.stream import BOOK, Conversation, Stream, encode, held_shares, read_text
 from weir.train import DIGITS, Words
 
@@ -82,8 +88,7 @@ MOST_SHOWN = 5
 """Characters of a wrong answer; a model that has forgotten the number may say anything."""
 
 
-@dataclass(frozen=True)
-class NamedNumber:
+class NamedNumber(NamedTuple):
     """A name and its number as text, and the ids of its statement, question and answer."""
 
     name: str
@@ -94,51 +99,46 @@ class NamedNumber:
 
 
 def draw_names(tokenizer: PreTrainedTokenizerBase, count: int, seed: int = 0) -> list[NamedNumber]:
-    """Draw different names, each with a number of its own.
-
-    Raises:
-        WeirError: the tokenizer lacks names or digits that are one token.
-    """
+    """Draw different names, each with a number of its own."""
     words, rng = Words.of(tokenizer), np.random.default_rng(seed)
     drawn = []
     for name in rng.choice(words.names, size=count, replace=False):
         number = rng.choice(words.digits, size=DIGITS)
-        drawn.append(
-            NamedNumber(
-                str(tokenizer.decode([int(name)])).strip(),
-                str(tokenizer.decode(number.tolist())).replace(" ", ""),
-                tuple(words.statement(name, number).tolist()),
-                tuple(words.question(name).tolist()),
-                tuple(number.tolist()),
-            )
-        )
+        texts = str(tokenizer.decode([int(name)])).strip(), _digits(tokenizer, number.tolist())
+        ids = words.statement(name, number), words.question(name), number
+        drawn.append(NamedNumber(*texts, *(tuple(part.tolist()) for part in ids)))
     return drawn
+
+
+def _digits(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids)).replace(" ", "")
 
 
 def ask_names(
     stream: Stream, names: Sequence[NamedNumber], tokenizer: PreTrainedTokenizerBase
 ) -> list[str]:
-    """Ask a stream for each number, and return the likeliest digits.
-
-    Every question goes to a copy, so that the stream does not change.
-    """
+    """Ask copies of a stream for each number, and return the likeliest digits."""
     answers = []
     for one in names:
         asked = copy.deepcopy(stream)
         asked.feed(one.asked)
-        digits = list(asked.generate(len(one.answer), stop=[]))
-        answers.append(str(tokenizer.decode(digits)).replace(" ", ""))
+        answers.append(_digits(tokenizer, list(asked.generate(len(one.answer), stop=[]))))
     return answers
 
 
 def held_by_part(stream: Stream, parts: int) -> list[float]:
     """Divide the text into `parts` equal parts, and return the share of each that is still held.
 
-    A token that holds a slot in every layer and KV head counts as 1, in half of them as 0.5, so
-    shares lie between 0 and 1.
+    A token that holds a slot in every layer and KV head counts as 1, in half of them as 0.5.
     """
     held = held_shares(stream.holding())
     return [round(float(part.mean()), 5) for part in np.array_split(held, parts)]
+
+
+def _told(stream: Stream, answers: list[str], right: list[bool]) -> dict[str, Any]:
+    """Figures of a policy: what it holds, its answers, and which and how many are right."""
+    held = held_by_part(stream, PARTS)
+    return {"held": held, "answers": answers, "right": right, "knows": sum(right)}
 
 
 @dataclass(frozen=True)
@@ -153,18 +153,12 @@ class BookStory:
         """Do nothing: the names are told behind the book."""
 
     def tell(self, stream: Stream) -> dict[str, Any]:
-        """Feed the names to a stream, read on, and ask for the numbers.
-
-        Returns:
-            "held" (the share of each part of the stream that is still held, 0 to 1), "answers",
-            "right" (which of them are), and "knows", the number of right answers.
-        """
+        """Feed the names to a stream, read on, and ask for the numbers; return `_told`."""
         stream.feed([token for one in self.names for token in one.said])
         stream.feed(self.between)
-        held = held_by_part(stream, PARTS)
         answers = ask_names(stream, self.names, self.tokenizer)
         right = [said == one.number for said, one in zip(answers, self.names, strict=True)]
-        return {"held": held, "answers": answers, "right": right, "knows": sum(right)}
+        return _told(stream, answers, right)
 
     def facts(self, read: int) -> dict[str, Any]:
         """Return the facts and questions, after `read` tokens of the book, as JSON."""
@@ -179,12 +173,8 @@ class BookStory:
 class ChatStory:
     """A chat: facts in the first two turns, questions after a short and after a long text.
 
-    Args:
-        model, tokenizer: the model and its tokenizer, which has a chat template.
-
-    Attributes:
-        said: tokens before the long text.
-        before: questions answered right under the first policy before the long text.
+    `said` is the number of tokens before the long text; `before` counts the questions answered
+    right under the first policy before it.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -193,43 +183,36 @@ class ChatStory:
 
     def begin(self, stream: Stream) -> None:
         """Tell the facts, and let the model answer."""
-        talk = Conversation(stream, self.tokenizer, RULE)
         told = " ".join(fact for fact, _, _ in FACTS[IN_SYSTEM:])
-        for _ in talk.say(f"Please remember this. {told}", max_new_tokens=ANSWER, **CALM):
-            pass
+        self._say(stream, f"Please remember this. {told}", max_new_tokens=ANSWER, **CALM)
         if self.before < 0:
             self.said, self.before = stream.seen, sum(self._ask(stream)[1])
 
     def paste(self, tokens: int) -> Tensor:
         """Return the turn in which a text of so many tokens is pasted, as token ids."""
         book = self.tokenizer.decode(load_book(self.tokenizer, tokens), skip_special_tokens=True)
-        stream = Stream(self.model, "dense")
-        talk = Conversation(stream, self.tokenizer, RULE)
-        for _ in talk.say("Hello.", max_new_tokens=1):
-            pass
+        talk, _ = self._say(Stream(self.model, "dense"), "Hello.", max_new_tokens=1)
         return torch.tensor(talk.turn(f"Here is the beginning of a novel.\n\n{book}"))
 
     def tell(self, stream: Stream) -> dict[str, Any]:
         """Ask the questions, and once more in a chat of its own, after a short text.
 
-        Returns:
-            What `BookStory.tell` returns, and "soon", the number of right answers after the short
-            text.
+        Returns `_told`, and "soon", the number of right answers after the short text.
         """
-        answers, right = self._ask(stream)
-        held = held_by_part(stream, PARTS)
-        told = {"held": held, "answers": answers, "right": right, "knows": sum(right)}
+        told = _told(stream, *self._ask(stream))
         short = Stream(self.model, stream.policy)
         self.begin(short)
         short.feed(self.paste(SOON))
         return {**told, "soon": sum(self._ask(short)[1])}
 
+    def _say(self, stream: Stream, text: str, **how: Any) -> tuple[Conversation, str]:
+        talk = Conversation(stream, self.tokenizer, RULE)
+        return talk, "".join(talk.say(text, **how))
+
     def _ask(self, stream: Stream) -> tuple[list[str], list[bool]]:
-        answers = []
-        for _, question, _ in FACTS:
-            talk = Conversation(copy.deepcopy(stream), self.tokenizer, RULE)
-            answers.append("".join(talk.say(question, max_new_tokens=ANSWER, **CALM)).strip())
-        return answers, [word in said for said, (_, _, word) in zip(answers, FACTS, strict=True)]
+        how = {"max_new_tokens": ANSWER, **CALM}
+        said = [self._say(copy.deepcopy(stream), asked, **how)[1].strip() for _, asked, _ in FACTS]
+        return said, [word in text for text, (_, _, word) in zip(said, FACTS, strict=True)]
 
     def facts(self, read: int) -> dict[str, Any]:
         """Return the facts and questions, with `read` tokens of text between, as JSON."""
@@ -272,54 +255,42 @@ def read_book(
     on_step: Callable[[list[PerplexityMeter]], bool | None] = lambda meters: None,
     on_ask: Callable[[int], bool | None] = lambda asked: None,
 ) -> dict[str, Any]:
-    """Read the tokens `ids` of the book under every policy, and ask for the numbers of a story.
+    """Read the tokens `ids` of the book under every policy, and ask for the facts of a story.
 
-    Args:
-        model: the model.
-        ids: from `load_book`.
-        story: what is told and asked; None asks nothing.
-        name: the model's name.
-        policies: the policies.
-        block: tokens in a block of `ppl_by_block`.
-        on_step: called after every `STEP` tokens; reading ends early when it returns True, and
-            then nothing is asked.
-        on_ask: called with the number of policies asked so far, from 0; returning True stops early.
+    `on_step` is called after every `STEP` tokens; reading ends early when it returns True, and then
+    nothing is asked. `on_ask` is called with the number of policies asked so far, and ends it too.
 
     Returns:
         {"model", "chat", "told_first" (tokens of a chat before the book), "model_window", "book",
-        "tokens", "block", "story", "policies": [figures of each]}. The figures are those of `weir
-        stream`, "slots" (None for no limit), and what `BookStory.tell` returns. "story" has
-        "told_at" (a position in the stream), "said" and "away" (tokens of the statements, and of
-        the text read after them), "names" (what was asked, and the answer) and in a chat "before"
-        (right answers without the text between, under the first policy). If not every policy was
-        asked, "story" is None and the figures have no answers.
+        "tokens", "block" (tokens of each of `ppl_by_block`), "story" (its `facts`, None if not
+        every policy was asked), "policies": [of each the figures of `weir stream`, "slots" (None
+        for no limit), and what `tell` returns]}.
     """
-    chat = story if isinstance(story, ChatStory) else None
     meters = [PerplexityMeter(Stream(model, policy), block) for policy in policies]
     if story is not None:
         for meter in meters:
             story.begin(meter.stream)
+    chat = story if isinstance(story, ChatStory) else None
     for piece in ids.split(STEP):
         for meter in meters:
             meter.take(piece)
         if on_step(meters):
             story = None
             break
+    answers: list[dict[str, Any]] = []
     for meter in meters:
         meter.close()
+    for number, meter in enumerate(meters):
+        if story is None or on_ask(number):
+            story = None
+            break
+        answers.append(story.tell(meter.stream))
     found = [
         {**meter.reading.as_json(), "policy": policy, "slots": meter.stream.capacity}
         for policy, meter in zip(policies, meters, strict=True)
     ]
     if story is not None:
-        answers: list[dict[str, Any]] = []
-        for number, meter in enumerate(meters):
-            if on_ask(number):
-                story = None
-                break
-            answers.append(story.tell(meter.stream))
-        else:
-            found = [{**figures, **more} for figures, more in zip(found, answers, strict=True)]
+        found = [{**figures, **more} for figures, more in zip(found, answers, strict=True)]
     return {
         "model": name,
         "chat": chat is not None,
@@ -335,37 +306,6 @@ def read_book(
 
 # --- the page
 
-ABOUT = Template("""<p>The packaged model <code>nano</code> was trained on $window tokens at a time.
-Here it reads the first $tokens tokens of <em>$book</em> once, $times times its window, and predicts
-each token from what the policy still holds.</p>""")
-CHAT_ABOUT = Template("""<p><code>$model</code> was trained on $window tokens at a time. In a chat
-it has the system turn &ldquo;$rule&rdquo; and is told more facts; then $tokens tokens of
-<em>$book</em> are pasted, and it predicts each from what the policy still holds. <code>dense</code>
-is what transformers does by itself.</p>""")
-"""The first paragraph of the page, for a book and for a chat."""
-CHAT_STORY = Template("""<h2>Who still knows?</h2>
-<p>Before the long text every policy was told $count facts, the first $system of them in the system
-turn, which only <code>pinned</code> holds on to; $away tokens later it was asked for each. Without
-the text between, $before of $count answers are right: a model that cannot answer then says nothing
-about a policy. In a second chat the text between was $soon tokens short: right after it were
-$answered. A right answer has a tick.</p>
-""")
-STORY = Template("""<h2>Who still knows?</h2>
-<p>Behind the book every policy was told $count names with numbers ($some, &hellip;), read $away
-tokens more, and was asked for each number. A right answer has a tick.</p>
-""")
-HELD = Template("""$answers
-
-<h2>What each policy still holds</h2>
-<p>$all, from its first token at the left to its ${seen}th at the right, just before the
-questions. The stronger the color, the more tokens of a place have a slot, over all layers and
-heads. The mark shows where the $what were told.</p>
-<div class="strips">
-<div class="told"><span style="left:$place%">$what</span></div>
-$strips
-</div>""")
-"""The part of the page about what is known and held, where every policy was asked."""
-
 
 def write_report(result: dict[str, Any], path: Path) -> None:
     """Write the page for a result of `read_book`."""
@@ -373,19 +313,13 @@ def write_report(result: dict[str, Any], path: Path) -> None:
 
     policies = result["policies"]
     limited = [policy for policy in policies if policy["slots"] is not None] or policies
-    folder = resources.files("weir.evals")
-    body = Template((folder / "demo.html").read_text("utf-8")).substitute(
-        about=(CHAT_ABOUT if result["chat"] else ABOUT).substitute(
-            model=html.escape(result["model"]),
-            rule=html.escape(RULE),
-            book=html.escape(result["book"]),
-            tokens=f"{result['tokens']:,}",
-            times=f"{result['tokens'] / result['model_window']:.1f}",
-            window=f"{result['model_window']:,}",
-        ),
-        block=f"{result['block']:,}",
-        figures=_figures(result),
-        story=_story(result) if result["story"] else "",
+    body = render(
+        "demo.html",
+        **result,
+        rule=RULE,
+        most_shown=24 if result["chat"] else MOST_SHOWN,
+        color_of=lambda policy: _look(COLORS, result, policy),
+        stops_of=lambda policy: _stops(_look(COLORS, result, policy), policy["held"]),
         all_perplexity=_plot(result, policies, "ppl_by_block", "perplexity", log=True),
         perplexity=_plot(result, limited, "ppl_by_block", "perplexity"),
         memory=_plot(result, policies, "bytes_by_block", "cache, MB", log=True),
@@ -394,15 +328,14 @@ def write_report(result: dict[str, Any], path: Path) -> None:
         f"Made by <code>weir demo</code>, weir {__version__}. The figures are in "
         "<code>result.json</code> beside this page."
     )
-    style = "\n" + (folder / "demo.css").read_text("utf-8")
+    style = "\n" + (resources.files("weir.evals") / "demo.css").read_text("utf-8")
     heading = "A book read past the window, and what is left of it"
     title = "weir: a book read past the window, and what is left of it"
     path.write_text(html_page(title, body, footer, heading=heading, style=style), "utf-8")
 
 
-def write_excerpt(result: dict[str, Any], folder: Path) -> list[Path]:
+def write_excerpt(result: dict[str, Any], folder: Path) -> None:
     """Write the table of figures as Markdown and the picture of perplexities, for other pages."""
-    table, picture = folder / "table.md", folder / "perplexity.svg"
     story = result["story"]
     heads = ["policy", "perplexity", "cache"]
     if story:
@@ -418,10 +351,10 @@ def write_excerpt(result: dict[str, Any], folder: Path) -> list[Path]:
         ]
         for policy in result["policies"]
     ]
-    table.write_text(TextTable(heads, rows, markup=True).markdown() + "\n", "utf-8")
+    table = TextTable(heads, rows, markup=True).markdown()
     plot = _plot(result, result["policies"], "ppl_by_block", "perplexity", log=True)
-    picture.write_text(plot + "\n", "utf-8")
-    return [table, picture]
+    (folder / "table.md").write_text(table + "\n", "utf-8")
+    (folder / "perplexity.svg").write_text(plot + "\n", "utf-8")
 
 
 def _look(choices: tuple[Any, ...], result: dict[str, Any], policy: dict[str, Any]) -> Any:
@@ -429,79 +362,9 @@ def _look(choices: tuple[Any, ...], result: dict[str, Any], policy: dict[str, An
     return choices[result["policies"].index(policy) % len(choices)]
 
 
-def _name(result: dict[str, Any], policy: dict[str, Any]) -> str:
-    """A policy name after its color swatch; lines may break before the bracket on phones."""
-    written = html.escape(policy["policy"]).replace("(", "<wbr>(")
-    return f'<i style="background:{_look(COLORS, result, policy)}"></i><code>{written}</code>'
-
-
-def _figures(result: dict[str, Any]) -> str:
-    """The table of figures."""
-    story = result["story"]
-    heads = ["policy", "perplexity", "last block", "cache", "still knows", "tokens/s"]
-    rows = []
-    for policy in result["policies"]:
-        knows = f"{policy['knows']} of {len(story['names'])}" if story else ""
-        first = [policy["ppl"], policy["ppl_by_block"][-1], policy["kv_bytes"] / 1e6]
-        ppl, last, cache = (f"{figure:,.1f}" for figure in first)
-        speed = f"{policy['tokens_per_s']:,.0f}"
-        rows.append([_name(result, policy), ppl, last, f"{cache} MB", knows, speed])
-    if not story:
-        for cells in (heads, *rows):
-            del cells[4]
-    return TextTable(heads, rows, markup=True).html("figures")
-
-
-def _story(result: dict[str, Any]) -> str:
-    """The section about the names: the policies' answers, and what each policy holds."""
-    story = result["story"]
-    seen = story["told_at"] + story["away"] + story["said"]
-    some = ", ".join(f"{html.escape(name)} has {number}" for name, number in story["names"][:2])
-    names = [f"{html.escape(name)}<br>{html.escape(number)}" for name, number in story["names"]]
-    answers = [
-        [_name(result, policy), *_answers(policy, story, 24 if result["chat"] else MOST_SHOWN)]
-        for policy in result["policies"]
-    ]
-    every, what = ("The whole chat", "facts") if result["chat"] else ("All that was read", "names")
-    asked = (CHAT_STORY if result["chat"] else STORY).substitute(
-        count=len(story["names"]),
-        some=some,
-        before=story.get("before"),
-        system=story.get("in_system"),
-        soon=f"{story.get('soon', 0):,}",
-        answered=", ".join(
-            f"{policy.get('soon')} under <code>{html.escape(policy['policy'])}</code>"
-            for policy in result["policies"]
-        ),
-        away=f"{story['away']:,}",
-    )
-    return asked + HELD.substitute(
-        all=every,
-        what=what,
-        seen=f"{seen:,}",
-        place=f"{100 * story['told_at'] / seen:.2f}",
-        answers=TextTable(["policy", *names], answers, markup=True).html("answers"),
-        strips="\n".join(_strip(result, policy, seen) for policy in result["policies"]),
-    )
-
-
-def _answers(policy: dict[str, Any], story: dict[str, Any], most: int) -> list[str]:
-    """Table cells with a policy's answers, cut to `most` characters; right ones have a tick."""
-    cells = zip(policy["answers"], policy["right"], story["names"], strict=True)
-    return [
-        f"<b>{html.escape(answer)}&nbsp;✓</b>"
-        if right
-        else html.escape(said if len(said) <= most else said[:most] + "…")
-        for said, right, (_, answer) in cells
-    ]
-
-
-def _strip(result: dict[str, Any], policy: dict[str, Any], seen: int) -> str:
-    """A bar that shows how much a policy holds of each part of the stream."""
-    held = policy["held"]
-    color, parts = _look(COLORS, result, policy), len(held)
-    stops = []
-    at = 0
+def _stops(color: str, held: list[float]) -> str:
+    """The color stops of a bar that shows how much a policy holds of each part of the stream."""
+    stops, at, parts = [], 0, len(held)
     # Opacity is the square root of the share, so that one token in fifty is visible. Equal
     # neighbors are merged.
     for shade, group in itertools.groupby(round(math.sqrt(share), 2) for share in held):
@@ -509,21 +372,11 @@ def _strip(result: dict[str, Any], policy: dict[str, Any], seen: int) -> str:
         alpha = f"{round(255 * shade):02x}"
         stops.append(f"{color}{alpha} {100 * at / parts:.2f}% {100 * end / parts:.2f}%")
         at = end
-    words = f"holds {sum(held) / parts:.1%} of {seen:,} tokens"
-    return (
-        f"<div><p>{_name(result, policy)} {words}</p>"
-        f'<div class="strip" role="img" aria-label="{words}" '
-        f'style="background:linear-gradient(90deg,{",".join(stops)})"></div></div>'
-    )
+    return ",".join(stops)
 
 
 def _plot(
-    result: dict[str, Any],
-    policies: list[dict[str, Any]],
-    key: str,
-    label: str,
-    *,
-    log: bool = False,
+    result: dict[str, Any], policies: list[dict[str, Any]], key: str, label: str, log: bool = False
 ) -> str:
     """One line per policy over the position in the book, as an SVG element."""
     from matplotlib.ticker import MaxNLocator
@@ -542,9 +395,7 @@ def _plot(
             else:
                 middles = [(a + b) / 2 for a, b in itertools.pairwise(edges)]
                 axes.plot(middles, values, marker="o", ms=2.5, **line)
-        axes.set_xlim(0, result["tokens"])
-        axes.set_xlabel("tokens read")
-        axes.set_ylabel(label)
+        axes.set(xlim=(0, result["tokens"]), xlabel="tokens read", ylabel=label)
         if log:
             axes.set_yscale("log")
             axes.margins(y=0.1)  # so that the lowest line does not lie on the axis

@@ -29,13 +29,8 @@ def budget_in(
     Args:
         model: the model; one on the device `meta`, without weights, will do.
         policy: a policy that takes a budget, written without one.
-        memory: bytes for the cache.
-        chunk: tokens between two folds.
-        most: upper bound of the budget; None for what the model's window leaves beside a chunk
-            (`largest_budget`).
-
-    Raises:
-        WeirError: the policy takes no budget, or the model cannot be served.
+        memory, chunk: bytes for the cache, and tokens between two folds.
+        most: upper bound of the budget; by default what the model's window leaves beside a chunk.
     """
     most = largest_budget(model, chunk) if most is None else most
 
@@ -65,10 +60,7 @@ def fit_to_memory(
 ) -> tuple[str, int]:
     """A policy with the largest budget whose cache of one stream fits, and that budget.
 
-    Arguments are those of `budget_in`, and the name of the model for the error.
-
-    Raises:
-        WeirError: no budget fits; the message says what the smallest takes.
+    Arguments are those of `budget_in`, and the name of the model for the error where none fits.
     """
     budget = budget_in(model, policy, memory, chunk)
     if budget is None:
@@ -91,11 +83,7 @@ def largest_budget(model: PreTrainedModel, beside: int) -> int:
 
 
 def smallest(model: PreTrainedModel, policy: str, chunk: int = 64) -> tuple[str, int]:
-    """A policy with the smallest budget that it accepts, and the bytes of its cache.
-
-    Raises:
-        WeirError: the policy accepts no budget.
-    """
+    """A policy with the smallest budget that it accepts, and the bytes of its cache."""
     for budget in range(1, LEAST):
         try:
             sized = with_budget(policy, budget)

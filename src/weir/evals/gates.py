@@ -17,8 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weir.errors import WeirError
 from weir.evals.capture import LayerInputs, capture_each, in_place, unrotated_keys
+from weir.evals.inspect import Attention
 from weir.models import Gate, features, window_of
-from weir.slab import attention_softmax, compute_logits
 from weir.stream import read_stream
 
 PASSAGE = 1024
@@ -28,20 +28,15 @@ LEAST = 1e-4
 """Scores below this are as good as none."""
 RIDGE = 1e-2
 """The penalty on weights, in parts of the mean square of what they multiply."""
-BLOCK = 256
-"""Queries whose attention is held at once."""
 
 
 @dataclass(frozen=True)
 class TrainedGates:
-    """Gates, and how well they predict.
+    """Gates by layer, and how well they predict, after `tokens` were read.
 
-    Attributes:
-        gates: by layer.
-        explained: by layer, the share of the variance of log scores that the gate explains in
-            passages it was not trained on (R squared, mean of the heads).
-        copying: by layer, the largest mean score of its heads; near 1 in a head that copies.
-        tokens: tokens that were read.
+    `explained` is the share of the variance of log scores that a gate explains in passages it was
+    not trained on (R squared, mean of the heads); `copying` is the largest mean score of a layer's
+    heads, near 1 in a head that copies.
     """
 
     gates: dict[int, Gate]
@@ -58,11 +53,7 @@ def train_gates(
     tokens: int = TOKENS,
     on_step: Callable[[float], None] = lambda share: None,
 ) -> TrainedGates:
-    """Train the gates of a model on a text; every fourth passage only tests them.
-
-    Raises:
-        WeirError: the model cannot be served, or the text has fewer than four passages.
-    """
+    """Train the gates of a model on a text; every fourth passage only tests them."""
     window = window_of(model.config)
     size = PASSAGE if window is None else min(PASSAGE, window // 2)
     ids = read_stream(tokenizer, text, tokens).ids
@@ -102,26 +93,17 @@ def _lesson(inputs: LayerInputs) -> tuple[Tensor, Tensor] | None:
 def repeat_scores(inputs: LayerInputs, half: int) -> Tensor:
     """The largest share of attention that each of `half` tokens gets when all are read again.
 
-    It is the largest over the queries of the second half and the heads of a group [half, kv_heads].
+    Over the queries of the second half and the heads of a group [half, kv_heads].
     """
     heads = inputs.keys.shape[1]
-    queries = in_place(inputs, inputs.queries).unflatten(1, (heads, -1))
+    queries = in_place(inputs, inputs.queries).unflatten(1, (heads, -1))[..., half:, :]
     keys = in_place(inputs, inputs.keys)
+    places = torch.arange(keys.shape[2], device=keys.device)
+    again = Attention(inputs.layer, queries, keys, half, places, inputs.params, inputs.positions)
     most = keys.new_zeros(heads, half)
-    for start in range(half, 2 * half, BLOCK):
-        stop = min(start + BLOCK, 2 * half)
-        place = torch.arange(stop, device=keys.device)
-        ahead = place[:, None][start:] < place
-        bias = torch.zeros(ahead.shape, device=keys.device).masked_fill_(ahead, -torch.inf)
-        bias = bias[None, None, None]
-        if inputs.positions.alibi is not None:
-            bias = bias + inputs.positions.alibi.bias(place[None, None], heads, 0, stop - 1)
-        logits = compute_logits(
-            queries[:, :, :, start:stop], keys[:, :, :stop], inputs.params, bias
-        )
-        none = keys.new_zeros(1, heads, stop)
-        shares = attention_softmax(logits, none, inputs.params)[..., :half]
-        most = most.maximum(shares.amax(dim=(2, 3))[0])
+    for start, stop in again.blocks():
+        shares = again.weights(start, stop)[0, :, :, :half].unflatten(0, (heads, -1))
+        most = most.maximum(shares.amax(dim=(1, 2)))
     return most.T
 
 

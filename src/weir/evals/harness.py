@@ -15,6 +15,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -31,14 +32,10 @@ Likelihood = tuple[float, bool]
 
 def pad_rows(rows: Sequence[Sequence[int]], pad: int, left: bool) -> tuple[Tensor, Tensor]:
     """Pad rows of ids to one tensor [batch, longest], with a mask that is 0 at padding."""
-    longest = max(len(row) for row in rows)
-    ids = torch.full((len(rows), longest), pad, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for i, row in enumerate(rows):
-        place = slice(longest - len(row), None) if left else slice(0, len(row))
-        ids[i, place] = torch.tensor(row, dtype=torch.int64)
-        mask[i, place] = 1
-    return ids, mask
+    side = "left" if left else "right"
+    ids = [torch.tensor(row, dtype=torch.int64) for row in rows]
+    mask = pad_sequence([torch.ones_like(row) for row in ids], True, 0, side)
+    return pad_sequence(ids, True, pad, side), mask
 
 
 @torch.no_grad()
@@ -205,11 +202,7 @@ class WeirLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token in front of a text without context.
-
-        Raises:
-            WeirError: the tokenizer has neither a start nor an end token.
-        """
+        """The token in front of a text without context."""
         for found in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
             if found is not None:
                 return int(found)
@@ -238,11 +231,7 @@ class WeirLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Render a conversation with the model's chat template.
-
-        Raises:
-            WeirError: the model has no template.
-        """
+        """Render a conversation with the model's chat template."""
         if self.tokenizer.chat_template is None:
             raise WeirError("this model has no chat template; leave out --apply_chat_template")
         return render_chat(

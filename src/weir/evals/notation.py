@@ -7,14 +7,15 @@ A value is a number, a word or a text; a text with a comma, a parenthesis or a s
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from weir.errors import PolicyError, WeirError
 from weir.policies import NUMBER, Parser, parse_call, parse_policy
 from weir.pools import CONSTANTS, WORD
 
+Parsed = TypeVar("Parsed")
 QUANTIZED = "quantized"
 """The policy that is written around one, whose budget is that of the one inside."""
 _FILE = re.compile(r"[^,|()\[\]]+\.toml\s*(?=,|$)", re.IGNORECASE)
@@ -45,35 +46,34 @@ class _TaskParser(Parser):
 def read_tasks(text: str, known: Mapping[str, Any]) -> list[Any]:
     """Parse a list of tasks; `known` maps names to what makes the task.
 
-    Raises:
-        WeirError: a task cannot be parsed or its name is unknown; the message points at the
-            character and suggests the nearest name.
+    A WeirError points at the character that is wrong, and suggests the nearest name.
     """
     parser = _TaskParser(text)
-    made = []
+
+    def one() -> Any:
+        call = parser.call()
+        if call.name not in known:
+            raise parser.wrong(f"no task is called {call.name!r}", call.at, sorted(known))
+        return parser.make(call, known[call.name])
+
     try:
-        while True:
-            call = parser.call()
-            if call.name not in known:
-                problem = f"no task is called {call.name!r}"
-                raise parser.wrong(problem, call.at, sorted(known))
-            made.append(parser.make(call, known[call.name]))
-            if not parser.take(","):
-                break
-        if parser.at < len(text):
-            raise parser.wrong("expected ',' or the end")
+        return _listed(parser, one, "','")
     except PolicyError as error:
         raise WeirError(str(error)) from None
-    return made
+
+
+def _listed(parser: Parser, one: Callable[[], Parsed], expected: str) -> list[Parsed]:
+    """Parse a whole text as things with commas between them."""
+    found = [one()]
+    while parser.take(","):
+        found.append(one())
+    if parser.at < len(parser.text):
+        raise parser.wrong(f"expected {expected} or the end")
+    return found
 
 
 def read_policies(text: str) -> list[str]:
-    """Parse a list of policies; policies keep their spelling, policy files are read.
-
-    Raises:
-        PolicyError: a policy cannot be parsed or is invalid.
-        WeirError: there is no such policy file.
-    """
+    """Parse a list of policies; policies keep their spelling, policy files are read."""
     parser = Parser(text)
 
     def one() -> str:
@@ -82,12 +82,7 @@ def read_policies(text: str) -> list[str]:
         parser.at = path.end()
         return str(parse_policy(path.group().strip()))
 
-    found = [one()]
-    while parser.take(","):
-        found.append(one())
-    if parser.at < len(text):
-        raise parser.wrong("expected '|', ',' or the end")
-    return found
+    return _listed(parser, one, "'|', ','")
 
 
 def takes_budget(policy: str) -> bool:
@@ -102,12 +97,7 @@ def takes_budget(policy: str) -> bool:
 
 
 def with_budget(policy: str, budget: int) -> str:
-    """Insert a budget into a policy.
-
-    Raises:
-        WeirError: the policy takes no budget, or has one already.
-        PolicyError: the policy is invalid with this budget.
-    """
+    """Insert a budget into a policy; WeirError if it takes none, or has one already."""
     call = parse_call(policy)
     if call is not None and call.name == QUANTIZED and takes_budget(policy):
         rest = {name: value for name, value in call.given.items() if name != "policy"}

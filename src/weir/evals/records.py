@@ -38,12 +38,7 @@ HUB = "hub:"
 
 
 def rows_of(name: str, most: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a Hub data set, at most `most`.
-
-    Raises:
-        WeirError: the name has another form, the package `datasets` is missing, or the data set
-            cannot be had.
-    """
+    """Yield the rows of a Hub data set, at most `most`."""
     parts = name.removeprefix(HUB).split(":")
     if len(parts) not in (2, 3) or not all(parts):
         raise WeirError(

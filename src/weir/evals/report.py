@@ -15,8 +15,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
-from string import Template
 from typing import TYPE_CHECKING, Any
+
+import jinja2
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,6 +69,15 @@ class TextTable:
         return "\n".join(f"| {' | '.join(row)} |" for row in (self.heads, rules, *self.rows))
 
 
+def render(template: str, **values: Any) -> str:
+    """Fill a Jinja template of this folder; values are escaped, but where it says `safe`."""
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True
+    )
+    text = (resources.files("weir.evals") / template).read_text("utf-8")
+    return environment.from_string(text).render(values)
+
+
 def html_page(title: str, body: str, footer: str, *, heading: str = "", style: str = "") -> str:
     """A whole HTML page.
 
@@ -77,18 +87,10 @@ def html_page(title: str, body: str, footer: str, *, heading: str = "", style: s
         heading: heading at the top; the title if empty.
         style: additional CSS of this page.
     """
-    page = Template((resources.files("weir.evals") / "page.html").read_text("utf-8"))
     light = " ".join(f"{name}: {color};" for color, name in NAMES.items())
     dark = " ".join(f"{name}: {NIGHT[color]};" for color, name in NAMES.items())
-    return page.substitute(
-        title=html.escape(title),
-        heading=html.escape(heading or title),
-        light=light,
-        dark=dark,
-        style=style,
-        body=body,
-        footer=footer,
-    )
+    values = {"body": body, "footer": footer, "style": style, "light": light, "dark": dark}
+    return render("page.html", title=title, heading=heading or title, **values)
 
 
 def line_style(number: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import NormalDist, fmean, stdev
 from typing import Any
 
@@ -13,15 +13,15 @@ from weir.errors import WeirError
 from weir.evals.records import import_optional
 
 
-def wilson(right: int, asked: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Wilson's confidence interval of a share.
+def wilson(right: int, asked: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share.
 
     Unlike the interval of the normal distribution it stays within 0 and 1 and is not empty where
     all answers or none are right (Wilson 1927).
     """
     if asked == 0:
         return 0.0, 1.0
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    z = NormalDist().inv_cdf(0.975)
     share, spread = right / asked, z * z / asked
     middle = (share + spread / 2) / (1 + spread)
     reach = z * math.sqrt(share * (1 - share) / asked + spread / (4 * asked)) / (1 + spread)
@@ -36,6 +36,14 @@ def count_right(right: int, asked: int) -> dict[str, Any]:
     return {"right": right, "asked": asked, "accuracy": share, "low": low, "high": high}
 
 
+def count_by_distance(right: Mapping[int, int], asked: int) -> dict[str, Any]:
+    """Right answers by distance, of `asked` questions each, as a row of all and "by_distance"."""
+    return {
+        **count_right(sum(right.values()), asked * len(right)),
+        "by_distance": [{"distance": d, **count_right(n, asked)} for d, n in right.items()],
+    }
+
+
 def mean_interval(values: Sequence[float]) -> tuple[float, float | None]:
     """The mean of some figures, and the half-width of its 95 % interval.
 
@@ -48,12 +56,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def student(freedom: int, confidence: float = 0.95) -> float:
-    """Half the width of the interval of a mean, in standard errors, by Student's t.
-
-    Args:
-        freedom: degrees of freedom, 1 or more.
-        confidence: probability that the true mean is inside.
-    """
+    """Half the width of the interval of a mean, in standard errors, by Student's t."""
     low, high = 0.0, 1.0
     while _within(high, freedom) < confidence:
         high *= 2
@@ -114,9 +117,6 @@ def rouge_scores(answers: Sequence[str], right: Sequence[str]) -> dict[str, floa
 
     Words are compared by their stems (Porter), as the metric's first implementation does. "rouge",
     the geometric mean of the means, is BUZZ's mean score (section 4.2.1, Table 2).
-
-    Raises:
-        WeirError: rouge-score is not installed, or there are no answers.
     """
     if not answers:
         raise WeirError("there are no summaries to compare")
@@ -132,9 +132,6 @@ def self_bleu(texts: Sequence[str]) -> float | None:
 
     BUZZ, section 4.2.3 and Figure 7, after Zhu et al. 2018. BLEU is sacrebleu's of sentences, which
     leaves out orders longer than the text. None for fewer than two texts that are not empty.
-
-    Raises:
-        WeirError: sacrebleu is not installed.
     """
     sentence_bleu = import_optional("sacrebleu", "Self-BLEU").sentence_bleu
     known = [text for text in texts if text.strip()]

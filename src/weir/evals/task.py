@@ -1,7 +1,10 @@
 """Base class of tasks, which measure a model under a policy, and the registry of tasks.
 
 A task is a dataclass of its parameters, written like a pool: `ppl(tokens=20000)`. `notation` reads
-lists of tasks, `grid` runs them.
+lists of tasks, `grid` runs them. Some parameters mean the same in all tasks that have them: `file`
+has JSON lines, plain, `.gz` or `.xz`, or is a data set of the Hub, `hub:...`; of its records the
+first `samples` are used, or all; `chat` puts prompts into the model's chat template; `text` is a
+file of books, UTF-8, plain or `.xz`, in place of the packaged one.
 """
 
 from __future__ import annotations
@@ -96,11 +99,13 @@ class Task(ABC):
         metrics: figures of `run` to compare by, most important first, and which way is better.
         drawn: whether the seed decides what is asked. If not, and the policy draws nothing either,
             one seed is enough.
+        least: the least value of parameters that are numbers.
     """
 
     name: ClassVar[str]
     drawn: ClassVar[bool] = True
     metrics: ClassVar[Mapping[str, Better]]
+    least: ClassVar[Mapping[str, int]] = {}
 
     def settings(self) -> Sequence[Task]:
         """The tasks to run and record one by one; a sweep stands for several.
@@ -110,11 +115,11 @@ class Task(ABC):
         """
         return (self,)
 
-    def check_samples(self) -> None:
-        """Refuse a parameter `samples` below 1 with a `WeirError`; none is all of a file."""
-        samples = getattr(self, "samples", None)
-        if samples is not None and samples < 1:
-            raise WeirError(f"{self.name} takes 1 sample or more, not {samples}")
+    def __post_init__(self) -> None:
+        for name, least in self.least.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise WeirError(f"{self.name} takes {name}={least} or more, not {value}")
 
     @abstractmethod
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:

@@ -45,9 +45,12 @@ _KERNELS = {
     ("numba", "rotate_keys"): ("weir.kernels.cpu.rotation", "rotate_keys"),
     ("numba", "dequantize_int8"): ("weir.kernels.cpu.int8_codec", "dequantize_int8"),
     ("numba", "quantize_int8"): ("weir.kernels.cpu.int8_codec", "quantize_int8"),
+    ("numba", "dequantize_int4"): ("weir.kernels.cpu.int4_codec", "dequantize_int4"),
+    ("numba", "quantize_int4"): ("weir.kernels.cpu.int4_codec", "quantize_int4"),
     ("numba", "linear"): ("weir.kernels.cpu.linear", "linear"),
     ("numba", "linear_int8"): ("weir.kernels.cpu.linear", "linear_int8"),
     ("numba", "decode_step"): ("weir.kernels.cpu.step", "StepTable"),
+    ("numba", "linear_blocks"): ("weir.kernels.cpu.linear_blocks", "linear_blocks"),
     ("triton", "walk"): ("weir.kernels.gpu.walk", "walk"),
     ("triton", "decode"): ("weir.kernels.gpu.decode", "decode"),
     ("triton", "decode_quantized"): ("weir.kernels.gpu.decode_quantized", "decode_quantized"),
@@ -153,18 +156,16 @@ def rotate_keys(keys: torch.Tensor) -> Callable[..., Any] | None:
     return _for_floats("rotate_keys", keys)
 
 
-def dequantize_int8(out: torch.Tensor) -> Callable[..., Any] | None:
-    """The kernel that reads vectors of 8 bits into such a tensor (see
-    `weir.kernels.cpu.int8_codec`); None for PyTorch.
+def dequantize(name: str, out: torch.Tensor) -> Callable[..., Any] | None:
+    """The kernel that reads vectors of a format, int8 or int4, into such a tensor (see
+    `weir.kernels.cpu.int8_codec`, `int4_codec`); None for PyTorch.
     """
-    return _for_floats("dequantize_int8", out)
+    return _for_floats(f"dequantize_{name}", out)
 
 
-def quantize_int8(x: torch.Tensor) -> Callable[..., Any] | None:
-    """The kernel that quantizes such vectors to 8 bits (see `weir.kernels.cpu.int8_codec`); None
-    for PyTorch.
-    """
-    return _for_floats("quantize_int8", x)
+def quantize(name: str, x: torch.Tensor) -> Callable[..., Any] | None:
+    """The kernel that quantizes such vectors to a format, int8 or int4; None for PyTorch."""
+    return _for_floats(f"quantize_{name}", x)
 
 
 def linear(device: torch.device) -> Callable[..., Any] | None:
@@ -186,6 +187,20 @@ def decode_step(device: torch.device) -> Callable[..., Any] | None:
     model's own modules.
     """
     return _kernel(_library(device), "decode_step")
+
+
+def linear_blocks(x: torch.Tensor) -> Callable[..., Any] | None:
+    """The kernel for products with weights in GGUF's blocks (see
+    `weir.kernels.cpu.linear_blocks`); None where the weight is written out for each.
+
+    Args:
+        x: what is multiplied.
+    """
+    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
+        return None
+    if x.requires_grad or is_compiling():
+        return None
+    return _kernel(_library(x.device), "linear_blocks")
 
 
 def is_compiling() -> bool:
@@ -263,5 +278,5 @@ def _kernel(library: str, name: str) -> Callable[..., Any] | None:
     module, function = _KERNELS[library, name]
     try:
         return getattr(import_module(module), function)
-    except ImportError:  # installed, but not for this Python, NumPy or PyTorch
+    except ImportError:  # installed, but not for this Python, NumPy, PyTorch or processor
         return None

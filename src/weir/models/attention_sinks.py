@@ -211,10 +211,9 @@ def zero_sink_attention(
     length = query.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(causal) and length > 1 and attention_mask is None
-    if kwargs.get("softcap") is not None or kwargs.get("output_attentions"):
-        return _formula(
-            query, key, value, attention_mask, causal, dropout, scaling, kwargs.get("softcap")
-        )
+    softcap = kwargs.get("softcap")
+    if softcap is not None or kwargs.get("output_attentions"):
+        return _formula(query, key, value, attention_mask, causal, dropout, scaling, softcap)
     if causal:
         # With a query in front as well, PyTorch's own causal mask fits, and no mask is read. Keys
         # beyond the queries' belong to slots that are not filled yet.

@@ -68,8 +68,7 @@ def embed(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor:
         except torch.OutOfMemoryError:
             raise
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-            complaint = mismatch(error)
-            if complaint is not None:
+            if (complaint := mismatch(error)) is not None:
                 raise complaint from None
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise WeirError(

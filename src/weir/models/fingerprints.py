@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,42 +42,19 @@ def weights_of(decoder: nn.Module, config: Any) -> str:
     A write through `weight.data`, which PyTorch does not count, is not noticed.
     """
     settings = _position_settings(config)
-    now = [
-        (weight, _version(weight), weight.device, weight.dtype)
-        for module in decoder.modules()
-        for _, weight in _weights(module)
-    ]
-    known = _KNOWN.get(decoder)
-    if known is not None and known.settings == settings and len(known.seen) == len(now):
-        same = (
-            was() is weight and before == after
-            for (was, *before), (weight, *after) in zip(known.seen, now, strict=True)
-        )
-        if all(same):
-            return known.digest
+    now = [weight for module in decoder.modules() for _, weight in _weights(module)]
+    state = settings, [(_version(weight), weight.device, weight.dtype) for weight in now]
+    seen, known, digest = _KNOWN.get(decoder, ([], None, ""))
+    if known == state and all(was() is weight for was, weight in zip(seen, now, strict=True)):
+        return digest
     digest = _digest(decoder, settings)
-    seen = [(weakref.ref(weight), *more) for weight, *more in now]
-    _KNOWN[decoder] = _Known(settings, seen, digest)
+    _KNOWN[decoder] = [weakref.ref(weight) for weight in now], state, digest
     return digest
 
 
-@dataclass(frozen=True)
-class _Known:
-    """A cached digest of a decoder's weights, and the state it was computed from.
-
-    Attributes:
-        settings: the configuration's settings of positions and windows.
-        seen: each weight with its version, device and dtype.
-        digest: the checksum over these.
-    """
-
-    settings: str
-    seen: list[tuple[Any, ...]]
-    digest: str
-
-
-_KNOWN: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
-"""Cached digests, by decoder."""
+_KNOWN: weakref.WeakKeyDictionary[nn.Module, tuple[list[Any], Any, str]]
+_KNOWN = weakref.WeakKeyDictionary()
+"""By decoder: references to its weights, the state they and the settings were in, the digest."""
 
 
 def _position_settings(config: Any) -> str:

@@ -76,11 +76,10 @@ def _calls(
 ) -> bool:
     """Return whether a thread with this innermost frame calls the module without the lock."""
     while frame is not None and frame.f_code is not taking:
-        if frame.f_code is _CALL:
-            if frame not in judged:
-                judged[frame] = _self_of(frame) is module
-            if judged[frame]:
-                return True
+        if frame.f_code is _CALL and frame not in judged:
+            judged[frame] = _self_of(frame) is module
+        if judged.get(frame):
+            return True
         frame = frame.f_back
     return False
 

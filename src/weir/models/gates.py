@@ -56,14 +56,9 @@ def features(keys: Tensor, values: Tensor) -> Tensor:
     return torch.cat([both, both.new_ones(*both.shape[:2], 1)], dim=2)
 
 
-def gates_file(decoder: nn.Module, config: Any) -> Path:
-    """Return the file of a model's gates, which may not exist."""
-    return cache_folder() / "gates" / f"{weights_of(decoder, config)}.safetensors"
-
-
 def load_gates(decoder: nn.Module, config: Any) -> dict[int, Gate]:
     """Load the gates of a model, by layer; {} if it has none, WeirError if they cannot be read."""
-    path = gates_file(decoder, config)
+    path = _file(decoder, config)
     if not path.is_file():
         return {}
     try:
@@ -78,14 +73,17 @@ def load_gates(decoder: nn.Module, config: Any) -> dict[int, Gate]:
 
 def save_gates(decoder: nn.Module, config: Any, gates: Mapping[int, Gate]) -> Path:
     """Save the gates of a model where `load_gates` finds them, and return the file."""
-    path = gates_file(decoder, config)
+    path = _file(decoder, config)
+    part = path.with_suffix(".part")
+    named = {f"{WEIGHT}{layer}": gate.weight.contiguous() for layer, gate in gates.items()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        save_file(
-            {f"{WEIGHT}{layer}": gate.weight.contiguous() for layer, gate in gates.items()}, part
-        )
+        save_file(named, part)
         part.replace(path)
     except OSError as error:
         raise WeirError(f"cannot write the gates {path}: {error.strerror}") from None
     return path
+
+
+def _file(decoder: nn.Module, config: Any) -> Path:
+    return cache_folder() / "gates" / f"{weights_of(decoder, config)}.safetensors"

@@ -132,10 +132,9 @@ def read_header(path: Path) -> GGUFHeader:
             magic = file.read(4)
             if magic != b"GGUF":
                 raise WeirError(f"{path} is not a GGUF file: it begins with {magic!r}, not b'GGUF'")
-            header = _HeaderReader(file, size).read()
+            return _HeaderReader(file, size).read()
     except _Damaged as error:
         raise WeirError(f"{path} is damaged or cut off: {error}; download it again") from None
-    return header
 
 
 class _HeaderReader:
@@ -192,17 +191,12 @@ class _HeaderReader:
         item, n = self.number("I"), self.count(MAX_ITEMS, "items of one array")
         if item == _STRING:
             for _ in range(n):
-                self.skip(self.count(MAX_STRING, "bytes of one string"))
+                self.bytes(self.count(MAX_STRING, "bytes of one string"))
         elif item == _ARRAY:
             raise _Damaged("it has an array of arrays")
         else:
-            self.skip(n * struct.calcsize("<" + self.code(item)))
+            self.bytes(n * struct.calcsize("<" + self.code(item)))
         return n
-
-    def skip(self, n: int) -> None:
-        if n > self.size - self.file.tell():
-            raise _Damaged("its header ends behind the end of the file")
-        self.file.seek(n, os.SEEK_CUR)
 
     @staticmethod
     def code(kind: int) -> str:
@@ -269,9 +263,11 @@ def read_config(path: Path) -> PretrainedConfig:
     header = read_header(path)
     check_readable(path, header)
     left = [
-        span
-        for key, span in header.spans.items()
-        if not (key.startswith("tokenizer.") and header.fields[key] and _is_long(header, key))
+        (start, stop)
+        for key, (start, stop) in header.spans.items()
+        if not key.startswith("tokenizer.")
+        or isinstance(header.fields[key], str)
+        or stop - start <= LONG_ARRAY
     ]
     with tempfile.TemporaryDirectory() as folder, path.open("rb") as file:
         slim = Path(folder) / "header.gguf"
@@ -286,16 +282,11 @@ def read_config(path: Path) -> PretrainedConfig:
             out.write(file.read(header.data_at - header.tensors_at))
             alignment = header.fields.get("general.alignment", 32)
             out.truncate(out.tell() + alignment + path.stat().st_size - header.data_at)
-        with _report(f"transformers cannot read the header of {path}", "download it again"):
+        with report_as(f"transformers cannot read the header of {path}", "; download it again"):
             config = AutoConfig.from_pretrained(folder, gguf_file=slim.name)
     if f"{header.architecture}.vocab_size" not in header.fields:
         config.vocab_size = header.fields.get("tokenizer.ggml.tokens", config.vocab_size)
     return config
-
-
-def _is_long(header: GGUFHeader, key: str) -> bool:
-    start, stop = header.spans[key]
-    return stop - start > LONG_ARRAY and not isinstance(header.fields[key], str)
 
 
 def unpack(path: Path) -> Path:
@@ -304,7 +295,9 @@ def unpack(path: Path) -> Path:
     Raises WeirError if the file cannot be read, or the cache folder has no room.
     """
     home = cache_folder() / "gguf"
-    folder = home / f"{path.stem}-{path.stat().st_size}-{_hash(path)[:16]}"
+    with path.open("rb") as whole:
+        digest = hashlib.file_digest(whole, "sha256").hexdigest()
+    folder = home / f"{path.stem}-{path.stat().st_size}-{digest[:16]}"
     if folder.is_dir():
         return folder
     header = read_header(path)
@@ -341,11 +334,11 @@ def _convert(path: Path, folder: Path, dtype: torch.dtype) -> None:
     """Read a file with transformers, and save model and tokenizer."""
     place, file = str(path.parent), path.name
     with logging.tqdm(total=3, desc=f"Reading {file} (once)", leave=False) as progress:
-        with _report(f"the tokenizer in {path} is broken", "take another file of the model"):
+        with report_as(f"the tokenizer in {path} is broken", "; take another file of the model"):
             tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=file)
         progress.update()
         config = read_config(path)
-        with _report(f"transformers cannot read {path}", "take the model in another form"):
+        with report_as(f"transformers cannot read {path}", "; take the model in another form"):
             model = AutoModelForCausalLM.from_pretrained(
                 place, gguf_file=file, config=config, dtype=dtype
             )
@@ -359,16 +352,17 @@ def _convert(path: Path, folder: Path, dtype: torch.dtype) -> None:
 
 
 @contextmanager
-def _report(what: str, remedy: str) -> Iterator[None]:
-    """Turn any exception of transformers into a WeirError of one sentence."""
+def report_as(what: str, remedy: str = "") -> Iterator[None]:
+    """Turn any library's exception into a WeirError of one sentence."""
     try:
         yield
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-        why = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
-        raise WeirError(f"{what} ({why}); {remedy}") from None
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        if "trust_remote_code" in str(error):
+            raise WeirError(
+                f"{what}: it brings Python code of its own, which runs only with "
+                "trust_remote_code=True, or --trust-remote-code; read it first"
+            ) from None
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip()
+        # A reason that ends in a colon introduces a list, and is no use without it.
+        more = "" if reason.endswith(":") else f" ({reason.rstrip('.')})"
+        raise WeirError(what + more + remedy) from None

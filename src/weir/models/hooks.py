@@ -19,7 +19,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -100,12 +100,6 @@ class Attachment:
             wait = compiling is not None and compiling.wait
             self._native = NativeStep(self.facts.decoder, self.facts.attentions, wait)
 
-    def give_up(self, cache: Any) -> None:
-        """Remove one cache, after the call under way."""
-        with self._lock:
-            self.caches.discard(cache)
-            _leave_unused(self.facts.decoder)
-
     def leave(self) -> None:
         """Remove all hooks and restore the model."""
         if self._compiled is not None:
@@ -131,10 +125,8 @@ class Attachment:
             if self.facts.images is not None:
                 self.facts.images.check(given)
                 if self.facts.images.axes and pictures_in(given):
-                    decoder: Any = self.facts.decoder
-                    given[OFFSETS] = offsets(decoder, given)
-            _refuse_checkpointing(self.facts.decoder)
-            _refuse_weightless(self.facts.decoder)
+                    given[OFFSETS] = offsets(cast(Any, self.facts.decoder), given)
+            _refuse(self.facts.decoder)
             if not self._alone:
                 wait_for_others(self.facts.decoder, Attachment._call.__code__)
                 self._alone = True
@@ -176,17 +168,16 @@ class Attachment:
                 if rows.largest is not None:
                     running.commit_step(rows)
                 return output
-        if compiled is not None and not plain:
-            step = running.step()
-            if step is not None:
-                self.running = step
-                try:
-                    output = compiled(step, given)
-                finally:
-                    self.running = running
-                if output is not None:
-                    running.commit_step(step)
-                    return output
+        step = None if compiled is None or plain else running.step()
+        if compiled is not None and step is not None:
+            self.running = step
+            try:
+                output = compiled(step, given)
+            finally:
+                self.running = running
+            if output is not None:
+                running.commit_step(step)
+                return output
         return own(**given)
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -208,16 +199,14 @@ class Attachment:
         ids = given.get("input_ids")
         tokens = given["inputs_embeds"] if ids is None else ids
         replaced: dict[str, Any] = {"attention_mask": None}
+        whole: dict[str, Any] = {"dtype": torch.int64, "device": tokens.device}
         if self.facts.kind == "mpt":
-            ones = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
-            replaced["attention_mask"] = ones
+            replaced["attention_mask"] = torch.ones(1, 1, 1, 1, device=tokens.device).bool()
         elif self.facts.kind in ("falcon", "bloom") and self._alibi:
-            ones = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
-            replaced["attention_mask"] = ones
+            replaced["attention_mask"] = torch.ones(tokens.shape[:2], **whole)
         if "position_ids" in self._signature.parameters:
             # Some RoPE scalings change a model permanently when they see a high position.
-            zeros = torch.zeros(1, tokens.shape[1], dtype=torch.int64, device=tokens.device)
-            replaced["position_ids"] = zeros
+            replaced["position_ids"] = torch.zeros(1, tokens.shape[1], **whole)
         return replaced
 
     def _set_attention(self, name: str | None) -> None:
@@ -250,7 +239,8 @@ _MORE = ("output_hidden_states", "output_attentions")
 """Outputs that a compiled step does not return."""
 
 
-def _refuse_checkpointing(decoder: Any) -> None:
+def _refuse(decoder: Any) -> None:
+    """Refuse a decoder that runs its layers twice, or has no weights."""
     if decoder.training and getattr(decoder, "gradient_checkpointing", False):
         raise WeirError(
             "gradient checkpointing runs layers twice, which a stream cannot; "
@@ -259,7 +249,8 @@ def _refuse_checkpointing(decoder: Any) -> None:
 
 
 def _refuse_weightless(decoder: Any) -> None:
-    if decoder.get_input_embeddings().weight.is_meta:
+    weight = decoder.get_input_embeddings()._parameters.get("weight")
+    if weight is not None and weight.is_meta:
         input_device(decoder)  # raises unless the weights are offloaded
 
 
@@ -274,7 +265,7 @@ def attach(model: PreTrainedModel, cache: Any) -> Attachment:
             held.caches.add(cache)
             # The last other cache may have been collected just before, and the hooks with it.
             held = _ATTACHED.get(facts.decoder)
-    weakref.finalize(cache, _release, weakref.ref(facts.decoder))
+    weakref.finalize(cache, _leave_unused, weakref.ref(facts.decoder))
     return held
 
 
@@ -330,20 +321,18 @@ def compile_steps(
 
 def detach(cache: Any) -> None:
     """Detach a cache from its model; the last one takes the hooks with it."""
-    cache.attachment.give_up(cache)
+    held: Attachment = cache.attachment
+    with forward_lock_of(held.facts.config):  # after the call under way
+        held.caches.discard(cache)
+        _leave_unused(weakref.ref(held.facts.decoder))
 
 
-def _release(reference: weakref.ref[nn.Module]) -> None:
-    decoder = reference()
-    if decoder is not None:
-        _leave_unused(decoder)
-
-
-def _leave_unused(decoder: nn.Module) -> None:
+def _leave_unused(reference: weakref.ref[nn.Module]) -> None:
     with _MAKING:
-        held = _ATTACHED.get(decoder)
+        decoder = reference()
+        held = None if decoder is None else _ATTACHED.get(decoder)
         # Not `not held.caches`: `WeakSet.__len__` still counts a cache that is being collected.
-        if held is not None and not list(held.caches):
+        if decoder is not None and held is not None and not list(held.caches):
             held.leave()
             del _ATTACHED[decoder]
 

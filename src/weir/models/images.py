@@ -144,7 +144,6 @@ MOST_OFFSET = 2**20
 
 _KINDS = {"image": 1, "video": 2}
 """Token types, as models number them."""
-_PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
 
 
 def offsets(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor | None:
@@ -246,17 +245,16 @@ def check_sizes(given: Mapping[str, Any]) -> None:
     """Refuse pixels whose sizes are missing or do not match, before the model reads them
     (WeirError).
     """
-    for kind, name in _PIXELS.items():
-        pixels, sizes = given.get(name), given.get(f"{kind}_grid_thw")
+    for kind, name in zip(_KINDS, PICTURES, strict=False):
+        pixels = given.get(name)
         if not isinstance(pixels, Tensor):
             continue
-        if sizes is None:
+        if given.get(f"{kind}_grid_thw") is None:
             raise WeirError(
                 f"{name} came without {kind}_grid_thw, the sizes in patches that the model's "
                 "processor makes with them"
             )
-        patches = sum(math.prod(size) for size in _sizes(kind, given))
-        if patches != len(pixels):
+        if (patches := sum(map(math.prod, _sizes(kind, given)))) != len(pixels):
             raise WeirError(
                 f"{kind}_grid_thw tells of {patches:,} patches, and {name} has {len(pixels):,}"
             )
@@ -275,7 +273,7 @@ def _each(model: PreTrainedModel, kind: str, given: Mapping[str, Any]) -> Iterat
         more = {f"{kind}_grid_thw": torch.tensor([size])}
         if seconds is not None:
             more["second_per_grid_ts"] = seconds[index : index + 1]
-        which = (*size, *more.get("second_per_grid_ts", torch.tensor([])).tolist())
+        which = tuple(n for t in more.values() for n in t.flatten().tolist())
         if which not in known:
             known[which] = _of_one(model, kind, pieces, more)
         yield known[which]

@@ -54,16 +54,11 @@ def mpt(module: Any, attend: Attend, hidden: Tensor) -> tuple[Tensor, None]:
     split = mixed.unflatten(2, (3, module.n_heads, module.head_dim))
     queries, keys, values = split.transpose(1, 3).unbind(2)
     params = AttentionParams(scale=module.softmax_scale)
-    return module.out_proj(
-        merge_heads(attend(module.layer_idx, queries, keys, values, params))
-    ), None
+    out = merge_heads(attend(module.layer_idx, queries, keys, values, params))
+    return module.out_proj(out), None
 
 
-FORWARDS: dict[str, Callable[..., tuple[Tensor, None]]] = {
-    "falcon": falcon,
-    "bloom": bloom,
-    "mpt": mpt,
-}
+FORWARDS: dict[str, Callable[..., Any]] = {"falcon": falcon, "bloom": bloom, "mpt": mpt}
 """Replacements of an attention module's forward, by model type."""
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -30,11 +29,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from weir.errors import WeirError
 from weir.models.attention_sinks import ATTENTION, attend_by_sink, begin_with_sink, sink_of
+from weir.models.block_weights import AS_STORED, check_stored
 from weir.models.gguf import (
     SMOLLM2,
     SMOLLM2_HUB,
     find_gguf,
     read_config,
+    report_as,
     smollm2_package,
     unpack,
 )
@@ -75,23 +76,29 @@ def load(
             device map of transformers; needs accelerate.
         revision: branch, tag or commit of a Hub id.
         trust_remote_code: run the Python code that comes with the model.
-        weights: "int8" or "int4": quantize linear layers to 8 or 4 bits (torchao); `dtype` then
-            applies to the other weights, and to keys and values.
+        weights: "q8_0", "q4_0" or "q4_1": quantize linear layers to 8 or 4 bits, in blocks; "gguf":
+            keep the blocks of a GGUF file; "int8" or "int4": as torchao does. `dtype` then applies
+            to the other weights, and to keys and values.
 
     Raises:
         WeirError: there is no such model, or it cannot be read; its weights cannot be quantized;
             or both a device and a map are given.
     """
     source = _Source(name, revision, trust_remote_code)
+    if weights is not None:
+        check_bits(weights)
+        if device_map is not None:
+            raise WeirError(
+                "weights= is for a model on one device; leave out device_map or weights"
+            )
+        check_not_quantized(name, source.config())
+    path = find_gguf(name)
+    if weights == AS_STORED:
+        check_stored(path, name)
     kind = AutoModelForCausalLM, "a causal language model"
-    if weights is None:
-        return _load_as(source, *kind, dtype, device, device_map)
-    check_bits(weights)
-    if device_map is not None:
-        raise WeirError("weights= is for a model on one device; leave out device_map or weights")
-    check_not_quantized(name, source.config())
-    model, tokenizer = _load_as(source, *kind, dtype, device, None)
-    quantize_weights(model, weights)
+    model, tokenizer = _load_as(source, *kind, dtype, device, device_map)
+    if weights is not None:
+        quantize_weights(model, weights, path)
     return model, tokenizer
 
 
@@ -101,20 +108,18 @@ def load_encoder(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
     device_map: str | dict[str, Any] | None = None,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
+    **where: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load an encoder such as BERT, which weir can inspect but not stream, and its tokenizer.
 
     Arguments and errors as for `load`.
     """
-    source = _Source(name, revision, trust_remote_code)
-    return _load_as(source, AutoModel, "an encoder", dtype, device, device_map)
+    return _load_as(_Source(name, **where), AutoModel, "an encoder", dtype, device, device_map)
 
 
-def is_encoder(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> bool:
+def is_encoder(name: str, **where: Any) -> bool:
     """Return whether a model is an encoder: one for masked tokens, not configured as a decoder."""
-    config = _Source(name, revision, trust_remote_code).config()
+    config = _Source(name, **where).config()
     decodes = getattr(config, "is_decoder", False) or config.is_encoder_decoder
     return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not decodes
 
@@ -131,7 +136,7 @@ class _Source:
         """Load the files at a place with one of transformers' Auto classes; errors start with
         `beginning`.
         """
-        with _report_as(beginning):
+        with report_as(beginning):
             found = kind.from_pretrained(
                 place, revision=self.revision, trust_remote_code=self.trust_remote_code, **more
             )
@@ -182,7 +187,8 @@ def _load_as(
     begin_with_sink(tokenizer, sink_of(config))
     if device_map is None and str(device) == "cpu":
         _check_memory(name, place, config, wanted)
-    loaded: Any = source.read(
+    model: PreTrainedModel
+    model, found = source.read(
         _class_for(config, kind),
         f"{name} cannot be read as {what}",
         place,
@@ -192,11 +198,9 @@ def _load_as(
         output_loading_info=True,
         **({} if device_map is None else {"device_map": device_map}),
     )
-    model: PreTrainedModel
-    model, found = loaded
     _check_weights(name, found)
     if device_map is None:
-        with _report_as(f"the model cannot be put on the device {str(device)!r}"):
+        with report_as(f"the model cannot be put on the device {str(device)!r}"):
             model.to(device)  # type: ignore[arg-type]
     if (file := find_gguf(name)) is not None:
         model.name_or_path = str(file.absolute())  # a policy file lies beside this one
@@ -208,10 +212,9 @@ def skeleton(
     *,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
-    device_map: str | dict[str, Any] | None = None,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
+    device_map: object = None,
     weights: str | None = None,
+    **where: Any,
 ) -> PreTrainedModel:
     """Make a causal language model without weights: shapes only, on the device `meta`.
 
@@ -220,7 +223,7 @@ def skeleton(
     (`DEEPEST`).
     """
     wanted = _dtype(name, dtype, device or default_device())
-    source = _Source(name, revision, trust_remote_code)
+    source = _Source(name, **where)
     path = Path(name).expanduser()
     is_gguf = find_gguf(name) is not None
     if path.is_file() and not is_gguf:
@@ -238,12 +241,12 @@ def skeleton(
         )
     if wanted == "auto":
         wanted = getattr(config, "dtype", None) or torch.float32
-    with _report_as(f"{name} is no causal language model"), torch.device("meta"):
+    with report_as(f"{name} is no causal language model"), torch.device("meta"):
         model: PreTrainedModel = _class_for(config, AutoModelForCausalLM).from_config(
-            config, dtype=wanted, trust_remote_code=trust_remote_code
+            config, dtype=wanted, trust_remote_code=source.trust_remote_code
         )
     if weights is not None:
-        shrink(model, weights)
+        shrink(model, weights, find_gguf(name))
     return model.eval()
 
 
@@ -397,20 +400,3 @@ def _dtype(name: str, dtype: str | torch.dtype, device: str | torch.device) -> A
             f"dtype must be 'auto', 'float32', 'bfloat16', 'float16' or 'float64', not {dtype!r}"
         )
     return found
-
-
-@contextmanager
-def _report_as(beginning: str) -> Iterator[None]:
-    """Turn any library's exception into a WeirError of one sentence."""
-    try:
-        yield
-    except Exception as error:
-        if "trust_remote_code" in str(error):
-            raise WeirError(
-                f"{beginning}: it brings Python code of its own, which runs only with "
-                "trust_remote_code=True, or --trust-remote-code; read it first"
-            ) from None
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip()
-        # A reason that ends in a colon introduces a list, and is no use without it.
-        more = "" if reason.endswith(":") else f" ({reason.rstrip('.')})"
-        raise WeirError(beginning + more) from None

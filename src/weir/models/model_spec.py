@@ -134,21 +134,25 @@ def _describe(model: PreTrainedModel, config: Any, reach: int | None) -> ModelSp
     decoder = model.get_decoder()
     modules = attention_modules(decoder)
     _refuse_closed(config.model_type, modules)
-    alibi = read_alibi(config, decoder) if _has_alibi(config) else None
+    # transformers' MPT ignores `attn_config.alibi` and always adds its biases.
+    biased = config.model_type in ("bloom", "mpt") or bool(getattr(config, "alibi", False))
+    alibi = read_alibi(config, decoder) if biased else None
     rotary_module = getattr(decoder, "rotary_emb", None)
     layers = []
-    kind_placed = config.model_type not in OWN_FAMILIES
+    placed = config.model_type not in OWN_FAMILIES
+    types = getattr(config, "layer_types", None) or [None] * len(modules)
     known: dict[str | None, Rotary] = {}  # layers of a type share one, and its tables
-    for index, module in enumerate(modules):
-        kind = _layer_type(config, index)
+    for kind, module in zip(types[: len(modules)], modules, strict=True):
         rotary = None
         if rotary_module is not None and _rotates(config, module):
             if kind not in known:
                 known[kind] = read_rotary(rotary_module, kind, reach)
             rotary = known[kind]
-        positions = LayerPositions(
-            rotary, alibi, _window(config, kind), rolling=False, placed=kind_placed
-        )
+        window = None
+        if kind in (None, "sliding_attention"):
+            window = getattr(config, "sliding_window", None)
+        window = None if window is None else int(window)
+        positions = LayerPositions(rotary, alibi, window, rolling=False, placed=placed)
         layers.append(ModelLayerSpec(positions, *_heads(config, module, model.dtype)))
     return ModelSpec(
         kind=config.model_type,
@@ -273,18 +277,6 @@ def _sink(config: Any) -> ModelSink:
     return sink_at_work(config)
 
 
-def _layer_type(config: Any, index: int) -> str | None:
-    types = getattr(config, "layer_types", None)
-    return None if types is None else types[index]
-
-
-def _window(config: Any, kind: str | None) -> int | None:
-    if kind is not None and kind != "sliding_attention":
-        return None
-    window = getattr(config, "sliding_window", None)
-    return None if window is None else int(window)
-
-
 def _heads(config: Any, module: Any, dtype: torch.dtype) -> tuple[Heads, int]:
     """Return the sizes of an attention module's keys and values in weir, and its first KV head."""
     names = ("num_attention_heads", "num_heads", "n_heads", "n_head")
@@ -336,11 +328,6 @@ def _rotates(config: Any, module: Any) -> bool:
     return bool(getattr(module, "use_rope", True))
 
 
-def _has_alibi(config: Any) -> bool:
-    # transformers' MPT ignores `attn_config.alibi` and always adds its biases.
-    return config.model_type in ("bloom", "mpt") or bool(getattr(config, "alibi", False))
-
-
 def read_rotary(module: nn.Module, kind: str | None, reach: int | None) -> Rotary:
     """Read the rotary embedding of one layer type from a model's `rotary_emb`."""
     several = kind is not None and hasattr(module, f"{kind}_inv_freq")
@@ -349,24 +336,18 @@ def read_rotary(module: nn.Module, kind: str | None, reach: int | None) -> Rotar
     scaling = getattr(module, f"{prefix}attention_scaling")
     rope_type: Any = getattr(module, "rope_type", "default")
     rope_type = rope_type[kind] if several else rope_type
+    config: Any = getattr(module, "config", None)
     if rope_type in ("longrope", "dynamic"):
         # These change frequencies with the length of a call; a cache's reach is fixed.
+        more = {"layer_type": kind} if several else {}
         frequencies, scaling = ROPE_INIT_FUNCTIONS[rope_type](
-            module.config,
-            frequencies.device,
-            seq_len=reach or 1,
-            **({"layer_type": kind} if several else {}),
+            config, frequencies.device, seq_len=reach or 1, **more
         )
-    return Rotary(frequencies.detach().to(torch.float64), float(scaling), _sections(module))
-
-
-def _sections(module: Any) -> tuple[int, ...] | None:
-    """Return how many frequencies rotate by each of the three axes; None for one axis."""
-    found = getattr(module, "mrope_section", None)
-    if found is None:
-        config = getattr(module, "config", None)
-        found = (getattr(config, "rope_parameters", None) or {}).get("mrope_section")
-    return None if found is None else tuple(found)
+    sections = getattr(module, "mrope_section", None)
+    if sections is None:
+        sections = (getattr(config, "rope_parameters", None) or {}).get("mrope_section")
+    sections = None if sections is None else tuple(sections)
+    return Rotary(frequencies.detach().to(torch.float64), float(scaling), sections)
 
 
 def read_alibi(config: Any, decoder: Any) -> Alibi:

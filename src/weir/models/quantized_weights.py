@@ -1,4 +1,4 @@
-"""Weights of 8 and 4 bits, through torchao: `weir.load(name, weights="int8")`.
+"""Weights of 8 and 4 bits: `weir.load(name, weights="int8")` through torchao, "q8_0" in blocks.
 
 The weight of every linear layer becomes integers with scales, made and stored by torchao;
 embeddings, norms and experts held in one tensor are unchanged. If embedding and head share one
@@ -9,6 +9,7 @@ weight that a step reads. Knows nothing about caches.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +19,22 @@ from transformers import PreTrainedModel
 
 from weir import kernels
 from weir.errors import WeirError, describe_missing, quote
+from weir.models.block_weights import (
+    AS_STORED,
+    BLOCK_FORMATS,
+    check_stored,
+    fits_blocks,
+    put_blocks,
+    put_stored_blocks,
+    refuse_plain_weights,
+    stored_formats,
+    warn_without_kernel,
+)
 from weir.models.linear_kernels import LOOPED, choose_products, has_own_forward, in_a_loop
 from weir.models.memory import move_to_huge_pages
 
 BITS = ("int8", "int4")
-"""Kinds of quantized weights: 8 bits with a scale a row, 4 bits with one for `GROUP` numbers."""
+"""Kinds of weights that torchao makes: 8 bits, a scale a row; 4 bits, one for `GROUP` numbers."""
 GROUP = 32
 """Numbers of 4 bits that share a scale: the smallest group that torchao has a kernel for."""
 LINES = 16
@@ -34,15 +46,12 @@ LINEAR = ("Linear", "FalconLinear")
 
 
 def check_bits(weights: str | None) -> None:
-    """Refuse unknown kinds of weights.
-
-    Raises:
-        WeirError: `weights` is neither one of `BITS` nor None.
-    """
-    if weights is not None and weights not in BITS:
+    """Refuse unknown kinds of weights (WeirError)."""
+    known = *BITS, *BLOCK_FORMATS, AS_STORED
+    if weights is not None and weights not in known:
         raise WeirError(
-            f"weights must be 'int8' or 'int4', not {quote(weights)}; without it they are as they "
-            "were saved"
+            f"weights must be one of {', '.join(known)}, not {quote(weights)}; without it they are "
+            "as they were saved"
         )
 
 
@@ -60,25 +69,41 @@ def check_not_quantized(name: str, config: Any) -> None:
         )
 
 
-def quantize_weights(model: PreTrainedModel, weights: str) -> None:
+def quantize_weights(model: PreTrainedModel, weights: str, path: Path | None = None) -> None:
     """Quantize the weights of all linear layers to 8 or 4 bits, permanently.
 
     The model cannot be trained afterwards, except for adapters beside its weights.
 
     Args:
         model: any model, on its final device.
-        weights: one of `BITS`.
+        weights: one of `BITS` or `BLOCK_FORMATS`, or "gguf" for the blocks of the file at `path`.
+        path: the GGUF file that the model was loaded from.
 
     Raises:
-        WeirError: torchao is not installed or cannot quantize on this device, or no layer can be
-            quantized.
+        WeirError: torchao is needed and not installed, or cannot quantize on this device; no layer
+            can be quantized; or there is no file.
     """
     bits = _bits(model, weights)
     choose_products(model, on=False)  # remove patches that use the old weights
+    if weights not in BITS:
+        if weights == AS_STORED:
+            put_stored_blocks(model, list(bits), check_stored(path, str(model.config.name_or_path)))
+        else:
+            put_blocks(model, list(bits), weights)
+        warn_without_kernel(model)
+        model.register_load_state_dict_pre_hook(refuse_plain_weights)
+    else:
+        _quantize_by_torchao(model, bits)
+    model.config.tie_word_embeddings = False
+    model.requires_grad_(False)
+
+
+def _quantize_by_torchao(model: PreTrainedModel, bits: dict[str, int]) -> None:
+    """Quantize layers, of which the bits are given by name (WeirError: `quantize_weights`)."""
     try:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
     except ImportError:
-        raise WeirError(describe_missing(f"a model with {weights} weights", "torchao")) from None
+        raise WeirError(describe_missing("a model with int8 or int4 weights", "torchao")) from None
     try:
         eight = Int8WeightOnlyConfig(set_inductor_config=False)
         configs = {8: eight, 4: _four_bits(model.device) if 4 in bits.values() else None}
@@ -102,18 +127,22 @@ def quantize_weights(model: PreTrainedModel, weights: str) -> None:
             if module.numbers is not None and module.numbers.device.type == "cpu":
                 numbers.append(module.numbers)
     move_to_huge_pages(numbers)
-    model.config.tie_word_embeddings = False
-    model.requires_grad_(False)
     model.register_load_state_dict_pre_hook(_refuse_plain_weights)
 
 
-def shrink(skeleton: PreTrainedModel, weights: str) -> None:
+def shrink(skeleton: PreTrainedModel, weights: str, path: Path | None = None) -> None:
     """Give a model on the device `meta` tensors of the sizes that `quantize_weights` would make.
 
     Raises:
         WeirError: as `quantize_weights`, except that torchao is not needed.
     """
-    for name, many in _bits(skeleton, weights).items():
+    bits = _bits(skeleton, weights)
+    if weights == AS_STORED:
+        stored = stored_formats(skeleton, check_stored(path, str(skeleton.config.name_or_path)))
+        put_blocks(skeleton, list(bits), "q8_0", stored)
+    elif weights not in BITS:
+        put_blocks(skeleton, list(bits), weights)
+    for name, many in bits.items() if weights in BITS else ():
         module: Any = skeleton.get_submodule(name)
         rows, columns, dtype = module.out_features, module.in_features, module.weight.dtype
         numbers = torch.empty(rows, columns * many // 8, dtype=torch.uint8, device="meta")
@@ -140,6 +169,10 @@ def _bits(model: PreTrainedModel, weights: str) -> dict[str, int]:
                 "the weights of this model are quantized or shared out already; weights= is for "
                 "those that are not"
             )
+        if weights not in BITS:
+            if fits_blocks(module):
+                bits[name] = 0
+            continue
         fits = not module.in_features % GROUP and not module.out_features % LINES
         bits[name] = 4 if weights == "int4" and fits and module is not head else 8
     if all(model.get_submodule(name) is head for name in bits):

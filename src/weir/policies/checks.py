@@ -46,12 +46,9 @@ def check_format(name: object) -> str:
 
 
 def check_formats(pools: tuple[Pool, ...], formats: tuple[str, ...], run: tuple[int, ...]) -> None:
-    """Refuse formats of slots that a slab cannot have.
+    """Refuse formats of slots that a slab cannot have, "" for exact slots.
 
-    Args:
-        pools: the pools of a pipe.
-        formats: the format of each; "" for exact slots.
-        run: the pools that hold the newest tokens, by place, the oldest tokens' pool first.
+    `run` are the pools that hold the newest tokens, by place, the oldest tokens' pool first.
     """
     if len(formats) != len(pools):
         raise WeirError(f"{len(pools)} pools have {len(pools)} formats, not {len(formats)}")
@@ -91,12 +88,7 @@ def check_fold(
 ) -> tuple[Slots, Slots]:
     """Return what a pool's `fold` returned, (kept, overflow), if it is such a pair of slots.
 
-    Args:
-        pool: the pool.
-        folded: what its `fold` returned.
-        held: the slots it held.
-        new: the slots that arrived.
-        like: tensors of the shapes that all slots of the layer have, by name.
+    `like` are tensors of the shapes that all slots of the layer have, by name.
     """
     name = pool.name
     parts = folded if isinstance(folded, tuple) else ()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from typing import Any, ClassVar
@@ -195,12 +196,8 @@ class Parser:
     def _make_policy(self, part: ParsedPolicy) -> Policy:
         """Make the policy of what was read."""
         if part.layers:
-            try:
+            with self._pointing(part.at):
                 return Layered(tuple(map(self._make_policy, part.layers)), part.text)
-            except PolicyError:
-                raise
-            except WeirError as error:
-                raise self.wrong(str(error), part.at) from None
         first = part.calls[0]
         if len(part.calls) == 1 and _is_named(first) and not part.formats[0]:
             made: Policy = self.make(first, NAMED[first.name].make)
@@ -211,10 +208,8 @@ class Parser:
         pools: list[Pool] = []
         for call in part.calls:
             pools.append(self._pool(call, tuple(pools)))
-        try:
+        with self._pointing(part.at):
             return Pipe(tuple(pools), part.text, tuple(part.formats))
-        except WeirError as error:
-            raise self.wrong(str(error), part.at) from None
 
     def _check_ambiguous(self, call: CallSyntax) -> None:
         """Refuse a pool by itself whose author may have meant the policy of the same name.
@@ -225,12 +220,7 @@ class Parser:
         both = call.name in NAMED and call.name in POOLS
         if not both or all(given.name for given in call.arguments):
             return
-        of_policy, of_pool = _parameters(call.name)
-        odd = next(
-            given
-            for given in call.arguments
-            if given.name in of_pool and given.name not in of_policy
-        )
+        odd, of_pool = _pools_own(call)[0], inspect.signature(POOLS[call.name]).parameters
         problem = f"{call.name} by itself is the policy, and {odd.name} is of the pool"
         number, *others = call.arguments
         if number.name is None and all(given.name in of_pool for given in others):
@@ -264,12 +254,9 @@ class Parser:
             names = [*POOLS, *NAMED]
             raise self.wrong(f"no pool or policy is called {quote(call.name)}", call.at, names)
         made: Pool = self.make(call, POOLS[call.name])
-        if before is None:
-            return made
-        try:
-            check_place(made, before)
-        except WeirError as error:
-            raise self.wrong(str(error), call.at) from None
+        if before is not None:
+            with self._pointing(call.at):
+                check_place(made, before)
         return made
 
     def make(self, call: CallSyntax, make: Callable[..., Any]) -> Any:
@@ -291,36 +278,37 @@ class Parser:
             if name in given:
                 raise self.wrong(f"{call.name} is given {name!r} twice", at)
             value = self._resolve(value, wanted[name], value_at)
-            try:
+            with self._pointing(value_at):
                 given[name] = convert_argument(call.name, name, value, wanted[name])
-            except WeirError as error:
-                raise self.wrong(str(error), value_at) from None
         for name, parameter in parameters.items():
             if parameter.default is parameter.empty and name not in given:
                 raise self.wrong(f"{call.name} needs {name!r}", call.at)
-        try:
+        with self._pointing(call.at):
             return make(**given)
+
+    @contextmanager
+    def _pointing(self, at: int) -> Iterator[None]:
+        """Let errors that point nowhere point at a character."""
+        try:
+            yield
         except PolicyError:
             raise
         except WeirError as error:
-            raise self.wrong(str(error), call.at) from None
+            raise self.wrong(str(error), at) from None
 
     def _resolve(self, value: Any, hint: Any, at: int) -> Any:
         """Make the pool or policy that a parameter asks for; leave other values as they are."""
+        again = Parser(self.text, at, saved=self.saved)
         if hint is Pool and isinstance(value, str | ParsedPolicy):
-            part = value if isinstance(value, ParsedPolicy) else self._restart(at)._parse()
+            part = value if isinstance(value, ParsedPolicy) else again._parse()
             if len(part.calls) != 1:
                 raise self.wrong("expected one pool, not a pipe of several", at)
             if part.formats[0]:
                 raise self.wrong("a format is said behind the pool around this one", at)
             return self._pool(part.calls[0], None)
         if isinstance(value, str) and Policy in typing.get_args(hint):
-            return self._restart(at).part()
+            return again.part()
         return self._make_policy(value) if isinstance(value, ParsedPolicy) else value
-
-    def _restart(self, at: int) -> Parser:
-        """Return a parser of policies that reads the same text from another character."""
-        return Parser(self.text, at, saved=self.saved)
 
     def call(self) -> CallSyntax:
         """Read the call that begins here."""
@@ -417,12 +405,6 @@ class Parser:
         return PolicyError(problem + hint, self.text, at)
 
 
-def _parameters(name: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The parameters of the policy and of the pool of a name."""
-    of_policy = inspect.signature(NAMED[name].make).parameters
-    return of_policy, inspect.signature(POOLS[name]).parameters
-
-
 def _is_named(call: CallSyntax) -> bool:
     """Whether a call by itself is the policy of its name, and not the pool.
 
@@ -430,7 +412,11 @@ def _is_named(call: CallSyntax) -> bool:
     """
     if call.name not in NAMED or call.name not in POOLS:
         return call.name in NAMED
-    of_policy, of_pool = _parameters(call.name)
-    return not any(
-        given.name in of_pool and given.name not in of_policy for given in call.arguments
-    )
+    return not _pools_own(call)
+
+
+def _pools_own(call: CallSyntax) -> list[Argument]:
+    """The arguments of a call that the pool of its name takes, and the policy does not."""
+    of_policy = inspect.signature(NAMED[call.name].make).parameters
+    of_pool = inspect.signature(POOLS[call.name]).parameters
+    return [it for it in call.arguments if it.name in of_pool and it.name not in of_policy]

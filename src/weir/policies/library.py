@@ -5,14 +5,20 @@ A named policy, `streaming_llm(budget=256)`, is a function that returns a policy
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 from weir.errors import WeirError
 from weir.policies.pipe import Pipe, Policy
 from weir.policies.registry import named
 from weir.pools import (
     Balance,
+    Bounds,
+    Count,
     Defend,
+    Frame,
+    Halves,
     Heavy,
     Hive,
     KCenter,
@@ -28,6 +34,7 @@ from weir.pools import (
     Sink,
     Snap,
     SubGen,
+    Sums,
     Tail,
     Tova,
     Uniform,
@@ -82,22 +89,21 @@ def ends(sinks: int, recent: int) -> tuple[Pool, ...]:
 
 
 def check_room(budget: int, sinks: int, **slots: int) -> None:
-    """Refuse a budget that leaves no slot for a part of a policy.
-
-    Args:
-        budget: slots of each KV head.
-        sinks: how many of them are for first tokens; may be 0.
-        slots: how many of them are for each other part, by its name.
-    """
+    """Refuse a budget that leaves no slot for a part of a policy, beside sinks, which may be 0."""
     parts = {name.replace("_", " "): count for name, count in slots.items()}
-    missing = [name for name, count in parts.items() if count < 1]
-    if missing:
+    lacking = " and ".join(name for name, count in parts.items() if count < 1)
+    if lacking:
         there = {"sinks": sinks, **parts}
         beside = " and ".join(f"{count} {name}" for name, count in there.items() if count > 0)
-        lacking = " and ".join(missing)
-        if beside:
-            raise WeirError(f"a budget of {budget} leaves no room for {lacking} beside {beside}")
-        raise WeirError(f"a budget of {budget} leaves no room for {lacking}")
+        beside = f" beside {beside}" if beside else ""
+        raise WeirError(f"a budget of {budget} leaves no room for {lacking}{beside}")
+
+
+def share_out(budget: int, sinks: int, **parts: tuple[int, Callable[[int], Pool]]) -> Pipe:
+    """Return the pipe of sinks, the newest tokens in what is left, and pools of so many slots."""
+    newest = budget - sinks - sum(n for n, _ in parts.values())
+    check_room(budget, sinks, recent_tokens=newest, **{name: n for name, (n, _) in parts.items()})
+    return Pipe((*ends(sinks, newest), *(make(n) for n, make in parts.values())))
 
 
 @named("plain attention over everything; memory grows with the stream")
@@ -107,7 +113,7 @@ def dense() -> Policy:
 
 
 @named("Beltagy et al. 2020, Longformer; StreamingLLM's Figure 1b")
-def window(budget: int = 256) -> Policy:
+def window(budget: Count = 256) -> Policy:
     """Keep the newest tokens and nothing else; collapses once the first token has left."""
     return Pipe((Recent(budget),))
 
@@ -115,8 +121,7 @@ def window(budget: int = 256) -> Policy:
 @named("Xiao et al. 2024, Efficient Streaming Language Models with Attention Sinks")
 def streaming_llm(budget: int = 256, sinks: int = 4) -> Policy:
     """Keep the first tokens and the newest, at their positions in the cache."""
-    check_room(budget, sinks, recent_tokens=budget - sinks)
-    return Pipe(ends(sinks, budget - sinks))
+    return share_out(budget, sinks)
 
 
 @named("Xiao et al. 2024, Figure 1c: sliding window with re-computation")
@@ -137,8 +142,7 @@ def recompute(budget: int = 256, sinks: int = 0) -> Policy:
 @named("Zhang et al. 2023, H2O: Heavy-Hitter Oracle for Efficient Generative Inference")
 def h2o(budget: int = 256) -> Policy:
     """Keep the newest tokens and, of the others, those that received the most attention."""
-    check_room(budget, 0, recent_tokens=budget - budget // 2, heavy_hitters=budget // 2)
-    return Pipe((Recent(budget - budget // 2), Heavy(budget // 2)))
+    return share_out(budget, 0, heavy_hitters=(budget // 2, Heavy))
 
 
 @named("Zhao et al. 2024, BUZZ: Beehive-structured Sparse KV Cache with Segmented Heavy Hitters")
@@ -188,9 +192,7 @@ def reservoir(
         weighted: whether each token of the sample stands for as many as it was drawn from.
     """
     samples = budget // 4 if samples is None else samples
-    recent = budget - sinks - samples
-    check_room(budget, sinks, recent_tokens=recent, samples=samples)
-    return Pipe((*ends(sinks, recent), Reservoir(samples, weighted, per_head)))
+    return share_out(budget, sinks, samples=(samples, lambda n: Reservoir(n, weighted, per_head)))
 
 
 @named("Kochetkova et al. 2025, BalanceKV, section 4.1: independent uniform sampling, the baseline")
@@ -233,13 +235,16 @@ def kcenter(budget: int = 256) -> Policy:
 
     Half of the budget each. The first token of the stream is always among the centers.
     """
-    check_room(budget, 0, recent_tokens=budget - budget // 2, centers=budget // 2)
-    return Pipe((Recent(budget - budget // 2), KCenter(budget // 2)))
+    return share_out(budget, 0, centers=(budget // 2, KCenter))
 
 
 @named("Li et al. 2024, SnapKV: LLM Knows What You Are Looking for Before Generation")
 def snapkv(
-    budget: int = 256, window: int = 32, kernel: int = 7, average: bool = False, frame: str = "read"
+    budget: int = 256,
+    window: int = 32,
+    kernel: int = 7,
+    average: bool = False,
+    frame: Frame = "read",
 ) -> Policy:
     """Keep the newest tokens, and of the others those the last queries attend to.
 
@@ -255,10 +260,8 @@ def defensivekv(budget: int = 256, sinks: int = 4, half_life: int | None = 2048)
 
     A quarter of the budget is for the last.
     """
-    defended = budget // 4
-    newest = budget - sinks - defended
-    check_room(budget, sinks, recent_tokens=newest, defended_tokens=defended)
-    return Pipe((*ends(sinks, newest), Defend(defended, half_life=half_life)))
+    defended = (budget // 4, lambda n: Defend(n, half_life=half_life))
+    return share_out(budget, sinks, defended_tokens=defended)
 
 
 @named("error certificates, arXiv:2607.21475; Duffield et al. 2007, priority sampling")
@@ -269,10 +272,8 @@ def certified(budget: int = 256, sinks: int = 4, floor: float = 0.1, watch: int 
     and tells how far off it leaves them (`Stream.report`).
     """
     quarter = min(budget // 4, (budget - sinks - 1) // 2)  # so that small budgets leave a newest
-    newest = budget - sinks - 2 * quarter
-    check_room(budget, sinks, recent_tokens=newest, heavy_hitters=quarter, samples=quarter)
-    middle = Heavy(quarter), Tail(quarter, floor=floor, watch=watch)
-    return Pipe((*ends(sinks, newest), *middle))
+    samples = (quarter, lambda n: Tail(n, floor=floor, watch=watch))
+    return share_out(budget, sinks, heavy_hitters=(quarter, Heavy), samples=samples)
 
 
 @named("ResKV, arXiv:2607.29591")
@@ -281,10 +282,7 @@ def reskv(budget: int = 256, sinks: int = 4, half_life: int | None = 256) -> Pol
 
     An eighth of the budget is means; what was merged counts half after `half_life` tokens more.
     """
-    means = budget // 8
-    newest = budget - sinks - means
-    check_room(budget, sinks, recent_tokens=newest, means=means)
-    return Pipe((*ends(sinks, newest), Residue(means, half_life=half_life)))
+    return share_out(budget, sinks, means=(budget // 8, lambda n: Residue(n, half_life=half_life)))
 
 
 @named("Attention Matching, arXiv:2602.16284")
@@ -318,9 +316,7 @@ def keydiff(budget: int = 256) -> Policy:
 @named("Adnan et al. 2024, Keyformer: KV Cache Reduction through Key Tokens Selection")
 def keyformer(budget: int = 256) -> Policy:
     """Keep the newest tokens, three tenths, and the others with the most noisy attention."""
-    recent = max(1, 3 * budget // 10)
-    check_room(budget, 0, recent_tokens=recent, key_tokens=budget - recent)
-    return Pipe((Recent(recent), Keyformer(budget - recent)))
+    return share_out(budget, 0, key_tokens=(budget - max(1, 3 * budget // 10), Keyformer))
 
 
 @named("Shi et al. 2025, LaCache: Ladder-Shaped KV Caching for Efficient Long-Context Modeling")
@@ -346,7 +342,7 @@ def subgen(
     recent: int | None = None,
     clusters: int | None = None,
     per_cluster: int = 4,
-    delta: float | str = "auto",
+    delta: float | Literal["auto"] = "auto",
     exact: bool = True,
 ) -> Policy:
     """Keep the first tokens, the newest, and samples of all between them that stand for the rest.
@@ -376,14 +372,14 @@ def balancekv(
     sinks: int | None = None,
     recent: int | None = None,
     block: int | None = None,
-    halves: str = "pairs",
+    halves: Halves = "pairs",
     gamma: float | None = 4.0,
     temperature: float = 0.1,
     constant: float = 0.025,
-    sets: str = "shared",
+    sets: Sums = "shared",
     precision: float = 0.1,
     eager: bool = False,
-    outliers: float = 0.0,
+    outliers: Annotated[float, Bounds(0, 1, without=1)] = 0.0,
 ) -> Policy:
     """Keep the first tokens, the newest, and balanced halves of all between, weighted for the rest.
 
@@ -397,23 +393,15 @@ def balancekv(
         recent: newest tokens that stay; none for an eighth of the budget.
         outliers: of the slots between, the share for keys that point away from the others.
     """
-    if not 0 <= outliers < 1:
-        raise WeirError(
-            f"outliers of balancekv are a share of the slots between sinks and recent tokens, from "
-            f"0 to less than 1, not {outliers:g}; in a pipe, outliers(64) has so many slots"
-        )
     eighth = max(1, budget // 8)
     sinks = eighth if sinks is None else sinks
     recent = eighth if recent is None else recent
     away = max(0, int(outliers * (budget - sinks - recent)))
     n = budget - sinks - recent - away
     if n < 4:
-        beside = f"sink({sinks}) and recent({recent})"
-        if away:
-            beside = f"sink({sinks}), recent({recent}) and outliers({away})"
         raise WeirError(
-            f"a budget of {budget} leaves no room for 4 slots or more of balance beside {beside}"
+            f"a budget of {budget} leaves no room for 4 slots or more of balance beside "
+            f"sink({sinks}), recent({recent}) and outliers({away})"
         )
-    first = (*ends(sinks, recent), *([Outliers(away)] if away else []))
     pool = Balance(n, block, halves, gamma, temperature, constant, sets, precision, eager)
-    return Pipe((*first, pool))
+    return Pipe((*ends(sinks, recent), *([Outliers(away)] if away else []), pool))

@@ -22,7 +22,7 @@ from weir.policies.checks import check_format
 from weir.policies.library import Recompute, kcenter, streaming_llm
 from weir.policies.pipe import Origin, Pipe, Policy
 from weir.policies.registry import NAMED, PolicyCall, named
-from weir.pools import Beginning, Header, Pool, Snap
+from weir.pools import Beginning, Frame, Header, Pool, Snap
 
 EXACT = "exact"
 """The name of slots that are as the model computes."""
@@ -270,7 +270,7 @@ def pyramidkv(
     kernel: int = 7,
     average: bool = False,
     beta: float = 20.0,
-    frame: str = "read",
+    frame: Frame = "read",
 ) -> Policy:
     """Keep what SnapKV keeps, with more slots in the lower layers and fewer in the upper ones.
 

@@ -1,6 +1,6 @@
 """Rules for who keeps a slot, one file or one folder each."""
 
-from weir.pools.balance import Balance
+from weir.pools.balance import Balance, Halves, Sums
 from weir.pools.base import MOST_WEIGHT, Fold, Marks, Pool, split
 from weir.pools.beginning import Beginning
 from weir.pools.counter_rng import CounterRNG
@@ -13,7 +13,15 @@ from weir.pools.kcenter import KCenter, farthest_first
 from weir.pools.match import Match
 from weir.pools.observed_attention import Gating, ObservedAttention, Output
 from weir.pools.outliers import Outliers
-from weir.pools.parameters import Make, argument_hints, check_arguments, convert_argument, fits
+from weir.pools.parameters import (
+    Bounds,
+    Count,
+    Make,
+    argument_hints,
+    check_arguments,
+    convert_argument,
+    fits,
+)
 from weir.pools.ranked import Ranked, Tallied, pool_neighbors, select_highest
 from weir.pools.recent import Recent
 from weir.pools.reconstruct import Reconstruct
@@ -37,7 +45,7 @@ from weir.pools.scores.tova import Tova
 from weir.pools.scores.tri import Tri
 from weir.pools.scores.vase import Vase
 from weir.pools.sink import Sink
-from weir.pools.snap import Snap
+from weir.pools.snap import Frame, Snap
 from weir.pools.subgen import SubGen
 from weir.pools.tail import Tail
 from weir.pools.uniform import Uniform
@@ -51,16 +59,20 @@ __all__ = [
     "WORD",
     "Balance",
     "Beginning",
+    "Bounds",
     "Caote",
     "Chunks",
+    "Count",
     "CounterRNG",
     "Critical",
     "CurDKV",
     "Defend",
     "Expected",
     "Fold",
+    "Frame",
     "Gated",
     "Gating",
+    "Halves",
     "Header",
     "Heavy",
     "Hive",
@@ -87,6 +99,7 @@ __all__ = [
     "Sink",
     "Snap",
     "SubGen",
+    "Sums",
     "Tail",
     "Tallied",
     "Tova",

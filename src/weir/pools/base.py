@@ -7,6 +7,7 @@ with a method that says how many slots it needs and one that folds.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, cast
 
@@ -22,6 +23,9 @@ from weir.slab import Alibi, AttentionParams, Slots
 
 MOST_WEIGHT = 1e4
 """The largest log-weight a state may have; e^700 already overflows float64."""
+MOST = 1e300
+FINITE, FROM_0, LOG_WEIGHT = (-MOST, MOST), (0.0, MOST), (-torch.inf, MOST_WEIGHT)
+"""Bounds of tensors of a state, for `find_outside`."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +46,9 @@ class Marks:
     header: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("beginning", "turn", "header"):
-            value = getattr(self, name)
-            if value is None and name == "beginning":
-                continue
-            if not fits(value, int) or not 0 <= value <= 2**53:
+        for name, value in vars(self).items():
+            known = value is not None or name != "beginning"
+            if known and (not fits(value, int) or not 0 <= value <= 2**53):
                 raise WeirError(f"{name} is a number of tokens from 0 on, not {value!r}")
 
 
@@ -96,6 +98,12 @@ class Fold:
         """The place in the stream of the next token [batch], int64."""
         return self.seen + self.origin
 
+    @property
+    def observed(self) -> ObservedAttention:
+        """`read`, where slots lie in a layer."""
+        assert self.read is not None
+        return self.read
+
     def in_order(self, held: Slots, new: Slots) -> Slots:
         """Join the slots of a pool, which are in order, and the arrivals: the oldest token first.
 
@@ -124,7 +132,7 @@ class Pool(ABC):
 
     @property
     def needs_second_reading(self) -> bool:
-        """Whether each chunk is read twice, for it: `Slots.mass` is then the largest share of its
+        """Whether each chunk is read twice for it, and `Slots.mass` is the largest share of its
         attention that a query of the second reading has given the token, in place of the sum.
         """
         return False
@@ -304,22 +312,16 @@ class PoolWrapper(Pool):
 def split(slots: Slots, stays: Tensor, fold: Fold | None = None) -> tuple[Slots, Slots]:
     """Split slots into (those that stay, those that flow on), each in the order they had.
 
-    Args:
-        slots: held slots and arrivals.
-        stays: [batch, kv_heads, slots], bool; empty slots are in neither part.
-        fold: the fold; behind the last pool of a pipe nothing flows on.
+    `stays` is [batch, kv_heads, slots], bool; empty slots are in neither part. Behind the last pool
+    of a pipe, of which `fold` knows, nothing flows on.
     """
     kept = slots.only(stays)
     return kept, slots.part(0, 0) if fold is not None and fold.last else slots.only(~stays)
 
 
 def gather_kept(x: Tensor, stays: Tensor, room: int) -> Tensor:
-    """Gather the numbers of the slots that stay, in the order in which `split` leaves them.
-
-    Args:
-        x: numbers of slots [batch, kv_heads, slots, ...].
-        stays: [batch, kv_heads, slots], bool; at most `room` of a head.
-        room: slots of the result; zeros where fewer stay.
+    """Gather the numbers [batch, kv_heads, slots, ...] of the slots that stay, in the order that
+    `split` leaves them in, padded with zeros to `room` slots.
     """
     order = (~stays).to(torch.uint8).argsort(dim=2, stable=True)[:, :, :room]
     there = stays.gather(2, order)
@@ -329,12 +331,15 @@ def gather_kept(x: Tensor, stays: Tensor, room: int) -> Tensor:
     return F.pad(kept, (*(0, 0) * (x.ndim - 3), 0, room - order.shape[2]))
 
 
-def is_within(t: Tensor, low: float, high: float) -> bool:
-    """Whether all numbers are from `low` to `high`; NaN is not."""
-    return bool(((t >= low) & (t <= high)).all())
+def find_outside(state: Mapping[str, Tensor], **bounds: tuple[float, float]) -> str | None:
+    """Say which tensor of a state is out of its bounds, for `Pool.wrong_state`.
 
-
-def find_not_finite(state: dict[str, Tensor]) -> str | None:
-    """Say which tensor of a state is not finite, for `Pool.wrong_state`; None if all are."""
-    wrong = [name for name, t in state.items() if not bool(t.isfinite().all())]
-    return f"{wrong[0]} is not finite" if wrong else None
+    NaN is, and so is infinity, unless it is the lower bound. Names that are missing are none.
+    """
+    for name, (low, high) in bounds.items():
+        t = state.get(name, torch.empty(0))
+        finite = t.isfinite() | (t.isneginf() & (low == -torch.inf))
+        if not bool(((t >= low) & (t <= high) & finite).all()):
+            wanted = f"from {low:g} to {high:g}" if high < MOST else "finite"
+            return f"{name} is not {wanted}{' and from 0 on' * (low == 0 and high == MOST)}"
+    return None

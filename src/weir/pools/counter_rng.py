@@ -87,15 +87,14 @@ class CounterRNG:
             WeirError: the batch has more or fewer rows than there are seeds.
         """
         if isinstance(index, int) and index == 0:
-            made = self._by_kernel(purpose, position, 1)
-            if made is not None:
-                return made[..., 0]
+            return self.uniforms(purpose, position, 1)[..., 0]
         return _uniform(_mix_in(self._mix_tokens(purpose, position), index))
 
     def uniforms(self, purpose: int, position: Tensor, count: int) -> Tensor:
         """Draw `uniform` with each index below `count` [batch, kv_heads or 1, n, count]."""
-        made = self._by_kernel(purpose, position, count)
-        if made is not None:
+        if (kernel := kernels.draw_uniform(position.device)) is not None:
+            starts = self._start_rows(purpose, position.shape[0])
+            made: Tensor = kernel(starts, self.first, position, count)
             return made
         mixed = self._mix_tokens(purpose, position)[..., None]
         return _uniform(_mix_in(mixed, torch.arange(count, device=position.device)))
@@ -116,16 +115,6 @@ class CounterRNG:
         if len(seeds) != batch:
             raise WeirError(f"there are draws for {len(seeds)} rows, and the batch has {batch}")
         return [_start(seed, self.layer, self.pool, purpose) for seed in seeds]
-
-    def _by_kernel(self, purpose: int, position: Tensor, count: int) -> Tensor | None:
-        """Draw `uniforms` by a kernel; None if there is none."""
-        kernel = kernels.draw_uniform(position.device)
-        if kernel is None:
-            return None
-        made: Tensor = kernel(
-            self._start_rows(purpose, position.shape[0]), self.first, position, count
-        )
-        return made
 
 
 def _uniform(x: Tensor) -> Tensor:

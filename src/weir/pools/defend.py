@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weir.errors import WeirError
-from weir.pools.base import Fold, is_within
-from weir.pools.ranked import TALLY, Asking, Tallied, check_kernel, pool_neighbors, select_highest
+from weir.pools.base import FROM_0, Fold, find_outside
+from weir.pools.parameters import Count, Kernel, Natural
+from weir.pools.ranked import TALLY, Asking, Tallied, pool_neighbors, select_highest
 from weir.pools.registry import pool
 from weir.slab import Slots
 
@@ -48,23 +48,12 @@ class Defend(Asking, Tallied):
     """
 
     n: int
-    window: int = 64
-    half_life: int | None = 2048
-    kernel: int = 5
-    wide: int = 4
+    window: Count = 64
+    half_life: Count | None = 2048
+    kernel: Kernel = 5
+    wide: Natural = 4
     value: bool = True
     average: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.half_life is not None and self.half_life < 1:
-            raise WeirError(
-                f"a peak of defend counts half after 1 token or more, not {self.half_life}; none "
-                "for never"
-            )
-        check_kernel("defend", self.kernel)
-        if self.wide < 0:
-            raise WeirError(f"defend sets 0 slots or more apart for wide values, not {self.wide}")
 
     def state(self, like: Slots) -> dict[str, Tensor]:
         """Make the peak of each slot, and `seen`, the tokens seen at the last fold."""
@@ -72,16 +61,11 @@ class Defend(Asking, Tallied):
 
     def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
         """See `Pool.wrong_state`."""
-        if not bool((state[TALLY] >= 0).all()):
-            return "a peak of attention is not negative"
-        if not is_within(state["seen"], 0, ahead):
-            return "peaks were taken after tokens that have not come"
-        return super().wrong_state(state, held, ahead)
+        return find_outside(state, tally=FROM_0, seen=(0, ahead))
 
     def tally(self, slots: Slots, before: Tensor, fold: Fold) -> Tensor:
         """Return the faded peak of each token [batch, kv_heads, slots], float32."""
-        assert fold.read is not None
-        shares = fold.read.attention(slots)[:, :, :, -self.window :]
+        shares = self.attention(slots, fold)
         if self.half_life is not None:
             since = (fold.seen[:, None] - fold.state["seen"]).double()
             before = before * torch.exp2(-since / self.half_life)[:, :, None].float()
@@ -90,14 +74,13 @@ class Defend(Asking, Tallied):
 
     def score(self, slots: Slots, fold: Fold) -> tuple[Tensor, Tensor]:
         """Return (the score, a token's own peak) [batch, kv_heads, slots]."""
-        assert fold.read is not None
         peak = fold.state[TALLY]
         there = slots.held.sum(dim=2, keepdim=True).clamp_min(1)
         floor = peak.double().sum(dim=2, keepdim=True) / there
         score = pool_neighbors(peak, slots.position, self.kernel, average=self.average)
         score = score.maximum(floor)
         if self.value:
-            score = score * fold.read.lengths(slots.values).mean(dim=2)
+            score = score * fold.observed.lengths(slots.values).mean(dim=2)
         wide = min(self.wide, self.n // 2)
         if wide:
             reach = (slots.values.amax(dim=3) - slots.values.amin(dim=3)).float()

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.pools.base import Fold, Pool
-from weir.pools.ranked import TALLY, Tallied, check_kernel, pool_neighbors
+from weir.pools.parameters import Kernel
+from weir.pools.ranked import TALLY, Tallied, pool_neighbors
 from weir.pools.registry import pool
 from weir.slab import Slots
 
@@ -40,11 +41,7 @@ class Gated(Tallied):
     needs_gates = True
 
     n: int
-    kernel: int = 5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_kernel("gated", self.kernel)
+    kernel: Kernel = 5
 
     def check(self, before: tuple[Pool, ...]) -> None:
         """Refuse arrivals that differ between heads."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools.base import Fold, SizedPool, is_within, split
+from weir.pools.base import Fold, SizedPool, find_outside, split
 from weir.pools.registry import pool
 from weir.slab import EMPTY, Slots
 
@@ -67,9 +67,7 @@ class Hive(SizedPool):
 
     def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
         """See `Pool.wrong_state`."""
-        if not is_within(state["settled"], EMPTY, ahead - 1):
-            return "settled is a place in the stream that no token has had"
-        return None
+        return find_outside(state, settled=(EMPTY, ahead - 1))
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
         """Buffer arrivals, and evict whenever the threshold is exceeded."""

@@ -11,16 +11,16 @@ centers that make way for newer keys like theirs, and centers that count less.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import reduce
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from weir import kernels
-from weir.errors import WeirError
 from weir.pools.base import MOST_WEIGHT, Fold, SizedPool, split
+from weir.pools.parameters import Bounds, Count, Factor, Natural
 from weir.pools.ranked import pool_neighbors, select_highest
 from weir.pools.registry import pool
 from weir.slab import Slots
@@ -59,33 +59,11 @@ class KCenter(SizedPool):
     is_stochastic = False
 
     k: int
-    spans: int = 0
-    use: float = 0.0
-    fresh: float = 0.0
-    quiet: float = 0.0
-    half_life: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.spans < 0:
-            raise WeirError(f"a center brings 0 neighbors or more a side, not {self.spans}")
-        if not 0 <= self.use < math.inf:
-            raise WeirError(f"use weighs in kcenter with a power from 0 on, not {self.use:g}")
-        if not 0 <= self.fresh < 1:
-            raise WeirError(
-                f"fresh is a share of the radius of kcenter from 0 to less than 1, not "
-                f"{self.fresh:g}"
-            )
-        if not 0 <= self.quiet <= MOST_WEIGHT:
-            raise WeirError(
-                f"quiet is what the log-weight of a center of kcenter is lower, 0 to "
-                f"{MOST_WEIGHT:g}, not {self.quiet:g}"
-            )
-        if self.half_life is not None and self.half_life < 1:
-            raise WeirError(
-                f"distances of kcenter halve after 1 token or more, not {self.half_life}; without "
-                "half_life they never do"
-            )
+    spans: Natural = 0
+    use: Factor = 0.0
+    fresh: Annotated[float, Bounds(0, 1, without=1)] = 0.0
+    quiet: Annotated[float, Bounds(0, MOST_WEIGHT)] = 0.0
+    half_life: Count | None = None
 
     @property
     def needs_mass(self) -> bool:
@@ -153,18 +131,16 @@ class KCenter(SizedPool):
 
 
 def farthest_first(keys: Tensor, among: Tensor, k: int, weight: Tensor | None = None) -> Tensor:
-    """Pick keys by greedy k-center, starting from the first [batch, kv_heads, n]: the reference of
-    the kernel.
+    """Pick keys by greedy k-center, starting from the first: the reference of the kernel.
 
     Args:
         keys: [batch, kv_heads, n, key_dim].
         among: the keys to pick from [batch, kv_heads, n], bool.
         k: how many are picked, at most n; all keys if there are no more.
-        weight: the factor of the distances of each key [batch, kv_heads, n], float32, above 0; None
-            for 1.
+        weight: the factor of each key's distances [batch, kv_heads, n], float32, above 0.
 
     Returns:
-        The number of each key's pick from 0 on, int64; -1 where it is not picked.
+        The number of each key's pick from 0 on [batch, kv_heads, n], int64; -1 for no pick.
     """
     keys = keys.float()
     order = torch.full(among.shape, -1, device=keys.device)
@@ -186,12 +162,9 @@ def renew_centers(
 ) -> Tensor:
     """Replace each center by the newest key that is near to it [batch, kv_heads, n], bool.
 
-    Args:
-        keys: the oldest first [batch, kv_heads, n, key_dim].
-        among: where there is a key [batch, kv_heads, n], bool.
-        stays: the centers [batch, kv_heads, n], bool.
-        first: the centers that are not replaced [batch, kv_heads, n], bool.
-        share: near is within this share of the largest distance of a key to its nearest center.
+    Keys lie with the oldest first. `among` says where there are any, `stays` which are centers, and
+    `first` which of these are not replaced. Near is within a `share` of the largest distance of a
+    key to its nearest center.
     """
     keys = keys.float()
     far, nearest = _distance(keys, keys).masked_fill(~stays[:, :, None], torch.inf).min(dim=3)

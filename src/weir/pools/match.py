@@ -9,6 +9,7 @@ are held close to what they were, and evicted tokens are forgotten gradually.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from weir.errors import WeirError
 from weir.pools.base import Fold, Pool, PoolWrapper
 from weir.pools.observed_attention import ObservedAttention
+from weir.pools.parameters import Bounds, Count
 from weir.pools.registry import pool
 from weir.slab import Slots
 
@@ -43,27 +45,15 @@ class Match(PoolWrapper):
     needs_shares = True
 
     pool: Pool
-    window: int = 64
-    half_life: int | None = 64
-    pull: float = 10.0
+    window: Count = 64
+    half_life: Count | None = 64
+    pull: Annotated[float, Bounds(LEAST_PULL)] = 10.0
 
     def __post_init__(self) -> None:
         if self.pool.ends_pipe or self.pool.weighs or self.pool.slots() is None:
             raise WeirError(
                 "match goes around a pool that says who stays, so many and no more, as in "
                 f"match(snap(64)); {self.pool.name} keeps all, or weighs what it keeps by itself"
-            )
-        if self.window < 1:
-            raise WeirError(f"match asks the last query at least, not {self.window}")
-        if self.half_life is not None and self.half_life < 1:
-            raise WeirError(
-                f"log-weights of match are half of what they were after 1 arrival or more, not "
-                f"{self.half_life}; none for never"
-            )
-        if not LEAST_PULL <= self.pull < float("inf"):
-            raise WeirError(
-                f"match pulls weights with a number from {LEAST_PULL:g} on, or rounding would "
-                f"weigh, not {self.pull:g}"
             )
 
     @property
@@ -75,19 +65,14 @@ class Match(PoolWrapper):
         """Let the pool choose, and fit the weights of these tokens to all that were there."""
         if len(held) + len(new) <= self.slots() or fold.read is None:
             return self.pool.fold(held, new, fold)
-        held = self._faded(held, new)
+        if self.half_life is not None:
+            left = 0.5 ** (new.held.sum(dim=2, keepdim=True) / self.half_life)
+            a, b = ((t * left).masked_fill(~held.held, -torch.inf) for t in (held.a, held.b))
+            held = held.weighed(a, b)
         kept, _ = self.pool.fold(held, new, fold)
-        weight = fit_weights(fold.read, held.join(new), kept, self.window, self.pull, MOST)
+        weight = fit_weights(fold.read, held.join(new), kept, self.window, self.pull)
         more = weight.log()
         return kept.weighed(kept.a + more, kept.b + more), new.part(0, 0)
-
-    def _faded(self, held: Slots, new: Slots) -> Slots:
-        """Bring the log-weights of held slots closer to 0, by the number of arrivals."""
-        if self.half_life is None:
-            return held
-        left = 0.5 ** (new.held.sum(dim=2, keepdim=True) / self.half_life)
-        a, b = ((t * left).masked_fill(~held.held, -torch.inf) for t in (held.a, held.b))
-        return held.weighed(a, b)
 
 
 LEAST = 1e-30
@@ -95,7 +80,12 @@ LEAST = 1e-30
 
 
 def fit_weights(
-    read: ObservedAttention, whole: Slots, kept: Slots, window: int, pull: float, most: float
+    read: ObservedAttention,
+    whole: Slots,
+    kept: Slots,
+    window: int,
+    pull: float,
+    most: float = MOST,
 ) -> Tensor:
     """Fit factors of the weights of the kept slots by least squares [batch, kv_heads, kept].
 
@@ -108,10 +98,10 @@ def fit_weights(
     m and d are the sums over evicted slots, of s and of s (v - z).
 
     Args:
-        read: the attention of the queries, to `whole` among others.
+        read: the attention of the last `window` queries, to `whole` among others.
         whole: all slots that were there, with the weights that attention has used.
         kept: the slots that stay, with these weights.
-        window: how many of the last queries count.
+        window: how many queries.
         pull: p, in mean squares of what a slot contributes.
         most: log-weights of `kept` stay between -most and most.
     """
@@ -147,7 +137,7 @@ def _given(read: ObservedAttention, slots: Slots, window: int) -> tuple[Tensor, 
     """Return the shares of slots [batch, kv_heads, group, window, slots], and their values behind
     the output projection, as numerators count them [batch, kv_heads, group, slots, dim].
     """
-    shares = read.attention(slots)[:, :, :, -window:]
+    shares = read.attention(slots, window)
     more = (slots.a - slots.b).exp().masked_fill(~slots.held, 0.0)
     values = (slots.values.float() * more[..., None])[:, :, None]
     if read.output is not None:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.slab import (
-    Alibi,
     AttentionParams,
     AttentionResult,
     LayerPositions,
@@ -127,15 +126,16 @@ class ObservedAttention:
         One whose token stands in the front is moved up like it: it sees the same tokens at the same
         distances.
         """
-        queries, position = self._last_queries, self.query_positions
-        shift = self._query_shift(position)
+        queries = self._last_queries
+        shift = self._query_shift(self.query_positions)
         return queries if shift is None else self._rotate_queries(queries, shift)
 
     @cached_property
     def unrotated_queries(self) -> Tensor:
         """The queries without rotation, as at place 0 [batch, kv_heads, group, n, key_dim]."""
-        position = self.query_positions[:, None].expand(-1, self._last_queries.shape[1], -1)
-        return self._rotate_queries(self._last_queries, -self._begins(position))
+        queries = self._last_queries
+        position = self.query_positions[:, None].expand(-1, queries.shape[1], -1)
+        return self._rotate_queries(queries, -self._begins(position))
 
     def power(self, window: int) -> Tensor:
         """Compute the mean square of the last queries by dimension [batch, kv_heads, key_dim].
@@ -167,31 +167,39 @@ class ObservedAttention:
         """
         return attention_weights(self._logits, self.whole.b, self.form)[1]
 
-    def attention(self, slots: Slots) -> Tensor:
+    def attention(self, slots: Slots, window: int = 0) -> Tensor:
         """Return the share of each query's attention that each slot received, of all that it gave
         [batch, kv_heads, group, n, slots], float32; 0 for tokens newer than the query.
 
-        `slots` are tokens of this layer as a pool is given them, in any choice and order.
+        `slots` are tokens of this layer as a pool is given them, in any choice and order; with a
+        `window` only its last queries count.
         """
-        start, stop = self._side_by_side(slots.position)
-        if stop and torch.equal(slots.b, self.whole.b[:, :, start:stop]):
-            return self._shares[..., start:stop]
-        return attention_shares(self._logits_of(slots.position), slots.b, self.lse)
+        there = self._find_in_whole(slots)
+        if there is not None:
+            return self._shares[:, :, :, -window:, there]
+        # The logits of these tokens; -inf where there is no token.
+        ordered, order = self.whole.position.sort(dim=2)
+        at = torch.searchsorted(ordered, slots.position.contiguous())
+        at = at.clamp_max(len(self.whole) - 1)
+        found = (ordered.gather(2, at) == slots.position) & slots.held
+        index = order.gather(2, at)[:, :, None, None]
+        logits = self._logits.gather(4, index.expand(*self._logits.shape[:4], -1))
+        logits = logits.masked_fill_(~found[:, :, None, None], -torch.inf)
+        return attention_shares(logits, slots.b, self.lse)[:, :, :, -window:]
 
     def received(self, slots: Slots, window: int) -> Tensor:
         """Sum `attention` over the last `window` queries and the heads of the group
         [batch, kv_heads, slots], float32.
         """
-        start, stop = self._side_by_side(slots.position)
         known = None if self.watched is None else self.watched.of_last(window)
-        if known is not None and stop and torch.equal(slots.b, self.whole.b[:, :, start:stop]):
-            return known[:, :, start:stop]
-        return self.attention(slots)[:, :, :, -window:].sum(dim=(2, 3))
+        there = None if known is None else self._find_in_whole(slots)
+        if known is not None and there is not None:
+            return known[:, :, there]
+        return self.attention(slots, window).sum(dim=(2, 3))
 
     def would_attend(self, slots: Slots) -> Tensor:
         """Return `attention` of slots with keys of their own, at places of tokens of this layer."""
-        alibi = self.positions.alibi
-        tilt = None if alibi is None else self._alibi_bias(alibi, self.places(slots))
+        tilt = self._alibi_bias(self.places(slots))
         found = compute_logits(self.read_queries, self.keys(slots), self.form, tilt)
         found = found.masked_fill_(self._find_hidden(slots.position), -torch.inf)
         return attention_shares(found, slots.b, self.lse)
@@ -203,10 +211,13 @@ class ObservedAttention:
         """
         if self.watched is not None:
             return self.watched.answers[:, :, :, -self._last_queries.shape[3] :]
-        whole = self.whole
-        form, bias = self.form, self._bias()
+        whole, queries = self.whole, self.read_queries
+        hidden = self._find_hidden(whole.position)
+        bias = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -torch.inf)
+        if (tilt := self._alibi_bias(self._everywhere)) is not None:
+            bias = bias + tilt
         return two_weight_attention(
-            self.read_queries, whole.keys, whole.values, whole.a, whole.b, form, bias
+            queries, whole.keys, whole.values, whole.a, whole.b, self.form, bias
         )
 
     # --- the output
@@ -217,20 +228,17 @@ class ObservedAttention:
 
         W_o is the part of the output projection that reads the head; |v| where it is not known.
         """
-        factor = self.output
-        if factor is None:
+        if self.output is None:
             group = 1 if self.queries is None else self.queries.shape[2]
             return values.float().norm(dim=3)[:, :, None].expand(-1, -1, group, -1)
-        return torch.einsum("bhnd,hged->bhgne", values.float(), factor).norm(dim=4)
+        return torch.einsum("bhnd,hged->bhgne", values.float(), self.output).norm(dim=4)
 
     def projected_sizes(self, values: Tensor) -> Tensor:
         """Compute ‖W_o v‖₁ of values [batch, kv_heads, n, value_dim], the mean over the group
         [batch, kv_heads, n], float32; ‖v‖₁ where the projection is not known.
         """
-        values = values.float()
-        parts = None
-        if self.projection is not None:
-            parts = self.projection.parts(values.shape[3], values.device)
+        values, project = values.float(), self.projection
+        parts = None if project is None else project.parts(values.shape[3], values.device)
         if parts is None:
             return values.abs().sum(dim=3)
         # One query head at a time: the projected values of all would be as large as a prompt's.
@@ -239,12 +247,9 @@ class ObservedAttention:
 
     @cached_property
     def output(self) -> Tensor | None:
-        """R with |R x| = |W_o x| for each query head [kv_heads, group, value_dim, value_dim],
-        float32; None where the projection is not known.
-        """
-        if self.projection is None:
-            return None
-        return self.projection(self.whole.values.shape[3], self.whole.values.device)
+        """R with |R x| = |W_o x| for each query head, as `Output` returns it."""
+        values = self.whole.values
+        return None if self.projection is None else self.projection(values.shape[3], values.device)
 
     # --- inside
 
@@ -263,16 +268,14 @@ class ObservedAttention:
         not see a token.
         """
         whole = self.whole
-        alibi = self.positions.alibi
-        tilt = None if alibi is None else self._alibi_bias(alibi, self._everywhere)
+        tilt = self._alibi_bias(self._everywhere)
         found = compute_logits(self.read_queries, whole.keys, self.form, tilt)
         n = found.shape[3]
-        if self.positions.window is None and n <= self.arrived:
-            # Each query sees everything in front of the last n tokens, the queries' own. Empty
-            # slots have no weight.
-            found[..., -n:].masked_fill_(self._find_hidden(whole.position[:, :, -n:]), -torch.inf)
-            return found
-        return found.masked_fill_(self._find_hidden(whole.position), -torch.inf)
+        # Each query sees everything in front of the last n tokens, the queries' own. Empty slots
+        # have no weight.
+        last = -n if self.positions.window is None and n <= self.arrived else 0
+        found[..., last:].masked_fill_(self._find_hidden(whole.position[:, :, last:]), -torch.inf)
+        return found
 
     @cached_property
     def _shares(self) -> Tensor:
@@ -281,26 +284,19 @@ class ObservedAttention:
             return self.watched.shares[:, :, :, -self._last_queries.shape[3] :]
         return attention_softmax(self._logits, self.whole.b, self.form)
 
-    def _side_by_side(self, position: Tensor) -> tuple[int, int]:
-        """Find where in `whole` these tokens [batch, kv_heads, n] lie side by side, as most slots
-        of a pool do; (0, 0) if they do not.
+    def _find_in_whole(self, slots: Slots) -> slice | None:
+        """Find where in `whole` these slots lie side by side with the same weights, as most slots
+        of a pool do.
         """
-        whole, count = self.whole.position, position.shape[2]
+        position, count = slots.position, len(slots)
         if not count:
-            return 0, 0
-        first = (whole[0, 0] == position[0, 0, 0]).nonzero()
-        start = int(first[0, 0]) if len(first) else len(self.whole)
-        there = torch.equal(whole[:, :, start : start + count], position)
-        return (start, start + count) if there else (0, 0)
-
-    def _logits_of(self, position: Tensor) -> Tensor:
-        """Gather the logits of these tokens [batch, kv_heads, n]; -inf where there is no token."""
-        ordered, order = self.whole.position.sort(dim=2)
-        at = torch.searchsorted(ordered, position.contiguous()).clamp_max(len(self.whole) - 1)
-        there = (ordered.gather(2, at) == position) & (position >= 0)
-        index = order.gather(2, at)[:, :, None, None]
-        found = self._logits.gather(4, index.expand(*self._logits.shape[:4], -1))
-        return found.masked_fill_(~there[:, :, None, None], -torch.inf)
+            return None
+        first = (self.whole.position[0, 0] == position[0, 0, :1]).nonzero()
+        if not len(first):
+            return None
+        there = slice(int(first[0, 0]), int(first[0, 0]) + count)
+        same = torch.equal(self.whole.position[:, :, there], position)
+        return there if same and torch.equal(slots.b, self.whole.b[:, :, there]) else None
 
     @cached_property
     def _moved(self) -> Tensor:
@@ -325,7 +321,10 @@ class ObservedAttention:
         """Return how far attention moves the tokens of these places [batch, kv_heads, n], int64."""
         if not self._moved.shape[2]:
             return torch.zeros_like(position)
-        return _look_up(position, *self._front)
+        ordered, shift = self._front
+        at = torch.searchsorted(ordered.contiguous(), position.contiguous())
+        at = at.clamp_max(ordered.shape[2] - 1)
+        return shift.gather(2, at).where(ordered.gather(2, at) == position, 0)
 
     def _begins(self, position: Tensor) -> Tensor:
         """Return the rotation to undo at these places [batch, kv_heads, n], int64.
@@ -355,14 +354,10 @@ class ObservedAttention:
         ordered, shift = self._front
         wide = position[:, None].expand(-1, ordered.shape[1], -1).contiguous()
         at = torch.searchsorted(ordered.contiguous(), wide, right=True)
-        newer = torch.cat([ordered + shift, self._first_of_run.expand_as(ordered[:, :, :1])], dim=2)
+        # Behind the front begins the unbroken run of newest tokens.
+        run = (self.next - (len(self.whole) - front))[:, None, None].expand_as(ordered[:, :, :1])
+        newer = torch.cat([ordered + shift, run], dim=2)
         return (newer.gather(2, at) - 1 - wide).clamp_min(0)
-
-    @property
-    def _first_of_run(self) -> Tensor:
-        """The place where the unbroken run of newest tokens begins [batch, kv_heads, 1], int64."""
-        unmoved = len(self.whole) - self._moved.shape[2]
-        return (self.next - unmoved)[:, None, None].expand(-1, self._moved.shape[1], -1)
 
     def _rotate_queries(self, queries: Tensor, by: Tensor) -> Tensor:
         group = queries.shape[2]
@@ -378,25 +373,14 @@ class ObservedAttention:
             hidden |= place - position >= self.positions.window
         return hidden
 
-    def _bias(self) -> Tensor:
-        """Make the mask and the layer's linear biases [batch, kv_heads, group or 1, n, slots]."""
-        hidden = self._find_hidden(self.whole.position)
-        bias = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -torch.inf)
-        alibi = self.positions.alibi
-        return bias if alibi is None else bias + self._alibi_bias(alibi, self._everywhere)
-
-    def _alibi_bias(self, alibi: Alibi, frame: Tensor) -> Tensor:
+    def _alibi_bias(self, frame: Tensor) -> Tensor | None:
         """Compute ALiBi of slots that are read at the places `frame`, as attention does."""
+        alibi = self.positions.alibi
+        if alibi is None:
+            return None
         first: Tensor | int = 0
         if self.positions.rolling and alibi.rounding is not None:
             far = torch.iinfo(frame.dtype).max
             held = self.whole.position >= 0
             first = self._everywhere.masked_fill(~held, far).amin(dim=2, keepdim=True)
         return alibi.bias(frame, frame.shape[1], first, self.next[:, None, None] - 1)
-
-
-def _look_up(position: Tensor, ordered: Tensor, numbers: Tensor) -> Tensor:
-    """Look up the number of each place [batch, kv_heads, n] among `ordered` ones; 0 if missing."""
-    at = torch.searchsorted(ordered.contiguous(), position.contiguous())
-    at = at.clamp_max(ordered.shape[2] - 1)
-    return numbers.gather(2, at).where(ordered.gather(2, at) == position, 0)

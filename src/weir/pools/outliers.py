@@ -10,13 +10,15 @@ it; here each KV head of each layer chooses for itself.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools.base import Fold, SizedPool, find_not_finite, gather_kept, split
+from weir.pools.base import FINITE, Fold, SizedPool, find_outside, gather_kept, split
+from weir.pools.parameters import Bounds, Cosine, Natural
 from weir.pools.ranked import pool_neighbors, select_highest
 from weir.pools.registry import pool
 from weir.slab import Slots
@@ -44,22 +46,17 @@ class Outliers(SizedPool):
     """
 
     n: int
-    over: int = 1024
-    dilate: int = 0
-    below: float | None = None
+    over: Annotated[int, Bounds(2)] = 1024
+    dilate: Natural = 0
+    below: Cosine | None = None
 
     def __post_init__(self) -> None:
-        for name, at_least in (("n", 1), ("over", 2), ("dilate", 0)):
-            if getattr(self, name) < at_least:
-                given = getattr(self, name)
-                raise WeirError(f"{name} of outliers is {at_least} or more, not {given}")
+        super().__post_init__()
         if self.dilate >= self.n:
             raise WeirError(
                 f"the newest {self.dilate} tokens wait for their neighbors in outliers, so it "
                 f"needs {self.dilate + 1} slots or more, not {self.n}, or a smaller dilate"
             )
-        if self.below is not None and not -1 <= self.below <= 1:
-            raise WeirError(f"below of outliers is a cosine, from -1 to 1, not {self.below}")
 
     def state(self, like: Slots) -> dict[str, Tensor]:
         """Make `sum`, the fading sum of all keys that came [batch, kv_heads, key_dim], and `away`,
@@ -71,7 +68,7 @@ class Outliers(SizedPool):
 
     def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
         """See `Pool.wrong_state`."""
-        return find_not_finite(state)
+        return find_outside(state, sum=FINITE, away=FINITE)
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
         """Compare arrivals with the mean; all that stays or flows on has the oldest token first."""
@@ -98,14 +95,9 @@ class Outliers(SizedPool):
 def measure_away(new: Slots, total: Tensor, fade: float) -> tuple[Tensor, Tensor]:
     """Measure how far each key points away from those before it, taken one after the other.
 
-    Args:
-        new: the tokens.
-        total: the sum of the keys so far [batch, kv_heads, key_dim], float64.
-        fade: the factor of the sum whenever a key is added.
-
-    Returns:
-        (the new sum; 1 less the cosine of each key with the sum as it was then
-        [batch, kv_heads, slots], between 0 and 2), float64.
+    `total` is the sum of the keys so far [batch, kv_heads, key_dim], `fade` its factor whenever one
+    is added. Returns (the new sum; 1 less the cosine of each key with the sum as it was then
+    [batch, kv_heads, slots], between 0 and 2), float64.
     """
     parts = []
     for start in range(0, len(new), PIECE):

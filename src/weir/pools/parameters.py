@@ -1,4 +1,4 @@
-"""Checks of arguments against the annotations of parameters.
+"""Annotations of parameters, and checks of arguments against them.
 
 The parser and the decorators share them: `Sink(2.5)` and `sink(2.5)` get the same sentence.
 """
@@ -7,40 +7,68 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import types
 import typing
 from collections.abc import Callable
+from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from weir.errors import WeirError, format_value, quote
 
 Make = TypeVar("Make", bound=Callable[..., Any])
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """The numbers that a parameter may be, from `low` to `high`, but for one end of them."""
+
+    low: float
+    high: float = sys.float_info.max
+    without: float | None = None
+    odd: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        inside = self.low <= value <= self.high and value != self.without
+        return inside and not (self.odd and value % 2 == 0)
+
+    def __str__(self) -> str:
+        odd = "odd, " if self.odd else ""
+        low = "above" if self.without == self.low else "from"
+        less = "less than " if self.without == self.high else ""
+        high = f" to {less}{self.high:g}" if self.high < sys.float_info.max else ""
+        return f"{odd}{low} {self.low:g}{high or ' on' * (low == 'from')}"
+
+
+Count = Annotated[int, Bounds(1)]
+Natural = Annotated[int, Bounds(0)]
+Kernel = Annotated[int, Bounds(1, odd=True)]
+"""Neighboring places with a token's own in the middle."""
+Factor = Annotated[float, Bounds(0)]
+Share = Annotated[float, Bounds(0, 1)]
+Cosine = Annotated[float, Bounds(-1, 1)]
+
+
 def argument_hints(make: Callable[..., Any]) -> dict[str, Any]:
     """Return the annotations of the parameters of a function, or of a class."""
-    made_by = make.__init__ if isinstance(make, type) else make  # type: ignore[misc]
-    return typing.get_type_hints(made_by)
+    hints = typing.get_type_hints(make, include_extras=True)
+    if isinstance(make, type):  # names of each class are looked up in its own module
+        hints = {name: hints[name] for name in inspect.signature(make).parameters}
+    return hints
 
 
 def convert_argument(owner: str, name: str, value: Any, hint: Any) -> Any:
     """Return an argument as its parameter takes it, with numbers as Python's own types.
 
-    Args:
-        owner: the pool or policy, as errors call it.
-        name: the parameter.
-        value: the argument.
-        hint: the annotation of the parameter.
-
-    Raises:
-        WeirError: it is not what the annotation asks for.
+    `owner` is the pool or policy, as errors call it, and `hint` the annotation of the parameter,
+    which a value may fail: a `WeirError`.
     """
     if not fits(value, hint):
         raise WeirError(f"{name} of {owner} must be {describe_hint(hint)}, not {quote(value)}")
     if isinstance(value, bool) or not isinstance(value, Real):
         return value
-    kinds = _split_union(hint)
+    kinds = [_bare(part) for part in _split_union(hint)]
     if isinstance(value, Integral) and int in kinds:
         return int(value)
     return float(value) if float in kinds else value
@@ -54,7 +82,7 @@ def check_arguments(make: Make, owner: str) -> Make:
     @functools.wraps(called)
     def check_and_call(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
-        wanted = argument_hints(called)
+        wanted = argument_hints(make)
         for name, value in given.arguments.items():
             if name in wanted:  # `self` is not
                 given.arguments[name] = convert_argument(owner, name, value, wanted[name])
@@ -70,6 +98,8 @@ def fits(value: Any, hint: Any) -> bool:
     """Whether a value fits an annotation; an annotation that weir does not know fits any value."""
     if len(_split_union(hint)) > 1:
         return any(fits(value, part) for part in _split_union(hint))
+    if typing.get_origin(hint) is Annotated:
+        return fits(value, _bare(hint)) and all(value in bounds for bounds in hint.__metadata__)
     if typing.get_origin(hint) is Literal:
         return value in typing.get_args(hint)
     if hint is float:
@@ -85,12 +115,19 @@ def describe_hint(hint: Any) -> str:
     """Describe an annotation in words."""
     if len(_split_union(hint)) > 1:
         return " or ".join(map(describe_hint, _split_union(hint)))
+    if typing.get_origin(hint) is Annotated:
+        return " ".join(map(str, (describe_hint(_bare(hint)), *hint.__metadata__)))
     if typing.get_origin(hint) is Literal:
         return " or ".join(map(format_value, typing.get_args(hint)))
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
     if hint is types.NoneType:
         return "none"
     return words.get(hint, f"a {getattr(hint, '__name__', hint)}".lower())
+
+
+def _bare(hint: Any) -> Any:
+    """Return an annotation without the bounds of its numbers."""
+    return hint.__origin__ if typing.get_origin(hint) is Annotated else hint
 
 
 def _split_union(hint: Any) -> tuple[Any, ...]:

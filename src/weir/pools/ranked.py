@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools.base import Fold, SizedPool, find_not_finite, gather_kept, split
+from weir.pools.base import FINITE, Fold, SizedPool, find_outside, gather_kept, split
 from weir.slab import Slots
 
 Choose = Callable[[int, Slots, tuple[Tensor, ...]], Tensor]
@@ -46,7 +46,9 @@ class Ranked(SizedPool):
 
         Evicting all that is too many at once leaves what evicting one after each arrival would.
         """
-        return self.fold_by(_choose_highest, held, new, fold)
+        return self.fold_by(
+            lambda n, slots, by: select_highest(n, slots.held, *by), held, new, fold
+        )
 
     def fold_by(self, choose: Choose, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
         """Fold with another rule that chooses by the scores, as `Chunks` does with whole spans."""
@@ -59,8 +61,7 @@ class Ranked(SizedPool):
             return slots.held
         score = self.score(slots, fold)
         scores = score if isinstance(score, tuple) else (score,)
-        wrong = [_find_wrong(score, slots) for score in scores] or ["there is none"]
-        for problem in wrong:
+        for problem in [_find_wrong(score, slots) for score in scores] or ["there is none"]:
             if problem is not None:
                 raise WeirError(f"the pool {self.name} cannot rank by its score: {problem}")
         return choose(self.slots(), slots, scores)
@@ -98,13 +99,13 @@ class Tallied(Ranked):
 
     def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
         """See `Pool.wrong_state`."""
-        return find_not_finite(state)
+        return find_outside(state, tally=FINITE)
 
     def fold_by(self, choose: Choose, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
         """Fold as `Ranked.fold_by`; each number goes with its token."""
         both = held.join(new)
-        before = fold.state[TALLY][:, :, : len(held)]
-        before = torch.cat([before, self.first_tally(new, fold)], dim=2)
+        known = fold.state[TALLY][:, :, : len(held)]
+        before = torch.cat([known, self.first_tally(new, fold)], dim=2)
         if not fold.unbroken:
             order = both.position.argsort(dim=2, stable=True)
             both, before = both.take_sorted(order), before.gather(2, order)
@@ -123,28 +124,20 @@ class Asking(Ranked):
     """
 
     asks: ClassVar[str] = "window"
-    window: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if (count := self.needs_queries) < 1:
-            raise WeirError(
-                f"at least the last query is asked in {self.name}, not the last {count}"
-            )
 
     @property
     def needs_queries(self) -> int:
         """The parameter."""
         return int(getattr(self, self.asks))
 
+    def attention(self, slots: Slots, fold: Fold) -> Tensor:
+        """Return shares of their attention [batch, kv_heads, group, window, slots], float32."""
+        return fold.observed.attention(slots, self.needs_queries)
 
-def check_kernel(name: str, kernel: int) -> None:
-    """Refuse neighborhoods that have no token in their middle."""
-    if kernel < 1 or kernel % 2 == 0:
-        raise WeirError(
-            f"the kernel of {name} has a token in its middle, so it is odd and at least 1, not "
-            f"{kernel}"
-        )
+    def logits(self, slots: Slots, fold: Fold) -> Tensor:
+        """Return logits of the same queries; `-inf` where a share is 0."""
+        lse = fold.observed.lse[:, :, :, -self.needs_queries :, None]
+        return self.attention(slots, fold).log() + lse.nan_to_num(neginf=0.0)
 
 
 def _find_wrong(score: object, slots: Slots) -> str | None:
@@ -158,11 +151,6 @@ def _find_wrong(score: object, slots: Slots) -> str | None:
     if bool((score.isnan() & slots.held).any()):
         return "it is not a number for some tokens"
     return None
-
-
-def _choose_highest(n: int, slots: Slots, scores: tuple[Tensor, ...]) -> Tensor:
-    """Choose the `n` tokens of the highest scores, as a `Choose`."""
-    return select_highest(n, slots.held, *scores)
 
 
 def select_highest(n: int, among: Tensor, *scores: Tensor) -> Tensor:
@@ -196,11 +184,8 @@ def select_highest(n: int, among: Tensor, *scores: Tensor) -> Tensor:
 def pool_neighbors(votes: Tensor, position: Tensor, kernel: int, *, average: bool) -> Tensor:
     """Pool votes over the `kernel` places around each token [batch, kv_heads, slots], float64.
 
-    Args:
-        votes: not negative, 0 for none [batch, kv_heads, slots].
-        position: places in the stream, rising along the slots; -1 where empty.
-        kernel: an odd number of places.
-        average: whether to divide the sum by the kernel; otherwise the largest is taken.
+    That is their sum over the kernel, or the largest. Votes are not negative, and 0 for none;
+    positions rise along the slots, -1 where empty.
     """
     reach = kernel // 2
     # In double precision the sum does not depend on its order, so that ties remain ties.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from weir.errors import WeirError
 from weir.pools.base import Fold, Pool
+from weir.pools.parameters import Count
 from weir.pools.registry import pool
 from weir.slab import Slots
 
@@ -27,11 +28,7 @@ class Recent(Pool):
     keeps_run = True
     in_order = True
 
-    n: int | None
-
-    def __post_init__(self) -> None:
-        if self.n is not None and self.n < 1:
-            raise WeirError(f"recent keeps at least 1 token, not {self.n}")
+    n: Count | None
 
     def check(self, before: tuple[Pool, ...]) -> None:
         """Refuse to stand without a limit behind pools that leave gaps."""

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from weir.pools.base import Fold
-from weir.pools.ranked import Ranked, check_kernel, pool_neighbors
+from weir.pools.parameters import Kernel
+from weir.pools.ranked import Ranked, pool_neighbors
 from weir.pools.registry import pool
 from weir.slab import Slots
 
@@ -37,11 +38,7 @@ class Reconstruct(Ranked):
     needs_second_reading = True
 
     n: int
-    kernel: int = 5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_kernel("reconstruct", self.kernel)
+    kernel: Kernel = 5
 
     def score(self, slots: Slots, fold: Fold) -> tuple[Tensor, Tensor]:
         """Return (the average around a token, its own score) [batch, kv_heads, slots]."""

@@ -76,21 +76,8 @@ def check_name(name: Any, what: str) -> None:
 
 
 def check_free(name: str, made: Any, known: Mapping[str, Any], what: str) -> None:
-    """Refuse a name that is taken, but by a thing of the same module and name.
-
-    Args:
-        name: the name.
-        made: the class or function to be called so.
-        known: the classes or functions that have names.
-        what: the thing to be called so, such as "a pool".
-    """
-    other = known.get(name)
-    if other is not None and _origin(other) != _origin(made):
-        raise WeirError(
-            f"{what} is called {name} already, {'.'.join(_origin(other))}; take another name"
-        )
-
-
-def _origin(made: Any) -> tuple[str, str]:
-    """Return the module of a class or function, and its name there."""
-    return made.__module__, made.__qualname__
+    """Refuse a name that is taken, but by a class or function of the same module and name."""
+    other = known.get(name, made)
+    origin = f"{other.__module__}.{other.__qualname__}"
+    if origin != f"{made.__module__}.{made.__qualname__}":
+        raise WeirError(f"{what} is called {name} already, {origin}; take another name")

@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weir.errors import WeirError
-from weir.pools.base import MOST_WEIGHT, Fold, SizedPool, gather_kept, is_within
+from weir.pools.base import FROM_0, LOG_WEIGHT, Fold, SizedPool, find_outside, gather_kept
 from weir.pools.observed_attention import ObservedAttention
+from weir.pools.parameters import Count
 from weir.pools.registry import pool
 from weir.slab import Slots
 
@@ -57,21 +57,10 @@ class Residue(SizedPool):
     synthetic = True
 
     r: int
-    half_life: int | None = 256
+    half_life: Count | None = 256
     spread: bool = True
     gate: bool = True
-    window: int = 64
-
-    def __post_init__(self) -> None:
-        if self.r < 1:
-            raise WeirError(f"residue has 1 mean or more, not {self.r}")
-        if self.half_life is not None and self.half_life < 1:
-            raise WeirError(
-                f"means of residue count half after 1 arrival or more, not {self.half_life}; none "
-                "for never"
-            )
-        if self.window < 1:
-            raise WeirError(f"residue asks the last query at least, not {self.window}")
+    window: Count = 64
 
     @property
     def needs_queries(self) -> int:
@@ -85,23 +74,14 @@ class Residue(SizedPool):
         kv_heads, gates]. All float32.
         """
         batch, heads, _, key_dim = like.keys.shape
-        weights = like.a.new_full((batch, heads, self.r), -torch.inf)
-        return {
-            "a": weights,
-            "b": weights.clone(),
-            "spread": like.a.new_zeros(batch, heads, self.r, key_dim),
-            "misled": like.a.new_zeros(batch, heads, len(GATES)),
-        }
+        weights, spread = (batch, heads, self.r), (batch, heads, self.r, key_dim)
+        state = {name: like.a.new_full(weights, -torch.inf) for name in ("a", "b")}
+        misled = like.a.new_zeros(batch, heads, len(GATES))
+        return {**state, "spread": like.a.new_zeros(spread), "misled": misled}
 
     def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
         """See `Pool.wrong_state`."""
-        for name in ("a", "b"):
-            if not is_within(state[name], -math.inf, MOST_WEIGHT):
-                return f"{name} is not a log-weight"
-        for name in ("spread", "misled"):
-            if not bool((state[name].isfinite() & (state[name] >= 0)).all()):
-                return f"{name} is not a finite number from 0 on"
-        return None
+        return find_outside(state, a=LOG_WEIGHT, b=LOG_WEIGHT, spread=FROM_0, misled=FROM_0)
 
     def report(self, state: dict[str, Tensor], row: int) -> dict[str, Any]:
         """The share of their weight that the means of the layer are given."""
@@ -124,17 +104,19 @@ class Residue(SizedPool):
         if not full:
             self._remember(fold, both)
             return held.join(new), gone
-        assert fold.read is not None
-        keys = fold.read.unrotated(both).float()
-        power = (fold.read.power(self.window) * fold.form.scale**2)[:, :, None]
+        keys = fold.observed.unrotated(both).float()
+        power = (fold.observed.power(self.window) * fold.form.scale**2)[:, :, None]
         # Distances of points are those of logits, as the last queries see them.
-        near = merge_nearest(keys * power.sqrt(), _weights(b), both.held, self.r)
+        top = b.amax(dim=2, keepdim=True)
+        weight = (b - top.masked_fill(top.isneginf(), 0.0)).double().exp()
+        near = merge_nearest(keys * power.sqrt(), weight, both.held, self.r)
         groups = Groups.of(near, both)
         mean = groups.mean(keys, b)
-        kept = self._merged(both, groups, mean, fold.read)
+        kept = self._merged(both, groups, mean, fold.observed)
         self._remember(fold, kept)
+        home = mean.gather(2, groups.home[..., None].expand_as(mean))
         spread = fold.state["spread"][:, :, : len(held)]
-        spread = F.pad(spread, (0, 0, 0, len(new))) + (keys - groups.home_of(mean)).square()
+        spread = F.pad(spread, (0, 0, 0, len(new))) + (keys - home).square()
         spread = gather_kept(groups.mean(spread, b), groups.stays, self.r)
         fold.state["spread"] = spread
         more = torch.zeros_like(kept.b)
@@ -144,14 +126,16 @@ class Residue(SizedPool):
             came = torch.arange(len(both), device=b.device) >= len(held)
             parts = (groups.total(t.where(came, -torch.inf)) for t in (a, b))
             above, below = (gather_kept(t, groups.stays, len(kept)) + more for t in parts)
-            now = measure_misled(fold.read, held, new, replace(kept, a=above, b=below), self.window)
+            now = measure_misled(
+                fold.observed, held, new, replace(kept, a=above, b=below), self.window
+            )
             fold.state["misled"] = LASTS * fold.state["misled"] + now
             more = more + _best(fold.state["misled"]).log()[:, None, None]
         return replace(kept, a=kept.a + more, b=kept.b + more), gone
 
     def _merged(self, both: Slots, groups: Groups, mean: Tensor, read: ObservedAttention) -> Slots:
         """The slots that stay, weighed for their groups; a token by itself stays as it is."""
-        several = groups.several[..., None]
+        several = (groups.member.sum(dim=2) > 1)[..., None]
         said = read.rotate_to(mean, both.position).to(both.keys.dtype)
         values = groups.mean(both.values, both.a).to(both.values.dtype)
         return replace(
@@ -167,12 +151,6 @@ class Residue(SizedPool):
         for name in ("a", "b"):
             log = getattr(slots, name)
             fold.state[name] = F.pad(log, (0, self.r - len(slots)), value=-torch.inf)
-
-
-def _weights(log: Tensor) -> Tensor:
-    """Weights from logarithms, the largest of a head 1 [batch, kv_heads, n], float64."""
-    top = log.amax(dim=2, keepdim=True)
-    return (log - top.masked_fill(top.isneginf(), 0.0)).double().exp()
 
 
 def _best(misled_by: Tensor) -> Tensor:
@@ -194,27 +172,18 @@ ROUNDING = 1e-5
 def measure_misled(
     read: ObservedAttention, held: Slots, new: Slots, means: Slots, window: int
 ) -> Tensor:
-    """Measure how far the last queries' outputs move when means take the place of the arrivals.
+    """Measure how far the last `window` queries' outputs move with means in place of the arrivals.
 
-    What the pool held is left out on both sides, since of that nobody knows the truth any more.
-
-    Args:
-        read: what the queries have read, `held` and `new` among it.
-        held: the slots of the pool.
-        new: what arrived, each token by itself.
-        means: what is to stand for it, weighed for the arrivals alone.
-        window: the last so many queries are asked.
-
-    Returns:
-        By gate, the squared distances of the layer's output, added up over queries and the query
-        heads of each KV head [batch, kv_heads, gates], float32.
+    What the pool `held` is left out on both sides, since of that nobody knows the truth any more.
+    `means` are weighed for the arrivals alone. By gate, the squared distances of the layer's
+    output, added up over queries and the query heads of each KV head [batch, kv_heads, gates].
     """
-    old_above, old_below = _part(read.attention(held), held, window)
-    above, below = _part(read.attention(new), new, window)
+    old_above, old_below = _part(read.attention(held, window), held)
+    above, below = _part(read.attention(new, window), new)
     rest_above = read.answers[:, :, :, -window:].float() - old_above - above
     rest_below = 1 - old_below - below
     truth = (rest_above + above) / (rest_below + below).clamp_min(LEAST)
-    above, below = _part(read.would_attend(means), means, window)
+    above, below = _part(read.would_attend(means)[:, :, :, -window:], means)
 
     def moves(answers: Tensor) -> Tensor:
         if read.output is not None:
@@ -228,14 +197,11 @@ def measure_misled(
     return torch.stack(far, dim=2).maximum(moves(ROUNDING * truth)[..., None])
 
 
-def _part(shares: Tensor, slots: Slots, window: int) -> tuple[Tensor, Tensor]:
-    """Compute the parts of slots in numerator and denominator, as shares of all that was read
-    [batch, kv_heads, group, window, value_dim] and [..., 1], float32.
-    """
-    below = shares[:, :, :, -window:]
+def _part(shares: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
+    """Compute the parts of slots in numerator and denominator, as shares of all that was read."""
     more = (slots.a - slots.b).exp().masked_fill(~slots.held | slots.b.isneginf(), 0.0)
-    above = below * more[:, :, None, None]
-    return above @ slots.values.float()[:, :, None], below.sum(dim=4, keepdim=True)
+    above = shares * more[:, :, None, None]
+    return above @ slots.values.float()[:, :, None], shares.sum(dim=4, keepdim=True)
 
 
 LEAST_WEIGHT = 1e-300
@@ -249,13 +215,8 @@ def merge_nearest(points: Tensor, weight: Tensor, among: Tensor, most: int) -> T
     point [batch, heads, n], int64.
 
     In each round the groups that are nearest to each other, both to both, are joined, those first
-    that cost least by Ward's rule; of equal costs the earlier points'.
-
-    Args:
-        points: finite [batch, heads, n, dim].
-        weight: from 0 on [batch, heads, n], float64.
-        among: which of the points there are [batch, heads, n], bool.
-        most: groups that may be left.
+    that cost least by Ward's rule; of equal costs the earlier points'. Points [batch, heads, n,
+    dim] are finite, their `weight` is float64, and `among` says which of them there are.
     """
     n = among.shape[2]
     step = torch.arange(n, device=points.device)
@@ -314,18 +275,10 @@ class Groups:
     @classmethod
     def of(cls, group: Tensor, slots: Slots) -> Groups:
         """Groups by numbers from 0 to n [batch, kv_heads, n], of those slots that hold a token."""
-        step = torch.arange(group.shape[2], device=group.device)
-        together = (group[..., None] == step) & slots.held[..., None]
-        newest = slots.position[..., None].where(together, -1).argmax(dim=2)
-        home = newest.gather(2, group)
-        return cls(
-            home, (home == step) & slots.held, (home[..., None] == step) & slots.held[..., None]
-        )
-
-    @property
-    def several(self) -> Tensor:
-        """The homes with more than one member [batch, kv_heads, n], bool."""
-        return self.member.sum(dim=2) > 1
+        step, held = torch.arange(group.shape[2], device=group.device), slots.held[..., None]
+        together = (group[..., None] == step) & held
+        home = slots.position[..., None].where(together, -1).argmax(dim=2).gather(2, group)
+        return cls(home, (home == step) & slots.held, (home[..., None] == step) & held)
 
     def total(self, log: Tensor) -> Tensor:
         """Logarithms of sums, from logarithms, both [batch, kv_heads, n]; -inf where not home."""
@@ -338,7 +291,3 @@ class Groups:
         total = self.total(log)
         share = log[..., None] - total.masked_fill(total.isneginf(), 0.0)[:, :, None]
         return share.exp().where(self.member, 0.0).transpose(2, 3) @ x.float()
-
-    def home_of(self, x: Tensor) -> Tensor:
-        """To each slot the row of `x` [batch, kv_heads, n, dim] that its group's home has."""
-        return x.gather(2, self.home[..., None].expand_as(x))

@@ -7,14 +7,13 @@ factor is applied anew at each fold, so that rounding never adds up.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weir.pools.base import MOST_WEIGHT, Fold, Pool, is_within
+from weir.pools.base import LOG_WEIGHT, Fold, Pool, find_outside
 from weir.slab import Slots
 
 
@@ -48,12 +47,7 @@ class Sample(Pool):
 
     def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
         """See `Pool.wrong_state`."""
-        if "came" in state and not is_within(state["came"], 0, ahead):
-            return "came is not a number of tokens"
-        for name in ("a", "b"):
-            if name in state and not is_within(state[name], -math.inf, MOST_WEIGHT):
-                return f"{name} is not a log-weight"
-        return None
+        return find_outside(state, came=(0, ahead), a=LOG_WEIGHT, b=LOG_WEIGHT)
 
     def draw(self, slots: Slots, fold: Fold) -> Tensor:
         """Draw each token's uniform number, always the same [batch, kv_heads, slots], float64."""
@@ -79,12 +73,8 @@ class Sample(Pool):
         return self.weigh(kept, share.clamp_min(1.0).log()[..., None], fold)
 
     def weigh(self, kept: Slots, factor: Tensor, fold: Fold) -> Slots:
-        """Multiply the weights of the kept slots by e^factor, and remember what they were.
-
-        Args:
-            kept: with the weights its tokens arrived with.
-            factor: [batch, kv_heads, slots or 1], finite where a token is.
-            fold: the fold, whose state has the weights.
+        """Multiply the weights that kept tokens arrived with by e^factor, and remember them; the
+        factor is [batch, kv_heads, slots or 1], finite where a token is.
         """
         free = (self.slots() or 0) - len(kept)
         for name in ("a", "b"):

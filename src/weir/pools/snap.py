@@ -9,17 +9,19 @@ tokens with the highest pooled votes stay, and so does the window. In a stream, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from weir.errors import WeirError
 from weir.pools.base import Fold, Pool
-from weir.pools.ranked import Asking, check_kernel, pool_neighbors
+from weir.pools.parameters import Count, Kernel
+from weir.pools.ranked import Asking, pool_neighbors
 from weir.pools.registry import pool
 from weir.slab import Slots, attention_mass
 
-FRAMES = ("read", "stream")
+Frame = Literal["read", "stream"]
 """Places at which votes are cast: where attention reads keys, or those in the stream."""
 
 
@@ -50,19 +52,10 @@ class Snap(Asking):
     needs_shares = False
 
     budget: int
-    window: int = 32
-    kernel: int = 7
+    window: Count = 32
+    kernel: Kernel = 7
     average: bool = False
-    frame: str = "read"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_kernel("snap", self.kernel)
-        if self.frame not in FRAMES:
-            raise WeirError(
-                f"the frame of snap is {' or '.join(FRAMES)}, not {self.frame!r}: votes are cast "
-                "where keys are read, or at places in the stream"
-            )
+    frame: Frame = "read"
 
     def check(self, before: tuple[Pool, ...]) -> None:
         """Refuse a window that leaves no slot to vote about."""
@@ -97,8 +90,7 @@ class Snap(Asking):
     def _votes(self, slots: Slots, fold: Fold) -> Tensor:
         """Sum the attention of the window's queries to each slot [batch, kv_heads, slots]."""
         if self.frame == "read":
-            assert fold.read is not None
-            return fold.read.received(slots, self.window)
+            return fold.observed.received(slots, self.window)
         assert fold.queries is not None
         queries = fold.queries[:, :, :, -self.window :]
         ahead = fold.next[:, None, None, None, None]

@@ -10,9 +10,9 @@ paper's experiments run instead is the pool `kcenter`.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,16 +20,13 @@ from torch import Tensor
 
 from weir import kernels
 from weir.errors import WeirError
-from weir.pools.base import Fold, Pool, is_within
+from weir.pools.base import FINITE, FROM_0, Fold, Pool, find_outside
+from weir.pools.parameters import Bounds, Count
 from weir.pools.registry import pool
 from weir.slab import Slots, pick
 
 PIECE = 64
 """Arrivals looked at together; a whole prompt comes in pieces."""
-
-MOST = 1e300
-"""Sums beyond are none of a stream."""
-
 _PAIRS, _SAMPLES, _MERGES = range(3)
 """The purposes of draws, by number."""
 _ROOM = 16
@@ -60,32 +57,18 @@ class SubGen(Pool):
     two_weights = True
     ends_pipe = True  # what is kept stands for all that came
 
-    samples: int = 64
-    clusters: int | None = 32
-    per_cluster: int = 4
-    delta: float | str = "auto"
+    samples: Count = 64
+    clusters: Count | None = 32
+    per_cluster: Count = 4
+    delta: Annotated[float, Bounds(0, without=0)] | Literal["auto"] = "auto"
     exact: bool = True
 
     def __post_init__(self) -> None:
-        if self.samples < 1:
-            raise WeirError(f"subgen draws at least 1 sample for the numerator, not {self.samples}")
-        if self.clusters is not None and self.clusters < 1:
+        if self.delta == "auto" and self.clusters is None:
             raise WeirError(
-                f"subgen needs at least 1 cluster, not {self.clusters}; "
-                "without a limit, write clusters=none"
+                "subgen finds a delta by the number of clusters there may be; with clusters=none "
+                "it has to be given, as in delta=4.0"
             )
-        if self.per_cluster < 1:
-            raise WeirError(f"subgen draws at least 1 key per_cluster, not {self.per_cluster}")
-        if isinstance(self.delta, str):
-            if self.delta != "auto":
-                raise WeirError(f"the delta of subgen is a distance or auto, not {self.delta!r}")
-            if self.clusters is None:
-                raise WeirError(
-                    "subgen finds a delta by the number of clusters there may be; with "
-                    "clusters=none it has to be given, as in delta=4.0"
-                )
-        elif not 0 < self.delta < math.inf:
-            raise WeirError(f"the delta of subgen is a distance above 0, not {self.delta}")
 
     def slots(self) -> int | None:
         """One for each pair and each sampled key, should none of them be the same."""
@@ -109,37 +92,37 @@ class SubGen(Pool):
         of their values, float64; and `pairs`, the list M as slots [batch, kv_heads, samples],
         int64, -1 as long as there is none.
         """
-        start = 0.0 if isinstance(self.delta, str) else float(self.delta)
         room = _ROOM if self.clusters is None else self.clusters
         came = like.position.new_zeros(like.position.shape[:2])
+        mu = torch.zeros_like(came, dtype=torch.float64)
         return {
             "came": came,
             "still": torch.full_like(came, self.exact, dtype=torch.bool),
-            "mu": torch.zeros_like(came, dtype=torch.float64),
+            "mu": mu,
             "pairs": came.new_full((*came.shape, self.samples), -1),
-            **Clusters.none(like.keys, room, self.per_cluster, start).tensors(),
+            "delta": torch.full_like(mu, 0.0 if self.delta == "auto" else float(self.delta)),
+            "count": mu.new_zeros((*mu.shape, room)),
+            "centre": like.keys.new_zeros((*mu.shape, room, like.keys.shape[3])),
+            "born": came.new_zeros((*came.shape, room)),
+            "samples": came.new_zeros((*came.shape, room, self.per_cluster)),
         }
 
     def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
         """See `Pool.wrong_state`."""
-        if not is_within(state["came"], 0, ahead):
-            return "came is not a number of tokens"
-        if not is_within(state["pairs"], -1, held - 1):
-            return "pairs names a slot that is not in use"
-        for name in ("mu", "delta", "count"):
-            if not is_within(state[name], 0, MOST):
-                return f"{name} is not a finite number from 0 on"
-        if not bool(state["centre"].isfinite().all()):
-            return "centre is not finite"
-        if not is_within(state["born"], 0, max(0, ahead - 1)):
-            return "born is a place in the stream that no token has had"
         there = state["count"] > 0
         if bool((there[..., 1:] & ~there[..., :-1]).any()):
             return "count leaves out a cluster"
-        samples = state["samples"].where(there[..., None], 0)
-        if not is_within(samples, 0, max(0, held - 1)) or (held == 0 and bool(there.any())):
+        if held == 0 and bool(there.any()):
             return "samples names a slot that is not in use"
-        return None
+        return find_outside(
+            {**state, "samples": state["samples"].where(there[..., None], 0)},
+            **dict.fromkeys(("mu", "delta", "count"), FROM_0),
+            came=(0, ahead),
+            pairs=(-1, held - 1),
+            centre=FINITE,
+            born=(0, max(0, ahead - 1)),
+            samples=(0, max(0, held - 1)),
+        )
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
         """Let arrivals in one after the other, then keep the tokens that were drawn."""
@@ -147,18 +130,19 @@ class SubGen(Pool):
             return held, new
         if not new.finite:
             raise WeirError("subgen was given a key or value that is not finite, near no cluster")
-        clusters = Clusters.of_state(fold.state)
+        clusters = Clusters(*(fold.state[name] for name in Clusters.__dataclass_fields__))
         for start in range(0, len(new), PIECE):
             piece, first = new.part(start, start + PIECE), len(held) + start
             self._draw_pairs(piece, first, fold)
             self._cluster(clusters, piece, first, fold)
         kept = self._drawn(held.join(new), clusters, fold)
-        fold.state.update(clusters.tensors())
+        fold.state.update(vars(clusters))
         return kept, new.part(0, 0)
 
     def _draw_pairs(self, new: Slots, first: int, fold: Fold) -> None:
         """UPDATEMATRIXPRODUCT (lines 24 to 28) and line 6; arrivals lie from slot `first` on."""
-        weight = new.a.double().exp() * _squared_lengths(new)
+        squared_lengths = new.values.double().square().sum(dim=3).masked_fill(~new.held, 0.0)
+        weight = new.a.double().exp() * squared_lengths
         u = fold.draws.uniforms(_PAIRS, new.position, self.samples)
         last, mu = resample(fold.state["mu"][..., None], weight, torch.zeros_like(new.position), u)
         drawn = last[:, :, 0]
@@ -213,13 +197,9 @@ class SubGen(Pool):
         return kept.only(stays)
 
 
-def _squared_lengths(slots: Slots) -> Tensor:
-    """Of the values, zero where a slot is empty [batch, kv_heads, slots], float64."""
-    return slots.values.double().square().sum(dim=3).masked_fill(~slots.held, 0.0)
-
-
 def resample(total: Tensor, weight: Tensor, into: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Weighted reservoirs: who holds each entry after some arrivals, as if they came one by one.
+    """Fill weighted reservoirs, as if arrivals came one by one: (the last that took each entry, -1
+    for none [batch, kv_heads, reservoirs, entries]; the new totals).
 
     An arrival of weight w, joining what weighs W, takes each entry with probability w / (W + w),
     independently. So every entry is, at all times, one draw of all that came, by weight.
@@ -229,10 +209,6 @@ def resample(total: Tensor, weight: Tensor, into: Tensor, u: Tensor) -> tuple[Te
         weight: of the arrivals [batch, kv_heads, n], float64; zero for none.
         into: the reservoir each goes to [batch, kv_heads, n], int64.
         u: uniform in [0, 1), of each arrival for each entry [batch, kv_heads, n, entries].
-
-    Returns:
-        The last arrival that took each entry [batch, kv_heads, reservoirs, entries], -1 for none;
-        and the new totals.
     """
     by_kernel = kernels.resample(u.device)
     found: tuple[Tensor, Tensor] = (by_kernel or reservoirs)(total, weight, into, u)
@@ -253,10 +229,6 @@ def reservoirs(total: Tensor, weight: Tensor, into: Tensor, u: Tensor) -> tuple[
     return last.view(*total.shape, entries), running[:, :, -1]
 
 
-SAVED_NAMES = {"center": "centre"}
-"""Names in session files that are older than the fields'."""
-
-
 @dataclass
 class Clusters:
     """The list D of Algorithm 1, for every head of every row, the oldest cluster first.
@@ -266,37 +238,16 @@ class Clusters:
             there is a reason to choose one.
         count: n_i, the weight of all keys that joined [batch, kv_heads, clusters], float64; 0 where
             there is no cluster (yet).
-        center: x_i [batch, kv_heads, clusters, key_dim].
+        centre: x_i, as sessions spell it [batch, kv_heads, clusters, key_dim].
         born: the place of x_i in the stream [batch, kv_heads, clusters], int64.
         samples: S_i, as slots [batch, kv_heads, clusters, per_cluster], int64.
     """
 
     delta: Tensor
     count: Tensor
-    center: Tensor
+    centre: Tensor
     born: Tensor
     samples: Tensor
-
-    @classmethod
-    def none(cls, like: Tensor, room: int, per_cluster: int, delta: float) -> Clusters:
-        """No clusters, with room for some, for keys as `like` [batch, kv_heads, any, key_dim]."""
-        shape, device = like.shape[:2], like.device
-        return cls(
-            delta=torch.full(shape, delta, dtype=torch.float64, device=device),
-            count=torch.zeros((*shape, room), dtype=torch.float64, device=device),
-            center=like.new_zeros((*shape, room, like.shape[3])),
-            born=torch.zeros((*shape, room), dtype=torch.int64, device=device),
-            samples=torch.zeros((*shape, room, per_cluster), dtype=torch.int64, device=device),
-        )
-
-    @classmethod
-    def of_state(cls, state: Mapping[str, Tensor]) -> Clusters:
-        """The clusters in a pool's state."""
-        return cls(**{f.name: state[SAVED_NAMES.get(f.name, f.name)] for f in fields(cls)})
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors by their names in a pool's state."""
-        return {SAVED_NAMES.get(f.name, f.name): getattr(self, f.name) for f in fields(self)}
 
     @property
     def used(self) -> Tensor:
@@ -320,9 +271,9 @@ class Clusters:
         cluster, and so on: the loop is over the clusters that open, not over keys.
 
         Args:
-            keys: [batch, kv_heads, n, key_dim]; they lie in the slots from `first` on.
-            weight: what each counts for [batch, kv_heads, n], float64; zero for none at all.
-            born: their places in the stream [batch, kv_heads, n].
+            keys: [batch, kv_heads, n, key_dim].
+            weight: what each counts for, float64; zero for none at all.
+            born: their places in the stream.
             u: uniform in [0, 1), of each key for each entry [batch, kv_heads, n, per_cluster].
             first: the slot of the first of them.
             limit: clusters there may be; None for no limit.
@@ -338,7 +289,10 @@ class Clusters:
             waits = (step >= done) & (weight > 0)
             alone = waits & (near > self.delta[..., None])
             stop = step.where(alone, n).amin(dim=2, keepdim=True)
-            self._join(weight.where(waits & (step < stop), 0.0), nearest, u, first)
+            # Lines 14 to 18.
+            joins = weight.where(waits & (step < stop), 0.0)
+            last, self.count = resample(self.count, joins, nearest, u)
+            self.samples = torch.where(last >= 0, first + last, self.samples)
             stuck = stop < n
             if not bool(stuck.any()):
                 return opened
@@ -356,7 +310,7 @@ class Clusters:
             self.count = torch.where(here, weight.gather(2, at), self.count)
             self.born = torch.where(here, born.gather(2, at), self.born)
             key = keys.gather(2, at[..., None].expand(-1, -1, 1, keys.shape[3]))
-            self.center = torch.where(here[..., None], key, self.center)
+            self.centre = torch.where(here[..., None], key, self.centre)
             self.samples = torch.where(here[..., None], first + at[..., None], self.samples)
             done = stop + opens.long()
             if merges or self.count.shape[2] > room:
@@ -366,19 +320,14 @@ class Clusters:
 
     def _distances(self, keys: Tensor) -> Tensor:
         """From keys to centers [batch, kv_heads, n, clusters]; infinite where there is none."""
-        return _distance(keys, self.center).masked_fill(self.count[:, :, None] == 0, torch.inf)
-
-    def _join(self, weight: Tensor, into: Tensor, u: Tensor, first: int) -> None:
-        """Lines 14 to 18: keys of a weight above zero join clusters."""
-        last, self.count = resample(self.count, weight, into, u)
-        self.samples = torch.where(last >= 0, first + last, self.samples)
+        return _distance(keys, self.centre).masked_fill(self.count[:, :, None] == 0, torch.inf)
 
     def _make_room(self, stuck: Tensor) -> None:
         """Twice as many clusters, where one is to open and there is no place for it."""
         room = self.count.shape[2]
         if bool((stuck & (self.used == room)).any()):
             self.count, self.born = (F.pad(t, (0, room)) for t in (self.count, self.born))
-            self.center = F.pad(self.center, (0, 0, 0, room))
+            self.centre = F.pad(self.centre, (0, 0, 0, room))
             self.samples = F.pad(self.samples, (0, 0, 0, room))
 
     def _merge(self, full: Tensor, near: Tensor, draw: Callable[[Tensor], Tensor]) -> None:
@@ -390,7 +339,7 @@ class Clusters:
         is how near the waiting key is to a center.
         """
         step = torch.arange(self.count.shape[2], device=near.device)
-        between = self._distances(self.center)
+        between = self._distances(self.centre)
         between = between.masked_fill(step[:, None] == step, torch.inf)
         smallest = between.amin(dim=(2, 3)).minimum(near[..., 0])
         wider = torch.where(self.delta > 0, 2 * self.delta, smallest)
@@ -409,7 +358,7 @@ class Clusters:
         self.samples = torch.where(last >= 0, theirs, self.samples)
         order = gone.to(torch.uint8).argsort(dim=2, stable=True)
         self.count, self.born = self.count.gather(2, order), self.born.gather(2, order)
-        self.center = self.center.gather(2, order[..., None].expand(self.center.shape))
+        self.centre = self.centre.gather(2, order[..., None].expand(self.centre.shape))
         self.samples = self.samples.gather(2, order[..., None].expand(self.samples.shape))
 
 

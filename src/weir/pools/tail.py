@@ -17,8 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weir.errors import WeirError
-from weir.pools.base import MOST_WEIGHT, Fold, SizedPool, gather_kept, is_within
+from weir.pools.base import (
+    FROM_0,
+    LOG_WEIGHT,
+    MOST_WEIGHT,
+    Fold,
+    SizedPool,
+    find_outside,
+    gather_kept,
+)
+from weir.pools.parameters import Natural, Share
 from weir.pools.ranked import select_highest
 from weir.pools.registry import pool
 from weir.pools.sample import Sample
@@ -49,15 +57,8 @@ class Tail(SizedPool, Sample):
     n: int
     attention: bool = True
     value: bool = True
-    floor: float = 0.1
-    watch: int = 8
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.floor <= 1:
-            raise WeirError(f"the floor of tail lies between 0 and 1, not at {self.floor}")
-        if self.watch < 0:
-            raise WeirError(f"tail watches 0 queries or more, not {self.watch}")
+    floor: Share = 0.1
+    watch: Natural = 8
 
     @property
     def needs_mass(self) -> bool:
@@ -87,14 +88,10 @@ class Tail(SizedPool, Sample):
 
     def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
         """See `Pool.wrong_state`."""
-        if not is_within(state["said"], -MOST_WEIGHT, MOST_WEIGHT):
-            return "what a token has said is not a log-weight"
-        if not is_within(state["threshold"], -torch.inf, MOST_WEIGHT):
-            return "the threshold is not a log-weight"
-        for name in ("sum", "variance", "watched", "until"):
-            if name in state and not bool(((state[name] >= 0) & (state[name] < torch.inf)).all()):
-                return f"{name} is not a sum of what is not negative"
-        return super().wrong_state(state, held, ahead)
+        sums = dict.fromkeys(("sum", "variance", "watched", "until"), FROM_0)
+        said = (-MOST_WEIGHT, MOST_WEIGHT)
+        wrong = find_outside(state, said=said, threshold=LOG_WEIGHT, **sums)
+        return wrong or super().wrong_state(state, held, ahead)
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
         """Keep the tokens of the highest priorities; τ rises to the highest of the others."""
@@ -156,9 +153,8 @@ class Tail(SizedPool, Sample):
         jackknife's (Särndal, Swensson and Wretman 1992, sections 5.6 and 11.5, with draws taken as
         independent, as they nearly are).
         """
-        read = fold.read
-        assert read is not None
-        share = read.attention(held)[:, :, :, -self.watch :].double()
+        read = fold.observed
+        share = read.attention(held, self.watch).double()
         answer = read.answers[:, :, :, -self.watch :].double()
         chance = (came.b - held.b).double().masked_fill(~held.held, 0.0).exp()
         lift = (held.a - held.b).double().masked_fill(~held.held, 0.0).exp()

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from weir.errors import WeirError
 from weir.pools.base import Fold, split
+from weir.pools.parameters import Bounds, Count
 from weir.pools.registry import pool
 from weir.pools.sample import Sample
 from weir.slab import Slots
@@ -36,8 +38,8 @@ class Uniform(Sample):
             one.
     """
 
-    n: int | None = None
-    rate: float | None = None
+    n: Count | None = None
+    rate: Annotated[float, Bounds(0, 1, without=0)] | None = None
     weighted: bool = False
     per_head: bool = True
 
@@ -48,10 +50,6 @@ class Uniform(Sample):
                 f"uniform keeps so many tokens or a share of them, and was given {given}; "
                 "write uniform(64) or uniform(rate=0.25)"
             )
-        if self.n is not None and self.n < 1:
-            raise WeirError(f"uniform keeps at least 1 token, not {self.n}")
-        if self.rate is not None and not 0 < self.rate <= 1:
-            raise WeirError(f"the rate of uniform lies above 0 and is at most 1, not {self.rate}")
 
     @property
     def ends_pipe(self) -> bool:

@@ -23,9 +23,9 @@ from weir.serve.engine import (
     Busy,
     Constraint,
     Engine,
+    EventSender,
     FailureEvent,
     FinishEvent,
-    Notifier,
     OutputEvent,
     OutputProcessor,
     OutputQueue,
@@ -37,9 +37,10 @@ from weir.serve.engine import (
 from weir.serve.limits import Limits
 from weir.serve.messages import Message, call_id, hash_prefixes
 from weir.serve.prompts import Prompt, PromptMatcher, PromptRenderer
-from weir.serve.sessions import AcquireLease, ResponseStore, TurnRecord, pack_ids
+from weir.serve.sessions import ResponseStore, TurnRecord, pack_ids
 from weir.serve.sessions.manager import SessionManager
 from weir.serve.tools import Tool, read_calls
+from weir.stream import Detokenizer
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class Generation:
             events = await self.queue.take()
 
     def close(self) -> None:
-        """Cancel the answers that have not ended, and release the session."""
+        """Cancel the answers that have not ended."""
         self._client.close_generation(self)
 
     def call_id(self, answer: int) -> Callable[[int], str]:
@@ -153,11 +154,10 @@ class EngineClient:
     Args:
         engine: its thread is run by this client from `open` on.
         responses: keeps responses and conversations; in memory where none is given.
-        acquire_lease: leases sessions, where other servers may answer them too.
+        is_replica: whether other servers have the same sessions.
 
     Attributes:
         locked: conversations that requests are using, by owner; only the event loop changes it.
-        is_replica: whether other servers have the same sessions.
         failure: why the engine has stopped by itself, if it did.
     """
 
@@ -168,7 +168,8 @@ class EngineClient:
         name: str,
         limits: Limits,
         responses: ResponseStore | None = None,
-        acquire_lease: AcquireLease | None = None,
+        *,
+        is_replica: bool = False,
     ) -> None:
         self.engine = engine
         self.store = engine.store
@@ -178,7 +179,7 @@ class EngineClient:
         self.responses = responses or ResponseStore(most=limits.texts)
         self.sessions = SessionManager(engine, self.responses, limits)
         self.locked: set[tuple[str, str]] = set()
-        self.is_replica = acquire_lease is not None
+        self.is_replica = is_replica
         self.stop_ids = frozenset(StopTokens.of(engine.model.generation_config).stops)
         self.failure: Exception | None = None
         sink = sink_of(transformers_model(engine.model).config)
@@ -186,11 +187,9 @@ class EngineClient:
         # Turns saved with one model and policy are of no use to another.
         kind = [name, str(engine.cache.policy), engine.cache.chunk, engine.cache.positions]
         root = hashlib.sha256(json.dumps(kind).encode()).hexdigest()
-        self.matcher = PromptMatcher(
-            self.renderer, self.store, limits, root, self.vocabulary, acquire_lease
-        )
-        self._notifier = Notifier()
-        engine.on_step = self._notifier.notify
+        self.matcher = PromptMatcher(self.renderer, self.store, limits, root, self.vocabulary)
+        self._sender = EventSender()
+        engine.on_step = self._sender.send
         self._requests: Counter[str] = Counter()
         self._generations: set[Generation] = set()
         self._lock = threading.Lock()
@@ -233,7 +232,7 @@ class EngineClient:
             generations = list(self._generations)
         for generation in generations:
             for answer in range(len(generation.sequences)):
-                generation.queue.put_now(FailureEvent(answer, error))
+                self._sender.send_now(generation.queue, FailureEvent(answer, error))
         return generations
 
     # --- answers
@@ -251,11 +250,7 @@ class EngineClient:
         with self._lock:
             saving = (g.running for g in self._generations if g.prompt.session is not None)
             turns = len(request.sampling) + sum(map(len, saving))
-        try:
-            self.store.check_room(turns)
-        except BaseException:
-            prompt.release()
-            raise
+        self.store.check_room(turns)
         return prompt
 
     def generate(
@@ -264,7 +259,7 @@ class EngineClient:
         """Submit a request to the engine.
 
         Args:
-            prompt: from `request.match`; its lease is released here or by `Generation.close`.
+            prompt: from `match`.
 
         Raises:
             Busy: the engine's queue is full.
@@ -272,11 +267,7 @@ class EngineClient:
         """
         answers = range(len(request.sampling))
         queue = OutputQueue(loop, self.limits.unread * len(answers))
-        try:
-            sequences = [self._sequence(request, prompt, answer, queue) for answer in answers]
-        except BaseException:
-            prompt.release()
-            raise
+        sequences = [self._sequence(request, prompt, answer, queue) for answer in answers]
         sequences[0].forks = sequences[1:]
         generation = Generation(request, prompt, sequences, queue, self, set(answers))
         with self._lock:
@@ -294,15 +285,14 @@ class EngineClient:
         self, request: GenerationRequest, prompt: Prompt, answer: int, queue: OutputQueue
     ) -> Sequence:
         """The sequence of one of the answers, with its output processor."""
+        special = self.renderer.call_tokens.values() if request.tools else ()
         processor = OutputProcessor(
             answer,
             self.engine.cache,
-            self.tokenizer,
-            request.stops,
+            Detokenizer(self.tokenizer, request.stops, special),
             queue,
-            self._notifier,
+            self._sender,
             partial(self._trim, prompt),
-            self.renderer.call_tokens.values() if request.tools else (),
         )
         constraint = request.constraint() if request.constraint else None
         processor.sequence = Sequence(
@@ -353,7 +343,6 @@ class EngineClient:
                 **{name: value for name, value in vars(stats).items() if name != "seen"},
             },
             ids=pack_ids([*prompt.ids, *sequence.output_ids]),
-            epoch=0 if prompt.lease is None else prompt.lease.epoch,
         )
 
     def _trim(self, prompt: Prompt) -> None:
@@ -363,12 +352,11 @@ class EngineClient:
             self.sessions.trim(prompt.owner)
 
     def close_generation(self, generation: Generation) -> None:
-        """Cancel the answers that have not ended, and release the session (`Generation.close`)."""
+        """Cancel the answers that have not ended (`Generation.close`)."""
         with self._lock:
             self._generations.discard(generation)
         if generation.running:
             self._cancel(generation)
-        generation.prompt.release()
 
     def _cancel(self, generation: Generation) -> None:
         for sequence in generation.sequences:

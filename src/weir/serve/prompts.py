@@ -17,7 +17,7 @@ from weir.errors import WeirError, quote
 from weir.models import ModelSink
 from weir.serve.limits import Limits
 from weir.serve.messages import Message, hash_prefixes
-from weir.serve.sessions import AcquireLease, SessionLease, SessionStore, TurnRecord
+from weir.serve.sessions import SessionStore, TurnRecord
 from weir.serve.tools import CallFormat, Tool, describe_tools, format_of
 from weir.stream import ChatTemplate, PromptEncoder, PromptTooLong
 
@@ -44,7 +44,6 @@ class Prompt:
     messages: tuple[Message, ...] = ()
     beginning: int = 0
     header: int = 0
-    lease: SessionLease | None = None
 
     @property
     def cached(self) -> int:
@@ -55,11 +54,6 @@ class Prompt:
     def length(self) -> int:
         """Tokens of everything before the answer."""
         return len(self.ids) + (0 if self.parent is None else self.parent.seen)
-
-    def release(self) -> None:
-        """Release the lease on its session."""
-        if self.lease is not None:
-            self.lease.release()
 
 
 class PromptRenderer:
@@ -179,14 +173,12 @@ class PromptMatcher:
         limits: Limits,
         root: str,
         vocabulary: int,
-        acquire_lease: AcquireLease | None = None,
     ) -> None:
         self._renderer = renderer
         self._store = store
         self._limits = limits
         self._root = root
         self._vocabulary = vocabulary
-        self._acquire_lease = acquire_lease
 
     def match(
         self,
@@ -279,11 +271,9 @@ class PromptMatcher:
         return self._check(Prompt(list(text), owner))
 
     def _check(self, prompt: Prompt) -> Prompt:
-        """Refuse a prompt without tokens or with too many; take the lease on its session."""
+        """Refuse a prompt without tokens or with too many."""
         if not prompt.ids:
             raise WeirError("that makes no tokens; say something")
         if len(prompt.ids) > self._limits.prompt:
             raise PromptTooLong(self._limits.prompt)
-        if prompt.session is None or self._acquire_lease is None:
-            return prompt
-        return replace(prompt, lease=self._acquire_lease(prompt.owner, prompt.session))
+        return prompt

@@ -9,8 +9,6 @@ from weir.slab.attention import (
     attention_weights,
     compute_logits,
     fused_attention,
-    observed_attention,
-    split_attention,
     split_weights,
     two_weight_attention,
 )
@@ -26,7 +24,7 @@ from weir.slab.positions import (
 )
 from weir.slab.quantization import FORMATS, Format, block_size
 from weir.slab.quantized_slots import CODED, QuantizedSlots, QuantizedStorage, quantized_buffers
-from weir.slab.selection import AT_ONCE, AttendedSlots, Observe, select_attention
+from weir.slab.selection import AT_ONCE, AttendedSlots, Observe, compute_attention
 from weir.slab.slab import (
     LARGE_PAGE,
     SLOT_BUFFERS,
@@ -71,23 +69,21 @@ __all__ = [
     "attention_softmax",
     "attention_weights",
     "block_size",
+    "compute_attention",
     "compute_logits",
     "copy_if_shared",
     "cut_slots",
     "fused_attention",
     "is_longer",
     "merge_groups",
-    "observed_attention",
     "pick",
     "put_first",
     "put_lines",
     "quantized_buffers",
     "roll_positions",
     "rotation_tables",
-    "select_attention",
     "shift_spans",
     "slot_lines",
-    "split_attention",
     "split_weights",
     "two_weight_attention",
     "uses_loops",

@@ -209,40 +209,26 @@ def fused_attention(
         # Only the CPU takes a bias of float32, and only beside queries of half: beside float64 it
         # answers nonsense without a word (PyTorch 2.9 to 2.13).
         bias = bias.to(queries.dtype)
+    gqa = group > 1
     if length == 1:
         # One query a head: to PyTorch the heads of a group are so many queries of their KV head.
-        if bias is not None:
-            bias = bias.expand(batch, kv_heads, group, 1, -1)[:, :, :, 0]
-        out = F.scaled_dot_product_attention(
-            queries[:, :, :, 0], keys, values, bias, scale=params.scale
-        )
-        return out[:, :, :, None]
-    if bias is not None and bias.shape[2] == 1 and bias.shape[1] > 1:
+        bias = None if bias is None else bias.expand(batch, kv_heads, group, 1, -1)[:, :, :, 0]
+        queries, gqa = queries[:, :, :, 0], False
+    elif bias is not None and bias.shape[2] == 1 and bias.shape[1] > 1:
         # The bias is the same for all heads of a group: with each KV head as a row of the batch it
         # is not copied, queries times slots, for every query head.
-        out = F.scaled_dot_product_attention(
-            queries.flatten(0, 1),
-            keys.flatten(0, 1)[:, None],
-            values.flatten(0, 1)[:, None],
-            bias.expand(batch, -1, -1, -1, -1).flatten(0, 1),
-            scale=params.scale,
-            enable_gqa=group > 1,
-        )
-        return out.unflatten(0, (batch, kv_heads))
-    if bias is not None:
-        heads = bias.shape[1] * bias.shape[2]
-        if heads != 1:
+        bias = bias.expand(batch, -1, -1, -1, -1).flatten(0, 1)
+        queries = queries.flatten(0, 1)
+        keys, values = keys.flatten(0, 1)[:, None], values.flatten(0, 1)[:, None]
+    else:
+        if bias is not None and bias.shape[1] * bias.shape[2] != 1:
             bias = bias.expand(-1, kv_heads, group, -1, -1)
-        bias = bias.flatten(1, 2)
+        bias = None if bias is None else bias.flatten(1, 2)
+        queries = queries.flatten(1, 2)
     out = F.scaled_dot_product_attention(
-        queries.flatten(1, 2),
-        keys,
-        values,
-        bias,
-        scale=params.scale,
-        enable_gqa=group > 1,
+        queries, keys, values, bias, scale=params.scale, enable_gqa=gqa
     )
-    return out.unflatten(1, (kv_heads, group))
+    return out.view(batch, kv_heads, group, length, -1)
 
 
 def split_weights(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -143,9 +143,7 @@ def quantize(x: Tensor, code: Code) -> tuple[Tensor, Tensor]:
     Returns the numbers [..., `code.stored(dim)`], and the peaks [..., `code.peaks(dim)`], bfloat16.
     """
     if code.rotated:
-        # What is read, the numbers times the matrix, is within the range of the dtype too.
-        most = min(torch.finfo(x.dtype).max, torch.finfo(PEAK).max)
-        high = most / math.sqrt(block_size(x.shape[-1])) * 15 / 16
+        most, high = _rotated_range(x)
         wide = _transform(x.float().clamp(-most, most)).clamp(-high, high)
         peaks = _coarse(wide.abs().amax(dim=-1, keepdim=True).clamp(_low(x.dtype, code), high))
         levels = (wide / steps(peaks, code)).clamp(-code.levels, code.levels)
@@ -154,6 +152,14 @@ def quantize(x: Tensor, code: Code) -> tuple[Tensor, Tensor]:
     high = _LARGEST.get(x.dtype, torch.finfo(PEAK).max)
     peaks = wide.abs().amax(dim=-1).clamp(_low(x.dtype, code), high).to(PEAK)
     return _store((wide / steps(peaks, code)[..., None]).flatten(-2), code), peaks
+
+
+def _rotated_range(x: Tensor) -> tuple[float, float]:
+    """Return the largest number that is rotated, and the largest peak: what is read, the numbers
+    times the matrix, is within the range of the dtype too.
+    """
+    most = min(torch.finfo(x.dtype).max, torch.finfo(PEAK).max)
+    return most, most / math.sqrt(block_size(x.shape[-1])) * 15 / 16
 
 
 def _low(dtype: torch.dtype, code: Code) -> float:
@@ -166,9 +172,16 @@ def _low(dtype: torch.dtype, code: Code) -> float:
 
 def quantize_into(x: Tensor, code: Code, numbers: Tensor, peaks: Tensor) -> None:
     """`quantize` into tensors of the shapes and dtypes that it returns; x of four dimensions."""
-    write = kernels.quantize_int8(x) if whole_bytes(code) else None
+    write = None
+    if whole_bytes(code):
+        write = kernels.quantize("int8", x)
+        bounds: tuple[float, ...] = _LEAST, torch.finfo(PEAK).max
+    elif code.rotated:
+        write = kernels.quantize("int4", x)
+        most, high = _rotated_range(x)
+        bounds = block_size(x.shape[-1]), _LEAST, high, most
     if write is not None:
-        write(x, numbers, peaks, code.levels, _LEAST, torch.finfo(PEAK).max)
+        write(x, numbers, peaks, code.levels, *bounds)
         return
     for into, t in zip((numbers, peaks), quantize(x, code), strict=True):
         into.copy_(t)
@@ -195,7 +208,11 @@ def dequantize(numbers: Tensor, peaks: Tensor, code: Code, dtype: torch.dtype) -
 
 def dequantize_into(numbers: Tensor, peaks: Tensor, code: Code, out: Tensor) -> None:
     """`dequantize` into a tensor of four dimensions [..., dim]."""
-    read = kernels.dequantize_int8(out) if whole_bytes(code) else None
+    read = None
+    if whole_bytes(code):
+        read = kernels.dequantize("int8", out)
+    elif code.halves and code.group is None and not code.rotated:
+        read = kernels.dequantize("int4", out)
     if read is not None:
         read(numbers, peaks, code.levels, out)
     else:
@@ -242,7 +259,7 @@ def hadamard(x: Tensor) -> Tensor:
 
 def _by_blocks(x: Tensor, matrix: Tensor) -> Tensor:
     """Multiply each block of vectors [..., dim] by a matrix."""
-    return (x.unflatten(-1, (-1, matrix.shape[0])) @ matrix).flatten(-2)
+    return (x.reshape(-1, matrix.shape[0]) @ matrix).view(x.shape)
 
 
 def _transform(x: Tensor) -> Tensor:

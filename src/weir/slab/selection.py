@@ -1,14 +1,13 @@
-"""Selection of the function that computes a call of attention.
+"""Computation of a call of attention by the fastest of the functions that can.
 
-`select_attention` is asked once a call, before a number is computed. What it gives equals
-`two_weight_attention`, the readable reference, to rounding.
+Whichever it is, the answers equal those of `two_weight_attention`, the readable reference, to
+rounding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -65,6 +64,13 @@ class AttendedSlots:
         """Keys and values, dequantized where they are quantized."""
         return read_slots(self.keys, self.values, self.quantized, self.start, self.stop)
 
+    @property
+    def reads_rotated(self) -> bool:
+        """Whether quantized slots are read that are stored rotated."""
+        return (
+            self.quantized is not None and self.quantized.format.rotated and self.start < self.first
+        )
+
     def rotated(self) -> AttendedSlots:
         """These slots with all keys and values rotated, so that queries and answers have to be."""
         assert self.quantized is not None
@@ -103,20 +109,13 @@ class AttendedSlots:
 
 
 _Stored = tuple[kernels.QuantizedVectors, kernels.QuantizedVectors]
-Attend = Callable[[Tensor, AttendedSlots, AttentionParams, Tensor | None], AttentionResult]
-"""Answers queries [batch, kv_heads, group, length, key_dim] over slots; the bias
-[batch, kv_heads, group, length, slots up to `stop`], or of a shape that broadcasts to it, says who
-sees whom.
-"""
 Observe = Literal["", "received", "shares"]
 """What a call observes beside its answers: the attention received by slots, or every query's
 shares.
 """
-By = Literal["kernels", "torch", "loops"]
-"""What may compute: kernels of weir's own beside PyTorch, PyTorch alone, or compiled loops."""
 
 
-def select_attention(
+def compute_attention(
     queries: Tensor,
     slots: AttendedSlots,
     params: AttentionParams,
@@ -124,211 +123,138 @@ def select_attention(
     *,
     causal: bool = False,
     observe: Observe = "",
-    by: By = "kernels",
-) -> Attend:
-    """Choose the function for a call of attention; only shapes, dtypes and devices are read.
+    by: Literal["kernels", "torch", "loops"] = "kernels",
+) -> AttentionResult:
+    """Answer queries [batch, kv_heads, group, length, key_dim] over slots.
 
     Args:
+        bias: who sees whom [batch, kv_heads, group, length, slots up to `stop`], or of a shape that
+            broadcasts to it.
         causal: the queries are of the last slots, and each sees all slots up to its own.
         observe: asked for beside the answers. The result has it where that takes no longer than to
             ask for it later, and holds no more than `AT_ONCE` logits.
-        by: what may answer.
+        by: what may compute: kernels of weir's own beside PyTorch, PyTorch alone, or compiled
+            loops, for compiled steps, which have masked their weights and know no bias.
     """
     uncapped = params.softcap is None
     weighted = slots.split is not None and not slots.plain
+    if by != "loops" and slots.reads_rotated and queries.shape[3] > 1:
+        # Queries, answers and the few exact slots are rotated in place of all quantized ones.
+        wide = torch.promote_types(queries.dtype, torch.float32)
+        queries, slots = hadamard(queries.to(wide)).to(queries.dtype), slots.rotated()
+        found = compute_attention(
+            queries, slots, params, bias, causal=causal, observe=observe, by=by
+        )
+        answers = hadamard(found.answers.to(wide)).to(found.answers.dtype)
+        return found._replace(answers=answers)
     if by == "loops" and (uncapped or not weighted):
-        return _in_loops
+        return AttentionResult(_in_loops(queries, slots, params))
     if by == "kernels" and queries.dtype != torch.float64:  # which no kernel computes in
-        found = None
         if uncapped and params.sinks is None:
-            found = (
-                _select_observed(queries, slots, causal, observe)
-                or _select_causal(queries, slots, causal)
-                or _select_decode(queries, slots, bias)
-            )
-        if found is None and queries.shape[3] == 1:
-            kernel = kernels.decode(queries.device)  # a GPU's, for all weights, caps and sinks
-            found = None if kernel is None else partial(_by_two_weight_kernel, kernel)
-        if found is not None:
-            return found
+            result = _observed(queries, slots, params, bias, causal, observe)
+            if result is not None:
+                return result
+            out = _by_causal_kernel(queries, slots, params) if causal else None
+            out = _by_decode_kernel(queries, slots, params, bias) if out is None else out
+            if out is not None:
+                return AttentionResult(out)
+        kernel = kernels.decode(queries.device) if queries.shape[3] == 1 else None
+        if kernel is not None:  # a GPU's, for all weights, caps and sinks
+            given = queries, *slots.read(), *slots.weights()
+            how = params.scale, params.softcap, params.sinks
+            return AttentionResult(kernel(*given, *how, slots.crop(bias)))
+    bias, (keys, values) = slots.crop(bias), slots.read()
     if not uncapped:
-        return _by_reference
-    return _by_split if weighted else _by_fused
-
-
-def _select_observed(
-    queries: Tensor, slots: AttendedSlots, causal: bool, observe: Observe
-) -> Attend | None:
-    """A function that answers and observes: float32 on a CPU, one weight a slot."""
-    if not observe or slots.split is not None:
-        return None
-    if queries.dtype != torch.float32 or queries.device.type != "cpu":
-        return None
-    if queries.shape[:4].numel() * slots.stop > AT_ONCE:
-        return None
-    kernel = None
-    if causal and observe == "received":
-        kernel = kernels.causal_and_received(queries, slots.values)
-    return partial(_by_observation, kernel, causal)
-
-
-def _select_causal(queries: Tensor, slots: AttendedSlots, causal: bool) -> Attend | None:
-    """The kernel for the newest tokens over all slots, on one thread of a CPU."""
-    kernel = kernels.causal(queries, slots.values) if causal else None
-    return None if kernel is None else partial(_by_causal_kernel, kernel)
-
-
-def _select_decode(queries: Tensor, slots: AttendedSlots, bias: Tensor | None) -> Attend | None:
-    """A kernel for one query a head over slots as they lie, of one weight each."""
-    if queries.shape[3] != 1 or (bias is not None and bias.shape[2] > 1):
-        return None
-    if slots.split is not None and not slots.plain:
-        return None
-    if slots.start >= slots.first:
-        kernel = kernels.decode_exact(slots.keys.device, slots.keys.dtype)
-        return None if kernel is None else partial(_by_exact_kernel, kernel)
-    assert slots.quantized is not None
-    if slots.quantized.format.rotated:
-        kernel = kernels.decode_int4(queries, slots.values.shape[3])
-        return None if kernel is None else partial(_by_rotated_kernel, kernel)
-    kernel = kernels.decode_quantized(queries.device)
-    return None if kernel is None else partial(_by_quantized_kernel, kernel)
-
-
-# --- PyTorch
-
-
-def _by_reference(
-    queries: Tensor, slots: AttendedSlots, params: AttentionParams, bias: Tensor | None
-) -> AttentionResult:
-    out = two_weight_attention(queries, *slots.read(), *slots.weights(), params, slots.crop(bias))
+        out = two_weight_attention(queries, keys, values, *slots.weights(), params, bias)
+    elif weighted:
+        split = slots.split_weights()
+        assert split is not None
+        out = split_attention(queries, keys, values, *split, params, bias)
+    else:
+        if not slots.plain:
+            below = slots.weights()[1][:, :, None, None]
+            bias = below if bias is None else bias + below
+        out = fused_attention(queries, keys, values, params, bias)
     return AttentionResult(out)
 
 
-def _by_split(
-    queries: Tensor, slots: AttendedSlots, params: AttentionParams, bias: Tensor | None
-) -> AttentionResult:
-    split = slots.split_weights()
-    assert split is not None
-    return AttentionResult(
-        split_attention(queries, *slots.read(), *split, params, slots.crop(bias))
-    )
-
-
-def _by_fused(
-    queries: Tensor, slots: AttendedSlots, params: AttentionParams, bias: Tensor | None
-) -> AttentionResult:
-    bias = slots.crop(bias)
-    keys, values = slots.read()
-    if not slots.plain:
-        below = slots.b[:, :, None, None, slots.start : slots.stop]
-        bias = below if bias is None else bias + below
-    return AttentionResult(fused_attention(queries, keys, values, params, bias))
-
-
-def _in_loops(
-    queries: Tensor, slots: AttendedSlots, params: AttentionParams, bias: Tensor | None
-) -> AttentionResult:
-    """For compiled steps, which have masked their weights and know no bias."""
-    mask, *factors = slots.split or (slots.b,)
-    rotated = slots.quantized is not None and slots.quantized.format.rotated
-    plain = not factors and params.softcap is None and params.sinks is None
-    sizes = queries.shape[4], slots.values.shape[3]
-    if rotated and plain and _has_int4_kernel(queries.device.type, *sizes):
-        return _by_rotated_kernel(_decode_int4_in_step, queries, slots, params, None)
-    if rotated:  # the few exact slots, in place of all the others at every step
-        queries, slots = hadamard(queries.float()), slots.rotated()
-    out = attend_in_loops(queries, *slots.read(), mask, params, factors or None)
-    return AttentionResult(hadamard(out.float()).to(out.dtype) if rotated else out)
-
-
-def _by_observation(
-    kernel: Callable[..., Any] | None,
-    causal: bool,
+def _observed(
     queries: Tensor,
     slots: AttendedSlots,
     params: AttentionParams,
     bias: Tensor | None,
-) -> AttentionResult:
-    result = None
-    b = slots.b[:, :, slots.start : slots.stop]
+    causal: bool,
+    observe: Observe,
+) -> AttentionResult | None:
+    """Answer and observe at once, in float32 on a CPU with one weight a slot; None if a query sees
+    nothing.
+    """
+    fits = queries.dtype == torch.float32 and queries.device.type == "cpu"
+    if not observe or slots.split is not None or not fits:
+        return None
+    if queries.shape[:4].numel() * slots.stop > AT_ONCE:
+        return None
+    result, kernel = None, None
+    b = slots.weights()[1]
+    if causal and observe == "received":
+        kernel = kernels.causal_and_received(queries, slots.values)
     if kernel is not None:
         exact, stored = slots.as_stored()
         counted = kernel(queries, *exact, b, params.scale, stored)
         result = None if counted is None else AttentionResult(*counted)
     if result is None:
-        some = bias
-        if some is not None and some.shape[4] > 1:
+        if bias is not None and bias.shape[4] > 1:
             # Of rows that lie alike, a query sees whatever lies in front of the tail.
-            some = some[..., -queries.shape[3] if causal else slots.start :]
-        result = observed_attention(queries, *slots.read(), b, params, some)
-    if result is None:  # a query sees nothing
-        attend = select_attention(queries, slots, params, bias, causal=causal)
-        return attend(queries, slots, params, bias)
-    if not slots.start:
+            bias = bias[..., -queries.shape[3] if causal else slots.start :]
+        result = observed_attention(queries, *slots.read(), b, params, bias)
+    if result is None or not slots.start:
         return result
     assert result.received is not None
     return result._replace(received=F.pad(result.received, (slots.start, 0)))
 
 
-# --- kernels of weir's own
-
-
-def _by_two_weight_kernel(
-    kernel: Callable[..., Tensor],
-    queries: Tensor,
-    slots: AttendedSlots,
-    params: AttentionParams,
-    bias: Tensor | None,
-) -> AttentionResult:
-    given = queries, *slots.read(), *slots.weights()
-    how = params.scale, params.softcap, params.sinks
-    return AttentionResult(kernel(*given, *how, slots.crop(bias)))
-
-
 def _by_causal_kernel(
-    kernel: Callable[..., Tensor],
-    queries: Tensor,
-    slots: AttendedSlots,
-    params: AttentionParams,
-    bias: Tensor | None,
-) -> AttentionResult:
+    queries: Tensor, slots: AttendedSlots, params: AttentionParams
+) -> Tensor | None:
+    """Answer the newest tokens over all slots, on one thread of a CPU; None without a kernel."""
+    kernel = kernels.causal(queries, slots.values)
+    if kernel is None:
+        return None
     mask, factors = None, None
     if not slots.plain:
-        mask, *factors = slots.split_weights() or (slots.b[:, :, slots.start : slots.stop],)
+        mask, *factors = slots.split_weights() or (slots.weights()[1],)
     exact, stored = slots.as_stored()
-    return AttentionResult(kernel(queries, *exact, mask, params.scale, factors or None, stored))
+    out: Tensor = kernel(queries, *exact, mask, params.scale, factors or None, stored)
+    return out
 
 
-def _by_exact_kernel(
-    kernel: Callable[..., Tensor],
-    queries: Tensor,
-    slots: AttendedSlots,
-    params: AttentionParams,
-    bias: Tensor | None,
-) -> AttentionResult:
-    mask, first = _mask_of(slots, bias), slots.first
-    mask = mask if mask is None else mask[:, :, first:]
-    span = slots.start - first, slots.stop - first
-    return AttentionResult(kernel(queries, slots.keys, slots.values, mask, params.scale, span))
-
-
-def _by_quantized_kernel(
-    kernel: Callable[..., Tensor],
-    queries: Tensor,
-    slots: AttendedSlots,
-    params: AttentionParams,
-    bias: Tensor | None,
-) -> AttentionResult:
+def _by_decode_kernel(
+    queries: Tensor, slots: AttendedSlots, params: AttentionParams, bias: Tensor | None
+) -> Tensor | None:
+    """Answer one query a head over slots of one weight, as they lie; None without a kernel."""
+    if queries.shape[3] != 1 or (bias is not None and bias.shape[2] > 1):
+        return None
+    if slots.split is not None and not slots.plain:
+        return None
+    kernel: Callable[..., Tensor] | None
+    exact, first = (slots.keys, slots.values), slots.first
+    if slots.start >= first:
+        kernel = kernels.decode_exact(slots.keys.device, slots.keys.dtype)
+        if kernel is None:
+            return None
+        mask = _mask_of(slots, bias)
+        mask = mask if mask is None else mask[:, :, first:]
+        span = slots.start - first, slots.stop - first
+        return kernel(queries, *exact, mask, params.scale, span)
     assert slots.quantized is not None
-    stored, exact, span = (
-        slots.quantized.stored,
-        (slots.keys, slots.values),
-        (slots.start, slots.stop),
-    )
-    return AttentionResult(
-        kernel(queries, stored, *exact, _mask_of(slots, bias), params.scale, span)
-    )
+    if slots.quantized.format.rotated:
+        kernel = kernels.decode_int4(queries, slots.values.shape[3])
+        return None if kernel is None else _by_rotated_kernel(kernel, queries, slots, params, bias)
+    kernel = kernels.decode_quantized(queries.device)
+    if kernel is None:
+        return None
+    mask, span = _mask_of(slots, bias), (slots.start, slots.stop)
+    return kernel(queries, slots.quantized.stored, *exact, mask, params.scale, span)
 
 
 def _by_rotated_kernel(
@@ -336,14 +262,37 @@ def _by_rotated_kernel(
     queries: Tensor,
     slots: AttendedSlots,
     params: AttentionParams,
-    bias: Tensor | None,
-) -> AttentionResult:
+    bias: Tensor | None = None,
+) -> Tensor:
     assert slots.quantized is not None
-    exact, span = (slots.keys, slots.values), (slots.start, slots.stop)
     blocks = block_size(queries.shape[4]), block_size(slots.values.shape[3])
-    mask = _mask_of(slots, bias)
-    out = kernel(queries, slots.quantized.stored, blocks, *exact, mask, params.scale, span)
-    return AttentionResult(out.to(slots.values.dtype))
+    given = queries, slots.quantized.stored, blocks, slots.keys, slots.values
+    out = kernel(*given, _mask_of(slots, bias), params.scale, (slots.start, slots.stop))
+    return out.to(slots.values.dtype)
+
+
+def _mask_of(slots: AttendedSlots, bias: Tensor | None) -> Tensor | None:
+    """The bias on the logits of all slots up to `stop` [batch, kv_heads, slots]."""
+    if slots.plain and bias is None:
+        return None
+    mask = slots.b[:, :, : slots.stop]
+    return mask if bias is None else mask + bias[:, :, 0, 0]
+
+
+# --- compiled steps
+
+
+def _in_loops(queries: Tensor, slots: AttendedSlots, params: AttentionParams) -> Tensor:
+    mask, *factors = slots.split or (slots.b,)
+    rotated = slots.quantized is not None and slots.quantized.format.rotated
+    plain = not factors and params.softcap is None and params.sinks is None
+    sizes = queries.shape[4], slots.values.shape[3]
+    if rotated and plain and _has_int4_kernel(queries.device.type, *sizes):
+        return _by_rotated_kernel(_decode_int4_in_step, queries, slots, params)
+    if rotated:  # the few exact slots, in place of all the others at every step
+        queries, slots = hadamard(queries.float()), slots.rotated()
+    out = attend_in_loops(queries, *slots.read(), mask, params, factors or None)
+    return hadamard(out.float()).to(out.dtype) if rotated else out
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # nothing to trace
@@ -352,52 +301,25 @@ def _has_int4_kernel(device: str, dim: int, width: int) -> bool:
 
 
 def _decode_int4_in_step(
-    queries: Tensor,
-    coded: tuple[kernels.QuantizedVectors, kernels.QuantizedVectors],
-    blocks: tuple[int, int],
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    scale: float,
-    slots: tuple[int, int],
+    queries: Tensor, coded: _Stored, blocks: tuple[int, int], *others: Any
 ) -> Tensor:
     """The kernel `decode_int4` as an operator of a compiled step."""
-    (of_keys, peaks, levels), (of_values, value_peaks, value_levels) = coded
-    stored = of_keys, peaks, levels, of_values, value_peaks, value_levels
-    out: Tensor = torch.ops.weir.decode_int4.default(
-        queries, *stored, *blocks, keys, values, mask, scale, *slots
-    )
+    *exact, mask, scale, span = others
+    flat = *coded[0], *coded[1], *blocks, *exact, mask, scale, *span
+    out: Tensor = torch.ops.weir.decode_int4.default(queries, *flat)
     return out
 
 
-def _call_decode_int4(
-    queries: Tensor,
-    of_keys: Tensor,
-    peaks: Tensor,
-    levels: int,
-    of_values: Tensor,
-    value_peaks: Tensor,
-    value_levels: int,
-    key_block: int,
-    value_block: int,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    scale: float,
-    start: int,
-    stop: int,
-) -> Tensor:
+def _call_decode_int4(queries: Tensor, *flat: Any) -> Tensor:
+    coded, blocks, (keys, values, mask, scale, *span) = (flat[:3], flat[3:6]), flat[6:8], flat[8:]
     kernel = kernels.decode_int4(queries, values.shape[3])
     assert kernel is not None
-    coded = (of_keys, peaks, levels), (of_values, value_peaks, value_levels)
-    blocks = key_block, value_block
-    out: Tensor = kernel(queries, coded, blocks, keys, values, mask, scale, (start, stop))
+    out: Tensor = kernel(queries, coded, blocks, keys, values, mask, scale, tuple(span))
     return out
 
 
-def _like_decode_int4(queries: Tensor, *others: Any) -> Tensor:
-    values = others[9]
-    return queries.new_empty((*queries.shape[:4], values.shape[3]), dtype=torch.float32)
+def _like_decode_int4(queries: Tensor, *flat: Any) -> Tensor:
+    return queries.new_empty((*queries.shape[:4], flat[9].shape[3]), dtype=torch.float32)
 
 
 # Not `torch.library.custom_op`: its checks take as long as a small product, in every call.
@@ -409,11 +331,3 @@ torch.library.define(
 )
 torch.library.impl("weir::decode_int4", "CPU", _call_decode_int4)
 torch.library.register_fake("weir::decode_int4", _like_decode_int4)
-
-
-def _mask_of(slots: AttendedSlots, bias: Tensor | None) -> Tensor | None:
-    """The bias on the logits of all slots up to `stop` [batch, kv_heads, slots]."""
-    if slots.plain and bias is None:
-        return None
-    mask = slots.b[:, :, : slots.stop]
-    return mask if bias is None else mask + bias[:, :, 0, 0]

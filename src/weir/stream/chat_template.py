@@ -16,8 +16,8 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cached_property
-from itertools import chain
+from functools import cached_property, partial
+from itertools import chain, pairwise
 from types import FrameType
 from typing import Any
 
@@ -68,8 +68,6 @@ class PromptEncoder:
         named = {text for text in others if text in template and re.search(r"[^\w\s]", text)}
         self._special = _pattern(special)
         self._named = _pattern(special | named)
-        self._ends: tuple[list[int], list[int]] | None = None
-        self._cuts: bool | None = None
 
     def mark(self, value: Any, *, trusted: bool = False) -> Any:
         """Mark the control tokens in all texts of a value of JSON.
@@ -80,17 +78,13 @@ class PromptEncoder:
         if isinstance(value, str):
             pattern = self._special if trusted else self._named
             while pattern is not None and (cuts := list(_find_cuts(pattern, value))):
-                parts = zip([0, *cuts], [*cuts, len(value)], strict=True)
+                parts = pairwise([0, *cuts, len(value)])
                 value = MARK.join(value[start:end] for start, end in parts)
             return value
+        mark = partial(self.mark, trusted=trusted)
         if isinstance(value, dict):
-            return {
-                self.mark(name, trusted=trusted): self.mark(each, trusted=trusted)
-                for name, each in value.items()
-            }
-        if isinstance(value, list):
-            return [self.mark(each, trusted=trusted) for each in value]
-        return value
+            return {mark(name): mark(each) for name, each in value.items()}
+        return [mark(each) for each in value] if isinstance(value, list) else value
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Tokenize a text, apart where there are marks; PromptTooLong if it has more tokens than it
@@ -111,7 +105,7 @@ class PromptEncoder:
                     ids += self._encode_long(part, len(ids))
             self._checked(ids)
         if special:
-            before, after = self._around()
+            before, after = self._around
             ids = [*before, *ids, *after]
         return self._checked(ids)
 
@@ -127,26 +121,23 @@ class PromptEncoder:
             ids += map(same.setdefault, some, some)
             if self._most is not None and before + len(ids) > self._most + SLACK * number:
                 raise PromptTooLong(self._most)
-        if not self._may_cut():
+        if not self._may_cut:
             with self._one_piece:
                 ids = self._encode(text)
         return ids
 
+    @cached_property
     def _may_cut(self) -> bool:
         """Whether the tokens of a text are those of its parts, cut in front of a word."""
-        if self._cuts is None:
-            parts = [self._encode("one"), self._encode(" word")]
-            self._cuts = self._encode("one word") == [*parts[0], *parts[1]]
-        return self._cuts
+        return self._encode("one word") == [*self._encode("one"), *self._encode(" word")]
 
+    @cached_property
     def _around(self) -> tuple[list[int], list[int]]:
         """The tokens that the tokenizer puts before and after a text."""
-        if self._ends is None:
-            plain, whole = self._encode("x"), self._encode("x", special=True)
-            starts = range(len(whole) - len(plain) + 1)
-            at = next((n for n in starts if whole[n : n + len(plain)] == plain), len(whole))
-            self._ends = whole[:at], whole[at + len(plain) :]
-        return self._ends
+        plain, whole = self._encode("x"), self._encode("x", special=True)
+        starts = range(len(whole) - len(plain) + 1)
+        at = next((n for n in starts if whole[n : n + len(plain)] == plain), len(whole))
+        return whole[:at], whole[at + len(plain) :]
 
     def _encode(self, text: str | list[str], *, special: bool = False) -> list[Any]:
         with self._lock or nullcontext():
@@ -186,12 +177,11 @@ def _pattern(texts: Collection[str]) -> re.Pattern[str] | None:
     cut.
     """
     tree: dict[str, Any] = {}
-    for text in texts:
+    for text in (text for text in texts if len(text) > 1):
         node = tree
-        for char in text if len(text) > 1 else "":
+        for char in text:
             node = node.setdefault(char, {})
-        if len(text) > 1:
-            node[""] = {}
+        node[""] = {}
 
     def write(node: dict[str, Any]) -> str:
         more = [re.escape(char) + write(below) for char, below in node.items() if char]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Generator
-from pathlib import Path
+from collections.abc import Generator, Iterable
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -103,12 +102,13 @@ class Conversation:
         if self.transcript is not None and turn.ids:
             self.transcript.add(turn)
 
-    def read_again(self, turn: Turn) -> None:
-        """Feed a turn of the transcript that the stream has not seen."""
-        if turn.by_user:
-            self._feed(turn.text, turn.ids.tolist())
-        else:
-            self.stream.feed(turn.ids.tolist())
+    def read_again(self, turns: Iterable[Turn]) -> None:
+        """Feed turns of the transcript that the stream has not seen."""
+        for turn in turns:
+            if turn.by_user:
+                self._feed(turn.text, turn.ids.tolist())
+            else:
+                self.stream.feed(turn.ids.tolist())
 
     def turn(self, text: str) -> list[int]:
         """Return the ids of a turn of the user, up to the model's answer; WeirError if it is not
@@ -144,10 +144,6 @@ class Conversation:
             beginning = cache.marks[0].beginning
         cache.mark(0, Marks(beginning, answer - header, header))
         self.stream.feed(ids)
-
-    def load(self, path: str | Path) -> None:
-        """Continue a saved stream; WeirError if the file is damaged or of another model."""
-        self.stream = Stream.restore(self.stream.model, path)
 
 
 def count_beginning(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
@@ -37,13 +37,10 @@ def read_ids(given: Tokens | None, vocabulary: int) -> Tensor:
     """
     if isinstance(given, str):
         raise WeirError("text is not token ids; write tokenizer(text).input_ids")
-    if isinstance(given, Mapping):
-        given = _of_tokenizer(given)
-    ids = _tensor(given)
+    ids = _tensor(_of_tokenizer(given) if isinstance(given, Mapping) else given)
     if ids.numel() == 0:
         raise WeirError(NOTHING)
-    whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
-    if not whole or ids.ndim not in (1, 2):
+    if not _is_whole(ids) or ids.ndim not in (1, 2):
         raise WeirError(
             f"token ids must be whole numbers [length] or [batch, length], not {ids.dtype} "
             f"{list(ids.shape)}"
@@ -160,15 +157,15 @@ class Inputs:
 
     def part(self, start: int, stop: int) -> Inputs:
         """Return the tokens from `start` to `stop`, exclusive."""
-        embeddings = None if self.embeddings is None else self.embeddings[:, start:stop]
-        within = None if self.offsets is None else self.offsets[:, start:stop]
-        return Inputs(self.ids[:, start:stop], embeddings, within)
+        return self._map(lambda t: t[:, start:stop])
 
     def to(self, device: torch.device) -> Inputs:
         """Return the same on another device."""
-        moved = None if self.embeddings is None else self.embeddings.to(device)
-        within = None if self.offsets is None else self.offsets.to(device)
-        return Inputs(self.ids.to(device), moved, within)
+        return self._map(lambda t: t.to(device))
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Inputs:
+        others = (None if t is None else change(t) for t in (self.embeddings, self.offsets))
+        return Inputs(change(self.ids), *others)
 
 
 def read_inputs(
@@ -278,15 +275,18 @@ def _check_offsets(
     if not isinstance(within, Tensor) or list(within.shape) != wanted:
         what = list(within.shape) if isinstance(within, Tensor) else quote(within)
         raise WeirError(f"the offsets of these embeddings are {wanted}, not {what}")
-    whole = not (within.is_floating_point() or within.is_complex() or within.dtype == torch.bool)
-    found = within.to(torch.int64) if whole else within
-    if not whole or bool((found < 0).any()) or bool((found >= MOST_OFFSET).any()):
+    if not _is_whole(within) or not bool(((within >= 0) & (within < MOST_OFFSET)).all()):
         raise WeirError(
             f"offsets are whole numbers from 0 to {MOST_OFFSET - 1:,}, as models.offsets"
         )
-    if bool((found[:, :, 3] < 1).any()):
+    if bool((within[:, :, 3] < 1).any()):
         raise WeirError("a word or image reaches 1 at least, the fourth of the offsets; 0 is none")
-    return found
+    return within.to(torch.int64)
+
+
+def _is_whole(t: Tensor) -> bool:
+    """Whether a tensor's numbers are whole; truth values are none."""
+    return not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -30,9 +30,7 @@ class Recomputation:
     """
 
     def __init__(self, model: PreTrainedModel, policy: Recompute) -> None:
-        """Refuse windows longer than the model's own, or attention without the sink it was trained
-        with.
-        """
+        """Refuse windows longer than the model's own, or attention without the model's sink."""
         config = transformers_model(model).config.get_text_config(decoder=True)
         sink_at_work(config)
         limit = window_of(config)

@@ -94,8 +94,7 @@ def _likeliest(logits: Tensor) -> Tensor:
 def _draw(chances: Tensor, generator: torch.Generator | Sequence[torch.Generator]) -> Tensor:
     """One draw from each row of `chances` [rows, vocabulary], float32; [rows, 1].
 
-    To the last bit `torch.multinomial`'s, which takes one generator: the largest of the chances,
-    each divided by a draw from the exponential distribution.
+    To the last bit `torch.multinomial`'s, which takes one generator only.
     """
     _check(chances)
     waits = torch.empty_like(chances)
@@ -113,11 +112,8 @@ def _check(chances: Tensor) -> None:
 
 
 def _nucleus(logits: Tensor, part: float) -> Tensor:
-    """Logits [rows, vocabulary] with -inf for all but the likeliest that make up `part`.
-
-    A token stays if those likelier than it have less than `part` together (Holtzman et al. 2020,
-    "The Curious Case of Neural Text Degeneration", section 3.1). Sorting the whole vocabulary takes
-    longer than all else; mostly a few tokens are enough.
+    """Logits [rows, vocabulary] with -inf for all but the likeliest that make up `part` (Holtzman
+    et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1), without sorting all.
     """
     chances = logits.softmax(dim=-1)
     _check(chances)  # of no numbers some might stay that are

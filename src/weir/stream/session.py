@@ -128,12 +128,10 @@ def write(
         "last": session.last,
         "rows": [row.facts for row in session.rows],
     }
-    tensors = {"generator": session.generator}
-    if session.logits is not None:
-        tensors["logits"] = session.logits
+    tensors = {} if session.logits is None else {"logits": session.logits}
     for index, row in enumerate(session.rows):
         tensors |= {f"{index}.{name}": t for name, t in row.tensors.items()}
-    write_file(path, facts, tensors)
+    write_file(path, facts, {"generator": session.generator, **tensors})
 
 
 def write_file(path: str | Path, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -182,8 +180,8 @@ class SessionFile:
                 self._mapped = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError, ValueError, RecursionError) as error:
             raise WeirError(f"{self.path} is damaged or not a session of weir ({error})") from None
-        if not isinstance(facts, dict) or facts.get("format") not in (FORMAT - 1, FORMAT):
-            found = facts.get("format") if isinstance(facts, dict) else facts
+        found = facts.get("format") if isinstance(facts, dict) else facts
+        if found not in (FORMAT - 1, FORMAT) or not isinstance(facts, dict):
             raise WeirError(
                 f"{self.path} has session format {quote(found)}; this weir reads {FORMAT - 1} and "
                 f"{FORMAT}"
@@ -247,12 +245,10 @@ class SessionFile:
                     f"a chunk of {made['chunk']:,} before the first token is too large"
                 )
             # The policy has been read already, and may be written otherwise by now.
-            theirs = facts["kind"] if isinstance(facts["kind"], dict) else {}
-            known = {"policy": facts["policy"]}
-            if "pools" in theirs:
-                known["pools"] = theirs["pools"]
-            mine = {n: it for n, it in _shape(cache.kind).items() if n not in ("policy", "pools")}
-            if theirs != mine | known:
+            theirs = dict(facts["kind"]) if isinstance(facts["kind"], dict) else {}
+            mine = _shape(cache.kind) | {"policy": facts["policy"]}
+            mine["pools"] = theirs.setdefault("pools", None)
+            if theirs != mine:
                 raise ValidationError("kind is not that of a cache of this model and policy")
             each_row = row_facts(plans, vocabulary, made["chunk"])
             _facts(each_row, vocabulary, count)(facts, "")
@@ -286,18 +282,14 @@ class SessionFile:
         own: _Tensors = {}
         each: list[_Tensors] = [{} for _ in range(rows)]
         for name, t in self._mapped.items():
-            row, _, rest = name.partition(".")
-            layer = rest.partition(".")[0]
+            row, layer = (*name.split("."), "")[:2]
             if not (row.isdecimal() and layer.isdecimal()):
                 own[name] = t
-            elif (
-                int(row) < rows
-                and int(layer) < layers
-                and name.startswith(f"{int(row)}.{int(layer)}.")
-            ):
-                each[int(row)][rest] = t
-            else:
+                continue
+            there = int(row) < rows and int(layer) < layers
+            if not (there and name.startswith(f"{int(row)}.{int(layer)}.")):
                 raise ValidationError(f"{quote(name)} is of no row or layer of the session")
+            each[int(row)][name.removeprefix(f"{row}.")] = t
         return own, each
 
     @contextmanager
@@ -312,20 +304,19 @@ class SessionFile:
 def _check_stream(tensors: _Tensors, rows: int, vocabulary: int) -> None:
     """Refuse tensors of the stream that are not those of so many rows."""
     state = torch.Generator().get_state()
-    wanted: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {
-        "generator": (tuple(state.shape), (state.dtype,))
-    }
+    wanted: dict[str, tuple[list[int], tuple[torch.dtype, ...]]] = {}
+    wanted["generator"] = list(state.shape), (state.dtype,)
     if rows:
-        wanted["logits"] = ((rows, vocabulary), _FLOATS)
+        wanted["logits"] = ([rows, vocabulary], _FLOATS)
     for name in {**wanted, **tensors}:
         if name not in tensors:
             raise ValidationError(f"{name} is missing")
         if name not in wanted:
             raise ValidationError(f"{quote(name)} is no tensor of a session")
         t, (shape, dtypes) = tensors[name], wanted[name]
-        if tuple(t.shape) != shape or t.dtype not in dtypes:
+        if list(t.shape) != shape or t.dtype not in dtypes:
             raise ValidationError(
-                f"{name} is {list(t.shape)} of {t.dtype} and must be {list(shape)} of {dtypes[0]}"
+                f"{name} is {list(t.shape)} of {t.dtype} and must be {shape} of {dtypes[0]}"
             )
     if rows:
         highest = tensors["logits"].amax(dim=1)  # not a number, if one of them is none

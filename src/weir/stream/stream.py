@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +58,11 @@ class Stream:
         origin: int = 0,
         slots: str | None = None,
     ) -> None:
-        _check_head(model)
-        self.model = model
         served = transformers_model(model)
+        if served.get_output_embeddings() is None:  # a base model
+            kind = type(served).__name__
+            raise WeirError(f"a {kind} makes no logits; take the causal language model around it")
+        self.model = model
         self._device = input_device(served)
         self._images = images_of(served.config)
         self.policy = choose_policy(served, policy, slots)
@@ -183,19 +185,18 @@ class Stream:
         if isinstance(token_ids, Iterator):
             if embeddings is not None or offsets is not None:
                 raise WeirError("embeddings have their ids beside them in a list, not an iterator")
-            kept: list[Tensor] = []
-            for piece in pieces_of(token_ids, PIECE):
-                kept = (
-                    [*kept, self.feed(piece, all_logits=True)] if all_logits else [self.feed(piece)]
-                )
-            return torch.cat(kept, dim=1) if all_logits else kept[-1]
-        return self._feed(self._read_inputs(token_ids, embeddings, offsets), all_logits)
+            pieces = (self._read_inputs(piece) for piece in pieces_of(token_ids, PIECE))
+            return self._feed(pieces, all_logits)
+        return self._feed([self._read_inputs(token_ids, embeddings, offsets)], all_logits)
 
-    def _feed(self, inputs: Inputs, all_logits: bool = False) -> Tensor:
-        kept = [
-            logits if all_logits else logits[:, -1:] for logits in self._forward(inputs, all_logits)
-        ]
-        return torch.cat(kept, dim=1) if all_logits else kept[-1][:, 0]
+    def _feed(self, inputs: Iterable[Inputs], all_logits: bool = False) -> Tensor:
+        kept: list[Tensor] = []
+        for piece in inputs:
+            for logits in self._forward(piece, all_logits):
+                if not all_logits:
+                    kept.clear()
+                kept.append(logits if all_logits else logits[:, -1])
+        return torch.cat(kept, dim=1) if all_logits else kept[-1]
 
     def score(self, token_ids: Tokens) -> Tensor:
         """Feed tokens and say how surprising each was.
@@ -287,7 +288,7 @@ class Stream:
             token = int(chosen)
             if said is not None:
                 said.add(token)
-            self._feed(Inputs(chosen.to(self._device)))
+            self._feed([Inputs(chosen.to(self._device))])
             yield token
             if token in ends:
                 return
@@ -384,19 +385,16 @@ class Stream:
         offsets: Tensor | None = None,
     ) -> Inputs:
         """Checked tokens, on the model's device."""
-        served = transformers_model(self.model)
-        known = self._images, self._vocabulary
-        inputs = read_inputs(token_ids, embeddings, served, *known, offsets)
+        known = transformers_model(self.model), self._images, self._vocabulary
+        inputs = read_inputs(token_ids, embeddings, *known, offsets)
         logits = self._logits
         if logits is not None and logits.shape[0] != inputs.rows:
             raise WeirError(f"this stream has {logits.shape[0]} rows, {inputs.rows} were fed")
         return inputs.to(self._device)
 
     def _forward(self, inputs: Inputs, all_logits: bool) -> Iterator[Tensor]:
-        """Logits after the tokens, some pieces one after the other [batch, piece, vocabulary].
-
-        Raises:
-            NotFiniteError: at the end, of the first row whose tokens were refused.
+        """Logits after the tokens, some pieces one after the other [batch, piece, vocabulary];
+        NotFiniteError at the end, of the first row whose tokens were refused.
         """
         size = PIECE
         if all_logits:
@@ -423,14 +421,9 @@ class Stream:
         """Read the next tokens of all rows that were not refused, and return logits [batch, length
         or 1, vocabulary]; None if no row is left.
 
-        Args:
-            all_logits: whether to return logits after every token, not only the last.
-            start: how many tokens of the call came before the piece.
-            refused: by row, the error after which its tokens are no longer read; rows refused now
-                are added, and their tokens before the bad one are read.
-
-        Raises:
-            NotFiniteError: the model computes NaN from the tokens, and the row is not known.
+        `start` tokens of the call came before the piece. To `refused`, by row the error after which
+        its tokens are no longer read, rows refused now are added; their tokens before the bad one
+        are read.
         """
         if isinstance(self._held, Recomputation):
             return self._recompute(self._held, piece, all_logits, start)
@@ -502,14 +495,6 @@ class Stream:
                 last[row] = self._last[row] if self._last else 0
         self._logits, self._last = after, last
         return logits
-
-
-def _check_head(model: object) -> None:
-    """Refuse a base model: a stream answers with logits."""
-    served = transformers_model(model)
-    if served.get_output_embeddings() is None:
-        kind = type(served).__name__
-        raise WeirError(f"a {kind} makes no logits; take the causal language model around it")
 
 
 def _nll(logits: Tensor, ids: Tensor) -> Tensor:

@@ -12,9 +12,8 @@ import fcntl
 import json
 import os
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from pathlib import Path
 from typing import IO, Any
 
@@ -113,9 +112,10 @@ class Transcript:
         """
         found = cls()
         found.path, file = path, open(path, "rb+", buffering=0)  # noqa: SIM115
+        if not _lock(file):
+            file.close()
+            raise WeirError(f"the conversation in {path} is open in another weir chat")
         try:
-            if not _lock(file):
-                raise WeirError(f"the conversation in {path} is open in another weir chat")
             lines = file.read().split(b"\n")
             file.seek(-len(lines.pop()), os.SEEK_END)  # a line that was not written to its end
             file.truncate()
@@ -127,9 +127,6 @@ class Transcript:
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             file.close()
             raise WeirError(f"{path} holds no conversation ({error}); remove it") from None
-        except WeirError:
-            file.close()
-            raise
         found._file = file
         return found
 
@@ -154,23 +151,18 @@ class Transcript:
     def passages(self, holding: Holding) -> list[Passage]:
         """Consecutive turns of which as much is held, oldest first."""
         shares = held_shares(holding)
-        known = [
-            (number, turn, float(shares[turn.start : turn.end].mean()))
-            for number, turn in enumerate(self.turns, 1)
-            if turn.ids
-        ]
-
-        def alike(item: tuple[int, Turn, float]) -> float:
-            """Whole and gone turns go together, others stand alone."""
-            number, _, share = item
-            return share if share in (0.0, 1.0) else number + 1.0
-
-        found = []
-        for _, group in groupby(known, alike):
-            (first, opening, share), *rest = group
-            last = rest[-1][0] if rest else first
-            tokens = len(opening.ids) + sum(len(turn.ids) for _, turn, _ in rest)
-            found.append(Passage((first, last), tokens, share, opening.text))
+        found: list[Passage] = []
+        for number, turn in enumerate(self.turns, 1):
+            if not turn.ids:
+                continue
+            share, tokens = float(shares[turn.start : turn.end].mean()), len(turn.ids)
+            before = found[-1] if found else None
+            # Whole and gone turns go together, others stand alone.
+            if before is not None and before.held == share and share in (0.0, 1.0):
+                numbers = before.turns[0], number
+                found[-1] = Passage(numbers, before.tokens + tokens, share, before.text)
+            else:
+                found.append(Passage((number, number), tokens, share, turn.text))
         return found
 
     def find(
@@ -180,7 +172,8 @@ class Transcript:
         shares, wanted = held_shares(holding), text.casefold()
         pools = {it.token: it.pools for it in holding.tokens()}
         for number, turn in reversed(list(enumerate(self.turns, 1))):
-            pieces = _pieces(turn.ids, tokenizer)
+            words = Detokenizer(tokenizer)
+            pieces = [words.add(token).casefold() for token in turn.ids]
             ends = np.cumsum([len(piece) for piece in pieces])
             whole, at = "".join(pieces), -1
             while (at := whole.find(wanted, at + 1)) >= 0:
@@ -228,12 +221,6 @@ def repeats(ids: Sequence[int], least: int = 4, longest: int = 64) -> int:
         if length <= len(tail) and (tail[-length:-period] == tail[-length + period :]).all():
             return period
     return 0
-
-
-def _pieces(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The text that each token adds, in lower case."""
-    text = Detokenizer(tokenizer)
-    return [text.add(token).casefold() for token in ids]
 
 
 def _lock(file: IO[bytes]) -> bool:

@@ -1,14 +1,13 @@
 """Training small models: books and exercises, the sinks of StreamingLLM's section 3.3, the loop."""
 
 from weir.train.exercises import DIGITS, NAMES, Words, front_of, passage, practiced
-from weir.train.folder import EXERCISES, WORK, run
-from weir.train.log import plot_losses, read_log, smoothed
+from weir.train.folder import WORK, run
+from weir.train.log import read_log, smoothed
 from weir.train.processes import Processes
 from weir.train.recipe import PRESETS, ROOM, Preset, SinkKind, TrainingRecipe
 
 __all__ = [
     "DIGITS",
-    "EXERCISES",
     "NAMES",
     "PRESETS",
     "ROOM",
@@ -20,7 +19,6 @@ __all__ = [
     "Words",
     "front_of",
     "passage",
-    "plot_losses",
     "practiced",
     "read_log",
     "run",

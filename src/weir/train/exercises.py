@@ -56,11 +56,7 @@ class Words:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> Words:
-        """Find the tokens; `names` are those of `NAMES` that are one token with a leading space.
-
-        Raises:
-            WeirError: a required word or digit is not one token, or too few names are.
-        """
+        """Find the tokens; `names` are those of `NAMES` that are one token with a leading space."""
 
         def ids_of(text: str) -> list[int]:
             return list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -160,10 +156,7 @@ def recall_sample(
 
     A share `plainly` of the samples has the wording of the recall test. The others vary it (any
     word for a name, any word for the verb, numbers of one to five digits, no book text between), so
-    that the model learns the rule and not the wording.
-
-    Returns:
-        Ids and weights, both [length].
+    that the model learns the rule and not the wording. Ids and weights, both [length].
     """
     plain = rng.random() < plainly
     verb = words.verb if plain else int(rng.choice(words.plain))
@@ -183,19 +176,13 @@ def recall_sample(
         gap = int(rng.integers(*filler))
         statement = words.statement(names[fact], numbers[fact], verb)
         ids += [passage(book, gap, rng), statement]
-        # A number stated for the first time cannot be predicted.
-        answer = _answer_weight(len(statement), digits if fact in stated else 0)
+        answer = np.zeros(len(statement))
+        if fact in stated:  # a number stated for the first time cannot be predicted
+            answer[-digits - 1 : -1] = 1.0
         weights += [np.zeros(gap), answer]
         stated.add(fact)
         held += gap + len(statement)
     return np.concatenate(ids)[:length], np.concatenate(weights)[:length]
-
-
-def _answer_weight(length: int, digits: int) -> np.ndarray:
-    """Return weights of a statement [length]: only the `digits` tokens before the stop count."""
-    weight = np.zeros(length)
-    weight[length - digits - 1 : length - 1] = 1.0
-    return weight
 
 
 def recall_exercise(
@@ -210,12 +197,8 @@ def recall_exercise(
 
     The prompt holds `facts` names with numbers in book text; the number asked for was stated
     `distance` tokens before the answer.
-
-    Raises:
-        WeirError: the facts do not fit, or `distance` is not between 8 and `length` - 4.
     """
-    stated = 4 + DIGITS
-    ask = 3
+    stated, ask = 4 + DIGITS, 3
     if not stated < distance < length - 3 or facts * stated * 3 > length:
         raise WeirError(f"no room for {facts} facts and distance {distance} in {length} tokens")
     names = rng.choice(words.names, size=facts, replace=False)

@@ -55,9 +55,7 @@ def run(
     An earlier run with the same text in `out` is continued.
 
     Args:
-        recipe: the recipe of the run.
-        text: books, UTF-8, plain or .xz.
-        out: the folder for the model.
+        recipe, text, out: of the run, its books (UTF-8, plain or .xz), and the model's folder.
         vocabulary: size of the tokenizer's vocabulary; short texts give a smaller one.
         exercises: "on" refuses a text whose tokenizer lacks the exercises' words, "auto" then
             trains without exercises and reports it, "off" always trains without them.
@@ -65,17 +63,13 @@ def run(
             the text's tokens, and at least `FEWEST`.
         shared: a folder for files shared by runs on the same text and vocabulary.
         compiled: compile the model.
-        on_step: called after every step.
-        on_note: called with messages for the user.
+        on_step, on_note: called after every step, and with messages for the user.
 
     Returns:
-        Figures of the saved weights: parameters, perplexity of held-out text inside the window, the
-        share of recall exercises answered right (None without exercises); "vocabulary", and the
-        "recipe" that was followed.
+        `loop.figures` of the saved weights, "vocabulary", and the "recipe" that was followed.
 
     Raises:
-        WeirError: the text cannot be read or is too short, its tokenizer lacks the exercises'
-            words, or `out` cannot be written to or holds another model or run.
+        WeirError: the text or the folder will not do.
     """
     if exercises not in EXERCISES:
         raise WeirError(f"exercises are {', '.join(EXERCISES)}, not {exercises!r}")
@@ -88,7 +82,8 @@ def run(
             f"{text} has {size:,} bytes; samples of {recipe.length} take {recipe.least:,} tokens "
             "or more: give more text, or a shorter length"
         )
-    begun = {"text": _digest(books), "vocabulary": vocabulary}
+    digest = hashlib.sha256("".join(f"{book}\0" for book in books).encode()).hexdigest()
+    begun = {"text": digest, "vocabulary": vocabulary}
     processes = Processes.here()
     with _folder(out, begun, recipe, processes) as work:
         common = shared or work
@@ -96,7 +91,14 @@ def run(
         with processes.first_before_others():
             backend = corpus.load_or_train(common / "base.json", books, vocabulary)
         tokenizer = corpus.with_sinks(backend, recipe.kind.count)
-        recipe = _with_exercises(recipe, tokenizer, exercises, on_note)
+        try:
+            if recipe.exercise_rows:
+                Words.of(tokenizer)
+        except WeirError as error:
+            if exercises == "on":
+                raise
+            on_note(f"training on the text alone, without exercises: {error}")
+            recipe = replace(recipe, exercise_rows=0)
         if (filled := backend.get_vocab_size()) < vocabulary:
             on_note(f"the text fills a vocabulary of {filled:,} tokens, not {vocabulary:,}")
         with processes.first_before_others():
@@ -125,43 +127,11 @@ def fitting(most: int, size: int) -> int:
     return min(most, max(FEWEST, PASSES * size))
 
 
-def _digest(books: list[str]) -> str:
-    """Return a SHA-256 of the books."""
-    digest = hashlib.sha256()
-    for book in books:
-        digest.update(book.encode())
-        digest.update(b"\0")
-    return digest.hexdigest()
-
-
-def _with_exercises(
-    recipe: TrainingRecipe,
-    tokenizer: PreTrainedTokenizerBase,
-    exercises: str,
-    on_note: Callable[[str], None],
-) -> TrainingRecipe:
-    """Return the recipe, without exercises if the tokenizer lacks their words (unless "on")."""
-    if not recipe.exercise_rows:
-        return recipe
-    try:
-        Words.of(tokenizer)
-    except WeirError as error:
-        if exercises == "on":
-            raise
-        on_note(f"training on the text alone, without exercises: {error}")
-        return replace(recipe, exercise_rows=0)
-    return recipe
-
-
 @contextmanager
 def _folder(
     out: Path, begun: dict[str, Any], recipe: TrainingRecipe, processes: Processes
 ) -> Iterator[Path]:
-    """Check and make the folder of a run; on a WeirError inside, remove the folders it made.
-
-    Raises:
-        WeirError: the folder cannot be written to, or holds another model or run.
-    """
+    """Check and make the folder of a run; on a WeirError inside, remove the folders it made."""
     work = out / WORK
     first_new = next((p for p in [*reversed(work.parents), work] if not p.exists()), None)
     _check_old(work, out, begun, recipe)
@@ -189,27 +159,25 @@ def _check_old(work: Path, out: Path, begun: dict[str, Any], recipe: TrainingRec
         return
     try:
         old = json.loads(noted.read_text("utf-8"))
-        same_text, same_vocabulary = (old[name] == begun[name] for name in ("text", "vocabulary"))
-        of_old = old["recipe"]
+        text, vocabulary, recorded = (old[name] for name in ("text", "vocabulary", "recipe"))
     except (ValueError, KeyError, TypeError):
         raise WeirError(f"{noted} cannot be read: give another folder") from None
-    if not same_text:
+    if text != begun["text"]:
         raise WeirError(f"{out} holds a run on another text: give that text, or another folder")
-    if not same_vocabulary:
+    if vocabulary != begun["vocabulary"]:
         raise WeirError(
-            f"{out} was begun with vocabulary={old['vocabulary']}, not {begun['vocabulary']}: give "
+            f"{out} was begun with vocabulary={vocabulary}, not {begun['vocabulary']}: give "
             "that, or another folder"
         )
     # Exercises are compared later, since a tokenizer that lacks their words removes them.
-    replace(recipe, exercise_rows=0).check_same({**of_old, "exercise_rows": 0}, out)
+    replace(recipe, exercise_rows=0).check_same({**recorded, "exercise_rows": 0}, out)
 
 
 def _note_down(work: Path, begun: dict[str, Any], recipe: TrainingRecipe) -> None:
     """Record text, vocabulary and recipe of the run; refuse if the exercises have changed."""
     noted = work / "run.json"
     if noted.exists():
-        old = json.loads(noted.read_text("utf-8"))
-        recipe.check_same(old["recipe"], work.parent)
+        recipe.check_same(json.loads(noted.read_text("utf-8"))["recipe"], work.parent)
     with replace_atomically(noted) as new:
         new.write_text(json.dumps({**begun, "recipe": asdict(recipe)}, indent=1) + "\n", "utf-8")
 
@@ -221,9 +189,8 @@ def _finish(
     whole = work / "model"
     model.to(torch.bfloat16).save_pretrained(whole)  # type: ignore[arg-type]
     tokenizer.save_pretrained(whole)
-    names = sorted(path.name for path in whole.iterdir())
-    for name in sorted(names, key="config.json".__eq__):
-        (whole / name).replace(out / name)
+    for path in sorted(whole.iterdir(), key=lambda path: (path.name == "config.json", path)):
+        path.replace(out / path.name)
     with contextlib.suppress(OSError):
         whole.rmdir()
-    plot_losses({out.name: work / "loss.csv"}, work / "loss.png", f"Training {out.name}")
+    plot_losses(work / "loss.csv", work / "loss.png", f"Training {out.name}")

@@ -35,15 +35,9 @@ sinks can be compared; `objective` is minimized. The last two columns are filled
 def open_log(
     path: Path, done: int, *, writing: bool = True
 ) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Open a run's log, and drop its lines of steps after `done`.
+    """Open a run's log, drop its lines of steps after `done`, and provide what appends a line.
 
-    Args:
-        path: the .csv file.
-        done: number of steps done.
-        writing: false in processes that do not write the log.
-
-    Yields:
-        A function that appends a step's line and flushes it to the file.
+    `writing` is false in processes that do not write the log.
     """
     if not writing:
         yield lambda facts: None
@@ -64,10 +58,7 @@ def open_log(
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of a log; unknown figures are "".
-
-    An incomplete last line is left out.
-    """
+    """Read the lines of a log, but for an incomplete last one; unknown figures are ""."""
     with path.open(newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if None not in row.values()]
     return [
@@ -88,36 +79,23 @@ def smoothed(values: np.ndarray, share: float = 0.02) -> np.ndarray:
     return (total[upto] - total[since]) / (upto - since)
 
 
-def plot_losses(logs: Mapping[str, Path], out: Path, title: str) -> None:
-    """Draw loss curves of one or more runs: training text (lines) and held-out text (dots).
-
-    Args:
-        logs: log files by the names of their runs.
-        out: the .png to write.
-        title: title of the figure.
-    """
+def plot_losses(log: Path, out: Path, title: str) -> None:
+    """Draw the losses of a run's log as a .png: training text (line) and held-out text (dots)."""
     from matplotlib.figure import Figure
 
+    rows = read_log(log)
+    tokens = np.array([row["tokens"] for row in rows]) / 1e6
+    losses = smoothed(np.array([row["loss"] for row in rows]))
+    looks = [(row["tokens"] / 1e6, row["held_out_loss"]) for row in rows if row["held_out_loss"]]
     figure = Figure(figsize=(6.4, 4.4), layout="constrained")
     axes = figure.subplots()
-    highest = 0.0
-    for name, path in logs.items():
-        rows = read_log(path)
-        tokens = np.array([row["tokens"] for row in rows]) / 1e6
-        losses = smoothed(np.array([row["loss"] for row in rows]))
-        [line] = axes.plot(tokens, losses, label=name, linewidth=1.4)
-        looks = [
-            (row["tokens"] / 1e6, row["held_out_loss"]) for row in rows if row["held_out_loss"]
-        ]
-        if looks:
-            axes.plot(*zip(*looks, strict=True), "o", color=line.get_color(), markersize=3)
-        highest = max(highest, losses[len(losses) // 20])
+    [line] = axes.plot(tokens, losses, linewidth=1.4)
+    if looks:
+        axes.plot(*zip(*looks, strict=True), "o", color=line.get_color(), markersize=3)
     # Cut off the steep beginning, which would flatten the rest of the curve.
-    axes.set_ylim(top=highest)
+    axes.set_ylim(top=max(0.0, losses[len(losses) // 20]))
     axes.set_title(title)
     axes.set_xlabel("tokens of text trained on (millions)")
     axes.set_ylabel("loss (nats per token); dots: held out")
     axes.grid(alpha=0.3)
-    if len(logs) > 1:
-        axes.legend()
     figure.savefig(out, dpi=130)

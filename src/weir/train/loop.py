@@ -15,8 +15,9 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,13 +40,9 @@ MOST_LOGITS = 2**28
 
 @dataclass(frozen=True)
 class Lesson:
-    """The data of a training run.
+    """The ids in front of every sample, of the training text and of the held-out text [tokens].
 
-    Attributes:
-        front: ids in front of every sample [front].
-        words: tokens of the exercises; None without exercises.
-        book: ids of the training text [tokens].
-        held_out: ids of the held-out text [tokens].
+    `words` are the tokens of the exercises; None without exercises.
     """
 
     front: np.ndarray
@@ -57,11 +54,7 @@ class Lesson:
     def of(
         cls, recipe: TrainingRecipe, tokenizer: PreTrainedTokenizerBase, tokens: np.ndarray
     ) -> Lesson:
-        """Prepare a text's ids [tokens] for a recipe.
-
-        Raises:
-            WeirError: the text is too short, or the tokenizer lacks the words of the exercises.
-        """
+        """Prepare a text's ids [tokens] for a recipe; refuse too short a text, or missing words."""
         if len(tokens) < recipe.least:
             raise WeirError(
                 f"the text makes {len(tokens):,} tokens; samples of {recipe.length} take "
@@ -81,15 +74,11 @@ def split(tokens: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     return tokens[: len(tokens) - held], tokens[len(tokens) - held :]
 
 
-@dataclass(frozen=True)
-class TrainingBatch:
-    """One step's samples.
+class TrainingBatch(NamedTuple):
+    """One step's samples, and the weight of predicting each id in the objective [rows, length].
 
-    Attributes:
-        ids: [rows, length].
-        weight: weight of predicting each id, in the objective [rows, length].
-        text: equal weights that sum to one, for tokens of text that follow a token of text, which
-            are the same for every sink [rows, length].
+    `text` has equal weights that sum to one, for tokens of text that follow a token of text, which
+    are the same for every sink.
     """
 
     ids: Tensor
@@ -120,8 +109,7 @@ def batch(recipe: TrainingRecipe, lesson: Lesson, step: int) -> TrainingBatch:
     text /= text.sum()
     return TrainingBatch(
         torch.from_numpy(ids.astype(np.int64)),
-        torch.from_numpy(weights.astype(np.float32)),
-        torch.from_numpy(text.astype(np.float32)),
+        *(torch.from_numpy(part.astype(np.float32)) for part in (weights, text)),
     )
 
 
@@ -152,13 +140,10 @@ def optimizers(model: PreTrainedModel, recipe: TrainingRecipe) -> list[torch.opt
     """Return the optimizer of the matrices inside the layers, and AdamW for everything else."""
     inside = [p for p in layers_of(model).parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if all(p is not q for q in inside)]
-    adamw: dict[str, Any] = {"betas": (0.9, 0.95), "fused": True}
-    first: torch.optim.Optimizer
-    if recipe.optimizer == "muon":
-        first = torch.optim.Muon(inside, weight_decay=recipe.decay, adjust_lr_fn="match_rms_adamw")
-    else:
-        first = torch.optim.AdamW(inside, weight_decay=recipe.decay, **adamw)
-    return [first, torch.optim.AdamW(others, weight_decay=0.0, **adamw)]
+    adamw = partial(torch.optim.AdamW, betas=(0.9, 0.95), fused=True)
+    muon = partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw")
+    first = muon if recipe.optimizer == "muon" else adamw
+    return [first(inside, weight_decay=recipe.decay), adamw(others, weight_decay=0.0)]
 
 
 def losses(
@@ -166,13 +151,7 @@ def losses(
 ) -> tuple[Tensor, Tensor]:
     """Compute weighted sums of the negative log-likelihood of every next token, in nats.
 
-    Args:
-        model: with exact attention.
-        ids: [rows, length].
-        weight, text: [rows, length], as in `TrainingBatch`.
-
-    Returns:
-        The sum by `weight`, to minimize, and the sum by `text`, without gradient.
+    Of a `TrainingBatch`, the sum by `weight`, to minimize, and that by `text`, without gradient.
     """
     with torch.autocast(ids.device.type, torch.bfloat16):
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
@@ -220,13 +199,10 @@ def book_loss(model: PreTrainedModel, lesson: Lesson, rows: int = 32) -> float:
     Only tokens that follow a token of text count; they are the same whatever stands in front.
     """
     length = _window(model)
-    rng = np.random.default_rng(1)
-    front = lesson.front
-    total = 0.0
+    rng, front, total = np.random.default_rng(1), lesson.front, 0.0
     for _ in range(0, rows, 32):
-        ids = np.stack(
-            [exercises.book_sample(front, lesson.held_out, length, rng)[0] for _ in range(32)]
-        )
+        samples = [exercises.book_sample(front, lesson.held_out, length, rng) for _ in range(32)]
+        ids = np.stack([sample for sample, _ in samples])
         weight = torch.zeros(ids.shape)
         weight[:, len(front) + 1 :] = 1.0 / (32 * (length - len(front) - 1))
         given = [part.to(model.device) for part in (torch.from_numpy(ids), weight)]
@@ -237,12 +213,11 @@ def book_loss(model: PreTrainedModel, lesson: Lesson, rows: int = 32) -> float:
 
 @torch.no_grad()
 def recall_accuracy(
-    model: PreTrainedModel, words: Words, book: np.ndarray, questions: int = 64, seed: int = 2
+    model: PreTrainedModel, words: Words, book: np.ndarray, questions: int = 64
 ) -> float:
     """Return the share of recall exercises with all digits right, at distances over the window."""
-    rng = np.random.default_rng(seed)
-    length = _window(model)
-    prompt_length = length - exercises.DIGITS
+    rng = np.random.default_rng(2)
+    prompt_length = _window(model) - exercises.DIGITS
     rows, answers = [], []
     for distance in np.linspace(8, prompt_length - 16, questions).astype(int):
         prompt, answer = exercises.recall_exercise(words, book, int(distance), prompt_length, rng)
@@ -264,11 +239,8 @@ def save_checkpoint(
     step: int,
     seconds: float,
 ) -> None:
-    """Write weights, optimizers, step and recipe; a run killed meanwhile keeps the previous file.
-
-    Batches and learning rates follow from recipe and step, and training draws no random numbers, so
-    there is no generator state to save.
-    """
+    """Write weights, optimizers, step and recipe; a run killed meanwhile keeps the old file."""
+    # Batches and rates follow from recipe and step, so there is no generator's state to save.
     state = {
         "model": model.state_dict(),
         "optimizers": [stepper.state_dict() for stepper in steppers],
@@ -283,13 +255,7 @@ def save_checkpoint(
 def restore_checkpoint(
     path: Path, recipe: TrainingRecipe, model: nn.Module, steppers: list[torch.optim.Optimizer]
 ) -> tuple[int, float]:
-    """Load a checkpoint into model and optimizers, and return its step and the seconds so far.
-
-    Without a checkpoint the result is (0, 0.0).
-
-    Raises:
-        WeirError: the run was begun with another recipe.
-    """
+    """Load a checkpoint, if there is one, and return its step and the seconds so far."""
     if not path.exists():
         return 0, 0.0
     state = torch.load(path, weights_only=True, map_location="cpu")
@@ -332,19 +298,8 @@ def train(
     Writes `out/loss.csv`, a line per step, and `out/checkpoint.pt`, from which the run continues
     bit for bit on the same machine with as many threads.
 
-    Args:
-        recipe: the recipe of the run.
-        tokenizer: the model's tokenizer.
-        lesson: the training data.
-        out: the folder of the run.
-        processes: processes that train together; None for those of the launcher.
-        look_every: steps between checkpoints, where held-out text is measured; None for a
-            twentieth of the run, at most 200.
-        compiled: compile the model.
-        on_step: called after every step.
-
-    Raises:
-        WeirError: `out` holds a run of another recipe, or the loss is no longer finite.
+    `processes` are those of the launcher by default, and `look_every` is the steps between
+    checkpoints, where held-out text is measured: a twentieth of the run by default, at most 200.
     """
     processes = processes or Processes.here()
     if recipe.rows % processes.count:
@@ -358,33 +313,29 @@ def train(
     saved = out / "checkpoint.pt"
     first, seconds = restore_checkpoint(saved, recipe, model, steppers)
     losses_of = torch.compile(losses) if compiled else losses
-    began = time.monotonic() - seconds
+    began, per_step = time.monotonic() - seconds, recipe.rows * recipe.length
     with open_log(out / "loss.csv", first, writing=processes.is_first) as log:
         for step in range(first, recipe.steps):
             started = time.monotonic()
             step_losses = _step(recipe, lesson, step, model, steppers, losses_of, processes)
             facts: dict[str, Any] = {
                 "step": step + 1,
-                "tokens": (step + 1) * recipe.rows * recipe.length,
+                "tokens": (step + 1) * per_step,
                 "rate": rate_at(recipe, step),
                 **step_losses,
-                "tokens_per_s": round(
-                    recipe.rows * recipe.length / (time.monotonic() - started), 1
-                ),
+                "tokens_per_s": round(per_step / (time.monotonic() - started), 1),
             }
             if not math.isfinite(facts["objective"]):
                 raise WeirError(
                     f"at step {step + 1} the loss is no number any more: train into another "
                     "folder with a lower rate"
                 )
-            if (step + 1) % look_every == 0 or step + 1 == recipe.steps:
+            if looks := (step + 1) % look_every == 0 or step + 1 == recipe.steps:
                 seconds = time.monotonic() - began
                 facts |= _look(model, lesson, seconds)
-                log(facts)
-                if processes.is_first:
-                    save_checkpoint(saved, recipe, model, steppers, step + 1, seconds)
-            else:
-                log(facts)
+            log(facts)
+            if looks and processes.is_first:
+                save_checkpoint(saved, recipe, model, steppers, step + 1, seconds)
             on_step(step + 1, recipe.steps, facts)
     return model
 
@@ -400,15 +351,14 @@ def _step(
 ) -> dict[str, float]:
     """Take one optimizer step; return the losses before it."""
     given = batch(recipe, lesson, step)
-    mine = [processes.share(part) for part in (given.ids, given.weight, given.text)]
-    objective, text = (torch.zeros((), device=processes.device) for _ in range(2))
+    mine = [processes.share(part) for part in given]
+    objective, text, pull = torch.zeros(3, device=processes.device)
     at_once = _rows_at_once(model)
     for some in zip(*(part.split(at_once) for part in mine), strict=True):
         # Losses are weighted sums, so those of some rows at a time add up to the whole.
         part, of_text = losses_of(model, *some)
         part.backward()
         objective, text = objective + part.detach(), text + of_text
-    pull = torch.zeros((), device=processes.device)
     if recipe.taught_at(step) and processes.is_first:
         pull = sink_loss(model, given.ids[-2:].to(processes.device), recipe.sink_share)
         (recipe.sink_weight * pull).backward()
@@ -425,10 +375,7 @@ def _step(
 
 def _look(model: PreTrainedModel, lesson: Lesson, seconds: float) -> dict[str, Any]:
     """Measure the model on held-out text."""
-    words = lesson.words
-    recall = words and recall_accuracy(model, words, lesson.held_out)
-    return {
-        "held_out_loss": book_loss(model, lesson),
-        **({} if recall is None else {"recall": recall}),
-        "seconds": round(seconds, 1),
-    }
+    facts = {"held_out_loss": book_loss(model, lesson), "seconds": round(seconds, 1)}
+    if lesson.words is not None:
+        facts["recall"] = recall_accuracy(model, lesson.words, lesson.held_out)
+    return facts

@@ -36,11 +36,7 @@ class Processes:
 
     @classmethod
     def here(cls) -> Processes:
-        """Return the processes of `accelerate launch`, or else one process on the GPU or CPU.
-
-        Raises:
-            WeirError: there are several processes, and accelerate is not installed.
-        """
+        """Return the processes of `accelerate launch`, or else one process on the GPU or CPU."""
         count = int(os.environ.get("WORLD_SIZE") or 1)
         gpu = torch.cuda.is_available()
         if count == 1:

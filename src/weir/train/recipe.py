@@ -41,11 +41,7 @@ class SinkKind:
 
     @classmethod
     def of(cls, text: str) -> SinkKind:
-        """Parse `none`, `zero`, `learnable`, `learnable:2` or `taught`.
-
-        Raises:
-            WeirError: the text is none of these, or the number of tokens is out of range.
-        """
+        """Parse `none`, `zero`, `learnable`, `learnable:2` or `taught`; WeirError for others."""
         word, colon, number = text.strip().partition(":")
         if word in ("none", "zero") and not colon:
             return cls(word)
@@ -77,24 +73,22 @@ class TrainingRecipe:
 
     Attributes:
         tokens: tokens of text in all, books and exercises together; sinks do not count.
-        rows: samples per step.
-        length: tokens of text in a sample; the model's window is these and the sinks in front.
+        rows, length: samples per step, and tokens of text in a sample; the model's window is these
+            and the sinks in front.
         shape: `llama`, `qwen3` (a Llama with normalized queries and keys) or `alibi` (an MPT: no
             rotation, a bias that grows with distance, no grouped heads, GELU).
         width, layers, heads, kv_heads, inner: the sizes of the model. `inner` of `alibi` is four
             times the width.
         optimizer: `muon` for the matrices inside the layers and AdamW for the rest, or `adamw`.
-        rate: the highest learning rate.
+        rate, falling: the highest learning rate, and the share of the run over which it falls to 0.
         decay: weight decay of the matrices inside the layers.
-        falling: the share of the run over which the rate falls to zero.
-        exercise_rows: samples of a step that are exercises.
-        exercise_weight: weight of their loss beside the books' loss.
+        exercise_rows, exercise_weight: samples of a step that are exercises, and the weight of
+            their loss beside the books' loss.
         only_segments: the share of the run in which all exercises are segments.
         sink: `none`, `zero`, `learnable`, `learnable:N` or `taught`; see `SinkKind`.
-        sinks_after: with `taught`, the share of the run after which the model is taught to rest
-            its attention on the start token.
-        sink_weight: weight of that loss.
-        sink_share: the share of attention it asks for.
+        sinks_after, sink_weight, sink_share: with `taught`, the share of the run after which the
+            model is taught to rest its attention on the start token, the weight of that loss, and
+            the share of attention it asks for.
         seed: seed of the weights and of every random draw.
 
     Raises:
@@ -211,9 +205,6 @@ class TrainingRecipe:
         """Refuse to continue a run that was begun with another recipe.
 
         The number of tokens may differ: a run can be made longer or shorter under way.
-
-        Raises:
-            WeirError: the recipes differ; the message names the first field that does.
         """
         for field in fields(self):
             name = field.name
@@ -235,54 +226,15 @@ class Preset:
 
 TEXT_ALONE = replace(TrainingRecipe(), optimizer="adamw", decay=0.1, exercise_rows=0, sink="none")
 """The recipe of StreamingLLM's models (section 4.2): AdamW, and text only."""
-PRESETS = {
-    "nano": Preset(TrainingRecipe(), 4096),
-    "small": Preset(
-        replace(
-            TEXT_ALONE,
-            tokens=4_000_000,
-            rows=8,
-            length=256,
-            width=128,
-            layers=4,
-            heads=4,
-            kv_heads=4,
-            inner=352,
-            rate=3e-3,
-        ),
-        2048,
-    ),
-    "medium": Preset(
-        replace(
-            TEXT_ALONE,
-            tokens=600_000_000,
-            rows=128,
-            length=1024,
-            width=512,
-            layers=8,
-            heads=8,
-            kv_heads=8,
-            inner=1408,
-            rate=1e-3,
-        ),
-        8192,
-    ),
-    "large": Preset(
-        replace(
-            TEXT_ALONE,
-            tokens=3_000_000_000,
-            rows=256,
-            length=2048,
-            width=960,
-            layers=12,
-            heads=15,
-            kv_heads=15,
-            inner=2560,
-            rate=6e-4,
-        ),
-        32_768,
-    ),
-}
+_FIELDS = ("tokens", "rows", "length", "width", "layers", "heads", "kv_heads", "inner", "rate")
+PRESETS = {"nano": Preset(TrainingRecipe(), 4096)}
+for _name, _vocabulary, *_values in (
+    ("small", 2048, 4_000_000, 8, 256, 128, 4, 4, 4, 352, 3e-3),
+    ("medium", 8192, 600_000_000, 128, 1024, 512, 8, 8, 8, 1408, 1e-3),
+    ("large", 32_768, 3_000_000_000, 256, 2048, 960, 12, 15, 15, 2560, 6e-4),
+):
+    _sizes: dict[str, Any] = dict(zip(_FIELDS, _values, strict=True))
+    PRESETS[_name] = Preset(replace(TEXT_ALONE, **_sizes), _vocabulary)
 """`nano` is the packaged model's recipe; the others train on text only, so that sinks can be
 compared. `small` has a million parameters and suits two cores; `medium` (30 million) and `large`
 (160 million, as in StreamingLLM's section 3.3) need a GPU."""

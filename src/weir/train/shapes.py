@@ -11,14 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MptConfig,
-    MptForCausalLM,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
 from weir.models import set_sink
@@ -31,11 +28,11 @@ def new_model(recipe: TrainingRecipe, tokenizer: PreTrainedTokenizerBase) -> Pre
 
     The weights do not depend on the sink, except for the embeddings of its own tokens.
     """
-    model_class, config = _described(recipe, tokenizer)
+    config = _config(recipe, tokenizer)
     front = front_of(tokenizer).tolist()
     set_sink(config, recipe.kind.kind, front if recipe.kind.kind == "learnable" else ())
     torch.manual_seed(recipe.seed)
-    model: PreTrainedModel = model_class(config)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     # Each matrix has a seed of its own, so a longer vocabulary changes no other matrix.
     for index, weight in enumerate(p for p in model.parameters() if p.ndim == 2):
         draw = torch.Generator().manual_seed(1000 * recipe.seed + index)
@@ -47,13 +44,13 @@ def new_model(recipe: TrainingRecipe, tokenizer: PreTrainedTokenizerBase) -> Pre
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:
     """Return the layers of a model made by `new_model`."""
     decoder: Any = model.base_model
-    layers: nn.ModuleList = decoder.blocks if isinstance(model, MptForCausalLM) else decoder.layers
+    layers: nn.ModuleList = decoder.blocks if hasattr(decoder, "blocks") else decoder.layers
     return layers
 
 
-def _described(recipe: TrainingRecipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Any, Any]:
-    """Return the model class and configuration of the recipe's shape."""
-    shared: dict[str, Any] = {
+def _config(recipe: TrainingRecipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    """Return the configuration of the recipe's shape."""
+    sizes: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "tie_word_embeddings": True,
         "bos_token_id": tokenizer.bos_token_id,
@@ -61,25 +58,18 @@ def _described(recipe: TrainingRecipe, tokenizer: PreTrainedTokenizerBase) -> tu
         "pad_token_id": tokenizer.pad_token_id,
     }
     if recipe.shape == "alibi":
-        return MptForCausalLM, MptConfig(
-            d_model=recipe.width,
-            n_heads=recipe.heads,
-            n_layers=recipe.layers,
-            max_seq_len=recipe.window,
-            use_cache=True,
-            **shared,
-        )
-    rotary: dict[str, Any] = {
-        **shared,
-        "hidden_size": recipe.width,
-        "intermediate_size": recipe.inner,
-        "num_hidden_layers": recipe.layers,
-        "num_attention_heads": recipe.heads,
-        "num_key_value_heads": recipe.kv_heads,
-        "max_position_embeddings": recipe.window,
-        "attn_implementation": "sdpa",
-    }
+        sizes |= {"d_model": recipe.width, "n_heads": recipe.heads, "n_layers": recipe.layers}
+        return AutoConfig.for_model("mpt", max_seq_len=recipe.window, use_cache=True, **sizes)
     if recipe.shape == "qwen3":
-        head_dim = recipe.width // recipe.heads
-        return Qwen3ForCausalLM, Qwen3Config(head_dim=head_dim, **rotary)
-    return LlamaForCausalLM, LlamaConfig(**rotary)
+        sizes["head_dim"] = recipe.width // recipe.heads
+    return AutoConfig.for_model(
+        recipe.shape,
+        hidden_size=recipe.width,
+        intermediate_size=recipe.inner,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.kv_heads,
+        max_position_embeddings=recipe.window,
+        attn_implementation="sdpa",
+        **sizes,
+    )

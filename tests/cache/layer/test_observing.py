@@ -15,7 +15,7 @@ from weir import kernels
 from weir.cache.layer import layer
 from weir.cache.layer.attention import band
 from weir.pools import ObservedAttention
-from weir.slab import AttendedSlots, select_attention
+from weir.slab import AttendedSlots, compute_attention
 
 CHUNK = 8
 POLICY = "sink(2) | recent(8) | heavy(16)"
@@ -52,18 +52,14 @@ def spied(monkeypatch):
             if window is not None and observe:
                 causal = False
                 bias = band(CHUNK, slots.stop, window, torch.float32, queries.device)
-            attend = select_attention(queries, slots, params, bias, causal=causal, observe=observe)
+            how = {"causal": causal, "observe": observe}
+            got = compute_attention(queries, slots, params, bias, **how)
+            if got.received is not None:
+                calls.append(slots)
+                compare(got, queries, slots, params, bias)
+            return got
 
-            def answer(*given):
-                got = attend(*given[:3], bias)
-                if got.received is not None:
-                    calls.append(slots)
-                    compare(got, queries, slots, params, bias)
-                return got
-
-            return answer
-
-        monkeypatch.setattr(layer, "select_attention", spy)
+        monkeypatch.setattr(layer, "compute_attention", spy)
         return calls
 
     return use
@@ -114,17 +110,16 @@ def test_where_a_query_sees_nothing_the_fold_asks_by_itself(monkeypatch):
     observed = []
 
     def blind(queries, slots, params, bias, **how):
-        attend = select_attention(queries, slots, params, bias, **how)
-        if how.get("observe"):
+        if how.pop("observe", ""):
             unseen = replace(slots, b=torch.full_like(slots.b, -math.inf), plain=False)
-            observed.append(attend(queries, unseen, params, bias))
-            attend = select_attention(queries, slots, params, bias, causal=how["causal"])
-        return attend
+            asked = compute_attention(queries, unseen, params, bias, observe="received", **how)
+            observed.append(asked)
+        return compute_attention(queries, slots, params, bias, **how)
 
     ids, model = tokens(2, 40), make("llama")
     wanted = weir.Stream(model, POLICY, chunk=CHUNK)
     wanted.feed(ids)
-    monkeypatch.setattr(layer, "select_attention", blind)
+    monkeypatch.setattr(layer, "compute_attention", blind)
     got = weir.Stream(model, POLICY, chunk=CHUNK)
     got.feed(ids)
     assert observed and all(it.received is None and not it.answers.any() for it in observed)

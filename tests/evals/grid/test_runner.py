@@ -14,8 +14,8 @@ import torch
 import weir
 from weir.errors import WeirError
 from weir.evals.fitting import budget_in
-from weir.evals.grid import count_unrecorded_pools, extend_grid, runner
-from weir.evals.grid.grid import Cell, Grid, make_grid
+from weir.evals.grid import extend_grid, runner
+from weir.evals.grid.grid import make_grid
 from weir.evals.grid.runner import failure_reason, failures, run, subject_of
 from weir.evals.results.file import read_results
 from weir.evals.results.naming import read_together
@@ -197,24 +197,6 @@ def test_what_was_asked_of_other_pools_is_not_measured_under_their_name(tmp_path
     (record,) = run(grid, path, resume=True)
     said = "h2o(8) was recent(4) | heavy(4) when this was asked for, and is sink(8) now"
     assert record["status"] == "failed" and said in record["reason"]
-
-
-def test_files_from_before_pools_were_noted_are_taken_up_as_they_are(tmp_path, toys):
-    path = tmp_path / "r.jsonl"
-    grid = make_grid(["m"], "toy(n=1)", "h2o(8), recent(8)", seeds=[3])
-    run(grid, path)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [cell.pop("pools", None) for cell in lines[0]["cells"]] == ["recent(4) | heavy(4)", None]
-    lines[0]["grid"] = Grid(tuple(map(Cell.of, lines[0]["cells"]))).fingerprint
-    lines[1].pop("pools")
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    toys.runs.clear()
-    before = path.read_bytes()
-    run(grid, path, resume=True)
-    more = extend_grid(path, grid)
-    run(more, path, add=True)
-    assert (toys.runs, path.read_bytes()) == ([], before)
-    assert (count_unrecorded_pools(more), count_unrecorded_pools(grid)) == (1, 0)
 
 
 def test_models_may_be_objects(tmp_path, monkeypatch, toys, llama):

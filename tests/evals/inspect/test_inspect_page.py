@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from weir.errors import WeirError
-from weir.evals.inspect import InspectionPage, Picture, Section, TextTable, drawing
+from weir.evals.inspect import InspectionPage, Picture, Section
+from weir.evals.inspect.section import drawing
+from weir.evals.report import TextTable
 
 
 def a_picture(name: str = "one") -> Picture:
@@ -42,7 +44,7 @@ def test_all_text_is_escaped_but_for_fragments(tmp_path: Path) -> None:
     text = (tmp_path / "index.html").read_text("utf-8")
     for escaped in ("A &lt;look&gt;", "&lt;i&gt;", "A &lt; B", "x &amp; y", "&lt;h&gt;"):
         assert escaped in text
-    for escaped in ("&lt;cell&gt;", "&lt; &quot;two&quot;", "&lt;name&gt;", "a &lt; b"):
+    for escaped in ("&lt;cell&gt;", "&lt; &#34;two&#34;", "&lt;name&gt;", "a &lt; b"):
         assert escaped in text
     assert "<em>it</em>" in text
     assert "em { color: var(--ink); }" in text.partition("</style>")[0]

@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 import weir
 from weir.errors import WeirError
 from weir.evals.inspect import Inspection, Section, layers, look, maps
-from weir.evals.inspect.section import around, count_of, fixed_tokens, pieces, sentences
+from weir.evals.inspect.section import around, fixed_tokens, pieces, sentences
 from weir.models import ModelSink, set_sink
 from weir.slab import Slab
-from weir.stream import BOOK, Stream, read_text
+from weir.stream import BOOK, Stream, encode, read_text
 
 TEXT = read_text(BOOK)[:40_000]
 
@@ -108,24 +108,26 @@ def test_shares_are_those_of_output_attentions(name):
     ids = tokens(3, 60)
     found = maps.first_shares(asked(model), ids)
     wanted = direct(model, ids)
-    assert [share.layer for share in found] == list(range(len(wanted)))
+    assert [share["layer"] for share in found] == list(range(len(wanted)))
     for share, weights in zip(found, wanted, strict=True):
         last = weights[:, :, -1].mean(dim=0)
-        close_runs(share.first.float(), last[:, 0].float(), model, 60)
-        close_runs(share.early.float(), last[:, :4].sum(dim=1).float(), model, 60)
+        first, early = (torch.tensor(share[f"{name}_by_head"]) for name in ("first", "first_4"))
+        close_runs(first, last[:, 0].float(), model, 60)
+        close_runs(early, last[:, :4].sum(dim=1).float(), model, 60)
+        assert share["deviation"] == pytest.approx(float(first.std(correction=0)), rel=1e-4)
 
 
 def test_a_layer_that_has_slid_on_gives_the_first_token_nothing():
     sliding, full = maps.first_shares(asked(make("gemma3")), tokens(1, 60))
-    assert float(sliding.first.sum()) == 0
-    assert float(full.first.min()) > 0
+    assert sum(sliding["first_by_head"]) == 0
+    assert min(full["first_by_head"]) > 0
 
 
 def test_shares_are_taken_as_far_out_as_the_window_and_the_text_go(nano, tokenizer):
     facts = maps.shares_section(asked(nano, tokenizer, sequences=2)).facts
     assert (facts["position"], facts["sequences"]) == (512, 2)
     short = maps.shares_section(asked(nano, tokenizer, TEXT[:400])).facts
-    assert (short["position"], short["sequences"]) == (count_of(tokenizer, TEXT[:400], 512), 1)
+    assert (short["position"], short["sequences"]) == (len(encode(tokenizer, TEXT[:400])), 1)
     some = maps.shares_section(
         asked(nano, tokenizer, tokens=100, layers=(2,), heads=(1, 3), sequences=1)
     )
@@ -134,16 +136,11 @@ def test_shares_are_taken_as_far_out_as_the_window_and_the_text_go(nano, tokeniz
     assert len(some.facts["layers"][0]["first_by_head"]) == 2
 
 
-def test_the_spread_is_over_heads():
-    first = torch.tensor([0.1, 0.3, 0.5], dtype=torch.float64)
-    assert maps.FirstShare(0, first, first).spread == pytest.approx(math.sqrt(0.08 / 3))
-
-
 # --- where sinks matter
 
 
 def setup_of(model: PreTrainedModel) -> layers.StreamSetup:
-    return layers.StreamSetup((0, 1), (2, 2), recent=20, chunk=8)
+    return layers.StreamSetup({0: 2, 1: 2}, recent=20, chunk=8)
 
 
 def losses(model: PreTrainedModel, ids: Tensor, hidden: dict[int, tuple[int, ...]]) -> Tensor:
@@ -210,44 +207,45 @@ def test_layers_that_slide_are_left_alone():
     model = make("gemma3")
     facts = weir.models.describe(model)
     setup = layers.set_up(asked(model), facts)
-    assert (setup.served, setup.kv_heads) == ((1,), (2,))
+    assert setup.kv_heads == {1: 2}
 
 
 def test_a_model_whose_layers_all_slide_gets_fewer_slots_than_they_see():
     model = make("mistral-sliding")
     setup = layers.set_up(asked(model), weir.models.describe(model))
-    assert setup.served == (0, 1)
+    assert list(setup.kv_heads) == [0, 1]
     assert len(layers.losses_of(asked(model), tokens(1, 200)[0], setup, {})) == 200 - setup.start
 
 
 # --- texts
 
 
-def test_sentences_are_cut_and_short_ones_left_out(tokenizer):
+def test_sentences_are_cut_and_short_ones_left_out(nano, tokenizer):
     short, long = (
         "Yes.",
         "The prince was silent, but she looked at him, awaiting a reply, and so on.",
     )
-    ids = sentences(tokenizer, f"{short} {long} {short}\n\n{long}", 2, 12)
+    ids = sentences(asked(nano, tokenizer, f"{short} {long} {short}\n\n{long}"), 2, 12)
     assert ids.shape == (2, 12)
     assert ids[0].tolist() == tokenizer(long)["input_ids"][:12]
     assert fixed_tokens(ids[:1], tokenizer) == {0: "<|start|>"}
 
 
-def test_a_text_without_sentences_is_cut_into_pieces(tokenizer):
+def test_a_text_without_sentences_is_cut_into_pieces(nano, tokenizer):
     words = "word " * 100
-    ids = sentences(tokenizer, words.strip(), 3, 20)
+    ids = sentences(asked(nano, tokenizer, words.strip()), 3, 20)
     whole = tokenizer(words.strip(), add_special_tokens=False)["input_ids"]
     assert ids.shape[1] == 20
-    again = pieces(tokenizer, words, 3, 20)
+    again = pieces(asked(nano, tokenizer, words), 3, 20)
     assert again[:, 0].tolist() == [tokenizer.bos_token_id] * 3
     assert again[:, 1:].flatten().tolist() == whole[:57]
 
 
-def test_long_sequences_are_pieces_where_sentences_are_too_short(tokenizer):
+def test_long_sequences_are_pieces_where_sentences_are_too_short(nano, tokenizer):
     long = "The prince was silent, but she looked at him, awaiting a reply, and went on. " * 20
     count = len(tokenizer(long, add_special_tokens=False)["input_ids"]) // 99
-    assert len(sentences(tokenizer, f"{long.replace('.', ';')}. {long}", 50, 100)) > count > 2
+    text = f"{long.replace('.', ';')}. {long}"
+    assert len(sentences(asked(nano, tokenizer, text), 50, 100)) > count > 2
 
 
 def test_what_stands_around_a_text_is_found(tokenizer):
@@ -255,16 +253,15 @@ def test_what_stands_around_a_text_is_found(tokenizer):
 
 
 def test_the_tokens_of_a_learned_sink_stand_in_front(tokenizer):
-    start = tokenizer.bos_token_id
-    for sink in (ModelSink("learnable", (7, 8)), ModelSink("learnable", (start, 8))):
-        wanted = sink.first([start])
+    start, model = tokenizer.bos_token_id, make("llama", vocab_size=4096)
+    for sink in ([7, 8], [start, 8]):
+        set_sink(model.config, "learnable", sink)
+        wanted = ModelSink("learnable", tuple(sink)).first([start])
         for cut in (sentences, pieces):
-            ids = cut(tokenizer, TEXT, 3, 20, sink)
+            ids = cut(asked(model, tokenizer), 3, 20)
             assert ids.shape == (3, 20)
             assert ids[:, : len(wanted)].tolist() == [wanted] * 3
-    model = make("llama", vocab_size=4096)
-    set_sink(model.config, "learnable", [7, 8])
-    assert asked(model, tokenizer).ids(10)[:3].tolist() == [7, 8, start]
+        assert asked(model, tokenizer).ids(10)[: len(wanted)].tolist() == wanted
 
 
 @pytest.mark.parametrize("name", ["maps", "shares", "layers"])

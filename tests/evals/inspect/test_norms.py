@@ -11,7 +11,7 @@ from reference.models import make, tokens
 
 import weir
 from weir.errors import WeirError
-from weir.evals.inspect.norms import KINDS, measure, section
+from weir.evals.inspect.norms import NAMES, measure, section
 from weir.evals.inspect.section import Inspection
 from weir.evals.scores import student
 
@@ -56,40 +56,41 @@ def direct(model, ids, kv_heads=slice(None), heads=slice(None)):
 def test_norms_are_those_of_what_transformers_caches(llama, ids):
     prompts = ids(3, 40)
     norms = measure(asked_of(llama), prompts)
+    assert (norms["tokens"], norms["prompts"]) == (40, 3)
     wanted = [direct(llama, prompt) for prompt in prompts]
-    for kind in KINDS:
+    for name, kind in NAMES.items():
         every = [torch.cat([layer[kind].flatten() for layer in layers]) for layers in wanted]
-        assert [sums[kind].count for sums in norms.prompts] == [len(x) for x in every]
         means = [float(x.mean()) for x in every]
-        assert [sums[kind].mean for sums in norms.prompts] == pytest.approx(means, rel=1e-5)
-        assert norms.mean(kind) == pytest.approx(fmean(means), rel=1e-5)
+        assert norms[name]["by_prompt"] == pytest.approx(means, rel=1e-5)
+        assert norms[name]["mean"] == pytest.approx(fmean(means), rel=1e-5)
         # The paper's interval: of a mean of so many independent vectors.
         papers = fmean(1.959964 * float(x.std()) / math.sqrt(len(x)) for x in every)
-        assert norms.reach(kind) == pytest.approx(papers, rel=1e-4)
+        assert norms[name]["reach"] == pytest.approx(papers, rel=1e-4)
         others = student(2) * stdev(means) / math.sqrt(3)
-        assert norms.between(kind) == pytest.approx(others, rel=1e-3)
+        assert norms[name]["reach_over_prompts"] == pytest.approx(others, rel=1e-3)
         for n in range(2):
             layer = torch.cat([layers[n][kind] for layers in wanted], dim=1)
-            assert norms.layers[n][kind].mean == pytest.approx(float(layer.mean()), rel=1e-5)
+            mean = norms[name]["by_layer"][str(n)]
+            assert mean == pytest.approx(float(layer.mean()), rel=1e-5)
 
 
 def test_chosen_layers_and_heads_and_the_kv_heads_they_read(llama, ids):
     prompts = ids(1, 20)
     norms = measure(asked_of(llama, layers=(1,), heads=(3,)), prompts)
     wanted = direct(llama, prompts[0], kv_heads=slice(1, 2), heads=slice(3, 4))[1]
-    assert list(norms.layers) == [1]
-    for kind in KINDS:
-        assert norms.prompts[0][kind].count == 20
-        assert norms.mean(kind) == pytest.approx(float(wanted[kind].mean()), rel=1e-5)
-        assert norms.between(kind) is None  # one prompt
+    for name, kind in NAMES.items():
+        assert list(norms[name]["by_layer"]) == ["1"]
+        assert norms[name]["mean"] == pytest.approx(float(wanted[kind].mean()), rel=1e-5)
+        assert norms[name]["reach_over_prompts"] is None  # one prompt
 
 
 @pytest.mark.parametrize("family", ["bloom", "falcon", "gemma3", "mistral-sliding", "gpt-oss"])
 def test_every_kind_of_model_has_norms(family):
     model = make(family)
     norms = measure(asked_of(model), tokens(2, 30))
-    assert len(norms.layers) == model.config.num_hidden_layers
-    assert all(norms.mean(kind) > 0 for kind in KINDS)
+    for name in NAMES:
+        assert len(norms[name]["by_layer"]) == model.config.num_hidden_layers
+        assert norms[name]["mean"] > 0
 
 
 def test_the_section_has_a_row_for_every_length(nano):
@@ -102,7 +103,7 @@ def test_the_section_has_a_row_for_every_length(nano):
     assert told.facts["lengths"][3]["queries"]["reach_over_prompts"] > 0
     (picture,) = told.pictures
     panels = picture.figure.axes
-    assert [axes.get_title("left") for axes in panels] == list(KINDS)
+    assert [axes.get_title("left") for axes in panels] == list(NAMES.values())
     assert "tokens" in panels[-1].get_xlabel() and picture.figure.get_supylabel()
     assert all(axes.get_ylim()[0] == 0 for axes in panels)
 

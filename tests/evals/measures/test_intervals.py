@@ -27,9 +27,9 @@ def test_known_intervals(right, asked, low, high):
 
 @pytest.mark.parametrize(("right", "asked"), [(3, 17), (90, 100)])
 def test_its_ends_are_where_the_share_seen_is_just_likely_enough(right, asked):
-    for end in wilson(right, asked, 0.9):
+    for end in wilson(right, asked):
         z = (right / asked - end) / math.sqrt(end * (1 - end) / asked)
-        assert abs(z) == pytest.approx(1.6448536, abs=5e-8)
+        assert abs(z) == pytest.approx(1.9599640, abs=5e-8)
 
 
 def test_nothing_asked_says_nothing():

@@ -6,7 +6,6 @@ import csv
 import io
 import math
 import re
-from itertools import permutations
 from statistics import stdev
 from typing import Any
 
@@ -143,29 +142,17 @@ def test_files_are_reported_together_and_what_is_in_two_counts_once(tmp_path):
         write_report(first, tmp_path / "none", ["pdf"])
 
 
-def test_a_cell_from_before_pools_were_noted_is_the_same_as_one_of_its_name(tmp_path):
-    old = write(tmp_path / "old.jsonl", [record("a", 1.0), record("b", 2.0)])
-    said = [{**record("a", 1.0), "pools": "sink(4)"}, {**record("b", 2.0, 1), "pools": "sink(5)"}]
-    new = write(tmp_path / "new.jsonl", said)
-    for files in ([old, new], [new, old]):
-        cells, records = read_together(files)
-        assert cells == 3
-        assert sorted((r["policy"], r["seed"]) for r in records) == [("a", 0), ("b", 0), ("b", 1)]
-    other = write(tmp_path / "other.jsonl", [{**record("a", 1.5), "pools": "sink(6)"}])
-    assert read_together([new, other])[0] == 3  # the name stands for other pools there
-    with pytest.raises(WeirError, match="contradict each other"):
-        read_together([old, other])
-
-
-def test_an_old_cell_between_two_of_other_pools_is_the_one_that_has_its_figure(tmp_path):
-    old = write(tmp_path / "old.jsonl", [record("a", 1.0)])
-    one = write(tmp_path / "one.jsonl", [{**record("a", 1.5), "pools": "sink(4)"}])
-    other = write(tmp_path / "other.jsonl", [{**record("a", 1.0), "pools": "sink(5)"}])
-    for files in permutations((old, one, other)):
-        cells, records = read_together(files)
-        assert cells == 2
-        assert {r["policy"]: r["value"] for r in records} == {"sink(4)": 1.5, "sink(5)": 1.0}
-    failed = {**record("a", None), "status": "failed", "reason": "no room", "pools": "sink(6)"}
-    again = write(tmp_path / "again.jsonl", [failed])
-    for files in permutations((old, again)):
-        assert [r["value"] for r in read_together(files)[1]] == [1.0]
+def test_a_name_that_stood_for_other_pools_is_another_cell(tmp_path):
+    one, other, failed = (
+        write(tmp_path / pools, [{**record("a", value), "pools": pools, **more}])
+        for pools, value, more in (
+            ("sink(4)", 1.5, {}),
+            ("sink(5)", 1.0, {}),
+            ("sink(6)", None, {"status": "failed", "reason": "no room"}),
+        )
+    )
+    cells, records = read_together([one, other, failed])
+    assert cells == 3
+    assert {r["policy"]: r["value"] for r in records} == {
+        "sink(4)": 1.5, "sink(5)": 1.0, "sink(6)": None,
+    }  # fmt: skip

@@ -114,8 +114,8 @@ def test_records_are_read_as_ruler_and_the_harness_write_them(tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"samples": 0}, "1 sample or more"),
-        ({"most": 0}, "1 token or more"),
+        ({"samples": 0}, "samples=1 or more"),
+        ({"most": 0}, "most=1 or more"),
         ({"chat": True}, "no chat template"),
     ],
 )

@@ -15,7 +15,16 @@ from weir.evals.attention_error import measure_error, set_up, size_policies
 from weir.evals.task import Subject
 from weir.evals.tasks.attention_error import AttentionError
 from weir.evals.tasks.efficiency import Efficiency
-from weir.evals.tasks.exercises import Material, Recall, distances_to, lay_out, sample
+from weir.evals.tasks.exercises import (
+    Material,
+    Recall,
+    StreamFacts,
+    StreamLayout,
+    distances_to,
+    draw_facts,
+    fill_in,
+    lay_out,
+)
 from weir.evals.tasks.ppl import Perplexity
 from weir.evals.tasks.streameval import ExerciseLines, StreamEval, TextLines, make_schedule
 from weir.stream.text import BOOK, read_stream, read_text
@@ -116,6 +125,11 @@ def test_a_missing_text_is_the_reason(nano, tmp_path):
 
 
 # --- recall
+
+
+def sample(material: Material, layout: StreamLayout) -> tuple[StreamFacts, np.ndarray]:
+    facts = draw_facts(material, len(layout.answers), distinct=False)
+    return facts, fill_in(material, facts, layout)
 
 
 @pytest.mark.parametrize("seed", range(20))

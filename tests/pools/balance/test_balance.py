@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from flows import Flow, PoolStream
 from hypothesis import given
 from hypothesis import strategies as st
-from model_runs import fed, holds_as, restored_goes_on, rows_read_alone
+from model_runs import fed, holds_as
 from reference import balance as naive_file
 from reference.balance import Balance as Reference
 from reference.balance import SoftmaxBalance, Token
@@ -23,7 +23,7 @@ from torch import Tensor
 
 import weir
 from weir.errors import WeirError
-from weir.pools import Balance, Fold, Recent, Sink
+from weir.pools import Balance, Fold
 from weir.pools.balance import balance as pool_file
 from weir.pools.balance import merge_reduce, schedule
 from weir.pools.counter_rng import CounterRNG
@@ -398,52 +398,7 @@ def test_what_is_no_number_is_refused_and_changes_nothing(bad, part):
     assert all(state[name] is t for name, t in stream.state.items())
 
 
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [
-        ({"n": 3}, "in 4 slots or more, not 3"),
-        ({"block": 0}, "an even number of tokens from 2 to 32, not 0"),
-        ({"block": 7}, "an even number of tokens from 2 to 32, not 7"),
-        ({"block": 34}, "an even number of tokens from 2 to 32, not 34"),
-        ({"n": 7, "block": 4}, "an even number of tokens from 2 to 2, not 4"),
-        ({"halves": "thirds"}, "halves are pairs, authors or paper, not 'thirds'"),
-        ({"gamma": -1.0}, "the gamma of a walk is a number from 0 on, not -1.0"),
-        ({"temperature": math.inf}, "the temperature of a walk is a number from 0 on, not inf"),
-        ({"constant": math.nan}, "the constant of a walk is a number from 0 on, not nan"),
-        ({"sets": "own"}, "the sets of balance are shared, flat or separate, not 'own'"),
-        ({"sets": "flat"}, "flat denominator is that of halves=authors.*with halves=pairs"),
-        ({"precision": -0.1}, "the precision of balance is a number from 0 on, not -0.1"),
-    ],
-)
-def test_parameters_that_make_no_sense_are_refused(given, reason):
-    with pytest.raises(WeirError, match=reason):
-        Balance(**{"n": 64, **given})
-
-
-def test_nothing_can_follow_it():
-    with pytest.raises(WeirError, match="balance stands last in a pipe"):
-        weir.policy("recent(8) | balance(16) | recent(3)")
-
-
 # --- the policy
-
-
-def test_the_policy_shares_its_budget():
-    assert weir.policy("balancekv(budget=256)").pools == (Sink(32), Recent(32), Balance(192))
-    assert weir.policy("balancekv(budget=2048)").pools == (Sink(256), Recent(256), Balance(1536))
-    for budget in (8, 100, 257):
-        assert weir.policy(f"balancekv(budget={budget})").slots == budget
-    text = "balancekv(64, sinks=0, recent=10, block=8, halves=authors, gamma=none, sets=flat)"
-    pools = (Recent(10), Balance(54, 8, "authors", None, sets="flat"))
-    assert weir.policy(text).pools == pools
-    assert weir.policy("recent(9) | balance(64)").two_weights is False
-    assert weir.policy("recent(9) | balance(64, sets=separate)").two_weights is True
-
-
-@pytest.mark.parametrize("text", ["balancekv(budget=5)", "balancekv(64, recent=60)"])
-def test_a_budget_too_small_is_refused(text):
-    with pytest.raises(WeirError, match="leaves no room for 4 slots or more of balance"):
-        weir.policy(text)
 
 
 # --- through a model
@@ -494,14 +449,6 @@ def test_a_model_reads_on_as_the_naive_loop_does(llama, ids, naive, text, positi
     holds_as(cache, loop)
 
 
-@pytest.mark.parametrize(("budget", "length"), [("balancekv(budget=64)", 64), (APART, 20)])
-def test_below_its_budget_it_is_dense(llama, ids, budget, length):
-    tokens = ids(1, length)
-    cache = weir.StreamingCache(llama, budget, chunk=4)
-    dense = llama(tokens, use_cache=False).logits
-    close_runs(fed(llama, cache, tokens, [length]), dense, llama)
-
-
 @pytest.mark.parametrize("text", [SMALL, FLAT])
 def test_a_prompt_that_a_model_reads_whole_is_halved_in_rounds(shallow, ids, text):
     cache = weir.StreamingCache(shallow, text, chunk=5, prefill="full")
@@ -513,16 +460,6 @@ def test_a_prompt_that_a_model_reads_whole_is_halved_in_rounds(shallow, ids, tex
         # 142 tokens make 71, 35 and 17; then 3 are one too many, so 6 are halved once more.
         found = {weight: count for weight, count in enumerate(weights.tolist()) if count}
         assert found == {2: 1, 4: 1, 8: 11, 16: 3}
-
-
-@pytest.mark.parametrize("text", [SMALL, FLAT, APART])
-def test_a_row_gets_what_it_would_get_alone(llama, ids, text):
-    rows_read_alone(llama, text, ids(2, 80), [0, 13], [30, 1, 49], chunk=4)
-
-
-@pytest.mark.parametrize("text", [SMALL, FLAT, APART])
-def test_a_stream_goes_on_bit_for_bit_after_it_was_restored(llama, ids, tmp_path, text):
-    assert len(restored_goes_on(llama, text, ids(1, 100), 50, tmp_path, chunk=4)) == 1
 
 
 def test_after_a_pool_that_lets_heads_differ_it_takes_what_each_lets_go(llama, ids):

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from weir.pools import Balance, Fold
-from weir.pools.balance.schedule import LEVELS, Group, make_room
-from weir.pools.balance.separate import NO_BUCKET, Head, admit
+from weir.pools.balance.schedule import LEVELS, NO_BUCKET, Group, Head, make_room
 from weir.pools.counter_rng import CounterRNG
 from weir.slab import AttentionParams, Slots
 
@@ -37,7 +36,7 @@ def arrivals(*numbers):
 @pytest.mark.parametrize("eager", [False, True])
 def test_more_ranges_than_slots_lose_the_shortest_values(bounded, eager):
     numbers = arrivals(3, -2, 5, 1, 0)
-    head = admit(Head(4, 2, eager), numbers, [0] * 10, [0.0] * 5)
+    head = Head.admit(4, 2, eager, numbers, [0] * 10, [0.0] * 5)
     assert bounded
     assert sorted(head.open) == [1, 3, 5]
     kept = [bucket for bucket, group in zip(numbers, head.tokens, strict=True) if group >= 0]
@@ -46,7 +45,7 @@ def test_more_ranges_than_slots_lose_the_shortest_values(bounded, eager):
 
 
 def test_as_many_ranges_as_slots_are_all_kept(bounded):
-    head = admit(Head(4, 2, eager=False), arrivals(3, 5, 1, 3, 5, 1), [0] * 12, [0.0] * 6)
+    head = Head.admit(4, 2, False, arrivals(3, 5, 1, 3, 5, 1), [0] * 12, [0.0] * 6)
     assert bounded
     assert sorted(head.open) == [1, 3, 5]
     assert -1 not in head.tokens
@@ -74,7 +73,7 @@ def test_a_stream_of_values_of_every_size_keeps_its_slots_and_the_longest_values
 
 @pytest.mark.parametrize("eager", [False, True])
 def test_as_many_sets_as_slots_go_on_for_ever(bounded, eager):
-    head = admit(Head(4, 2, eager=eager), arrivals(*[5, 3, 1] * 99), [0] * 594, [0.0] * 297)
+    head = Head.admit(4, 2, eager, arrivals(*[5, 3, 1] * 99), [0] * 594, [0.0] * 297)
     assert LEVELS - 1 in bounded
     assert sorted(head.open) == [1, 3, 5]
     assert [sum(group.sizes) for group in head.groups] == [1, 1, 1, 1]

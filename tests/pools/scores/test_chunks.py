@@ -10,12 +10,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from model_runs import restored_goes_on, rows_read_alone
 from pools.streams import fed, places, tokens
 from reference.scores import spans
 from torch import Tensor
 
-from weir.errors import PolicyError, WeirError
+from weir.errors import PolicyError
 from weir.policies import policy
 from weir.pools import Chunks, CounterRNG, Fold, Heavy, KNorm, Ranked, Recent, Sink, Tova
 from weir.pools.scores.chunks import whole_spans
@@ -105,7 +104,6 @@ def test_it_is_written_around_a_pool_and_read_again():
     ("text", "reason", "at"),
     [
         ("chunks(recent(9), 3)", "goes around a pool that keeps tokens by a score", 0),
-        ("recent(4) | chunks(heavy(6), size=0)", "1 place to as many as there are slots, 6", 12),
         ("recent(4) | chunks(heavy(6), size=7)", "not 7", 12),
         ("recent(4) | chunks(heavy(0), size=1)", "at least 1 token", 19),
         ("recent(4) | chunks(heavvy(6))", "did you mean 'heavy'", 19),
@@ -122,14 +120,3 @@ def test_what_it_cannot_go_around_is_pointed_at(text, reason, at):
     with pytest.raises(PolicyError, match=reason) as refusal:
         policy(text)
     assert refusal.value.at == at
-
-
-def test_the_same_is_refused_in_python():
-    with pytest.raises(WeirError, match="a pool that keeps tokens by a score"):
-        Chunks(Recent(4), 2)
-
-
-def test_with_sums_beside_its_tokens_a_stream_goes_on_and_rows_are_alone(llama, ids, tmp_path):
-    text = "sink(2) | recent(6) | chunks(keyformer(12, over=30), size=4)"
-    restored_goes_on(llama, text, ids(2, 90), 47, tmp_path, chunk=5)
-    rows_read_alone(llama, text, ids(3, 70), [0, 3, 11], [30, 40], chunk=5)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from model_runs import has_one_size, restored_goes_on, rows_read_alone
 from pools.streams import places, tokens
 from reference.scores import ladder
 
 import weir
-from weir.errors import WeirError
 from weir.pools import CounterRNG, Fold, Ladder
 from weir.slab import AttentionParams
 
@@ -82,29 +79,3 @@ def test_the_older_the_farther_apart(llama, ids):
     gaps = [b - a for a, b in itertools.pairwise(there[2:])]
     assert sum(gaps[:8]) > 3 * sum(gaps[8:16]) / 2
     assert gaps[-8:] == [1] * 8
-
-
-def test_it_keeps_its_size_goes_on_and_rows_are_alone(llama, ids, tmp_path):
-    text = "sink(2) | recent(6) | ladder(12, keep=2, of=4)"
-    has_one_size(llama, text, [ids(2, 11)] * 9, 20, chunk=6)
-    restored_goes_on(llama, text, ids(2, 90), 47, tmp_path, chunk=5)
-    rows_read_alone(llama, text, ids(3, 70), [0, 3, 11], [30, 40], chunk=5)
-
-
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [
-        ((8, 2, 2), "1 to 1 of 2, not 2"),
-        ((8, 0, 4), "1 to 3 of 4, not 0"),
-        ((3, 1, 4), "4 or more, not 3"),
-    ],
-)
-def test_groups_that_are_none_are_refused(given, reason):
-    with pytest.raises(WeirError, match=reason):
-        Ladder(*given)
-
-
-def test_a_rung_that_no_slot_has_is_refused():
-    wrong = Ladder(4).wrong_state({"rung": torch.tensor([[[5]]])}, 4, 9)
-    assert wrong == "rung is not the number of one of its slots"
-    assert Ladder(4).wrong_state({"rung": torch.tensor([[[4]]])}, 4, 9) is None

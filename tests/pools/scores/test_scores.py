@@ -279,45 +279,6 @@ def test_gumbel_noise_makes_the_largest_logit_a_draw_from_the_softmax():
 
 # --- what is refused
 
-WRONG: list[tuple[Callable[[], Any], str]] = [
-    (lambda: CurDKV(8, window=1), "window of 2 or more"),
-    (lambda: LagKV(8, lag=1), "2 tokens or more, not 1"),
-    (lambda: Pipe((LagKV(8, lag=16),)), r"put recent\(32\) in front"),
-    (lambda: Scissorhands(8, window=0), "last query is asked in scissorhands, not the last 0"),
-    (lambda: Keyformer(8, hot=0.5), "hot of keyformer .* 1 or more, not 0.5"),
-    (lambda: Keyformer(8, hot=math.nan), "not nan"),
-    (lambda: Keyformer(8, over=0), "over 1 token or more, not 0"),
-    (lambda: RKV(8, kernel=4), "the kernel of rkv .* odd and at least 1, not 4"),
-    (lambda: RKV(8, weight=1.5), "weight of rkv is a share, from 0 to 1, not 1.5"),
-    (lambda: RKV(8, alike=-2.0), "alike of rkv is a cosine"),
-    (lambda: Critical(8, first=-0.1), "first of critical is a share"),
-    (lambda: Critical(8, floor=math.inf), "floor of critical is added to shares"),
-    (lambda: Caote(8, window=-1), "asked in caote, not the last -1"),
-    (lambda: Vase(8, wide=9), "from 0 to 8, not 9"),
-    (lambda: Vase(8, kernel=2), "the kernel of vase"),
-    (lambda: Expected(8, ahead=0), "expected looks 1 to 1,048,576 places ahead, not 0"),
-    (lambda: Expected(8, floor=-1.0), "floor of expected"),
-    (lambda: Expected(8, queries=0), "asked in expected"),
-    (lambda: Tri(8, ahead=-4), "tri looks 1 to"),
-    (lambda: QFilters(8, queries=0), "asked in qfilters"),
-    (lambda: Pipe((Recent(4), KNorm(4), Tova(4))), "behind knorm each has its own"),
-]
-
-
-@pytest.mark.parametrize("wrong", range(len(WRONG)))
-def test_a_parameter_out_of_range_is_refused_in_a_sentence(wrong):
-    make, reason = WRONG[wrong]
-    with pytest.raises(WeirError, match=reason) as refusal:
-        make()
-    assert "\n" not in str(refusal.value)
-
-
-def test_a_tally_that_is_no_number_is_refused():
-    for pool in (Keyformer(4), LagKV(4, lag=2)):
-        state = {"tally": torch.tensor([[[1.0, math.nan]]])}
-        assert pool.wrong_state(state, 2, 9) == "tally is not finite"
-        assert pool.wrong_state({"tally": torch.ones(1, 1, 4)}, 2, 9) is None
-
 
 def test_scores_of_equal_keys_and_values_are_numbers():
     """Nothing varies where everything is the same; `Ranked` would refuse what is no number."""

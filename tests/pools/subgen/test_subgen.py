@@ -13,7 +13,7 @@ import torch
 from flows import Flow, PoolStream
 from hypothesis import given
 from hypothesis import strategies as st
-from model_runs import fed, holds_as, restored_goes_on, rows_read_alone
+from model_runs import fed, holds_as, rows_read_alone
 from reference.naive import Naive
 from reference.subgen import SubGen as Reference
 from roundings import close, close_runs, weights_off, within
@@ -21,7 +21,7 @@ from torch import Tensor
 
 import weir
 from weir.errors import WeirError
-from weir.pools import Fold, Recent, Sink, SubGen
+from weir.pools import Fold, SubGen
 from weir.pools.counter_rng import CounterRNG
 from weir.slab import AttentionParams
 from weir.slab.slots import Slots
@@ -385,51 +385,7 @@ def test_a_key_that_is_no_number_is_refused_and_changes_nothing(bad):
     assert all(state[name] is t for name, t in stream.state.items())
 
 
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [
-        ({"samples": 0}, "at least 1 sample for the numerator, not 0"),
-        ({"clusters": 0}, "at least 1 cluster, not 0; without a limit, write clusters=none"),
-        ({"per_cluster": 0}, "at least 1 key per_cluster, not 0"),
-        ({"delta": 0.0}, "a distance above 0, not 0.0"),
-        ({"delta": -1}, "a distance above 0, not -1"),
-        ({"delta": math.inf}, "a distance above 0, not inf"),
-        ({"delta": math.nan}, "a distance above 0, not nan"),
-        ({"delta": "wide"}, "a distance or auto, not 'wide'"),
-        ({"clusters": None}, "has to be given, as in delta=4.0"),
-    ],
-)
-def test_parameters_that_make_no_sense_are_refused(given, reason):
-    with pytest.raises(WeirError, match=reason):
-        SubGen(**given)
-
-
-def test_nothing_can_follow_it():
-    with pytest.raises(WeirError, match="subgen stands last in a pipe"):
-        weir.policy("recent(8) | subgen(samples=4) | recent(3)")
-
-
 # --- the policy
-
-
-def test_the_policy_shares_its_budget():
-    assert weir.policy("subgen(budget=320)").pools == (Sink(4), Recent(124), SubGen(64, 32, 4))
-    for budget in (12, 100, 257):
-        assert weir.policy(f"subgen(budget={budget})").slots == budget
-    pools = (Recent(10), SubGen(30, 5, 2, 1.5, False))
-    text = "subgen(50, sinks=0, recent=10, clusters=5, per_cluster=2, delta=1.5, exact=false)"
-    assert weir.policy(text).pools == pools
-    alone = weir.policy("recent(9) | subgen(samples=8, clusters=none, delta=2)")
-    assert alone.pools == (Recent(9), SubGen(8, None, 4, 2))
-    assert alone.slots is None
-
-
-@pytest.mark.parametrize(
-    "text", ["subgen(budget=8)", "subgen(64, recent=60)", "subgen(64, clusters=30)"]
-)
-def test_a_budget_too_small_is_refused(text):
-    with pytest.raises(WeirError, match="leaves no room for samples beside 4 sinks"):
-        weir.policy(text)
 
 
 # --- through a model
@@ -478,13 +434,6 @@ def test_a_model_reads_on_as_the_naive_loop_does(llama, ids, text, positions, ch
     holds_as(cache, naive)
 
 
-def test_below_its_budget_it_is_dense(llama, ids):
-    tokens = ids(1, 64)
-    cache = weir.StreamingCache(llama, "subgen(budget=64)", chunk=4)
-    dense = llama(tokens, use_cache=False).logits
-    close_runs(fed(llama, cache, tokens, [64]), dense, llama)
-
-
 def test_a_whole_prompt_at_once_is_sampled_as_one_that_came_in_chunks(llama, ids):
     tokens = ids(1, 150)
     slots = []
@@ -496,17 +445,6 @@ def test_a_whole_prompt_at_once_is_sampled_as_one_that_came_in_chunks(llama, ids
     assert torch.equal(one.position, other.position)
     close_runs(one.a, other.a, llama)
     close_runs(one.b, other.b, llama)
-
-
-@pytest.mark.parametrize("text", [SMALL, OPEN])
-def test_a_row_gets_what_it_would_get_alone(llama, ids, text):
-    rows_read_alone(llama, text, ids(2, 80), [0, 13], [30, 1, 49], chunk=4)
-
-
-@pytest.mark.parametrize("text", [SMALL, OPEN])
-def test_a_stream_goes_on_bit_for_bit_after_it_was_restored(llama, ids, tmp_path, text):
-    sizes = restored_goes_on(llama, text, ids(1, 100), 50, tmp_path, chunk=4)
-    assert text is OPEN or len(sizes) == 1
 
 
 def test_rows_of_a_stream_without_a_limit_grow_apart(llama, ids):

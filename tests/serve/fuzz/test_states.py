@@ -27,7 +27,7 @@ from servers import POLICY, make_model, make_tokenizer, serving
 from weir import Stream
 from weir.serve import Engine, EngineClient, Limits
 from weir.serve.api import Keys
-from weir.serve.sessions import SQLiteStore
+from weir.serve.sessions import DiskTurns, RowFormat, SessionStore
 
 OWNERS = ("wk-alice-0123456789", "wk-bob-0123456789")
 KEYS = Keys([hashlib.sha256(key.encode()).hexdigest() for key in OWNERS])
@@ -100,7 +100,8 @@ class Machine(RuleBasedStateMachine):
     def open(self) -> None:
         self.running = contextlib.ExitStack()
         data = self.folder / str(self.lives)
-        store = self.running.enter_context(SQLiteStore(data, MODEL, POLICY, chunk=4))
+        disk = DiskTurns(data, RowFormat.of(MODEL, POLICY, 4))
+        store = self.running.enter_context(SessionStore(disk))
         engine = Engine(MODEL, POLICY, 2, store, chunk=4, queue=8)
         engine_client = EngineClient(engine, TOKENIZER, "small", Limits())
         self.server = self.running.enter_context(serving(engine_client, KEYS))

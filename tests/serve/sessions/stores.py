@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,15 @@ from weir.errors import WeirError
 from weir.serve import Checkpoint
 from weir.serve.messages import Message
 from weir.serve.sessions import (
+    DiskTurns,
     RowFormat,
-    SessionArchive,
     SessionStore,
     SessionSummary,
-    SQLiteStore,
     TurnRecord,
     pack_ids,
 )
 from weir.serve.sessions import snapshot_folder as folder_file
+from weir.serve.sessions.archive import read_archive, write_archive
 
 MODEL = make_llama(layers=1)
 POLICY = "sink(2) | recent(6)"
@@ -48,8 +49,10 @@ NODES = nodes(6)
 FORM = RowFormat.of(MODEL, POLICY, CHUNK)
 
 
-def store(folder: Path, **given: Any) -> SQLiteStore:
-    return SQLiteStore(folder, MODEL, POLICY, chunk=CHUNK, **given)
+def store(
+    folder: Path, row_format: RowFormat = FORM, limit: int | None = None, **given: Any
+) -> SessionStore:
+    return SessionStore(DiskTurns(folder, row_format, limit), **given)
 
 
 def save(store: SessionStore, made: TurnRecord, checkpoint: Checkpoint) -> Exception | None:
@@ -114,17 +117,88 @@ def record(node: str, n: int = 0, checkpoint: Checkpoint | None = None, **given:
     return TurnRecord(node, **made)
 
 
-def pack(its: SessionStore, owner: str, session: str, path: Path, most: int = 100) -> int:
+def pack(its: SessionStore, owner: str, session: str, path: Path) -> int:
     """Write a session into a file; how many turns it has."""
-    archive = SessionArchive.of(its, owner, session, most)
-    archive.write(path, FORM)
-    return len(archive.records)
+    turns = [(its.load(one.node), one) for one in its.list_turns(owner, session)]
+    write_archive(path, turns, FORM)
+    return len(turns)
 
 
 def unpack(its: SessionStore, owner: str, path: Path, limit: int | None = None) -> SessionSummary:
     """Take in a session from a file."""
-    archive = SessionArchive.read(path, FORM, limit).renamed(owner)
-    return its.import_session(archive.records, archive.checkpoints)
+    return its.import_session(read_archive(path, FORM, limit, owner))
+
+
+class PlainStore:
+    """A store in plain Python, as an oracle."""
+
+    def __init__(self) -> None:
+        self.turns: dict[str, tuple[Checkpoint, TurnRecord]] = {}  # in the order they came
+        self.members: list[tuple[str, str, str]] = []  # owner, session, node
+        self.uses: list[str] = []
+
+    def save(self, checkpoint: Checkpoint, made: TurnRecord) -> None:
+        self.drop(made.node)
+        self.turns[made.node] = checkpoint, made
+        self.members.append((made.owner, made.session, made.node))
+        self.uses.append(made.node)
+
+    def load(self, node: str) -> Checkpoint:
+        self.uses.append(node)
+        return self.turns[node][0]
+
+    def drop(self, node: str) -> None:
+        self.turns.pop(node, None)
+        self.members = [place for place in self.members if place[2] != node]
+
+    def find_history(self, owner: str, chain: str) -> TurnRecord | None:
+        mine = (made for _, made in self.turns.values() if made.owner == owner)
+        ends = [made for made in mine if made.chain == chain]
+        return self.told(ends[-1]) if ends else None
+
+    def told(self, made: TurnRecord) -> TurnRecord:
+        """A record, in the first session that its turn joined and still is in."""
+        return replace(made, session=next(s for _, s, node in self.members if node == made.node))
+
+    def list_turns(self, owner: str, session: str) -> list[TurnRecord]:
+        nodes = [node for *place, node in self.members if place == [owner, session]]
+        return [self.told(self.turns[node][1]) for node in nodes]
+
+    def get_session(self, owner: str, session: str) -> SessionSummary | None:
+        turns = self.list_turns(owner, session)
+        if not turns:
+            return None
+        head, times = turns[-1], (turns[0].created, turns[-1].created)
+        facts = head.seen, head.usage, head.topic
+        return SessionSummary(session, head.node, len(turns), *times, *facts)
+
+    def list_sessions(self, owner: str) -> list[SessionSummary | None]:
+        names = {session for its, session, _ in self.members if its == owner}
+        nodes = {name: {made.node for made in self.list_turns(owner, name)} for name in names}
+        used = {n: max(i for i, use in enumerate(self.uses) if use in nodes[n]) for n in names}
+        return [self.get_session(owner, name) for name in sorted(names, key=used.__getitem__)]
+
+    def fork(self, owner: str, node: str, session: str) -> SessionSummary | None:
+        path, at = [], node if node in self.turns and self.turns[node][1].owner == owner else None
+        while at is not None and at in self.turns and at not in path:
+            path.append(at)
+            at = self.turns[at][1].parent
+        if not path:
+            raise WeirError("there is no such turn")
+        if self.list_turns(owner, session):
+            raise WeirError("there is a session of this name already")
+        self.members += [(owner, session, each) for each in reversed(path)]
+        return self.get_session(owner, session)
+
+    def remove_turns(self, owner: str, session: str, nodes: Any) -> list[str]:
+        leaving = [place for place in self.members if place[:2] == (owner, session)]
+        leaving = [place for place in leaving if place[2] in nodes]
+        self.members = [place for place in self.members if place not in leaving]
+        kept = {node for *_, node in self.members}
+        gone = [node for *_, node in leaving if node not in kept]
+        for node in gone:
+            self.drop(node)
+        return gone
 
 
 class Killed(BaseException):
@@ -154,16 +228,16 @@ class Cut:
         return call
 
 
-def kill(store: SQLiteStore) -> None:
+def kill(store: SessionStore) -> None:
     """End a store as a killed process does: nothing more is written, the lock is gone."""
-    checkpoints, writer = store.checkpoints, store._writer
+    place, writer = store.place, store._writer
     folder_file.os = Cut(0)  # type: ignore[attr-defined]
     try:
-        checkpoints.db._writer.set_authorizer(lambda *given: 1)  # SQLITE_DENY
+        place.db._writer.set_authorizer(lambda *given: 1)  # SQLITE_DENY
         writer.close()
     finally:
         folder_file.os = os  # type: ignore[attr-defined]
-    checkpoints.db.close()
-    checkpoints._files.close()
-    os.close(checkpoints._lock)
-    checkpoints._lock = -1
+    place.db.close()
+    place._files.close()
+    os.close(place._lock)
+    place._lock = -1

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ main(*sys.argv[1:])
 """The script of the attackers' process, which finds this package in a clone."""
 
 
-@part("attack", "hostile requests for --minutes beside four honest clients", asked=True)
+@part("attack", asked=True)
 def attack(plan: Plan) -> Iterator[Row | Heard]:
     """Honest clients alone, and then beside attackers in a process of their own."""
     seconds = plan.minutes * 60
@@ -116,42 +116,20 @@ def make_bodies(model: str, size: int) -> dict[str, tuple[str, bytes]]:
     }
 
 
-class Attackers:
-    """Clients that send what is hostile, each in a thread.
+def main(port: str, model: str, seconds: str) -> None:
+    """Send what is hostile to a server from many threads; print as JSON what became of it."""
+    until = time.monotonic() + float(seconds)
+    bodies = {size: make_bodies(model, size) for size in SIZES}
+    notes: list[tuple[str, float]] = []  # what happened, and the seconds that an answer took
 
-    Args:
-        port, model: of the server.
-        until: when they end, by `time.monotonic`.
-    """
-
-    def __init__(self, port: int, model: str, until: float) -> None:
-        self._port, self._until = port, until
-        self._bodies = {size: make_bodies(model, size) for size in SIZES}
-        self._lock = threading.Lock()
-        self.statuses: Counter[str] = Counter()
-        self.times: defaultdict[str, list[float]] = defaultdict(list)
-
-    def run(self) -> None:
-        """Attack until the end."""
-        work = [partial(self._send, number) for number in range(ATTACKERS)] + [self._dawdle] * SLOW
-        threads = [threading.Thread(target=call, daemon=True) for call in work]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    def _connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection(
-            "127.0.0.1", self._port, timeout=120, source_address=(ADDRESS, 0)
-        )
-
-    def _send(self, number: int) -> None:
+    def send(number: int) -> None:
         """Send bodies of all kinds; hang up on some."""
         chance = random.Random(number)
-        while time.monotonic() < self._until:
-            size = chance.choice(SIZES)
-            kind, (path, body) = chance.choice(list(self._bodies[size].items()))
-            connection = self._connect()
+        while time.monotonic() < until:
+            kind, (path, body) = chance.choice(list(bodies[chance.choice(SIZES)].items()))
+            connection = http.client.HTTPConnection(
+                "127.0.0.1", int(port), timeout=120, source_address=(ADDRESS, 0)
+            )
             try:
                 began = time.monotonic()
                 headers = {"Content-Type": "application/json", "Host": "localhost"}
@@ -161,53 +139,50 @@ class Attackers:
                     connection.putheader("Content-Length", str(len(body)))
                     connection.endheaders()
                     connection.send(body[: len(body) // 2])
-                    self._note("hung up", 0.0)
+                    notes.append(("hung up", 0.0))
                     continue
                 connection.request("POST", path, body, headers)
                 answer = connection.getresponse()
                 answer.read()
-                self._note(f"{kind} {answer.status}", time.monotonic() - began)
+                notes.append((f"{kind} {answer.status}", time.monotonic() - began))
             except (OSError, http.client.HTTPException):
-                self._note(f"{kind} closed", 0.0)  # refused before all of it was sent
+                notes.append((f"{kind} closed", 0.0))  # refused before all of it was sent
             finally:
                 connection.close()
 
-    def _dawdle(self) -> None:
+    def dawdle() -> None:
         """Send a body a byte at a time."""
-        while time.monotonic() < self._until:
+        while time.monotonic() < until:
             try:
                 with socket.create_connection(
-                    ("127.0.0.1", self._port), 5, source_address=(ADDRESS, 0)
+                    ("127.0.0.1", int(port)), 5, source_address=(ADDRESS, 0)
                 ) as slow:
                     slow.sendall(
                         b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
                         b"Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
                     )
-                    while time.monotonic() < self._until:
+                    while time.monotonic() < until:
                         slow.sendall(b" ")
                         time.sleep(0.5)
             except OSError:
-                self._note("slow closed", 0.0)
+                notes.append(("slow closed", 0.0))
                 time.sleep(0.1)
 
-    def _note(self, what: str, seconds: float) -> None:
-        with self._lock:
-            self.statuses[what] += 1
-            if seconds:
-                self.times[what].append(seconds)
-
-
-def main(port: str, model: str, seconds: str) -> None:
-    """Attack a server, and print as JSON what became of it."""
-    attackers = Attackers(int(port), model, time.monotonic() + float(seconds))
-    attackers.run()
-    refused = sorted(
-        took for what, times in attackers.times.items() if " 4" in what for took in times
-    )
+    work = [partial(send, number) for number in range(ATTACKERS)] + [dawdle] * SLOW
+    threads = [threading.Thread(target=call, daemon=True) for call in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    worst: dict[str, float] = {}
+    for what, took in sorted(notes):
+        if took:
+            worst[what] = max(took, worst.get(what, 0.0))
+    refused = [took for what, took in notes if took and " 4" in what]
     told = {
-        "sent": attackers.statuses.total(),
-        "statuses": dict(attackers.statuses.most_common()),
-        "worst": {what: max(times) for what, times in sorted(attackers.times.items())},
-        "refused": refused[len(refused) // 2] if refused else 0.0,
+        "sent": len(notes),
+        "statuses": dict(Counter(what for what, _ in notes).most_common()),
+        "worst": worst,
+        "refused": sorted(refused)[len(refused) // 2] if refused else 0.0,
     }
     sys.stdout.write(json.dumps(told))

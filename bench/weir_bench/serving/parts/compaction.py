@@ -46,9 +46,9 @@ class Compacting(Talk):
         return reply if began is None else replace(reply, asked=began)
 
 
-@part("compaction", "endless conversations beside clients that summarize at 80 % of the window")
+@part("compaction")
 def compaction(plan: Plan) -> Iterator[Row | Heard]:
-    """The same server and bytes for both: the window is the budget."""
+    """Endless and summarizing clients of the same server and bytes: the window is the budget."""
     few = max(1, plan.sessions // 4)
     with weir_serves(plan.folder, *plan.options, "--rows", few) as server:
         ours = [Talk(server.port, server.model) for _ in range(few)]

@@ -12,7 +12,7 @@ import torch
 from weir.cache import StreamingCache
 from weir.models import load
 from weir.serve import Checkpoint, TurnRecord
-from weir.serve.sessions import SQLiteStore
+from weir.serve.sessions import DiskTurns, RowFormat, SessionStore
 from weir_bench.figure import Row, compare
 from weir_bench.serving.load import Heard
 from weir_bench.serving.part import Plan, part
@@ -24,19 +24,20 @@ MOST = 20.0
 """Milliseconds that a row of nano may take to come back."""
 
 
-@part("disk", "a row saved to disk, and put back from there")
+@part("disk")
 def disk(plan: Plan) -> Iterator[Row | Heard]:
     """What an evicted session costs its next turn, and what each turn's end costs."""
     model, _ = load(str(plan.folder), dtype="float32")
     cache = StreamingCache(model, plan.policy, chunk=CHUNK, batch=2)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.arange(2 * (plan.budget + CHUNK)).view(2, -1) % vocabulary
+    row_format = RowFormat.of(model, plan.policy, CHUNK)
     saved: list[float] = []
     back: list[float] = []
     plan.say("a row to disk and back")
     with (
         undisturbed(),
-        SQLiteStore(plan.scratch / "disk", model, plan.policy, chunk=CHUNK) as store,
+        SessionStore(DiskTurns(plan.scratch / "disk", row_format)) as store,
     ):
         for piece in ids.split(256, dim=1):
             model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -57,7 +58,7 @@ def disk(plan: Plan) -> Iterator[Row | Heard]:
     yield compare(what, median(saved), median(back), note=note)
 
 
-def _save(store: SQLiteStore, name: str, checkpoint: Checkpoint) -> None:
+def _save(store: SessionStore, name: str, checkpoint: Checkpoint) -> None:
     """Save a turn and wait until it is safe."""
     safe = threading.Event()
     wrong: list[Exception] = []

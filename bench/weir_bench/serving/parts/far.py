@@ -17,9 +17,9 @@ TURNS = 10
 """Turns of each session in a round."""
 
 
-@part("far", "the first token of a turn after --far tokens and after --near; the whole resent")
+@part("far")
 def far(plan: Plan) -> Iterator[Row | Heard]:
-    """By id, by its history, and with a history that the server does not know."""
+    """After --far tokens and after --near: by id, by the history, and with a history not known."""
     with weir_serves(plan.folder, *plan.options, "--rows", 4) as server:
         plan.say(f"reading {plan.far:,} tokens")
         yield asyncio.run(_by(server, plan, Talk, "found by its history", None))

@@ -38,7 +38,7 @@ class Forgetting(Talk):
         return reply
 
 
-@part("transformers", "--sessions clients of transformers serve --continuous-batching, in turns")
+@part("transformers")
 def transformers(plan: Plan) -> Iterator[Row | Heard]:
     """The same clients at both servers, a round each."""
     for needed in ("fastapi", "uvicorn", "openai"):

@@ -16,11 +16,9 @@ WARM = 1 / 6
 """The share of the run after which memory is compared: rows, threads and pools have been used."""
 
 
-@part(
-    "soak", "endless conversations for --minutes: memory, errors, first third and last", asked=True
-)
+@part("soak", asked=True)
 def soak(plan: Plan) -> Iterator[Row | Heard]:
-    """As many rows as sessions; ends of turns on disk."""
+    """Endless conversations for --minutes, a row for each, ends of turns on disk."""
     seconds = plan.minutes * 60
     data = plan.scratch / "soak"
     rows = ("--rows", str(plan.sessions), "--data", str(data), "--disk", "1GB")

@@ -25,9 +25,9 @@ from weir.slab import (
     Slots,
     attention_mass,
     attention_softmax,
+    compute_attention,
     compute_logits,
     merge_groups,
-    select_attention,
 )
 
 QUERY_BLOCK = 256
@@ -168,8 +168,7 @@ def attend_prompt(
         if not answers:
             continue
         slots = AttendedSlots(k, v, None, weights, weights, None, 0, stop, plain=True)
-        attend = select_attention(block, slots, params, bias, by="torch")
-        outs.append(attend(block, slots, params, bias).answers)
+        outs.append(compute_attention(block, slots, params, bias, by="torch").answers)
     position = segment.positions.expand(-1, kv_heads, -1)
     shape = (*queries.shape[:-1], values.shape[3])
     out = torch.cat(outs, dim=3) if answers else values.new_zeros(shape)
@@ -305,5 +304,4 @@ def read_again(
         again = position >= segment.start - width
         mass[row, :, start:used] = most[0].where(again, mass[row, :, start:used])
     slots = slab.attended(start, stop)
-    attend = select_attention(queries, slots, params, bias)
-    return attend(queries, slots, params, bias).answers
+    return compute_attention(queries, slots, params, bias).answers

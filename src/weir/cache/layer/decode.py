@@ -20,10 +20,10 @@ from weir.slab import (
     QuantizedStorage,
     Slab,
     attend_in_loops,
+    compute_attention,
     fused_attention,
     merge_groups,
     put_lines,
-    select_attention,
     slot_lines,
     uses_loops,
 )
@@ -151,8 +151,8 @@ class DecodeSlots:
             split = split[0].masked_fill(unseen, -torch.inf), *split[1:]
         held = self.keys, self.values, self.quantized
         slots = AttendedSlots(*held, above, below, split, 0, self.b.shape[2])
-        attend = select_attention(queries, slots, params, by="loops" if looped else "torch")
-        return attend(queries, slots, params, None).answers.flatten(1, 2)
+        result = compute_attention(queries, slots, params, by="loops" if looped else "torch")
+        return result.answers.flatten(1, 2)
 
 
 def _attend_exact(

@@ -36,9 +36,9 @@ from weir.slab import (
     Heads,
     Observe,
     Slab,
+    compute_attention,
     merge_groups,
     put_lines,
-    select_attention,
 )
 
 
@@ -325,8 +325,7 @@ class Layer:
         self._note_spans(segment)
         self._pending = Pending(segment, params)
         slots = slab.attended(self.state.first, ends.stop, plain=self.state.plain)
-        attend = select_attention(queries, slots, params, bias)
-        return attend(queries, slots, params, bias).answers
+        return compute_attention(queries, slots, params, bias).answers
 
     def _attend_piece(
         self,
@@ -364,8 +363,7 @@ class Layer:
             observe = "shares" if spec.pipe.needs_shares else "received"
         slots = slab.attended(self.state.first, stop, plain=self.state.plain and in_step)
         causal = in_step and spec.positions.window is None and spec.positions.alibi is None
-        attend = select_attention(queries, slots, params, bias, causal=causal, observe=observe)
-        result = attend(queries, slots, params, bias)
+        result = compute_attention(queries, slots, params, bias, causal=causal, observe=observe)
         mass = observed = None
         if result.received is not None:
             mass = result.mass

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -89,13 +89,8 @@ def protocol(name: str) -> Protocol:
     return PROTOCOLS[name]
 
 
-EVERY = "all"
 NOT_IN_EVERY = {"recompute", "pinned", "pyramid", "quantized"}
 """Named policies that `all` leaves out: the slow oracle, and those built around another."""
-
-
-LATER = ("memory", "loading", "compiled", "pools")
-"""Fields of a cell that older files do not have."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +110,7 @@ class Cell:
         loading: how the model is loaded, pairs of an argument of `weir.load` and its value.
         compiled: whether decode steps are compiled; never for a model given as an object.
         pools: the pools that the policy's name stands for, which may change between versions of
-            weir; None for a policy that is written in pools, and in old files.
+            weir; None for a policy that is written in pools.
     """
 
     model: str
@@ -132,17 +127,14 @@ class Cell:
     pools: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """The fields; the last four only where set, so that older files stay valid."""
+        """The fields; the last four only where set."""
         facts = {**asdict(self), "loading": dict(self.loading)}
-        return {k: v for k, v in facts.items() if v or k not in LATER}
+        seldom = ("memory", "loading", "compiled", "pools")
+        return {k: v for k, v in facts.items() if v or k not in seldom}
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Cell:
-        """Make a cell from the fields of `as_json`.
-
-        Raises:
-            TypeError: a field is missing or unknown.
-        """
+        """Make a cell from the fields of `as_json`."""
         return cls(**{**facts, "loading": tuple(dict(facts.get("loading", {})).items())})
 
     def the_task(self) -> Task:
@@ -219,15 +211,13 @@ def make_grid(
             "steps are compiled of models that are loaded; of those that are given "
             "weir.compile_steps(model) does so"
         )
-    rules = None if paper is None else protocol(paper)
-    for what, given in (("budgets", budgets), ("memory", memory)):
-        if rules is not None and rules.rate is not None and given:
-            raise WeirError(
-                f"the protocol {paper} takes its budgets from the prompt, {rules.rate:g} of it; "
-                f"leave out the {what} or the protocol"
-            )
-    folds = 64 if rules is None or rules.chunk is None else rules.chunk
-    folds = folds if chunk is None else chunk
+    rules = Protocol("", positions=positions) if paper is None else protocol(paper)
+    if rules.rate is not None and (budgets or memory):
+        raise WeirError(
+            f"the protocol {paper} takes its budgets from the prompt, {rules.rate:g} of it; "
+            f"leave out the {'budgets' if budgets else 'memory'} or the protocol"
+        )
+    folds = (rules.chunk or 64) if chunk is None else chunk
 
     @cache
     def shape_of(name: str) -> PreTrainedModel:
@@ -250,17 +240,17 @@ def make_grid(
     for file in filter(is_file, policies.split(",")):
         for name in models:
             check_origin(parse_policy(file), shape_of(name))
-    settings = [str(setting) for made in read_tasks(tasks, TASKS) for setting in made.settings()]
+    settings = [setting for made in read_tasks(tasks, TASKS) for setting in made.settings()]
     cells = [
         Cell(
             model,
             policy,
             budget,
-            setting,
+            str(setting),
             seed,
             paper,
             folds,
-            positions if rules is None else rules.positions,
+            rules.positions,
             room,
             tuple(sorted(loading.items())),
             compiled,
@@ -284,15 +274,14 @@ def make_grid(
 def _each(policies: str, slots: str | None) -> list[str]:
     """Expand a list of policies, with `all` replaced, and apply the slot format."""
     every = ", ".join(name for name in NAMED if name not in NOT_IN_EVERY)
-    words = [every if word.strip() == EVERY else word for word in policies.split(",")]
+    words = [every if word.strip() == "all" else word for word in policies.split(",")]
     found = read_policies(",".join(words))
     return found if slots is None else [str(with_slots(parse_policy(one), slots)) for one in found]
 
 
-def _is_random(setting: str, policy: str) -> bool:
+def _is_random(setting: Task, policy: str) -> bool:
     """Whether the seed can change a task's figures under a policy."""
-    (task,) = read_tasks(setting, TASKS)
-    if task.drawn:
+    if setting.drawn:
         return True
     try:
         pipes = parse_policy(policy).pipes
@@ -325,7 +314,16 @@ def extend_grid(path: Path, grid: Grid) -> Grid:
     Raises:
         WeirError: the file is no results file, or this version of weir cannot read its cells.
     """
-    old = _cells_in(path)
+    if not path.exists() or (path.is_file() and not path.stat().st_size):
+        return grid
+    known = {field.name for field in fields(Cell)}
+    there = read_results(path)[0]["cells"]
+    if any(set(cell) - known for cell in there):
+        raise WeirError(f"{path} was written by another version of weir; name another file")
+    try:
+        old = dict.fromkeys(Cell.of(cell) for cell in there)
+    except (TypeError, ValueError):
+        raise WeirError(f"{path} has cells that lack a field; name another file") from None
 
     def runs_code(cell: Cell) -> bool:
         """Whether loading a cell's model runs Python code from the model's repository."""
@@ -336,50 +334,4 @@ def extend_grid(path: Path, grid: Grid) -> Grid:
             f"{path} has cells whose models bring Python code of their own; give "
             "--trust-remote-code to run it, and read it first"
         )
-    there = set(old)
-    return Grid((*old, *(cell for cell in grid.cells if not {cell, _unsaid(cell)} & there)))
-
-
-def match_file_grid(path: Path, grid: Grid) -> Grid:
-    """The grid of a results file, if it differs from the given one only by unrecorded pools.
-
-    An invalid file is not refused here but by `ResultsFile`.
-    """
-    try:
-        old = _cells_in(path)
-    except WeirError:
-        return grid
-    same = len(old) == len(grid.cells) and all(
-        there in (cell, _unsaid(cell)) for there, cell in zip(old, grid.cells, strict=True)
-    )
-    return Grid(old) if same else grid
-
-
-def count_unrecorded_pools(grid: Grid) -> int:
-    """Count the cells whose named policy is recorded without its pools."""
-    return sum(cell.pools is None and pools_of(cell.policy) is not None for cell in grid.cells)
-
-
-def _unsaid(cell: Cell) -> Cell:
-    """The cell without pools, as old files record it."""
-    return replace(cell, pools=None)
-
-
-def _cells_in(path: Path) -> tuple[Cell, ...]:
-    """The cells of a results file's grid; empty if there is no file yet.
-
-    Raises:
-        WeirError: the file is no results file, or this version of weir cannot read its cells.
-    """
-    if not path.exists() or (path.is_file() and not path.stat().st_size):
-        return ()
-    known = {field.name for field in fields(Cell)}
-    there = read_results(path)[0]["cells"]
-    if any(set(cell) - known for cell in there):
-        raise WeirError(f"{path} was written by another version of weir; name another file")
-    try:
-        old = tuple(Cell.of(cell) for cell in there)
-        hash(old)
-    except (TypeError, ValueError):
-        raise WeirError(f"{path} has cells that lack a field; name another file") from None
-    return old
+    return Grid((*old, *(cell for cell in grid.cells if cell not in old)))

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weir import __version__
 from weir.errors import WeirError
-from weir.evals.grid.grid import Cell, Grid, Protocol, match_file_grid, pools_of, protocol
+from weir.evals.grid.grid import Cell, Grid, Protocol, pools_of, protocol
 from weir.evals.notation import takes_budget
 from weir.evals.records import import_optional
 from weir.evals.results import CellRecord, ResultsFile, failures
@@ -72,8 +72,6 @@ def run(
             "models that are objects can be measured in this process alone; save them to folders, "
             "and name these"
         )
-    if resume and not add:
-        grid = match_file_grid(path, grid)
     work = work or partial(one_by_one, models=models)
     with ResultsFile(path, grid.as_json(), resume=resume, add=add) as results:
         results.forget({record["cell"] for record in failures(results.records.values())})
@@ -131,31 +129,14 @@ def failed_record(number: int, cell: Cell, why: str, seconds: float | None = Non
 
 def _facts(number: int, cell: Cell) -> CellRecord:
     """The fields that every record of a cell has."""
-    return {
-        "cell": number,
-        "model": cell.model,
-        "task": cell.task.partition("(")[0],
-        "setting": cell.task,
-        "policy": cell.policy,
-        "budget": cell.budget,
-        "seed": cell.seed,
-        "protocol": cell.protocol,
-        "chunk": cell.chunk,
-        "positions": cell.positions,
-        "weir": __version__,
-        **({} if cell.memory is None else {"memory": cell.memory}),
-        **({"loading": dict(cell.loading)} if cell.loading else {}),
-        **({"compiled": True} if cell.compiled else {}),
-        **({} if cell.pools is None else {"pools": cell.pools}),
-    }
+    facts = cell.as_json()
+    setting = facts.pop("task")
+    name = setting.partition("(")[0]
+    return {"cell": number, "task": name, "setting": setting, "weir": __version__, **facts}
 
 
 def subject_of(cell: Cell, models: Mapping[str, Loaded] = MappingProxyType({})) -> Subject:
-    """Load the subject of a cell, unless its model is one of `models`, by name.
-
-    Raises:
-        WeirError: there is no such model, or the policy's name now stands for other pools.
-    """
+    """Load the subject of a cell, unless its model is one of `models`, by name."""
     if cell.pools is not None and (pools := pools_of(cell.policy)) != cell.pools:
         raise WeirError(
             f"{cell.policy} was {cell.pools} when this was asked for, and is {pools} now; ask for "
@@ -222,40 +203,37 @@ def on_ray(address: str) -> Worker:
     ray = import_optional("ray", "--cluster", extra="ray")
     if address != LOCAL:
         _check_reachable(address)
-    return lambda cells, on_progress: _run_on_ray(ray, address, cells, on_progress)
 
-
-def _run_on_ray(
-    ray: Any, address: str, cells: list[Numbered], on_progress: CellProgress
-) -> Iterator[CellRecord]:
-    if not cells:
-        return
-    threads = torch.get_num_threads()
-    ours = not ray.is_initialized()
-    if ours:
-        _connect(ray, address, threads)
-    try:
-        most = max(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"])
-        # A cell must fit on some machine, or Ray would wait forever for a larger one.
-        remote = ray.remote(num_cpus=min(threads, most), max_retries=TRIES - 1)(_measure_on_worker)
-        # As a dictionary: a `Cell` would have the worker import all of weir to read it.
-        waiting = {
-            remote.remote(number, cell.as_json(), threads): (number, cell) for number, cell in cells
-        }
-        while waiting:
-            (ended, *_), _ = ray.wait(list(waiting))
-            number, cell = waiting.pop(ended)
-            try:
-                yield ray.get(ended)
-            except ray.exceptions.WorkerCrashedError:
-                yield failed_record(number, cell, f"its worker died {TRIES} times")
-            except ray.exceptions.RayError as error:
-                said = str(error).strip().splitlines() or [type(error).__name__]
-                why = f"its worker could not run it: {said[-1].strip()}"
-                yield failed_record(number, cell, why)
-    finally:
+    def work(cells: list[Numbered], on_progress: CellProgress) -> Iterator[CellRecord]:
+        if not cells:
+            return
+        threads = torch.get_num_threads()
+        ours = not ray.is_initialized()
         if ours:
-            ray.shutdown()
+            _connect(ray, address)
+        try:
+            most = max(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"])
+            # A cell must fit on some machine, or Ray would wait forever for a larger one.
+            how = {"num_cpus": min(threads, most), "max_retries": TRIES - 1}
+            remote = ray.remote(**how)(_measure_on_worker).remote
+            # As a dictionary: a `Cell` would have the worker import all of weir to read it.
+            waiting = {remote(n, cell.as_json(), threads): (n, cell) for n, cell in cells}
+            while waiting:
+                (ended, *_), _ = ray.wait(list(waiting))
+                number, cell = waiting.pop(ended)
+                try:
+                    yield ray.get(ended)
+                except ray.exceptions.WorkerCrashedError:
+                    yield failed_record(number, cell, f"its worker died {TRIES} times")
+                except ray.exceptions.RayError as error:
+                    said = str(error).strip().splitlines() or [type(error).__name__]
+                    why = f"its worker could not run it: {said[-1].strip()}"
+                    yield failed_record(number, cell, why)
+        finally:
+            if ours:
+                ray.shutdown()
+
+    return work
 
 
 def _measure_on_worker(number: int, cell: dict[str, Any], threads: int) -> CellRecord:
@@ -264,7 +242,7 @@ def _measure_on_worker(number: int, cell: dict[str, Any], threads: int) -> CellR
     return measure(number, Cell.of(cell))
 
 
-def _connect(ray: Any, address: str, threads: int) -> None:
+def _connect(ray: Any, address: str) -> None:
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
     if address == LOCAL:
         quiet["include_dashboard"] = False

@@ -2,26 +2,21 @@
 
 from weir.evals.inspect.attention import Attention, watch
 from weir.evals.inspect.page import (
-    SECTIONS,
     InspectionPage,
     check_places,
     look,
     select_sections,
     sizes,
 )
-from weir.evals.inspect.section import Inspection, Picture, Section, drawing
-from weir.evals.report import TextTable
+from weir.evals.inspect.section import Inspection, Picture, Section
 
 __all__ = [
-    "SECTIONS",
     "Attention",
     "Inspection",
     "InspectionPage",
     "Picture",
     "Section",
-    "TextTable",
     "check_places",
-    "drawing",
     "look",
     "select_sections",
     "sizes",

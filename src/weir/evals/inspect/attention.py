@@ -1,14 +1,8 @@
 """The attention of a model while it reads, block of queries by block: logits and weights.
 
-Callers keep sums over a block's numbers only, so a map of a long sequence is never
-whole anywhere. There are two ways into a model:
-
-- whatever weir streams is read through a dense cache of weir, which sees queries and keys of every
-  family as the attention sees them, with the layer's windows, biases, capping and sink logits;
-- any other, encoders such as BERT among them, through transformers' attention interface, with a
-  function of ours in the place of the model's; the masks are transformers'.
-
-Knows nothing about pictures.
+Callers keep sums over a block's numbers only, so a map of a long sequence is never whole anywhere.
+What weir streams is read through a dense cache, which sees queries and keys as the attention does;
+any other model, encoders such as BERT among them, through transformers' attention interface.
 """
 
 from __future__ import annotations
@@ -27,7 +21,13 @@ from transformers.masking_utils import sdpa_mask
 from weir.errors import WeirError
 from weir.evals.capture import AttentionCall, ListeningCache
 from weir.models import describe, input_device, sink_of, transformers_model
-from weir.slab import AttentionParams, LayerPositions
+from weir.slab import (
+    AttentionParams,
+    LayerPositions,
+    attention_softmax,
+    compute_logits,
+    two_weight_attention,
+)
 
 PIECE = 256
 """Tokens that a model reads in one call."""
@@ -42,12 +42,9 @@ class Attention:
     """Queries of one layer in one call, and the keys that they may see.
 
     Attributes:
-        layer: index of the layer, from 0.
         queries: [batch, kv_heads, group, length, key_dim]; `group` query heads share a KV head.
         keys: [batch, kv_heads, slots, key_dim].
-        first: position of the first query in the sequence.
-        places: positions of the keys [slots], int64.
-        params: scale and capping of the logits, and sink logits.
+        first, places: positions of the first query and of the keys [slots], int64.
         positions: the layer's window and linear biases, for models that weir streams.
         mask: for others, transformers' mask: true where a query attends, broadcasts with
             [batch, 1, length, slots]; None for everywhere.
@@ -67,6 +64,11 @@ class Attention:
         """Number of queries per head."""
         return self.queries.shape[3]
 
+    @property
+    def heads(self) -> int:
+        """Number of query heads."""
+        return self.queries.shape[1] * self.queries.shape[2]
+
     def blocks(self) -> Iterator[tuple[int, int]]:
         """(start, stop) of blocks of queries, `BLOCK` at most in each."""
         for start in range(0, self.length, BLOCK):
@@ -75,53 +77,41 @@ class Attention:
     def logits(self, start: int, stop: int) -> Tensor:
         """Logits as they enter the softmax: scaled, capped, with linear biases, before sink logits.
 
-        ALiBi biases are relative to the query's own position, where they are 0: a constant per
-        query does not change a softmax.
-
-        Args:
-            start, stop: range of queries, counted within this call.
-
-        Returns:
-            [batch, heads, stop - start, slots], float32; -inf where a query does not attend.
+        ALiBi biases are 0 at the query's own position: a constant does not change a softmax. Of the
+        queries `start` to `stop` of this call: [batch, heads, stop - start, slots], float32; -inf
+        where a query does not attend.
         """
-        merged = (self.queries[..., start:stop, :].float() * self.params.scale).flatten(2, 3)
-        logits = merged @ self.keys.float().mT
-        logits = logits.unflatten(2, (-1, stop - start))
-        if self.params.softcap is not None:
-            logits = logits.div_(self.params.softcap).tanh_().mul_(self.params.softcap)
-        if self.positions is not None:
-            here = torch.arange(start, stop, device=self.places.device) + self.first
-            self._place(logits, self.positions, here)
-        elif self.mask is not None:
-            logits.masked_fill_(~self.mask[:, None, :, start:stop], -torch.inf)
-        return logits.flatten(1, 2)
+        queries, bias = self.queries[..., start:stop, :], self._bias(start, stop)
+        return compute_logits(queries, self.keys, self.params, bias).flatten(1, 2)
 
     def weights(self, start: int, stop: int) -> Tensor:
         """The model's attention weights: the softmax of `logits`, of the same shape.
 
         A sink logit takes part in the softmax, so that the weights then sum to less than 1.
         """
-        logits = self.logits(start, stop)
-        sinks = self.params.sinks
-        if sinks is None:
-            return logits.softmax(dim=-1)
-        extra = sinks.to(logits.device).flatten()[None, :, None, None]
-        extra = extra.expand(*logits.shape[:3], 1)
-        return torch.cat([logits, extra], dim=-1).softmax(dim=-1)[..., :-1]
+        logits = self.logits(start, stop).unflatten(1, (self.keys.shape[1], -1))
+        return attention_softmax(logits, logits.new_zeros(1, 1, 1), self.params).flatten(1, 2)
 
-    def _place(self, logits: Tensor, positions: LayerPositions, here: Tensor) -> None:
-        """Add a layer's linear biases, and mask what queries at positions `here` do not see."""
-        if positions.alibi is not None:
-            kv_heads = logits.shape[1]
-            both = torch.cat([self.places, here])[None, None]
-            bias = positions.alibi.bias(both, kv_heads, 0, self.first)
-            keys, own = bias.split([len(self.places), len(here)], dim=-1)
-            logits += keys - own.mT
+    def _bias(self, start: int, stop: int) -> Tensor | None:
+        """Linear biases of some queries, -inf where they do not attend; None for no bias."""
+        if self.positions is None:
+            return None if self.mask is None else _bias_of(self.mask[:, None, :, start:stop])
+        here = torch.arange(start, stop, device=self.places.device) + self.first
         ahead = here[:, None] - self.places
         seen = ahead >= 0
-        if positions.window is not None:
-            seen &= ahead < positions.window
-        logits.masked_fill_(~seen, -torch.inf)
+        if self.positions.window is not None:
+            seen &= ahead < self.positions.window
+        if self.positions.alibi is not None:
+            both = torch.cat([self.places, here])[None, None]
+            biases = self.positions.alibi.bias(both, self.keys.shape[1], 0, self.first)
+            keys, own = biases.split([len(self.places), len(here)], dim=-1)
+            return (keys - own.mT).masked_fill_(~seen, -torch.inf)
+        return _bias_of(seen)
+
+
+def _bias_of(seen: Tensor) -> Tensor:
+    """0 where something is true, and -inf elsewhere."""
+    return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
 
 
 Look = Callable[[Attention], None]
@@ -131,13 +121,8 @@ Look = Callable[[Attention], None]
 def watch(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
     """Run a model on sequences from their beginning, and pass its attention to `look`.
 
-    Args:
-        model: a causal language model, in calls of `PIECE` tokens, or an encoder, in one.
-        ids: [batch, length], int64, without padding.
-        look: called for every layer of every call.
-
-    Raises:
-        WeirError: the model does not use softmax attention, or its attention cannot be observed.
+    `ids` are [batch, length], without padding; a causal language model reads them in calls of
+    `PIECE` tokens, an encoder in one. `look` is called for every layer of every call.
     """
     model = transformers_model(model)
     try:
@@ -164,11 +149,11 @@ def watch(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
         look(Attention(call.layer, queries, keys, start, places, call.params, positions))
 
     watcher = ListeningCache(model, "dense", hear, positions="original", chunk=PIECE)
-    more = {"logits_to_keep": 1}
+    more = {"past_key_values": watcher, "use_cache": True, "logits_to_keep": 1}
     try:
         with torch.no_grad():
             for piece in ids.to(input_device(model)).split(PIECE, dim=1):
-                model(input_ids=piece, past_key_values=watcher, use_cache=True, **more)
+                model(input_ids=piece, **more)
     finally:
         watcher.close()
 
@@ -204,8 +189,7 @@ def _watch_another(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
     ) -> None:
         nonlocal shown
         index = getattr(module, "layer_idx", None)
-        if not isinstance(index, int):
-            index = shown % max(1, layers)
+        index = index if isinstance(index, int) else shown % max(1, layers)
         shown += 1
         # A cache of transformers' that slides gives its last keys and the new ones.
         end = seen + q.shape[2]
@@ -229,15 +213,14 @@ def _watch_another(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
 @contextmanager
 def _ours(model: PreTrainedModel, show: Callable[..., None]) -> Iterator[None]:
     """Replace a model's attention function by ours."""
-    config = model.config
-    before = config._attn_implementation
-    config._attn_implementation = {"": OURS}
+    before = model.config._attn_implementation
+    model.config._attn_implementation = {"": OURS}
     _showing.append(show)
     try:
         yield
     finally:
         _showing.pop()
-        config._attn_implementation = {"": before}
+        model.config._attn_implementation = {"": before}
 
 
 def _attend(
@@ -251,20 +234,10 @@ def _attend(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function for transformers while `watch` runs a model that weir does not stream.
-
-    Args:
-        query: [batch, heads, length, key_dim].
-        key, value: [batch, kv_heads, slots, dim], including those of tokens read before.
-
-    Returns:
-        ([batch, length, heads, value_dim], None), block by block.
-    """
+    """Attention function for transformers while `watch` runs a model that weir does not stream."""
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    params = AttentionParams(
-        scale, softcap, None if s_aux is None else s_aux.float().view(key.shape[1], -1)
-    )
-    mask = attention_mask
+    sinks = None if s_aux is None else s_aux.float().view(key.shape[1], -1)
+    params, mask = AttentionParams(scale, softcap, sinks), attention_mask
     if mask is not None and mask.dtype != torch.bool:
         raise WeirError(
             "this model adds numbers of its own to its attention logits, which cannot be told from "
@@ -275,15 +248,11 @@ def _attend(
         out = F.scaled_dot_product_attention(
             query, key, value, mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
-        return out.transpose(1, 2).contiguous(), None
-    places = torch.arange(key.shape[2], device=key.device)
-    group = query.unflatten(1, (key.shape[1], -1))
-    whole = Attention(0, group, key, 0, places, params, None, mask)
-    parts = []
-    for start, stop in whole.blocks():
-        weights = whole.weights(start, stop).unflatten(1, (key.shape[1], -1))
-        parts.append((weights @ value.float()[:, :, None]).flatten(1, 2))
-    return torch.cat(parts, dim=2).to(value.dtype).transpose(1, 2).contiguous(), None
+    else:
+        none, bias = key.new_zeros(1, 1, 1), None if mask is None else _bias_of(mask[:, None])
+        group = query.unflatten(1, (key.shape[1], -1))
+        out = two_weight_attention(group, key, value, none, none, params, bias).flatten(1, 2)
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:

@@ -5,28 +5,28 @@ that weigh (`balance`, `subgen`, `uniform`, ...) let a slot represent evicted to
 shown as gone, and the label gives the weight of the slot. A mean of several (`residue`) is shown at
 the newest of them.
 
-The text needs no scripts: pointing at a token, tapping it or reaching it by the keyboard shows a
-bar at the lower edge of the window. Color is never the only sign: the line under a token has a
-style for every pool and is thicker the more heads hold it.
+The text needs no scripts, and color is never the only sign: the line under a token has a style for
+every pool and is thicker the more heads hold it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from html import escape
+from dataclasses import replace
+from functools import partial
 from importlib import resources
 from itertools import groupby, product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from weir.cache import Held, Holding
 from weir.errors import WeirError
 from weir.evals.inspect.section import Inspection, Picture, Section, drawing
-from weir.evals.report import TextTable
+from weir.evals.report import TextTable, render
 from weir.models import describe
 from weir.policies import Recompute, parse_policy
 from weir.stream import Stream, describe_tokens
@@ -45,12 +45,8 @@ STRONGEST = 0.45
 STYLE = "\n" + (resources.files("weir.evals.inspect") / "kept.css").read_text("utf-8")
 
 
-@dataclass(frozen=True)
-class Run:
-    """Neighboring tokens, special or not, with the same label.
-
-    `held` is where each of the tokens is held, None for nowhere.
-    """
+class Run(NamedTuple):
+    """Neighboring tokens, special or not, and where each of them is held; None for nowhere."""
 
     first: int
     last: int
@@ -58,26 +54,24 @@ class Run:
     special: bool
     held: Held | None
 
+    @property
+    def pool(self) -> str | None:
+        """The pool that most heads hold them in."""
+        pools = {} if self.held is None else self.held.pools
+        return max(pools, key=pools.__getitem__, default=None)
+
 
 def color_of(pools: Sequence[str], pool: str) -> str:
     """The color of a policy's pool; the last name stands for tokens that wait for a fold."""
-    if pool == pools[-1]:
-        return WAITING
-    return COLORS[pools.index(pool) % len(COLORS)]
+    return WAITING if pool == pools[-1] else COLORS[pools.index(pool) % len(COLORS)]
 
 
 def fragment_of(tokenizer: PreTrainedTokenizerBase, ids: Tensor, found: Sequence[Holding]) -> str:
     """HTML of a text [tokens] at each moment, the last one open; all token text is escaped."""
-    said = describe_tokens(tokenizer, ids.tolist())
-    parts = [_key(found[-1].pools)]
-    for number, holding in enumerate(found):
-        opened = " open" if number == len(found) - 1 else ""
-        spans = "".join(_span(run, holding) for run in runs_of(said, holding))
-        parts.append(
-            f"<details{opened}><summary>after {holding.seen:,} tokens</summary>"
-            f'<p class="said" dir="auto">{spans}</p></details>'
-        )
-    return f'<div class="kept">{"".join(parts)}</div>'
+    said, pools = describe_tokens(tokenizer, ids.tolist()), found[-1].pools
+    moments = [(holding, runs_of(said, holding)) for holding in found]
+    values = {"pools": pools, "moments": moments, "label_of": label_of}
+    return render("inspect/kept.html", style_of=partial(_style_of, pools), **values)
 
 
 def runs_of(said: Sequence[tuple[str, bool]], holding: Holding) -> Iterator[Run]:
@@ -95,12 +89,12 @@ def runs_of(said: Sequence[tuple[str, bool]], holding: Holding) -> Iterator[Run]
 
 def label_of(run: Run, holding: Holding) -> str:
     """The label of a run of tokens, as plain text."""
-    one = run.first == run.last
-    which = f"token {run.first:,}" if one else f"tokens {run.first:,} to {run.last:,}"
+    which, prefix = f"token {run.first:,}", ""
+    if run.first < run.last:
+        which, prefix = f"tokens {run.first:,} to {run.last:,}", "each "
     if run.held is None:
         return f"{which}: gone"
     by = ", ".join(f"{pool} {count:,}" for pool, count in run.held.pools.items())
-    prefix = "" if one else "each "
     label = f"{which}: {prefix}held by {run.held.pairs:,} of {holding.pairs:,} (layer, head)\n{by}"
     if run.held.above != 1 or run.held.below != 1:
         label += (
@@ -110,21 +104,7 @@ def label_of(run: Run, holding: Holding) -> str:
     return label
 
 
-def _span(run: Run, holding: Holding) -> str:
-    if not run.text:
-        return ""
-    text = escape(run.text)
-    if run.special:
-        text = f"<i>{text}</i>"
-    label = escape(label_of(run, holding), quote=True)
-    if run.held is None:
-        return f'<span class="gone" tabindex="0" data-held="{label}">{text}</span>'
-    pool = max(run.held.pools, key=lambda name: run.held.pools[name])  # type: ignore[union-attr]
-    style = _look(holding.pools, pool, run.held.pairs / holding.pairs)
-    return f'<span tabindex="0" style="{style}" data-held="{label}">{text}</span>'
-
-
-def _look(pools: Sequence[str], pool: str, share: float) -> str:
+def _style_of(pools: Sequence[str], pool: str, share: float) -> str:
     """CSS of a token: shade and underline by the share of layers and heads that hold it."""
     color = color_of(pools, pool)
     red, green, blue = (int(color[n : n + 2], 16) for n in (1, 3, 5))
@@ -134,13 +114,6 @@ def _look(pools: Sequence[str], pool: str, share: float) -> str:
         f"background:rgb({red} {green} {blue} / {STRONGEST * share:.2f});"
         f"border-bottom:{max(3, thick) if line == 'double' else thick}px {line} {color}"
     )
-
-
-def _key(pools: Sequence[str]) -> str:
-    items = "".join(
-        f'<li><span style="{_look(pools, pool, 1.0)}">{escape(pool)}</span></li>' for pool in pools
-    )
-    return f'<ul class="key">{items}<li><span class="gone">gone: no line</span></li></ul>'
 
 
 POLICY = "sink(4) | recent(60) | heavy(64)"
@@ -160,13 +133,7 @@ GONE, UNREAD = (0.93, 0.94, 0.95), (1.0, 1.0, 1.0)
 
 
 def section(asked: Inspection) -> Section:
-    """Show what the policy holds of the text, as strips over layers and heads, and as text.
-
-    Raises:
-        PolicyError: the policy cannot be read.
-        WeirError: the policy holds nothing, the text is too short or too long, or the model cannot
-            be served.
-    """
+    """Show what the policy holds of the text, as strips over layers and heads, and as text."""
     name = POLICY if asked.policy is None else asked.policy
     if isinstance(parse_policy(name), Recompute):
         raise WeirError(
@@ -182,31 +149,20 @@ def section(asked: Inspection) -> Section:
     if len(ids) < FEWEST:
         raise WeirError(f"{len(ids)} tokens are too few; take a text of {FEWEST} or more")
     found = follow(asked, name, ids, moments_of(asked, len(ids)))
-    layers, heads = chosen(asked)
-    strips = draw(found, len(ids), layers, heads)
+    strips = draw(found, len(ids), *chosen(asked))
+    picture = Picture("kept", strips, f"Which tokens {name} holds in every layer and head.")
     facts = {
         "policy": str(parse_policy(name)),
         "tokens": len(ids),
         "moments": [holding.as_json() for holding in found],
     }
-    return Section(
-        "kept",
-        "What the policy keeps",
-        _explain(name, found),
-        (Picture("kept", strips, f"Which tokens {name} holds in every layer and head."),),
-        _table(found),
-        facts,
-        fragment_of(asked.tokenizer, ids, found),
-        STYLE,
-    )
+    fragment = fragment_of(asked.tokenizer, ids, found)
+    title, text = "What the policy keeps", _explain(name, found)
+    return Section("kept", title, text, (picture,), _table(found), facts, fragment, STYLE)
 
 
 def moments_of(asked: Inspection, tokens: int) -> list[int]:
-    """Token counts at which to look: as asked for, or after each quarter of the text.
-
-    Raises:
-        WeirError: a moment is not within the text, or there are too many.
-    """
+    """Token counts at which to look: as asked for, or after each quarter of the text."""
     if asked.moments is None:
         return [tokens * (n + 1) // QUARTERS for n in range(QUARTERS)]
     moments = sorted(set(asked.moments))
@@ -257,11 +213,9 @@ def only(holding: Holding, layers: Sequence[int], heads: Sequence[int]) -> Holdi
 
 
 def strip(holding: Holding, tokens: int, layers: Sequence[int], heads: Sequence[int]) -> Tensor:
-    """The pool that holds each token of a text, for each layer and KV head.
+    """The pool that holds each token of a text, a number of `holding.pools`, for each KV head.
 
-    Returns:
-        [layers * heads, tokens], int64: a number of `holding.pools`, -1 for gone, -2 for tokens
-        not read yet.
+    [layers * heads, tokens], int64; -1 for gone, -2 for tokens not read yet.
     """
     found = torch.full((len(layers) * len(heads), tokens), -2)
     found[:, : holding.seen] = -1
@@ -308,12 +262,7 @@ def draw(
 
 def narrow_image(image: Tensor) -> Tensor:
     """Mix neighbors of an image [lines, tokens, 3] into the columns of a picture."""
-    lines, tokens, _ = image.shape
-    step = -(-tokens // COLUMNS)
-    column = torch.arange(tokens) // step
-    count = torch.bincount(column)
-    mixed = torch.zeros(lines, len(count), 3).index_add_(1, column, image)
-    return mixed / count[:, None]
+    return F.avg_pool1d(image.mT, -(-image.shape[1] // COLUMNS), ceil_mode=True).mT
 
 
 def _explain(policy: str, found: Sequence[Holding]) -> str:

@@ -1,14 +1,11 @@
 """Geometry of keys and values: t-SNE with greedy centers, and clusterability.
 
-SubGen (Zandieh et al. 2024), section 3.1 and Figure 1: the keys that a Llama-2-7B caches over 1,024
-tokens are said to be more clusterable than its values, thanks to rotary embedding. So keys are
-measured as a cache holds them, rotated to their places, once more as if all stood at place 0, and
-beside the values. Clusterability is a number here, of every KV head and with an interval over
-passages of the text. By SubGen's Definition 1, points are clusterable if few balls of a small
-radius cover them. A radius alone says nothing, since it grows with the points' scale, number and
-dimension. So it is compared with a control: the same points with every coordinate shuffled
-independently. That keeps the distribution of every coordinate and removes the dependence between
-them, which is what makes clusters.
+SubGen (Zandieh et al. 2024), section 3.1 and Figure 1: the keys of a Llama-2-7B are said to be more
+clusterable than its values, thanks to rotary embedding. So keys are measured as a cache holds them,
+and once more as if all stood at place 0. By SubGen's Definition 1, points are clusterable if few
+balls of a small radius cover them. A radius grows with the points' scale, number and dimension, so
+it is compared with a control: every coordinate shuffled independently, which keeps its distribution
+and removes the dependence between coordinates, which is what makes clusters.
 
 The first token is left out, or all tokens of a learned sink: the sink lies far from all others, and
 shuffled, its coordinates would make the control look spread out and any set of points clusterable.
@@ -18,11 +15,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,21 +54,27 @@ LOOKS = {
 }
 """Color, marker and line of each kind, distinct without colors too."""
 GRAY = "#77828c"
-
-
 FEWEST = 8
 """Points for which there are three numbers of centers."""
+USUAL = 1024
+"""Tokens of a passage, as in the paper, where the model's window holds them."""
+TEXTS = 5
+"""Passages, at most."""
+LAYERS = 5
+"""Layers of a deep model that are shown by default, evenly spread, as in the paper."""
+CENTERS = 16
+"""Of the paper's figure."""
+PERPLEXITY = 30.0
+"""Of t-SNE, as everyone takes it; a third of the tokens where they are few."""
+MOST_ROWS = 40
+"""Heads that have a row of the table each; where there are more, layers have."""
 
 
 @dataclass(frozen=True)
 class Covering:
     """Covering radii of sets of points and of their controls, in units of the points' spread.
 
-    Attributes:
-        counts: numbers of centers, k.
-        radius: covering radii of the points [sets, counts], float32.
-        control: covering radii of the same points with every coordinate shuffled [sets, counts],
-            float32.
+    `counts` are numbers of centers, k; the radii are [sets, counts], float32.
     """
 
     counts: tuple[int, ...]
@@ -79,11 +83,10 @@ class Covering:
 
     @property
     def score(self) -> Tensor:
-        """The clusterability [sets]: by which share a set's radii are smaller than the control's;
-        the mean over every k but 1, which measures no clusters.
+        """The clusterability [sets]: by which share a set's radii are smaller than the control's.
 
-        0: no more clustered than independent coordinates. 1: at most as many different points as
-        centers. Below 0: more evenly spread than independent coordinates.
+        The mean over every k but 1, which measures no clusters. 0: no more clustered than
+        independent coordinates; 1: at most as many different points as centers.
         """
         several = [n for n, k in enumerate(self.counts) if k > 1]
         mine, other = self.radius[:, several], self.control[:, several]
@@ -93,11 +96,7 @@ class Covering:
 
 
 def doublings(points: int) -> tuple[int, ...]:
-    """The numbers of centers for some points: 1, 2, 4, ... up to half of them.
-
-    Raises:
-        WeirError: there are too few points.
-    """
+    """The numbers of centers for some points: 1, 2, 4, ... up to half of them."""
     if points < FEWEST:
         raise WeirError(
             f"{points} tokens are too few to look for clusters; take a text of {FEWEST} or more"
@@ -106,13 +105,7 @@ def doublings(points: int) -> tuple[int, ...]:
 
 
 def cover(points: Tensor, seed: int = 0) -> Covering:
-    """The covering radii of sets of points [sets, n, dim], and of their shuffled controls.
-
-    Memory beside the points: a copy of them, and n distances for each center, one set at a time.
-
-    Raises:
-        WeirError: there are too few points.
-    """
+    """The covering radii of sets of points [sets, n, dim], and of their shuffled controls."""
     points = points.float()
     counts = doublings(points.shape[1])
     # Shuffling does not change the spread: one unit for both.
@@ -137,9 +130,6 @@ def centers(points: Tensor, k: int) -> Tensor:
     """Pick k of points [sets, n, dim] by greedy k-center, starting from the first [sets, n].
 
     This is the traversal of the pool `kcenter`: the first k of more centers are the same.
-
-    Raises:
-        WeirError: there are fewer points.
     """
     if not 1 <= k <= points.shape[1]:
         raise WeirError(f"{k} centers cannot be picked from {points.shape[1]} tokens")
@@ -149,15 +139,9 @@ def centers(points: Tensor, k: int) -> Tensor:
 
 
 def covering_radii(points: Tensor, counts: Sequence[int]) -> Tensor:
-    """The largest distance of points [sets, n, dim] from the nearest of k greedy centers.
+    """The largest distance of points [sets, n, dim] from the nearest of k centers [sets, counts].
 
     No choice of k centers has less than half of this radius (Gonzalez 1985).
-
-    Returns:
-        For each k of `counts` [sets, counts].
-
-    Raises:
-        WeirError: a k is larger than n.
     """
     found = []
     for k in counts:
@@ -168,150 +152,7 @@ def covering_radii(points: Tensor, counts: Sequence[int]) -> Tensor:
     return torch.tensor(found).view(len(counts), -1).T.contiguous()
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The coverings of one KV head's keys or values: of each passage what `Covering` has."""
-
-    layer: int
-    head: int
-    kind: str
-    counts: tuple[int, ...]
-    radius: list[list[float]] = field(default_factory=list)
-    control: list[list[float]] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Cloud:
-    """Keys or values of one KV head over one passage, projected to a plane.
-
-    `place` has the points [tokens, 2], `center` whether greedy k-center picked each [tokens].
-    """
-
-    layer: int
-    head: int
-    kind: str
-    place: Tensor
-    center: Tensor
-
-
-def draw_clouds(clouds: Sequence[Cloud], first: int = 0) -> Figure:
-    """Draw a row per layer, with a column for keys and one for values; centers have rings.
-
-    The points of the clouds begin at the position `first` of the text.
-    """
-    kinds = list(dict.fromkeys(one.kind for one in clouds))
-    layers = list(dict.fromkeys(one.layer for one in clouds))
-    with drawing(2.4 * len(layers) + 0.7) as figure:
-        panels = figure.subplots(len(layers), len(kinds), squeeze=False)
-        for one in clouds:
-            axes = panels[layers.index(one.layer), kinds.index(one.kind)]
-            order = range(first, first + len(one.place))
-            x, y = one.place.T.numpy()
-            dots = axes.scatter(x, y, c=order, cmap="viridis", s=5, lw=0)
-            x, y = one.place[one.center].T.numpy()
-            axes.scatter(x, y, s=34, facecolors="none", edgecolors="#d1410c", lw=1.3)
-            axes.set_title(f"{one.kind}, layer {one.layer}, head {one.head}", fontsize=8.5, pad=3)
-            axes.set_xticks([])
-            axes.set_yticks([])
-            axes.spines[:].set_color("#c8d0d6")
-        many = int(clouds[0].center.sum())
-        figure.supxlabel(f"t-SNE, first coordinate (no unit); rings: {many} greedy centers", size=9)
-        figure.supylabel("t-SNE, second coordinate (no unit)", size=9)
-        bar = figure.colorbar(dots, ax=panels, location="top", aspect=45, shrink=0.9, pad=0.02)
-        bar.set_label("place in the text, tokens")
-    return figure
-
-
-def draw_curves(measured: Sequence[Measured]) -> Figure:
-    """Draw covering radii by k, as shares of the control's; bands are intervals over passages."""
-    with drawing(3.1) as figure:
-        axes = figure.subplots()
-        axes.axhline(1, color=GRAY, lw=1)
-        end = axes.get_yaxis_transform()
-        axes.text(0.99, 1, "the control", color=GRAY, ha="right", va="bottom", transform=end)
-        for kind in _kinds(measured):
-            color, marker, line = LOOKS[kind]
-            mine = _of(measured, kind=kind)
-            counts = list(mine[0].counts)
-            points = [mean_interval(shares) for shares in zip(*_shares(mine), strict=True)]
-            middle = [mean for mean, _ in points]
-            axes.plot(counts, middle, line, marker=marker, color=color, ms=4, lw=1.6, label=kind)
-            if points[0][1] is not None:
-                low = [mean - (reach or 0.0) for mean, reach in points]
-                high = [mean + (reach or 0.0) for mean, reach in points]
-                axes.fill_between(counts, low, high, color=color, alpha=0.18, lw=0)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(counts, [str(k) for k in counts])
-        axes.minorticks_off()
-        axes.set_xlabel("greedy centers k")
-        axes.set_ylabel("covering radius / that of the control")
-        _dress_axes(axes)
-    return figure
-
-
-def draw_scores(measured: Sequence[Measured]) -> Figure:
-    """Draw the clusterability of every head by layer; a line joins the means of the layers."""
-    layers = list(dict.fromkeys(one.layer for one in measured))
-    with drawing(3.1) as figure:
-        axes = figure.subplots()
-        axes.axhline(0, color=GRAY, lw=1)
-        kinds = _kinds(measured)
-        for number, kind in enumerate(kinds):
-            color, marker, line = LOOKS[kind]
-            aside = 0.16 * (number - (len(kinds) - 1) / 2)
-            mine = _of(measured, kind=kind)
-            x = [layers.index(one.layer) + aside for one in mine]
-            scores = [mean_interval(one.scores) for one in mine]
-            y = [mean for mean, _ in scores]
-            if scores[0][1] is not None:
-                reach = [reach or 0.0 for _, reach in scores]
-                axes.errorbar(x, y, reach, fmt="none", ecolor=color, elinewidth=0.8, alpha=0.5)
-            axes.plot(x, y, marker, color=color, ms=4)
-            of = [layer for layer in layers if any(one.layer == layer for one in mine)]
-            means = [fmean(s for one, s in zip(mine, y, strict=True) if one.layer == n) for n in of]
-            places = [layers.index(layer) + aside for layer in of]
-            axes.plot(places, means, line, color=color, lw=1.2)
-            axes.plot([], [], line, marker=marker, color=color, ms=4, lw=1.2, label=kind)
-        axes.set_xticks(range(len(layers)), [str(layer) for layer in layers])
-        axes.margins(x=0.08)
-        axes.set_xlabel("layer")
-        axes.set_ylabel("clusterability (no unit)")
-        _dress_axes(axes)
-    return figure
-
-
-def _shares(measured: Sequence[Measured]) -> list[list[float]]:
-    """The radius divided by the control's, by passage and k; means over heads."""
-    radius, control = (
-        torch.tensor([getattr(one, name) for one in measured]) for name in ("radius", "control")
-    )
-    share = torch.where(control > 0, radius / control, torch.ones_like(radius))
-    found: list[list[float]] = share.mean(dim=0).tolist()
-    return found
-
-
-def _dress_axes(axes: Axes) -> None:
-    style_panel(axes)
-    axes.figure.legend(loc="outside upper center", frameon=False, ncols=3)
-
-
-USUAL = 1024
-"""Tokens of a passage, as in the paper, where the model's window holds them."""
-TEXTS = 5
-"""Passages, at most."""
-LAYERS = 5
-"""Layers of a deep model that are shown by default, evenly spread, as in the paper."""
-CENTERS = 16
-"""Of the paper's figure."""
-PERPLEXITY = 30.0
-"""Of t-SNE, as everyone takes it; a third of the tokens where they are few."""
-MOST_ROWS = 40
-"""Heads that have a row of the table each; where there are more, layers have."""
-
-
-@dataclass(frozen=True)
-class Vectors:
+class Vectors(NamedTuple):
     """Keys or values of one KV head over one passage, without the sink [tokens - sink, dim]."""
 
     layer: int
@@ -321,38 +162,38 @@ class Vectors:
 
 
 def section(asked: Inspection) -> Section:
-    """Clusterability of keys and values of chosen layers and heads, as pictures and numbers.
-
-    Raises:
-        WeirError: the text is too short, the model cannot be served, or scikit-learn is missing.
-    """
+    """Clusterability of keys and values of chosen layers and heads, as pictures and numbers."""
     _manifold()  # fail before anything is read
     texts = passages(asked, longest(asked, USUAL), TEXTS, FEWEST + left_out(asked))
     layers = layers_of(asked)
     measured, vectors = measure(asked, texts, layers)
-    clouds = []
+    planes = []
     for one in vectors:
-        clouds.append(cloud_of(one, asked.seed))
-        asked.on_step(len(texts) * len(layers) + len(clouds), _steps(texts, layers))
+        planes.append(plane_of(one.points, asked.seed))
+        asked.on_step(len(texts) * len(layers) + len(planes), _steps(texts, layers))
     shown = ", ".join(map(str, some_of(layers)))
     plane = f"Keys and values of one head of layers {shown} in a plane, greedy centers marked."
     covering = "Covering radius, as a share of a shuffled control's, by the number of centers."
     scores = "Clusterability of keys and values of every KV head, by layer."
     pictures = (
-        Picture("keys-plane", draw_clouds(clouds, left_out(asked)), plane),
+        Picture("keys-plane", draw_planes(vectors, planes, left_out(asked)), plane),
         Picture("keys-covering", draw_curves(measured), covering),
         Picture("keys-scores", draw_scores(measured), scores),
     )
+    means = {kind: _mean(_of(measured, kind=kind)) for kind in _kinds(measured)}
+    facts = {
+        "passages": texts.shape[0],
+        "tokens": texts.shape[1],
+        "mean": {kind: {"score": mean, "reach": reach} for kind, (mean, reach) in means.items()},
+        "heads": measured,
+    }
     title = "Are keys more clusterable than values?"
-    table = _table(measured)
-    return Section("keys", title, _text(texts, measured), pictures, table, _facts(texts, measured))
+    return Section("keys", title, _text(texts, measured), pictures, _table(measured), facts)
 
 
 def layers_of(asked: Inspection) -> tuple[int, ...]:
     """The chosen layers; by default a few from the first to the last."""
-    if asked.layers is not None:
-        return asked.layers
-    return some_of(range(len(describe(asked.model).layers)))
+    return asked.layers or some_of(range(len(describe(asked.model).layers)))
 
 
 def left_out(asked: Inspection) -> int:
@@ -368,13 +209,17 @@ def some_of(layers: Sequence[int]) -> tuple[int, ...]:
 
 def measure(
     asked: Inspection, texts: Tensor, layers: Sequence[int]
-) -> tuple[list[Measured], list[Vectors]]:
+) -> tuple[list[dict[str, Any]], list[Vectors]]:
     """Measure the coverings of every head over passages [passages, length], and keep vectors.
 
     Only one layer of one passage is in memory at a time. Vectors are kept to be drawn: of the first
     passage, a few layers and one head, which is random as in the paper if none is chosen.
+
+    Returns:
+        Of each layer, KV head and kind: the mean "score" and its interval's "reach", "scores" by
+        passage, "k" (numbers of centers), "radius" and "control" by passage and k. And the vectors.
     """
-    found: dict[tuple[int, int, str], Measured] = {}
+    found: dict[tuple[int, int, str], dict[str, Any]] = {}
     kept: list[Vectors] = []
     sink = left_out(asked)
     lot, drawn, done = random.Random(asked.seed), some_of(layers), 0
@@ -387,11 +232,14 @@ def measure(
         for kind, x in kinds_of(one).items():
             points = x[0, heads, sink:]
             covering = cover(points, asked.seed + 1000 * number + one.layer)
-            for row, name in enumerate((one.layer, kv_head, kind) for kv_head in heads):
-                mine = found.setdefault(name, Measured(*name, covering.counts))
-                mine.radius.append(covering.radius[row].tolist())
-                mine.control.append(covering.control[row].tolist())
-                mine.scores.append(float(covering.score[row]))
+            for row, kv_head in enumerate(heads):
+                name = {"layer": one.layer, "head": kv_head, "kind": kind}
+                lists = {"scores": [], "k": list(covering.counts), "radius": [], "control": []}
+                new = {**name, "score": 0.0, "reach": None, **lists}
+                mine = found.setdefault((one.layer, kv_head, kind), new)
+                mine["radius"].append(covering.radius[row].tolist())
+                mine["control"].append(covering.control[row].tolist())
+                mine["scores"].append(float(covering.score[row]))
             if number == 0 and kind != TURNED and one.layer in drawn:
                 kept.append(Vectors(one.layer, head, kind, x[0, head, sink:].clone()))
         done += 1
@@ -399,6 +247,8 @@ def measure(
 
     for number, ids in enumerate(texts):
         capture_each(asked.model, ids, partial(take, number), layers)
+    for mine in found.values():
+        mine["score"], mine["reach"] = mean_interval(mine["scores"])
     return list(found.values()), kept
 
 
@@ -412,23 +262,19 @@ def kinds_of(one: LayerInputs) -> dict[str, Tensor]:
     return {kind: x for kind, x in found.items() if x is not None}
 
 
-def cloud_of(one: Vectors, seed: int) -> Cloud:
-    """Project vectors to a plane by t-SNE (van der Maaten and Hinton 2008) and pick greedy centers.
+def plane_of(points: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """Project points [tokens, dim] by t-SNE (van der Maaten and Hinton 2008) and pick centers.
 
-    The same for the same seed on one machine.
-
-    Raises:
-        WeirError: scikit-learn is missing.
+    Returns their places in the plane [tokens, 2], and whether greedy k-center picked each [tokens].
     """
-    count = len(one.points)
+    count = len(points)
     # If all vectors are equal, principal components have zero length and cannot be scaled.
-    start = "pca" if bool((one.points != one.points[:1]).any()) else "random"
+    start = "pca" if bool((points != points[:1]).any()) else "random"
     tsne = _manifold().TSNE(
         perplexity=min(PERPLEXITY, (count - 1) / 3), init=start, random_state=seed % 2**32
     )
-    place = torch.from_numpy(tsne.fit_transform(one.points.cpu().numpy()))
-    center = centers(one.points[None], min(CENTERS, count // 2))[0]
-    return Cloud(one.layer, one.head, one.kind, place, center.cpu())
+    place = torch.from_numpy(tsne.fit_transform(points.cpu().numpy()))
+    return place, centers(points[None], min(CENTERS, count // 2))[0].cpu()
 
 
 def _manifold() -> Any:
@@ -440,30 +286,119 @@ def _steps(texts: Tensor, layers: Sequence[int]) -> int:
     return len(texts) * len(layers) + 2 * len(some_of(layers))
 
 
-def _mean(measured: Sequence[Measured]) -> tuple[float, float | None]:
+def draw_planes(
+    vectors: Sequence[Vectors], planes: Sequence[tuple[Tensor, Tensor]], first: int = 0
+) -> Figure:
+    """Draw a row per layer, with a column for keys and one for values; centers have rings."""
+    kinds = list(dict.fromkeys(one.kind for one in vectors))
+    layers = list(dict.fromkeys(one.layer for one in vectors))
+    with drawing(2.4 * len(layers) + 0.7) as figure:
+        panels = figure.subplots(len(layers), len(kinds), squeeze=False)
+        for one, (place, center) in zip(vectors, planes, strict=True):
+            axes = panels[layers.index(one.layer), kinds.index(one.kind)]
+            order = range(first, first + len(place))
+            dots = axes.scatter(*place.T.numpy(), c=order, cmap="viridis", s=5, lw=0)
+            x, y = place[center].T.numpy()
+            axes.scatter(x, y, s=34, facecolors="none", edgecolors="#d1410c", lw=1.3)
+            axes.set_title(f"{one.kind}, layer {one.layer}, head {one.head}", fontsize=8.5, pad=3)
+            axes.set(xticks=[], yticks=[])
+            axes.spines[:].set_color("#c8d0d6")
+        rings = f"rings: {int(planes[0][1].sum())} greedy centers"
+        figure.supxlabel(f"t-SNE, first coordinate (no unit); {rings}", size=9)
+        figure.supylabel("t-SNE, second coordinate (no unit)", size=9)
+        look: dict[str, Any] = {"location": "top", "aspect": 45, "shrink": 0.9, "pad": 0.02}
+        figure.colorbar(dots, ax=panels, label="place in the text, tokens", **look)
+    return figure
+
+
+def draw_curves(measured: Sequence[dict[str, Any]]) -> Figure:
+    """Draw covering radii by k, as shares of the control's; bands are intervals over passages."""
+    with drawing(3.1) as figure:
+        axes = figure.subplots()
+        axes.axhline(1, color=GRAY, lw=1)
+        end = axes.get_yaxis_transform()
+        axes.text(0.99, 1, "the control", color=GRAY, ha="right", va="bottom", transform=end)
+        counts = measured[0]["k"]
+        for kind in _kinds(measured):
+            color, marker, line = LOOKS[kind]
+            mine = _of(measured, kind=kind)
+            radius, control = (
+                torch.tensor([one[x] for one in mine]) for x in ("radius", "control")
+            )
+            # By passage and k, the mean over heads.
+            shares = torch.where(control > 0, radius / control, 1.0).mean(dim=0)
+            middle, reach = zip(*map(mean_interval, shares.T.tolist()), strict=True)
+            axes.plot(counts, middle, line, marker=marker, color=color, ms=4, lw=1.6, label=kind)
+            if reach[0] is not None:
+                ends = np.add(middle, np.outer((-1, 1), reach))
+                axes.fill_between(counts, *ends, color=color, alpha=0.18, lw=0)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(counts, [str(k) for k in counts])
+        axes.minorticks_off()
+        axes.set(xlabel="greedy centers k", ylabel="covering radius / that of the control")
+        _dress_axes(axes)
+    return figure
+
+
+def draw_scores(measured: Sequence[dict[str, Any]]) -> Figure:
+    """Draw the clusterability of every head by layer; a line joins the means of the layers."""
+    layers = list(dict.fromkeys(one["layer"] for one in measured))
+    with drawing(3.1) as figure:
+        axes = figure.subplots()
+        axes.axhline(0, color=GRAY, lw=1)
+        kinds = _kinds(measured)
+        for number, kind in enumerate(kinds):
+            color, marker, line = LOOKS[kind]
+            aside = 0.16 * (number - (len(kinds) - 1) / 2)
+            mine = _of(measured, kind=kind)
+            x = [layers.index(one["layer"]) + aside for one in mine]
+            y = [one["score"] for one in mine]
+            if mine[0]["reach"] is not None:
+                reach = [one["reach"] for one in mine]
+                axes.errorbar(x, y, reach, fmt="none", ecolor=color, elinewidth=0.8, alpha=0.5)
+            axes.plot(x, y, marker, color=color, ms=4)
+            means = {
+                place: fmean(score for at, score in zip(x, y, strict=True) if at == place)
+                for place in dict.fromkeys(x)
+            }
+            axes.plot(list(means), list(means.values()), line, color=color, lw=1.2)
+            axes.plot([], [], line, marker=marker, color=color, ms=4, lw=1.2, label=kind)
+        axes.set_xticks(range(len(layers)), [str(layer) for layer in layers])
+        axes.margins(x=0.08)
+        axes.set(xlabel="layer", ylabel="clusterability (no unit)")
+        _dress_axes(axes)
+    return figure
+
+
+def _dress_axes(axes: Axes) -> None:
+    style_panel(axes)
+    axes.figure.legend(loc="outside upper center", frameon=False, ncols=3)
+
+
+def _mean(measured: Sequence[dict[str, Any]]) -> tuple[float, float | None]:
     """The mean score of some heads, and its interval over passages."""
     return mean_interval(
-        [fmean(scores) for scores in zip(*(one.scores for one in measured), strict=True)]
+        [fmean(scores) for scores in zip(*(one["scores"] for one in measured), strict=True)]
     )
 
 
-def _cell(measured: Sequence[Measured]) -> str:
+def _cell(measured: Sequence[dict[str, Any]]) -> str:
     if not measured:
         return "—"
     mean, reach = _mean(measured)
     return f"{mean:.2f}" if reach is None else f"{mean:.2f} ± {reach:.2f}"
 
 
-def _of(measured: Sequence[Measured], **wanted: Any) -> list[Measured]:
-    """Filter by attributes."""
-    return [one for one in measured if all(getattr(one, k) == v for k, v in wanted.items())]
+def _of(measured: Sequence[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
+    """Filter by figures."""
+    return [one for one in measured if all(one[k] == v for k, v in wanted.items())]
 
 
-def _kinds(measured: Sequence[Measured]) -> list[str]:
+def _kinds(measured: Sequence[dict[str, Any]]) -> list[str]:
     return [kind for kind in LOOKS if _of(measured, kind=kind)]
 
 
-def _text(texts: Tensor, measured: Sequence[Measured]) -> str:
+def _text(texts: Tensor, measured: Sequence[dict[str, Any]]) -> str:
     figures = ", ".join(f"{kind} {_cell(_of(measured, kind=kind))}" for kind in _kinds(measured))
     count, length = texts.shape
     over = f"{count} passages of {length:,} tokens" if count > 1 else f"{length:,} tokens"
@@ -482,40 +417,14 @@ def _text(texts: Tensor, measured: Sequence[Measured]) -> str:
     )
 
 
-def _table(measured: Sequence[Measured]) -> TextTable:
-    names = list(dict.fromkeys((one.layer, one.head) for one in measured))
-    layers = list(dict.fromkeys(one.layer for one in measured))
-    groups: list[tuple[str, dict[str, int]]] = [
-        (f"layer {layer}, head {head}", {"layer": layer, "head": head}) for layer, head in names
-    ]
-    if len(names) > MOST_ROWS:
-        groups = [(f"layer {layer}", {"layer": layer}) for layer in layers]
-    groups.append(("all", {}))
+def _table(measured: Sequence[dict[str, Any]]) -> TextTable:
+    by = ["layer", "head"]
+    if len({(one["layer"], one["head"]) for one in measured}) > MOST_ROWS:
+        by = ["layer"]
+    groups = {", ".join(f"{x} {one[x]}" for x in by): {x: one[x] for x in by} for one in measured}
     kinds = _kinds(measured)
     rows = [
         (name, *(_cell(_of(measured, kind=kind, **which)) for kind in kinds))
-        for name, which in groups
+        for name, which in [*groups.items(), ("all", {})]
     ]
     return TextTable(("KV head", *kinds), tuple(rows))
-
-
-def _facts(texts: Tensor, measured: Sequence[Measured]) -> dict[str, Any]:
-    means = {kind: _mean(_of(measured, kind=kind)) for kind in _kinds(measured)}
-    return {
-        "passages": texts.shape[0],
-        "tokens": texts.shape[1],
-        "mean": {kind: {"score": mean, "reach": reach} for kind, (mean, reach) in means.items()},
-        "heads": [
-            {
-                "layer": one.layer,
-                "head": one.head,
-                "kind": one.kind,
-                **dict(zip(("score", "reach"), mean_interval(one.scores), strict=True)),
-                "scores": one.scores,
-                "k": list(one.counts),
-                "radius": one.radius,
-                "control": one.control,
-            }
-            for one in measured
-        ],
-    }

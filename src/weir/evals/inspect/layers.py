@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,7 +34,6 @@ from weir.slab import Slots
 from weir.stream import Stream
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 BUDGET = 1024
@@ -50,12 +49,7 @@ MOST_HEADS = 64
 
 @dataclass(frozen=True)
 class SinkOfSome(Pool):
-    """`sink(n)` for some KV heads only; in the others its slots stay empty.
-
-    Attributes:
-        n: number of sink tokens.
-        hidden: the KV heads without sinks.
-    """
+    """`sink(n)` whose slots stay empty in the KV heads `hidden`."""
 
     name = "sink"
     in_order = True
@@ -79,18 +73,19 @@ class SinkOfSome(Pool):
         return held, new
 
 
+Hidden = dict[int, tuple[int, ...]]
+"""By layer, the KV heads without sinks."""
+
+
 @dataclass(frozen=True)
 class StreamSetup:
-    """The layers, budget and chunk for reading a text.
+    """How a text is read.
 
-    Attributes:
-        served: the layers that follow the policy; others slide over windows of their own.
-        kv_heads: number of KV heads in each of them.
-        recent, chunk: number of newest tokens that are kept, and tokens between two folds.
+    `kv_heads` counts those of each layer that follows the policy; the others slide over windows of
+    their own. `recent` newest tokens are kept.
     """
 
-    served: tuple[int, ...]
-    kv_heads: tuple[int, ...]
+    kv_heads: dict[int, int]
     recent: int
     chunk: int
 
@@ -99,52 +94,27 @@ class StreamSetup:
         """The first token before which something has been evicted."""
         return FIRST + self.recent + self.chunk
 
-    def policy(self, hidden: dict[int, tuple[int, ...]]) -> Layered:
+    def policy(self, hidden: Hidden) -> Layered:
         """`sink(4) | recent(n)`, without the sinks of some KV heads of some layers."""
-        return Layered(
-            tuple(
-                Pipe((SinkOfSome(FIRST, hidden.get(layer, ())), Recent(self.recent)), "sinks")
-                for layer in self.served
-            ),
-            "by layer",
-        )
+        sinks = [SinkOfSome(FIRST, hidden.get(layer, ())) for layer in self.kv_heads]
+        pipes = tuple(Pipe((sink, Recent(self.recent)), "sinks") for sink in sinks)
+        return Layered(pipes, "by layer")
 
-    def all_of(self, layers: Iterable[int]) -> dict[int, tuple[int, ...]]:
+    def all_of(self, layers: Iterable[int]) -> Hidden:
         """Map some layers to all of their KV heads."""
-        sizes = dict(zip(self.served, self.kv_heads, strict=True))
-        return {layer: tuple(range(sizes[layer])) for layer in layers}
-
-
-@dataclass(frozen=True)
-class Loss:
-    """The loss on a text with the sinks of a layer hidden, in one KV head or all (None).
-
-    `rise` is in nats per token above the loss with all sinks, `error` its standard error over the
-    tokens.
-    """
-
-    layer: int
-    head: int | None
-    ppl: float
-    rise: float
-    error: float
+        return {layer: tuple(range(self.kv_heads[layer])) for layer in layers}
 
 
 def section(asked: Inspection) -> Section:
-    """Perplexity without the sinks of each layer, with those of each layer alone, and by KV head.
-
-    Raises:
-        WeirError: the model cannot be served, the text is too short, or no chosen layer follows a
-            policy.
-    """
+    """Perplexity without the sinks of one layer, with those of one alone, and by KV head."""
     if looks_ahead(asked.model):
         raise WeirError(
             f"{asked.model.config.model_type} sees its whole text at once, so it reads no stream "
             "that could do without its first tokens"
         )
-    facts = describe(asked.model)
-    setup = set_up(asked, facts)
-    layers = [n for n in setup.served if asked.layers is None or n in asked.layers]
+    known = describe(asked.model)
+    setup = set_up(asked, known)
+    layers = [n for n in setup.kv_heads if asked.layers is None or n in asked.layers]
     if not layers:
         raise WeirError("the chosen layers slide over windows of their own, whatever the policy")
     ids = asked.ids(asked.tokens or setup.start + SCORED)
@@ -153,47 +123,80 @@ def section(asked: Inspection) -> Section:
             f"{len(ids):,} tokens are too few to say what sinks are worth under "
             f"{FIRST + setup.recent} slots; it takes {setup.start + LEAST:,}"
         )
-    heads = _heads(asked, facts, setup, layers)
+    heads = _heads(asked, known, setup, layers)
     total, done = 2 + 2 * len(layers) + len(heads), 0
 
-    def read(hidden: dict[int, tuple[int, ...]]) -> Tensor:
+    def read(hidden: Hidden) -> Tensor:
         nonlocal done
         losses = losses_of(asked, ids, setup, hidden)
-        done += 1
-        asked.on_step(done, total)
+        asked.on_step(done := done + 1, total)
         return losses
 
-    def loss(layer: int, head: int | None, hidden: dict[int, tuple[int, ...]]) -> Loss:
+    def loss(layer: int, head: int | None, hidden: Hidden) -> dict[str, Any]:
+        """Perplexity, its rise in nats per token, and the rise's standard error."""
         mine = read(hidden)
         apart = mine - seen
         error = float(apart.std()) / len(apart) ** 0.5
-        return Loss(layer, head, _ppl(mine), float(apart.mean()), error)
+        rise = float(apart.mean())
+        return {"layer": layer, "head": head, "ppl": _ppl(mine), "rise": rise, "error": error}
 
     seen = read({})
-    unseen = read(setup.all_of(setup.served))
-    without = [loss(layer, None, setup.all_of([layer])) for layer in layers]
-    alone = [loss(layer, None, setup.all_of(set(setup.served) - {layer})) for layer in layers]
-    by_head = [loss(layer, head, {layer: (head,)}) for layer, head in heads]
-    return _make_section(setup, len(ids), _ppl(seen), _ppl(unseen), without, alone, by_head)
+    unseen = read(setup.all_of(setup.kv_heads))
+    facts: dict[str, Any] = {
+        "tokens": len(ids),
+        "scored": len(ids) - setup.start,
+        "sinks": FIRST,
+        "recent": setup.recent,
+        "chunk": setup.chunk,
+        "ppl": _ppl(seen),
+        "ppl_without": _ppl(unseen),
+        "hidden_in": [loss(layer, None, setup.all_of([layer])) for layer in layers],
+        "seen_by": [
+            loss(layer, None, setup.all_of(setup.kv_heads.keys() - {layer})) for layer in layers
+        ],
+        "hidden_in_head": [loss(layer, head, {layer: (head,)}) for layer, head in heads],
+    }
+    text = (
+        f"Perplexity of {facts['scored']:,} tokens read as a stream under sink({FIRST}) | "
+        f"recent({setup.recent}), positions inside the cache: {facts['ppl']:,.1f} if every layer "
+        f"sees the first {FIRST} tokens, {facts['ppl_without']:,.1f} if none does. First, they are "
+        "hidden in one layer and all others see them; then one layer alone sees them. The newest "
+        "tokens are the same in all runs. A layer whose loss hardly rises could do without its "
+        "sinks."
+    )
+    pictures = []
+    for name, case, label, when in (
+        ("without", "hidden_in", "hidden in this layer alone", "the sinks are hidden in one layer"),
+        ("alone", "seen_by", "seen by this layer alone", "one layer alone sees the sinks"),
+    ):
+        alt = f"Perplexity when {when}, for each layer."
+        pictures.append(Picture(f"layers-{name}", _draw(facts, case, label), alt))
+    if heads:
+        text += " Last, they are hidden in one KV head of one layer."
+        alt = "Rise of the loss when the sinks are hidden in one KV head, by layer and head."
+        pictures.append(Picture("layers-heads", _heat(facts["hidden_in_head"]), alt))
+    rows = []
+    for one, other in zip(facts["hidden_in"], facts["seen_by"], strict=True):
+        rise = f"{one['rise']:+.3f} ± {one['error']:.3f}"
+        rows.append((str(one["layer"]), f"{one['ppl']:,.1f}", rise, f"{other['ppl']:,.1f}"))
+    table = TextTable(("layer", "ppl hidden", "rise, nats", "ppl alone"), tuple(rows))
+    return Section("layers", "Where sinks matter", text, tuple(pictures), table, facts)
 
 
 def set_up(asked: Inspection, facts: ModelSpec) -> StreamSetup:
     """The setup for a model: half of its window in slots, `BUDGET` at most."""
-    windows = [layer.positions.window for layer in facts.layers]
-    served = [n for n, window in enumerate(windows) if window is None] or list(range(len(windows)))
+    kv_heads = {
+        n: layer.heads.kv_heads
+        for n, layer in enumerate(facts.layers)
+        if layer.positions.window is None or facts.sliding
+    }
     most = min(window_of(asked.model.config) or MOST_TOKENS, facts.sliding or BUDGET * 2)
     budget = max(2 * FIRST, min(BUDGET, most // 2))
-    kv_heads = tuple(facts.layers[n].heads.kv_heads for n in served)
-    return StreamSetup(tuple(served), kv_heads, budget - FIRST, max(1, min(CHUNK, budget // 4)))
+    return StreamSetup(kv_heads, budget - FIRST, max(1, min(CHUNK, budget // 4)))
 
 
-def losses_of(
-    asked: Inspection, ids: Tensor, setup: StreamSetup, hidden: dict[int, tuple[int, ...]]
-) -> Tensor:
-    """The loss of each scored token of a text, in nats [tokens - start], float64.
-
-    `hidden` has by layer the KV heads without sinks.
-    """
+def losses_of(asked: Inspection, ids: Tensor, setup: StreamSetup, hidden: Hidden) -> Tensor:
+    """The loss of each scored token of a text, in nats [tokens - start], float64."""
     stream = Stream(asked.model, setup.policy(hidden), chunk=setup.chunk)
     try:
         # The first loss belongs to a token without context.
@@ -208,116 +211,56 @@ def _heads(
 ) -> list[tuple[int, int]]:
     """(layer, KV head) pairs to measure one by one."""
     chosen = asked.kv_heads(facts.layers[layers[0]].heads.group)
-    sizes = dict(zip(setup.served, setup.kv_heads, strict=True))
-    if chosen is None and sum(sizes[layer] for layer in layers) > MOST_HEADS:
-        return []
-    return [
-        (layer, head)
-        for layer in layers
-        for head in range(sizes[layer])
-        if chosen is None or head in chosen
-    ]
+    every = [(layer, head) for layer in layers for head in range(setup.kv_heads[layer])]
+    if chosen is None:
+        return every if len(every) <= MOST_HEADS else []
+    return [(layer, head) for layer, head in every if head in chosen]
 
 
 def _ppl(losses: Tensor) -> float:
     return float(losses.mean().clamp(max=700.0).exp())
 
 
-def _make_section(
-    setup: StreamSetup,
-    tokens: int,
-    seen: float,
-    unseen: float,
-    without: list[Loss],
-    alone: list[Loss],
-    by_head: list[Loss],
-) -> Section:
-    """Build the section from the measurements."""
-    scored = tokens - setup.start
-    text = (
-        f"Perplexity of {scored:,} tokens read as a stream under sink({FIRST}) | "
-        f"recent({setup.recent}), positions inside the cache: {seen:,.1f} if every layer sees the "
-        f"first {FIRST} tokens, {unseen:,.1f} if none does. First, they are hidden in one layer "
-        "and all others see them; then one layer alone sees them. The newest tokens are the same "
-        "in all runs. A layer whose loss hardly rises could do without its sinks."
-    )
-    pictures = []
-    for name, losses, label, case in (
-        ("without", without, "hidden in this layer alone", "the sinks are hidden in one layer"),
-        ("alone", alone, "seen by this layer alone", "one layer alone sees the sinks"),
-    ):
-        with drawing(2.8) as figure:
-            _draw(figure.subplots(), losses, seen, unseen, label)
-            alt = f"Perplexity when {case}, for each layer."
-            pictures.append(Picture(f"layers-{name}", figure, alt))
-    if by_head:
-        layers = list(dict.fromkeys(loss.layer for loss in by_head))
-        with drawing(0.9 + 0.32 * len(layers)) as figure:
-            _heat(figure, by_head)
-        text += " Last, they are hidden in one KV head of one layer."
-        alt = "Rise of the loss when the sinks are hidden in one KV head, by layer and head."
-        pictures.append(Picture("layers-heads", figure, alt))
-    rows = []
-    for one, other in zip(without, alone, strict=True):
-        rise = f"{one.rise:+.3f} ± {one.error:.3f}"
-        rows.append((str(one.layer), f"{one.ppl:,.1f}", rise, f"{other.ppl:,.1f}"))
-    facts = {
-        "tokens": tokens,
-        "scored": scored,
-        "sinks": FIRST,
-        "recent": setup.recent,
-        "chunk": setup.chunk,
-        "ppl": seen,
-        "ppl_without": unseen,
-        "hidden_in": [vars(loss) for loss in without],
-        "seen_by": [vars(loss) for loss in alone],
-        "hidden_in_head": [vars(loss) for loss in by_head],
-    }
-    heads = ("layer", "ppl hidden", "rise, nats", "ppl alone")
-    title = "Where sinks matter"
-    return Section("layers", title, text, tuple(pictures), TextTable(heads, tuple(rows)), facts)
-
-
-def _draw(axes: Axes, losses: list[Loss], seen: float, unseen: float, label: str) -> None:
+def _draw(facts: dict[str, Any], case: str, label: str) -> Figure:
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-    axes.axhline(unseen, color="#c0392b", lw=1, ls="--", label="hidden everywhere")
-    axes.axhline(seen, color="#77828c", lw=1, ls="--", label="seen everywhere")
-    points = [loss.layer for loss in losses], [loss.ppl for loss in losses]
-    axes.plot(*points, "o", ms=6, color="#2c6e9b", label=label)
-    axes.set_yscale("log")  # log perplexity is nats
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.margins(x=0.08, y=0.12)
-    axes.set_xlabel("layer")
-    axes.set_ylabel("perplexity")
-    style_panel(axes)
-    axes.figure.legend(
-        loc="outside upper center", frameon=False, fontsize=8, ncols=3, title="sinks",
-        title_fontsize=8,
-    )  # fmt: skip
+    with drawing(2.8) as figure:
+        axes = figure.subplots()
+        for name, color, where in (
+            ("ppl_without", "#c0392b", "hidden everywhere"),
+            ("ppl", "#77828c", "seen everywhere"),
+        ):
+            axes.axhline(facts[name], color=color, lw=1, ls="--", label=where)
+        points = ([loss[name] for loss in facts[case]] for name in ("layer", "ppl"))
+        axes.plot(*points, "o", ms=6, color="#2c6e9b", label=label)
+        axes.set_yscale("log")  # log perplexity is nats
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.margins(x=0.08, y=0.12)
+        axes.set(xlabel="layer", ylabel="perplexity")
+        style_panel(axes)
+        style = {"frameon": False, "fontsize": 8, "ncols": 3, "title": "sinks", "title_fontsize": 8}
+        figure.legend(loc="outside upper center", **style)
+    return figure
 
 
-def _heat(figure: Figure, losses: list[Loss]) -> None:
-    axes = figure.subplots()
-    layers = list(dict.fromkeys(loss.layer for loss in losses))
-    heads = list(dict.fromkeys(loss.head for loss in losses))
-    of = {(loss.layer, loss.head): loss.rise for loss in losses}
+def _heat(losses: list[dict[str, Any]]) -> Figure:
+    layers = list(dict.fromkeys(loss["layer"] for loss in losses))
+    heads = list(dict.fromkeys(loss["head"] for loss in losses))
+    of = {(loss["layer"], loss["head"]): loss["rise"] for loss in losses}
     rises = [[of.get((layer, head), float("nan")) for head in heads] for layer in layers]
-    far = max(abs(loss.rise) for loss in losses) or 1.0
-    image = axes.imshow(rises, cmap="coolwarm", vmin=-far, vmax=far, aspect="auto")
-    axes.set_xticks(range(len(heads)), [str(head) for head in heads])
-    axes.set_yticks(range(len(layers)), [str(layer) for layer in layers])
-    if len(losses) <= MOST_HEADS // 2:
-        for row, layer in enumerate(layers):
-            for column, head in enumerate(heads):
-                if (layer, head) in of:
-                    value = of[layer, head]
-                    color = "white" if abs(value) > 0.7 * far else "#1b2733"
-                    rise = f"{value:+.3f}"
-                    axes.text(column, row, rise, ha="center", va="center", color=color)
-    axes.set_xlabel("KV head whose sinks are hidden")
-    axes.set_ylabel("layer")
-    figure.colorbar(image, label="nats per token")
+    far = max(map(abs, of.values())) or 1.0
+    with drawing(0.9 + 0.32 * len(layers)) as figure:
+        axes = figure.subplots()
+        image = axes.imshow(rises, cmap="coolwarm", vmin=-far, vmax=far, aspect="auto")
+        axes.set_xticks(range(len(heads)), [str(head) for head in heads])
+        axes.set_yticks(range(len(layers)), [str(layer) for layer in layers])
+        for (layer, head), rise in of.items() if len(of) <= MOST_HEADS // 2 else ():
+            color = "white" if abs(rise) > 0.7 * far else "#1b2733"
+            place = heads.index(head), layers.index(layer)
+            axes.text(*place, f"{rise:+.3f}", ha="center", va="center", color=color)
+        axes.set(xlabel="KV head whose sinks are hidden", ylabel="layer")
+        figure.colorbar(image, label="nats per token")
+    return figure

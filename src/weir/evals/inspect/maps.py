@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,10 +24,9 @@ from weir.evals.inspect.section import (
     Inspection,
     Picture,
     Section,
-    count_of,
     drawing,
     fixed_tokens,
-    pieces,
+    passages,
     sentences,
     style_panel,
 )
@@ -47,20 +45,17 @@ MOST_PANELS = 16
 
 
 def section(asked: Inspection) -> Section:
-    """The maps of the chosen layers and heads; by default all of a small model.
-
-    Raises:
-        WeirError: the text is too short, or the model's attention cannot be observed.
-    """
+    """The maps of the chosen layers and heads; by default all of a small model."""
     if asked.length < SHORTEST:
         raise WeirError(f"a map of {asked.length} tokens shows nothing; take {SHORTEST} at least")
-    ids = sentences(asked.tokenizer, asked.text, asked.sequences, asked.length, asked.sink)
+    ids = sentences(asked, asked.sequences, asked.length)
     sizes = count_heads(asked, ids)
     layers, heads = _panels(sizes, asked.layers, asked.heads)
     means = mean_logits(asked, ids, layers, heads)
+    maps = {(layer, head): means[layer][n] for layer in layers for n, head in enumerate(heads)}
     fixed = fixed_tokens(ids, asked.tokenizer)
-    with drawing(1.45 * math.ceil(len(layers) * len(heads) / ACROSS) + 0.9) as figure:
-        _draw(figure, means, layers, heads)
+    with drawing(1.45 * math.ceil(len(maps) / ACROSS) + 0.9) as figure:
+        _draw(figure, maps)
     named = "; ".join(f"place {place} is {token} in all of them" for place, token in fixed.items())
     text = (
         f"The mean over {len(ids)} sequences of {asked.length} tokens"
@@ -76,13 +71,24 @@ def section(asked: Inspection) -> Section:
     shown = f"{len(layers)} of {len(sizes)} layers" if len(layers) < len(sizes) else "all layers"
     which = ", ".join(map(str, heads))
     alt = f"Maps of average attention logits, query by key, for {shown} and heads {which}."
-    return Section(
-        "maps",
-        "Average attention logits",
-        text,
-        (Picture("maps", figure, alt),),
-        facts=_facts(ids, means, layers, heads, fixed),
-    )
+    facts = {
+        "sequences": len(ids),
+        "length": asked.length,
+        "fixed_tokens": {str(place): token for place, token in fixed.items()},
+        "maps": [
+            {
+                "layer": layer,
+                "head": head,
+                # Over the logits of all queries but the first token's own.
+                "first": float(mean[1:, 0].nanmean()),
+                "others": float(mean[1:, 1:].nanmean()),
+                "logits": [[round(x, 4) for x in row] for row in mean.tolist()],
+            }
+            for (layer, head), mean in maps.items()
+        ],
+    }
+    picture = Picture("maps", figure, alt)
+    return Section("maps", "Average attention logits", text, (picture,), facts=facts)
 
 
 def count_heads(asked: Inspection, ids: Tensor) -> dict[int, int]:
@@ -90,7 +96,7 @@ def count_heads(asked: Inspection, ids: Tensor) -> dict[int, int]:
     found: dict[int, int] = {}
 
     def add(attention: Attention) -> None:
-        found[attention.layer] = attention.queries.shape[1] * attention.queries.shape[2]
+        found[attention.layer] = attention.heads
 
     watch(asked.model, ids[:1, :SHORTEST], add)
     return dict(sorted(found.items()))
@@ -113,12 +119,10 @@ def mean_logits(
     def add(attention: Attention) -> None:
         if layers is not None and attention.layer not in layers:
             return
-        count = attention.queries.shape[1] * attention.queries.shape[2]
-        kept = list(range(count) if heads is None else heads)
+        kept = list(range(attention.heads) if heads is None else heads)
         if attention.layer not in sums:
-            sums[attention.layer] = torch.full(
-                (len(kept), length, length), math.nan, dtype=torch.float64
-            )
+            size = len(kept), length, length
+            sums[attention.layer] = torch.full(size, math.nan, dtype=torch.float64)
         total = sums[attention.layer]
         for start, stop in attention.blocks():
             rows = slice(attention.first + start, attention.first + stop)
@@ -130,11 +134,10 @@ def mean_logits(
             before = total[:, rows, at]
             total[:, rows, at] = torch.where(before.isnan(), new, before + new)
 
-    done = 0
-    for batch in ids.split(max(1, min(BATCH, MOST_TOKENS // length))):
+    size = max(1, min(BATCH, MOST_TOKENS // length))
+    for start, batch in enumerate(ids.split(size)):
         watch(asked.model, batch, add)
-        done += len(batch)
-        asked.on_step(done, len(ids))
+        asked.on_step(start * size + len(batch), len(ids))
     return {layer: total / len(ids) for layer, total in sorted(sums.items())}
 
 
@@ -157,10 +160,9 @@ def _panels(
     """The layers and heads to draw, of layers with so many heads."""
     known = list(sizes)
     every = min(sizes.values())
-    if layers is not None:
-        missing = [layer for layer in layers if layer not in sizes]
-        if missing:
-            raise WeirError(f"layer {missing[0]} has no attention weights to show")
+    for layer in layers or ():
+        if layer not in sizes:
+            raise WeirError(f"layer {layer} has no attention weights to show")
     if heads is None:
         some = len(layers or known)
         heads = tuple(range(every)) if some * every <= MOST_PANELS else (0,)
@@ -169,26 +171,21 @@ def _panels(
     return layers, heads
 
 
-def _draw(
-    figure: Figure, means: dict[int, Tensor], layers: Sequence[int], heads: Sequence[int]
-) -> None:
+def _draw(figure: Figure, maps: dict[tuple[int, int], Tensor]) -> None:
     from matplotlib.cm import ScalarMappable
 
-    which = [(layer, head) for layer in layers for head in heads]
-    across = min(ACROSS, len(which))
-    down = -(-len(which) // across)
+    across = min(ACROSS, len(maps))
+    down = -(-len(maps) // across)
     panels = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True).flatten()
-    for axes, (layer, head) in zip(panels, which, strict=False):
-        mean = means[layer][heads.index(head)]
+    for axes, ((layer, head), mean) in zip(panels, maps.items(), strict=False):
         low, high = map(float, mean[~mean.isnan()].aminmax())
         axes.imshow(mean.numpy(), vmin=low, vmax=high, cmap="viridis", interpolation="nearest")
         axes.set_title(f"layer {layer}, head {head}\n{low:.2g} to {high:.2g}", fontsize=8, pad=2)
-        last = len(mean) - 1
-        axes.set_xticks([0, last])
-        axes.set_yticks([0, last])
+        ends = [0, len(mean) - 1]
+        axes.set(xticks=ends, yticks=ends)
         axes.tick_params(labelsize=7, length=2)
         axes.spines[:].set_visible(False)  # spines would hide the first of many columns
-    for axes in panels[len(which) :]:
+    for axes in panels[len(maps) :]:
         axes.set_axis_off()
     figure.supxlabel("place of the key", fontsize=9)
     figure.supylabel("place of the query", fontsize=9)
@@ -201,79 +198,23 @@ def _draw(
     bar.ax.tick_params(labelsize=8, length=0)
 
 
-def _facts(
-    ids: Tensor,
-    means: dict[int, Tensor],
-    layers: Sequence[int],
-    heads: Sequence[int],
-    fixed: dict[int, str],
-) -> dict[str, Any]:
-    return {
-        "sequences": len(ids),
-        "length": ids.shape[1],
-        "fixed_tokens": {str(place): token for place, token in fixed.items()},
-        "maps": [
-            {
-                "layer": layer,
-                "head": head,
-                # Over the logits of all queries but the first token's own.
-                "first": float(mean[1:, 0].nanmean()),
-                "others": float(mean[1:, 1:].nanmean()),
-                "logits": [[round(x, 4) for x in row] for row in mean.tolist()],
-            }
-            for layer in layers
-            for head, mean in zip(heads, means[layer], strict=True)
-        ],
-    }
-
-
 SEQUENCES = 16
 """Long sequences are averaged over; the paper has 256."""
 FIRST = 4
 """As many tokens as StreamingLLM keeps for sinks."""
 
 
-@dataclass(frozen=True)
-class FirstShare:
-    """Shares of a layer's last query on the first token and the first `FIRST`, by head [heads]."""
-
-    layer: int
-    first: Tensor
-    early: Tensor
-
-    @property
-    def spread(self) -> float:
-        """Standard deviation of the first token's share over the heads."""
-        return float(self.first.std(correction=0))
-
-
 def shares_section(asked: Inspection) -> Section:
-    """The shares of every layer, or of the chosen ones; over the chosen heads.
-
-    Raises:
-        WeirError: the text is too short, the model is bidirectional, or its attention cannot be
-            observed.
-    """
+    """The shares of every layer, or of the chosen ones; over the chosen heads."""
     if looks_ahead(asked.model):
         raise WeirError(
             f"{asked.model.config.model_type} sees its whole text at once, so no token of it is a "
             "late one; the maps show where its attention lies"
         )
     most = min(asked.tokens or MOST_TOKENS, window_of(asked.model.config) or MOST_TOKENS)
-    long = count_of(asked.tokenizer, asked.text, most)
-    if long < SHORTEST:
-        raise WeirError(
-            f"the text has {long} tokens and is too short to inspect; take a longer one"
-        )
-    ids = pieces(asked.tokenizer, asked.text, min(SEQUENCES, asked.sequences), long, asked.sink)
-    found = [
-        share
-        for share in first_shares(asked, ids)
-        if asked.layers is None or share.layer in asked.layers
-    ]
-    if asked.heads is not None:
-        chosen = list(asked.heads)
-        found = [FirstShare(one.layer, one.first[chosen], one.early[chosen]) for one in found]
+    ids = passages(asked, most, min(SEQUENCES, asked.sequences), SHORTEST)
+    long = ids.shape[1]
+    found = first_shares(asked, ids)
     if not found:
         raise WeirError("the chosen layers have no attention weights to show")
     with drawing(2.9) as figure:
@@ -288,38 +229,29 @@ def shares_section(asked: Inspection) -> Section:
         f"heads of a layer."
         f"{start} Were all tokens looked at alike, the first would get {1 / long:.2%}."
     )
-    table = TextTable(
-        ("layer", "first token", "± over heads", f"first {FIRST}"),
-        tuple(
-            (
-                str(one.layer),
-                *(f"{x:.1%}" for x in (one.first.mean(), one.spread, one.early.mean())),
-            )
-            for one in found
-        ),
-    )
-    facts = {
-        "sequences": len(ids),
-        "position": long,
-        "layers": [
-            {
-                "layer": share.layer,
-                "first": float(share.first.mean()),
-                "deviation": share.spread,
-                f"first_{FIRST}": float(share.early.mean()),
-                "first_by_head": share.first.tolist(),
-                f"first_{FIRST}_by_head": share.early.tolist(),
-            }
-            for share in found
-        ],
-    }
+    rows = []
+    for share in found:
+        shares = (share[name] for name in ("first", "deviation", f"first_{FIRST}"))
+        rows.append((str(share["layer"]), *(f"{x:.1%}" for x in shares)))
+    heads = ("layer", "first token", "± over heads", f"first {FIRST}")
     alt = f"The share of token {long:,}'s attention on the first tokens, layer by layer."
-    title = "Attention on the first token, far from it"
-    return Section("shares", title, text, (Picture("shares", figure, alt),), table, facts)
+    return Section(
+        "shares",
+        "Attention on the first token, far from it",
+        text,
+        (Picture("shares", figure, alt),),
+        TextTable(heads, tuple(rows)),
+        {"sequences": len(ids), "position": long, "layers": found},
+    )
 
 
-def first_shares(asked: Inspection, ids: Tensor) -> list[FirstShare]:
-    """Mean attention of the last token of sequences [count, length] to the first, by layer."""
+def first_shares(asked: Inspection, ids: Tensor) -> list[dict[str, Any]]:
+    """Mean attention of the last token of sequences [count, length] to the first, by layer.
+
+    Returns:
+        Of each chosen layer its number, and the shares on the first token and on the first `FIRST`,
+        over and by the chosen heads, with the standard deviation over them of the first's.
+    """
     sums: dict[int, Tensor] = {}
     last = ids.shape[1] - 1
 
@@ -335,25 +267,36 @@ def first_shares(asked: Inspection, ids: Tensor) -> list[FirstShare]:
     for done, sequence in enumerate(ids, 1):
         watch(asked.model, sequence[None], add)
         asked.on_step(done, len(ids))
-    return [FirstShare(layer, *(total / len(ids))) for layer, total in sorted(sums.items())]
+    found = []
+    for layer, total in sorted(sums.items()):
+        if asked.layers is None or layer in asked.layers:
+            chosen = total if asked.heads is None else total[:, list(asked.heads)]
+            first, early = chosen / len(ids)
+            found.append(
+                {
+                    "layer": layer,
+                    "first": float(first.mean()),
+                    "deviation": float(first.std(correction=0)),
+                    f"first_{FIRST}": float(early.mean()),
+                    "first_by_head": first.tolist(),
+                    f"first_{FIRST}_by_head": early.tolist(),
+                }
+            )
+    return found
 
 
-def _draw_shares(figure: Figure, found: list[FirstShare], long: int) -> None:
+def _draw_shares(figure: Figure, found: list[dict[str, Any]], long: int) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes = figure.subplots()
-    layers = [share.layer for share in found]
-    first = [100 * float(share.first.mean()) for share in found]
-    early = [100 * float(share.early.mean()) for share in found]
+    layers = [share["layer"] for share in found]
+    first, early, reach = (
+        [100 * share[name] for share in found] for name in ("first", f"first_{FIRST}", "deviation")
+    )
     axes.bar(layers, early, color="#c9d6e2", width=0.8, label=f"first {FIRST} tokens")
     axes.bar(layers, first, color="#2c6e9b", width=0.5, label="first token")
-    axes.errorbar(
-        layers, first, yerr=[100 * share.spread for share in found], fmt="none", color="#1b2733",
-        lw=1, capsize=2,
-    )  # fmt: skip
-    axes.set_ylim(0, 100)
-    axes.set_xlabel("layer")
-    axes.set_ylabel(f"share of token {long:,}'s attention, %")
+    axes.errorbar(layers, first, yerr=reach, fmt="none", color="#1b2733", lw=1, capsize=2)
+    axes.set(ylim=(0, 100), xlabel="layer", ylabel=f"share of token {long:,}'s attention, %")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     style_panel(axes)
     axes.legend(frameon=False, fontsize=8)

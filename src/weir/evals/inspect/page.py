@@ -6,7 +6,6 @@ The page needs no network and grows while the remaining sections are computed.
 from __future__ import annotations
 
 import base64
-import html
 import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -18,8 +17,8 @@ from transformers import PreTrainedModel
 from weir import __version__
 from weir.errors import WeirError
 from weir.evals.inspect import kept, keys, layers, maps, norms
-from weir.evals.inspect.section import Inspection, Picture, Section
-from weir.evals.report import html_page
+from weir.evals.inspect.section import Inspection, Section
+from weir.evals.report import html_page, render
 
 SECTIONS: dict[str, Callable[[Inspection], Section]] = {
     "maps": maps.section,
@@ -33,11 +32,7 @@ SECTIONS: dict[str, Callable[[Inspection], Section]] = {
 
 
 def select_sections(only: Sequence[str] = ()) -> list[str]:
-    """Select sections by name, in the order of the page; all if none is named.
-
-    Raises:
-        WeirError: there is no such section.
-    """
+    """Select sections by name, in the order of the page; all if none is named."""
     for name in only:
         if name not in SECTIONS:
             raise WeirError(f"there is no section {name!r}; the sections are {', '.join(SECTIONS)}")
@@ -53,17 +48,12 @@ def look(
 
     Args:
         asked: the model, text and choices.
-        only: names of sections; empty for all.
+        only: names of sections; empty for all. A WeirError if there is no such section.
         on_step: called with the section's name, the steps done and the steps in all.
-
-    Raises:
-        WeirError: there is no such section.
     """
     reasons: dict[str, str] = {}
     for name in select_sections(only):
-        mine = asked
-        if on_step is not None:
-            mine = replace(asked, on_step=partial(on_step, name))
+        mine = asked if on_step is None else replace(asked, on_step=partial(on_step, name))
         try:
             yield SECTIONS[name](mine)
         except WeirError as error:
@@ -80,19 +70,12 @@ def sizes(model: PreTrainedModel) -> tuple[int, int]:
 
 
 def check_places(model: PreTrainedModel, layers: Sequence[int], heads: Sequence[int]) -> None:
-    """Refuse layers and heads that a model does not have.
-
-    Raises:
-        WeirError: a layer or head does not exist; the message names the first.
-    """
+    """Refuse layers and heads that a model does not have."""
     for name, wanted, count in zip(("layer", "head"), (layers, heads), sizes(model), strict=True):
         for number in wanted:
             if not 0 <= number < count:
-                raise WeirError(
-                    f"{name} {number} does not exist; the model's {name}s are 0 to {count - 1}"
-                    if count
-                    else f"{name} {number} does not exist; the model has no {name}s"
-                )
+                known = f"'s {name}s are 0 to {count - 1}" if count else f" has no {name}s"
+                raise WeirError(f"{name} {number} does not exist; the model{known}")
 
 
 DPI = 160
@@ -102,17 +85,13 @@ class InspectionPage:
     """A page in a folder.
 
     Args:
-        out: the folder, created if missing.
-        title: title of the page.
-        facts: one sentence about the model and the text.
+        out: the folder, created if missing; a WeirError if it cannot be.
+        title, facts: title of the page, and one sentence about the model and the text.
 
     Attributes:
         files: files written so far, the page first.
         sections: sections on the page.
         left_out: by name of a section left out, the reason.
-
-    Raises:
-        WeirError: the folder cannot be made.
     """
 
     def __init__(self, out: Path, title: str, facts: str) -> None:
@@ -122,62 +101,34 @@ class InspectionPage:
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise WeirError(f"cannot make the folder {out}: {error.strerror}") from None
-        self.out = out
-        self.title = title
-        self.facts = facts
+        self.out, self.title, self.facts = out, title, facts
         self.files = [out / "index.html"]
         self.sections: list[Section] = []
         self.left_out: dict[str, str] = {}
-        self._parts: list[str] = []
-        self._links: list[str] = []
+        self._parts: list[Section | str] = []
+        self._images: dict[str, str] = {}
 
     def add(self, section: Section) -> None:
-        """Put a section on the page, and write both.
-
-        Raises:
-            WeirError: a file cannot be written.
-        """
+        """Put a section on the page, and write both; WeirError if a file cannot be written."""
         self.sections.append(section)
-        name, title = html.escape(section.name), html.escape(section.title)
-        parts = [
-            f'<h2 id="{name}">{title}</h2>',
-            f"<p>{html.escape(section.text)}</p>",
-            *map(self._picture, section.pictures),
-            section.fragment,
-            "" if section.table is None else section.table.html(),
-        ]
-        self._links.append(f'<a href="#{name}">{title}</a>')
-        self._parts.append("\n".join(filter(None, parts)))
+        self._parts.append(section)
+        for picture in section.pictures:
+            target = io.BytesIO()
+            # Without the program's name and version, the same figures produce the same file.
+            picture.figure.savefig(target, format="png", dpi=DPI, metadata={"Software": None})
+            self._save(self.out / f"{picture.name}.png", target.getvalue())
+            self._images[picture.name] = base64.b64encode(target.getvalue()).decode("ascii")
         self._write()
 
     def leave_out(self, name: str, why: str) -> None:
-        """Note on the page that a section is left out, and why.
-
-        The page is written only if it has a section.
-
-        Raises:
-            WeirError: a file cannot be written.
-        """
+        """Note on the page that a section is left out, and why; no page has that alone."""
         self.left_out[name] = why
-        self._parts.append(
-            f'<h2 id="{html.escape(name)}">{html.escape(name)}</h2>\n'
-            f'<p class="out">Left out: {html.escape(why)}.</p>'
-        )
+        self._parts.append(name)
         if self.sections:
             self._write()
 
-    def _picture(self, picture: Picture) -> str:
-        target = io.BytesIO()
-        # Without the program's name and version, the same figures produce the same file.
-        picture.figure.savefig(target, format="png", dpi=DPI, metadata={"Software": None})
-        self._save(self.out / f"{picture.name}.png", target.getvalue())
-        inside = base64.b64encode(target.getvalue()).decode("ascii")
-        alt = html.escape(picture.alt)
-        return f'<figure><img src="data:image/png;base64,{inside}" alt="{alt}"></figure>'
-
     def _write(self) -> None:
-        links = f"<nav>{''.join(self._links)}</nav>"
-        body = "\n".join([f"<p>{html.escape(self.facts)}</p>", links, *self._parts])
+        body = render("inspect/page.html", page=self, parts=self._parts, images=self._images)
         footer = (
             f"Made by <code>weir inspect</code>, weir {__version__}. Every picture is a file "
             "beside this page."

@@ -77,9 +77,6 @@ class Inspection:
         """Token ids of the text as weir reads it: [tokens], int64, at most `most`.
 
         In front are the start token and the tokens of a learned sink, if the model has them.
-
-        Raises:
-            WeirError: the text makes fewer than 2 tokens.
         """
         ids = encode(self.tokenizer, self.text, most)
         return torch.tensor(self.sink.first(ids.tolist())[:most], dtype=torch.int64)
@@ -102,8 +99,7 @@ class Picture:
 
     Attributes:
         name: unique file name without extension: `maps`, `keys-layer-0`.
-        figure: from `drawing`.
-        alt: the alternative text.
+        figure, alt: from `drawing`, and the alternative text.
     """
 
     name: str
@@ -147,73 +143,56 @@ def drawing(height: float, width: float = WIDTH) -> Iterator[Figure]:
         yield Figure(figsize=(width, height), layout="constrained", facecolor="white")
 
 
-NO_SINK = ModelSink()
+def style_panel(axes: Axes) -> None:
+    """Horizontal grid lines behind the data, and no frame above and to the right."""
+    axes.grid(axis="y", color="#e3e7ea", lw=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
 SHORTEST = 8
 """Tokens; in shorter sequences there is nothing to see."""
+MOST_TOKENS = 4096
+"""Tokens of a passage, at most: what a layer is given for one is held in whole."""
 _END = re.compile(r"(?<=[.!?…。！？])[\"'”’»)]*\s+|(?<=[。！？])|\n\s*\n")
 _QUIET = {"verbose": False, "return_attention_mask": False}
 
 
-def sentences(
-    tokenizer: PreTrainedTokenizerBase,
-    text: str,
-    count: int,
-    length: int,
-    sink: ModelSink = NO_SINK,
-) -> Tensor:
-    """The first `count` sentences of a text, cut after `length` tokens; shorter ones are left out.
+def sentences(asked: Inspection, count: int, length: int) -> Tensor:
+    """The first `count` sentences of a text, cut after `length` tokens [sentences, length].
 
     If the text has more pieces of that length than such sentences, pieces are returned. Tokens of
     a learned sink come first; special tokens around any text count.
-
-    Returns:
-        [sentences, length], int64.
-
-    Raises:
-        WeirError: the text has fewer than `length` tokens.
     """
     found: list[list[int]] = []
-    parts = [part for part in _END.split(text) if part and part.strip()]
+    parts = [part for part in _END.split(asked.text) if part and part.strip()]
     # In steps, since a text may be huge.
     for begin in range(0, len(parts), 4 * count):
         some = [part[: 64 * length] for part in parts[begin : begin + 4 * count]]
-        rows = tokenizer(some, truncation=True, max_length=length, **_QUIET)["input_ids"]
-        found += [sink.first(row)[:length] for row in rows if len(row) == length]
+        rows = asked.tokenizer(some, truncation=True, max_length=length, **_QUIET)["input_ids"]
+        found += [asked.sink.first(row)[:length] for row in rows if len(row) == length]
         if len(found) >= count:
             break
     if len(found) < count:
-        others = pieces(tokenizer, text, count, length, sink)
+        others = pieces(asked, count, length)
         if len(others) > len(found):
             return others
     return torch.tensor(found[:count], dtype=torch.int64)
 
 
-def pieces(
-    tokenizer: PreTrainedTokenizerBase,
-    text: str,
-    count: int,
-    length: int,
-    sink: ModelSink = NO_SINK,
-) -> Tensor:
+def pieces(asked: Inspection, count: int, length: int) -> Tensor:
     """Pieces of a text, one after the other; arguments and result are those of `sentences`."""
-    front, back = around(tokenizer)
-    front = sink.first(front)
+    front, back = around(asked.tokenizer)
+    front = asked.sink.first(front)
     own = length - len(front) - len(back)
-    # Enough characters for prose; if they are too few, the whole text is read.
-    for piece in (text[: 16 * count * length], text):
-        ids = list(tokenizer(piece, add_special_tokens=False, **_QUIET)["input_ids"])
-        if len(ids) >= own * count:
-            break
+    ids = encode(asked.tokenizer, asked.text, max(1, own) * count, start="").tolist()
     if own < 1 or len(ids) < own:
         raise WeirError(
             f"the text is too short to inspect: it has {len(ids) + length - own} tokens, and "
             f"sequences of {length} are asked for; take a longer text"
         )
-    rows = [
-        [*front, *ids[begin : begin + own], *back]
-        for begin in range(0, min(count * own, len(ids) - own + 1), own)
-    ]
-    return torch.tensor(rows, dtype=torch.int64)
+    starts = range(0, len(ids) - own + 1, own)
+    return torch.tensor([[*front, *ids[begin : begin + own], *back] for begin in starts])
 
 
 def around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
@@ -226,14 +205,6 @@ def around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     return [], []
 
 
-def count_of(tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> int:
-    """Count the tokens of a text, special tokens included, up to `most`."""
-    for piece in (text[: 16 * most], text):
-        if (found := len(tokenizer(piece, **_QUIET)["input_ids"])) >= most:
-            return most
-    return found
-
-
 def fixed_tokens(ids: Tensor, tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     """Special tokens that all sequences [sequences, length] have at one position, by position."""
     special = set(tokenizer.all_special_ids)
@@ -244,16 +215,8 @@ def fixed_tokens(ids: Tensor, tokenizer: PreTrainedTokenizerBase) -> dict[int, s
     }
 
 
-MOST_TOKENS = 4096
-"""Tokens of a passage, at most: what a layer is given for one is held in whole."""
-
-
 def longest(asked: Inspection, usual: int) -> int:
-    """Tokens of the longest passage: as asked for, or `usual`, or what the model's window holds.
-
-    Raises:
-        WeirError: more tokens were asked for than fit.
-    """
+    """Tokens of the longest passage: as asked for, or `usual`, or what the model's window holds."""
     if asked.tokens is None:
         return min(usual, window_of(asked.model.config) or MOST_TOKENS)
     if asked.tokens > MOST_TOKENS:
@@ -265,23 +228,10 @@ def longest(asked: Inspection, usual: int) -> int:
 
 
 def passages(asked: Inspection, length: int, count: int, fewest: int) -> Tensor:
-    """The first `count` passages of a text with the start token in front [passages, length].
-
-    A shorter text is one passage.
-
-    Raises:
-        WeirError: the text or the length has less than the `fewest` tokens that are of use.
-    """
-    length = min(length, count_of(asked.tokenizer, asked.text, length))
+    """The first `count` passages of a text [passages, length]; a shorter text is one passage."""
+    length = len(encode(asked.tokenizer, asked.text, length))
     if length < fewest:
         raise WeirError(
             f"{length} tokens are too few; take a text, and passages of it, of {fewest} or more"
         )
-    return pieces(asked.tokenizer, asked.text, count, length, asked.sink)
-
-
-def style_panel(axes: Axes) -> None:
-    """Horizontal grid lines behind the data, and no frame above and to the right."""
-    axes.grid(axis="y", color="#e3e7ea", lw=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    return pieces(asked, count, length)

@@ -12,8 +12,7 @@ import fcntl
 import json
 import math
 import os
-import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +32,7 @@ def for_json(value: Any) -> Any:
 
 
 def check_cell(line: JsonRecord, cells: int) -> None:
-    """Check the record of a cell.
-
-    Raises:
-        WeirError: a field is missing or has another type, or the grid has no such cell.
-    """
+    """Check the record of a cell."""
     number = line.count("cell")
     if not 0 <= number < cells:
         raise line.wrong("cell", f"must be one of the grid's {cells} cells, not {number}")
@@ -50,18 +45,19 @@ def check_cell(line: JsonRecord, cells: int) -> None:
         return
     for name in ("task", "metric"):
         line.text(name)
-    if "protocol" not in line or line.values["protocol"] is not None:
-        line.text("protocol")
     _check_word(line, "better", ("higher", "lower"))
     for name in ("value", "kv_bytes"):
         line.number(name)
-    if "positions" in line:
-        line.text("positions")
-    for name in ("chunk", "budget", "memory"):
+    if "protocol" not in line:
+        raise line.wrong("protocol", "is missing")
+    checks: dict[str, Callable[[str], object]] = {
+        **dict.fromkeys(("protocol", "positions", "pools"), line.text),
+        **dict.fromkeys(("chunk", "budget", "memory"), line.count),
+        "loading": line.record,
+        "compiled": line.flag,
+    }
+    for name, check in checks.items():
         if line.values.get(name) is not None:
-            line.count(name)
-    for name, check in (("pools", line.text), ("loading", line.record), ("compiled", line.flag)):
-        if name in line:
             check(name)
     # What reports draw: blocks of a text, answers by distance, cells of heat maps.
     result = line.record("result")
@@ -202,18 +198,13 @@ class ResultsFile:
 
     def _rewrite(self, records: list[CellRecord]) -> None:
         """Replace the file atomically, and continue with the new one."""
-        folder = self.path.parent
-        made, name = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=folder)
+        from weir.stream import replace_atomically  # PyTorch, which reports need not wait for
+
         try:
-            with os.fdopen(made, "wb") as file:
-                for record in (self._grid, *records):
-                    file.write(_line(record))
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(name, os.fstat(self._file).st_mode & 0o777)
-            os.replace(name, self.path)
+            with replace_atomically(self.path) as new:
+                new.write_bytes(b"".join(map(_line, (self._grid, *records))))
+                os.chmod(new, os.fstat(self._file).st_mode & 0o777)
         except OSError as error:
-            Path(name).unlink(missing_ok=True)
             raise _cannot_write(self.path, error) from None
         os.close(self._file)
         self._file = os.open(self.path, os.O_RDWR | os.O_APPEND)
@@ -272,11 +263,7 @@ def _few(values: list[str]) -> str:
 
 
 def _read_lines(path: Path) -> tuple[list[CellRecord], int]:
-    """Read the lines of a file, and the number of bytes in whole lines.
-
-    Raises:
-        WeirError: the file cannot be read, or a line is invalid.
-    """
+    """Read the lines of a file, and the number of bytes in whole lines."""
     try:
         raw = path.read_bytes()
     except OSError as error:

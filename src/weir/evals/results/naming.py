@@ -8,7 +8,7 @@ would fill a page, is named by its slots.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +34,14 @@ def name_loading(records: Sequence[CellRecord]) -> list[CellRecord]:
     for record in records:
         rest = {key: value for key, value in record.items() if key not in ("loading", "compiled")}
         options = {**(record.get("loading") or {}), "compiled": record.get("compiled")}
-        model, how = record["model"], _describe_loading(options)
+        words = [
+            name.replace("_", " ") + ("" if value is True else f" {value}")
+            for name, value in sorted(options.items())
+            if value and value != DEFAULTS.get(name)
+        ]
+        model, how = record["model"], f" ({', '.join(words)})" if words else ""
         named.append({**rest, "model": model + how, "loaded": rest.get("loaded", model)})
     return named
-
-
-def _describe_loading(loading: Mapping[str, Any]) -> str:
-    """The arguments that differ from the default, in brackets after a space."""
-    words = [
-        name.replace("_", " ") if value is True else f"{name.replace('_', ' ')} {value}"
-        for name, value in sorted(loading.items())
-        if value and value != DEFAULTS.get(name)
-    ]
-    return f" ({', '.join(words)})" if words else ""
 
 
 def shorten_layered(records: Sequence[CellRecord]) -> list[CellRecord]:
@@ -97,8 +92,8 @@ def distinguish_pools(records: Sequence[CellRecord]) -> list[CellRecord]:
     ]
 
 
-DECIDING = ("model", "setting", "policy", "seed", "protocol", "chunk", "positions")
-"""Fields that distinguish measurements, together with the pools that a policy stands for."""
+DECIDING = ("model", "setting", "policy", "pools", "seed", "protocol", "chunk", "positions")
+"""Fields that distinguish measurements."""
 
 
 def read_together(paths: Sequence[Path]) -> tuple[int, list[CellRecord]]:
@@ -107,62 +102,30 @@ def read_together(paths: Sequence[Path]) -> tuple[int, list[CellRecord]]:
     Models and policies are renamed as in `name_records`. If a cell failed in one file and is done
     in another, the finished record counts.
 
-    Args:
-        paths: the files; records of the first come first.
-
     Raises:
         WeirError: a file is no results file, or two files have different figures of the same cell.
     """
     cells = 0
-    found: dict[tuple[Any, ...], list[Found]] = {}
+    found: dict[tuple[Any, ...], Found] = {}
     for path in paths:
         grid, records = read_results(path)
         cells += len(grid["cells"])
         for record in name_loading(records):
             key = tuple(record.get(name) for name in DECIDING)
-            found.setdefault(key, []).append((record, path))
-    merged = [_merge_records(same) for same in found.values()]
-    cells -= sum(map(len, found.values())) - sum(map(len, merged))
-    return cells, name_records([record for same in merged for record, _ in same])
+            cells -= key in found
+            found[key] = _merge_pair(found[key], (record, path)) if key in found else (record, path)
+    return cells, name_records([record for record, _ in found.values()])
 
 
 Found = tuple[CellRecord, Path]
 """A record, and the file it was read from."""
 
 
-def _merge_records(same: Sequence[Found]) -> list[Found]:
-    """Merge records with the same displayed cell, in order of first occurrence.
-
-    Old files do not record pools. Such a cell equals one of the same name with pools, as in
-    `extend_grid`; among several, one with the same figure.
-
-    Raises:
-        WeirError: two records of the same cell have different figures.
-    """
-    kept: dict[int, Found] = {}  # by index of the cell's first record
-    # Records without pools come last, when all other cells are known.
-    order = sorted(range(len(same)), key=lambda place: same[place][0].get("pools") is None)
-    for place in order:
-        record = same[place][0]
-        pools, value = record.get("pools"), record.get("value")
-        fits = {at: one for at, (one, _) in kept.items() if pools in (None, one.get("pools"))}
-        at = min(fits, key=lambda at: fits[at].get("value") != value, default=None)
-        if at is None:
-            kept[place] = same[place]
-            continue
-        kept[min(at, place)] = _merge_pair(kept.pop(at), same[place])
-    return [kept[place] for place in sorted(kept)]
-
-
 def _merge_pair(there: Found, here: Found) -> Found:
-    """Merge two records of a cell: one that is done replaces one that failed.
-
-    Raises:
-        WeirError: both are done and have different figures.
-    """
+    """Merge two records of a cell: one that is done replaces one that failed."""
     old, new = there[0], here[0]
     if old["status"] == "failed":
-        return {**new, "pools": old.get("pools") or new.get("pools")}, here[1]
+        return here
     if new["status"] == "done" and new["value"] != old["value"]:
         raise WeirError(
             f"{there[1]} and {here[1]} contradict each other: {new['setting']} of "

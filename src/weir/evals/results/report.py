@@ -278,15 +278,7 @@ ACROSS = (
 
 @dataclass(frozen=True)
 class ReportPart:
-    """A part of a report.
-
-    Attributes:
-        title: heading of the part.
-        words: one or two sentences under the heading.
-        table: a table.
-        picture: an SVG element.
-        name: the picture's file beside the Markdown, without ending.
-    """
+    """A part of a report."""
 
     title: str
     words: str = ""

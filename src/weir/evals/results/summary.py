@@ -8,7 +8,7 @@ is averaged, since models differ by more than policies do.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
@@ -143,13 +143,7 @@ class Column:
 
 @dataclass(frozen=True)
 class FigureTable:
-    """A table with a name for each row.
-
-    Attributes:
-        title: title of the table.
-        rows: names of the policies.
-        columns: columns of figures.
-    """
+    """A table with a name for each row."""
 
     title: str
     rows: tuple[str, ...]
@@ -316,15 +310,14 @@ def _changes(
 
 def _means(records: Sequence[CellRecord]) -> Mapping[Place, Mapping[str, float]]:
     """Means over seeds, by place and policy without budget."""
-    values: dict[Place, dict[str, list[float]]] = {}
+    values: dict[Place, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
         model, memory = record["model"], record.get("memory")
         size = (memory, record["budget"] if memory is None else None)
         how = (model, record.get("chunk", 64), record.get("positions", "rolling"), size)
         place = (str(record.get("loaded", model)), record["setting"], how)
-        row = values.setdefault(place, {})
-        policy = record["written"] if "written" in record else record["policy"]
-        row.setdefault(strip_budget(policy), []).append(record["value"])
+        policy = strip_budget(record.get("written") or record["policy"])
+        values[place][policy].append(record["value"])
     return {
         place: {name: fmean(each) for name, each in row.items()} for place, row in values.items()
     }

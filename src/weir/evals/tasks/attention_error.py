@@ -32,7 +32,6 @@ class AttentionError(Task):
         tokens: of the text; none takes what the model's window holds, 4,096 at most.
         queries: number of last queries that are asked; none takes 256, or a quarter of the tokens.
         exact: first tokens that are exact beside a rate; none takes 256, or an eighth.
-        text: a file, UTF-8, plain or .xz; none takes the packaged excerpt.
     """
 
     rate: float | None = None

@@ -42,11 +42,7 @@ class Story:
 
 
 def read_stories(path: str, most: int) -> list[Story]:
-    """The first questions of a file, at most one of each story of bAbI's.
-
-    Raises:
-        WeirError: the file cannot be read, or a line is not of bAbI's format.
-    """
+    """The first questions of a file, at most one of each story of bAbI's."""
     found: list[Story] = []
     sentences: list[str] = []
     answered = False
@@ -76,7 +72,6 @@ class Babi(Task):
         file: a file of bAbI, `qa1_single-supporting-fact_test.txt`.
         length: tokens of the novel and the facts in it.
         samples: questions, of the first stories.
-        text: the novel; none takes the packaged one.
     """
 
     file: str
@@ -85,10 +80,7 @@ class Babi(Task):
     text: str | None = None
 
     metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher"}
-
-    def __post_init__(self) -> None:
-        if self.length < 100 or self.samples < 1:
-            raise WeirError("babi takes 100 tokens and 1 sample or more")
+    least: ClassVar[dict[str, int]] = {"length": 100, "samples": 1}
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
         """Ask all questions, some streams side by side.
@@ -120,11 +112,7 @@ class Babi(Task):
     def _scatter(
         self, story: Story, wording: Wording, book: np.ndarray, rng: np.random.Generator
     ) -> np.ndarray:
-        """The ids of one stream: the novel, with the sentences at places of their own.
-
-        Raises:
-            WeirError: the story is longer than the stream.
-        """
+        """The ids of one stream: the novel, with the sentences at places of their own."""
         sentences = [wording.ids(f"\n{sentence}\n") for sentence in story.sentences]
         room = self.length - len(wording.front) - sum(map(len, sentences))
         if room < 0:

@@ -41,7 +41,6 @@ class Choice(Task):
 
     Attributes:
         file: questions in ARC's JSON lines, `ARC-Easy-Test.jsonl`; or `hub:...`.
-        samples: use the first questions of the file, this many; none takes all.
         chat: ask in turns of the model's chat template. Without, the stream is text: "Answer: B".
     """
 
@@ -50,9 +49,7 @@ class Choice(Task):
     chat: bool = False
 
     metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher", "one_shot": "higher"}
-
-    def __post_init__(self) -> None:
-        self.check_samples()
+    least: ClassVar[dict[str, int]] = {"samples": 1}
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
         """Ask all questions on one stream, then each on its own stream.
@@ -117,10 +114,6 @@ def question_of(record: JsonRecord) -> Question:
 
     The files have an object `question` with `stem` and a list `choices`; on the Hub, `question` is
     the stem, and `choices` an object of the lists `label` and `text`.
-
-    Raises:
-        WeirError: a field is missing, empty or of another type, or the answer is none of the
-            choices.
     """
     if "choices" in record:
         stem, both = record.text("question"), record.record("choices")

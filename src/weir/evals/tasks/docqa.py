@@ -53,8 +53,6 @@ class DocumentQA(Task):
         gold: put the document with the answer at this place, from 0; several with spaces between
             (`"0 4 9"`) are run one by one; none leaves it where the file has it.
         documents: per question, the one with the answer among them; none takes all.
-        samples: use the first questions of the file, this many; none takes all.
-        chat: put the prompt into the model's chat template.
     """
 
     file: str
@@ -64,21 +62,16 @@ class DocumentQA(Task):
     chat: bool = False
 
     metrics: ClassVar[dict[str, Better]] = {"exact_match": "higher", "contains": "higher"}
+    least: ClassVar[dict[str, int]] = {"documents": 1, "samples": 1}
 
     def __post_init__(self) -> None:
-        if self.documents is not None and self.documents < 1:
-            raise WeirError(f"docqa takes 1 document or more, not {self.documents}")
-        self.check_samples()
+        super().__post_init__()
         for place in self.places():
             if place < 0 or (self.documents is not None and place >= self.documents):
                 raise WeirError(f"there is no place {place} among the documents of docqa")
 
     def places(self) -> list[int]:
-        """The places of `gold`; empty if documents stay in the file's order.
-
-        Raises:
-            WeirError: one is no whole number.
-        """
+        """The places of `gold`; empty if documents stay in the file's order."""
         words = [] if self.gold is None else str(self.gold).split()
         if not all(word.isdigit() for word in words):
             raise WeirError(f'gold must be places like 4 or "0 4 9", not {self.gold!r}')
@@ -113,12 +106,7 @@ class DocumentQA(Task):
         }
 
     def cases(self) -> list[DocumentQuestion]:
-        """Read the questions, with their documents in order.
-
-        Raises:
-            WeirError: the file is missing or is not in the format, or `gold` stands for several
-                places.
-        """
+        """Read the questions, with their documents in order."""
         places = self.places()
         if len(places) > 1:
             raise WeirError("docqa runs one place of gold at a time; see its settings")

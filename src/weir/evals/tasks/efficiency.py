@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from weir.errors import WeirError
 from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.models import window_of
 from weir.policies import parse_policy
@@ -49,11 +48,7 @@ class Efficiency(Task):
         "decode_over_recompute": "lower",
         "prefill_over_exact": "lower",
     }
-
-    def __post_init__(self) -> None:
-        for name in ("prompt", "tokens", "repeats"):
-            if getattr(self, name) < 1:
-                raise WeirError(f"{name} of efficiency is 1 or more, not {getattr(self, name)}")
+    least: ClassVar[dict[str, int]] = {"prompt": 1, "tokens": 1, "repeats": 1}
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
         """Read the prompt and decode, all rivals in turns.

@@ -9,19 +9,18 @@ their tokenizer has the digits and enough of the names as single tokens. `facts`
 from __future__ import annotations
 
 import itertools
-from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from weir.errors import WeirError
-from weir.evals.scores import count_right
+from weir.evals.scores import count_by_distance
 from weir.evals.task import Better, Progress, Subject, Task, task
-from weir.stream import Stream, read_stream
+from weir.stream import read_stream
 from weir.train import DIGITS, Words, passage
 
 NEAREST = 16
@@ -82,9 +81,6 @@ def lay_out(
         statement: length of the longest statement.
         times: number of statements of each fact. Earlier statements stand anywhere before the last.
         front: reserved tokens at the beginning, where no statement is placed.
-
-    Raises:
-        WeirError: there is no room for all statements.
     """
     if distances[0] < statement:
         raise WeirError(
@@ -137,8 +133,6 @@ class Fact:
 
 StreamFacts = list[list[Fact]]
 """Of one stream, for each question the stated facts, newest last."""
-Streams = tuple[Sequence[StreamFacts], StreamLayout, Sequence[np.ndarray]]
-"""What streams say, the positions in all of them, and the ids of each [length]."""
 
 
 @dataclass(frozen=True)
@@ -173,11 +167,7 @@ def draw_facts(
 
 
 def fill_in(material: Material, facts: StreamFacts, layout: StreamLayout) -> np.ndarray:
-    """A passage of the book with facts in it, each stated once more where it is asked for [length].
-
-    Raises:
-        WeirError: the book is too short.
-    """
+    """A passage of the book with facts in it, each stated again where it is asked for [length]."""
     length, front = layout.length, material.words.front
     if len(material.book) <= length:
         raise WeirError(
@@ -189,22 +179,6 @@ def fill_in(material: Material, facts: StreamFacts, layout: StreamLayout) -> np.
         for fact, place in zip((*told, told[-1]), (*places, answer - ASK), strict=True):
             row[place : place + len(fact.statement)] = fact.statement
     return row
-
-
-def answers_in_place(
-    stream: Stream, ids: Tensor, places: Sequence[int], size: int
-) -> Iterator[Tensor]:
-    """Feed streams [rows, length] up to their last answer; yield predicted answers [rows, size].
-
-    The right answers are part of the streams and are fed: greedy decoding gives a whole answer
-    exactly if each token is the likeliest after the right ones before it.
-    """
-    fed = 0
-    for place in places:
-        stream.feed(ids[:, fed : place - 1])
-        fed = place - 1 + size
-        logits = stream.feed(ids[:, place - 1 : fed], all_logits=True)
-        yield torch.as_tensor(logits.argmax(-1).cpu())
 
 
 def follows(likeliest: np.ndarray, old: np.ndarray, new: np.ndarray) -> bool:
@@ -219,29 +193,60 @@ def follows(likeliest: np.ndarray, old: np.ndarray, new: np.ndarray) -> bool:
 
 
 class ExerciseTask(Task):
-    """A task that asks for facts of the exercises; subclasses have the parameters."""
+    """A task that asks for facts of the exercises; subclasses are dataclasses of the parameters.
+
+    Attributes:
+        samples: streams, each with one question per distance.
+        farthest: the largest distance, in tokens from where a number was said last to the place of
+            the answer.
+        before: tokens in front of the newest statement that stands farthest back.
+        times: how often each name is said with a number.
+        length: tokens of an answer.
+        at_once: number of streams that are read side by side.
+        left_out: figures that say nothing about this task.
+    """
 
     samples: int
     farthest: int
+    before: int = 1
     text: str | None
+    times: int = 1
+    length: int = DIGITS
+    at_once: ClassVar[int] = AT_ONCE
+    left_out: ClassVar[tuple[str, ...]] = ("stale",)
+    metrics: ClassVar[Mapping[str, Better]] = {"accuracy": "higher"}
+    least: ClassVar[Mapping[str, int]] = {"samples": 1, "before": 1}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.farthest < self.nearest:
+            raise WeirError(
+                f"the distances of {self.name} begin at {self.nearest}, past {self.farthest}"
+            )
 
     @property
     def nearest(self) -> int:
-        """The first distance."""
-        return NEAREST
+        """The first distance, doubled from 16, that leaves room for a whole statement."""
+        least = NEAREST
+        while least < 2 * self.length + 8:
+            least *= 2
+        return least
 
-    @abstractmethod
     def draw(
         self, material: Material, distances: Sequence[int], rows: int
-    ) -> tuple[list[StreamFacts], StreamLayout]:
+    ) -> tuple[Iterable[StreamFacts], StreamLayout]:
         """Draw the facts of some streams, and the positions in all of them."""
+        several = self.times > 1
+        facts = [
+            draw_facts(material, len(distances), self.times, self.length, distinct=several)
+            for _ in range(rows)
+        ]
+        size, front = ASK + self.length + 1, len(material.words.front)
+        return facts, lay_out(
+            distances, self.before, material.rng, statement=size, times=self.times, front=front
+        )
 
-    def streams(self, material: Material, distances: Sequence[int], rows: int) -> Streams:
-        """Make some streams to be read side by side."""
-        facts, layout = self.draw(material, distances, rows)
-        return facts, layout, [fill_in(material, told, layout) for told in facts]
-
-    def ask(self, subject: Subject, progress: Progress, at_once: int = AT_ONCE) -> dict[str, Any]:
+    def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
         """Read streams and ask all questions, with the right answer fed after each.
 
         Returns:
@@ -257,118 +262,71 @@ class ExerciseTask(Task):
         book = read_stream(subject.tokenizer, self.text, BOOK_TOKENS).ids.numpy()
         material = Material(words, book, np.random.default_rng(subject.seed))
         distances = distances_to(self.farthest, self.nearest)
-        right, stale, tokens_right, tokens_asked = [0] * len(distances), 0, 0, 0
-        kv_bytes = tokens = done = 0
+        right = dict.fromkeys(distances, 0)
+        stale = tokens_right = kv_bytes = tokens = done = 0
         while done < self.samples:
-            rows = min(at_once, self.samples - done)
-            facts, layout, ids = self.streams(material, distances, rows)
-            stream = subject.stream()
-            size = len(facts[0][0][-1].answer)
-            found = answers_in_place(stream, torch.from_numpy(np.stack(ids)), layout.answers, size)
-            for question, predicted in enumerate(found):
-                for told, answer in zip(facts, predicted.numpy(), strict=True):
+            rows = min(self.at_once, self.samples - done)
+            drawn, layout = self.draw(material, distances, rows)
+            # Facts may be drawn one stream at a time, with the text of each.
+            facts, ids = zip(*((f, fill_in(material, f, layout)) for f in drawn), strict=True)
+            stream, text, fed = subject.stream(), torch.from_numpy(np.stack(ids)), 0
+            for question, (distance, place) in enumerate(
+                zip(distances, layout.answers, strict=True)
+            ):
+                stream.feed(text[:, fed : place - 1])
+                fed = place - 1 + self.length
+                # The right answer is fed: greedy decoding gives all of it exactly if each token is
+                # the likeliest after the right ones before it.
+                logits = stream.feed(text[:, place - 1 : fed], all_logits=True)
+                for told, answer in zip(facts, logits.argmax(-1).cpu().numpy(), strict=True):
                     *earlier, newest = (fact.answer for fact in told[question])
-                    right[question] += bool((answer == newest).all())
+                    right[distance] += bool((answer == newest).all())
                     tokens_right += int((answer == newest).sum())
-                    tokens_asked += size
                     stale += any(follows(answer, old, newest) for old in earlier)
                 progress((done + rows * stream.seen / layout.length) / self.samples)
             done += rows
             kv_bytes, tokens = max(kv_bytes, stream.nbytes // rows), layout.length
         asked = self.samples * len(distances)
-        return {
-            **count_right(sum(right), asked),
+        figures = {
+            **count_by_distance(right, self.samples),
             "stale": stale / asked,
-            "token_accuracy": tokens_right / tokens_asked,
-            "by_distance": [
-                {"distance": distance, **count_right(hits, self.samples)}
-                for distance, hits in zip(distances, right, strict=True)
-            ],
+            "token_accuracy": tokens_right / (asked * self.length),
             "tokens": tokens,
             "kv_bytes": kv_bytes,
         }
-
-    def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
-        """Ask every question once; returns the figures of `ask` without "stale"."""
-        found = self.ask(subject, progress)
-        del found["stale"]
-        return found
+        return {name: each for name, each in figures.items() if name not in self.left_out}
 
 
 @task("recall")
 @dataclass(frozen=True)
 class Recall(ExerciseTask):
-    """Nano's exercises on a stream: numbers asked for after 16, 32, 64 ... tokens.
-
-    Attributes:
-        samples: streams, each with one question per distance; all are read side by side.
-        farthest: the largest distance, in tokens between a number and the place of the answer.
-        before: tokens in front of the statement that stands farthest back.
-        text: a file of books from which the text between is taken; none takes the packaged one.
-    """
+    """Nano's exercises on a stream: numbers asked for after 16, 32, 64 ... tokens."""
 
     samples: int = 32
     farthest: int = 1024
     before: int = 256
     text: str | None = None
 
-    metrics: ClassVar[dict[str, Better]] = {"recall": "higher"}
-
-    def __post_init__(self) -> None:
-        if self.samples < 1:
-            raise WeirError(f"recall takes 1 sample or more, not {self.samples}")
-        if self.farthest < NEAREST:
-            raise WeirError(f"the distances of recall begin at {NEAREST}, past {self.farthest}")
-        if self.before < 1:
-            raise WeirError(f"recall has 1 token or more before its statements, not {self.before}")
+    at_once: ClassVar[int] = sys.maxsize
+    left_out: ClassVar[tuple[str, ...]] = ("stale", "token_accuracy")
+    metrics: ClassVar[Mapping[str, Better]] = {"recall": "higher"}
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
-        """Ask every question once.
-
-        Returns:
-            "recall" (share of right answers), "right", "asked", "low" and "high" (95 %), and the
-            same "by_distance"; "tokens" of one stream, "kv_bytes" of one.
-        """
-        found = self.ask(subject, progress, self.samples)
-        del found["stale"], found["token_accuracy"]
+        """Ask every question once; "recall" is the share of right answers."""
+        found = super().run(subject, progress)
         return {"recall": found.pop("accuracy"), **found}
 
     def draw(
         self, material: Material, distances: Sequence[int], rows: int
-    ) -> tuple[list[StreamFacts], StreamLayout]:
-        """Draw positions only: facts are drawn with the text of each stream."""
-        return [], lay_out(distances, self.before, material.rng)
-
-    def streams(self, material: Material, distances: Sequence[int], rows: int) -> Streams:
-        """Draw positions, and then the facts and the passage of each stream."""
-        _, layout = self.draw(material, distances, rows)
-        if len(material.book) <= layout.length:
-            raise WeirError(
-                f"recall takes stretches of {layout.length:,} tokens from a text, and this one has "
-                f"{len(material.book):,}"
-            )
-        pairs = [sample(material, layout) for _ in range(rows)]
-        return [facts for facts, _ in pairs], layout, [ids for _, ids in pairs]
-
-
-def sample(material: Material, layout: StreamLayout) -> tuple[StreamFacts, np.ndarray]:
-    """The facts of a stream of `recall`, and its ids [length]."""
-    facts = draw_facts(material, len(layout.answers), distinct=False)
-    return facts, fill_in(material, facts, layout)
+    ) -> tuple[Iterable[StreamFacts], StreamLayout]:
+        """Draw positions, and facts one stream at a time."""
+        layout = lay_out(distances, self.before, material.rng)
+        return (draw_facts(material, len(distances), distinct=False) for _ in range(rows)), layout
 
 
 @dataclass(frozen=True)
 class _RepeatedFacts(ExerciseTask):
-    """Numbers that are said several times before they are asked for.
-
-    Attributes:
-        times: how often each name is said with a number.
-        samples: streams, each with one question per distance.
-        farthest: the largest distance, in tokens between a number, where it was said last, and the
-            place of the answer.
-        before: tokens in front of the newest statement that stands farthest back.
-        text: a file of books from which the text between is taken; none takes the packaged one.
-    """
+    """Numbers that are said several times before they are asked for."""
 
     times: int = 3
     samples: int = 32
@@ -376,27 +334,10 @@ class _RepeatedFacts(ExerciseTask):
     before: int = 512
     text: str | None = None
 
-    metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher"}
-
     def __post_init__(self) -> None:
         if not 2 <= self.times <= MOST:
             raise WeirError(f"{self.name} says a number 2 to {MOST} times, not {self.times}")
-        if self.samples < 1 or self.before < 1:
-            raise WeirError(
-                f"{self.name} takes 1 sample and 1 token before its statements, or more"
-            )
-        if self.farthest < NEAREST:
-            raise WeirError(
-                f"the distances of {self.name} begin at {NEAREST}, past {self.farthest}"
-            )
-
-    def draw(
-        self, material: Material, distances: Sequence[int], rows: int
-    ) -> tuple[list[StreamFacts], StreamLayout]:
-        """Draw several numbers for each name."""
-        facts = [draw_facts(material, len(distances), self.times) for _ in range(rows)]
-        front = len(material.words.front)
-        return facts, lay_out(distances, self.before, material.rng, times=self.times, front=front)
+        super().__post_init__()
 
 
 @task("repeated")
@@ -410,7 +351,7 @@ class Repeated(_RepeatedFacts):
 
     def draw(
         self, material: Material, distances: Sequence[int], rows: int
-    ) -> tuple[list[StreamFacts], StreamLayout]:
+    ) -> tuple[Iterable[StreamFacts], StreamLayout]:
         """Draw a number for each name, which is said several times."""
         facts, layout = super().draw(material, distances, rows)
         return [[told[:1] * self.times for told in stream] for stream in facts], layout
@@ -426,11 +367,8 @@ class Changed(_RepeatedFacts):
     twice in ten.
     """
 
-    metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher", "stale": "lower"}
-
-    def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
-        """Ask every question once; returns the figures of `ask`."""
-        return self.ask(subject, progress)
+    left_out: ClassVar[tuple[str, ...]] = ()
+    metrics: ClassVar[Mapping[str, Better]] = {"accuracy": "higher", "stale": "lower"}
 
 
 @task("verbatim")
@@ -439,15 +377,7 @@ class Verbatim(ExerciseTask):
     """Long numbers or passwords, given back whole after 16, 32, 64 ... tokens.
 
     A number of three digits is three tokens. Answers here have any length: a cache that keeps only
-    some of the tokens cannot reproduce them.
-
-    Attributes:
-        length: tokens of an answer; in words that many or a few more.
-        samples: streams, each with one question per distance.
-        farthest: the largest distance, in tokens between the beginning of what is asked for and
-            the place of the answer. The nearest is the first that leaves room for the length.
-        before: tokens in front of the statement that stands farthest back.
-        text: a file of books from which the text between is taken; none takes the packaged one.
+    some of the tokens cannot reproduce them. Distances are from the beginning of what is asked for.
     """
 
     length: int = 6
@@ -456,39 +386,8 @@ class Verbatim(ExerciseTask):
     before: int = 256
     text: str | None = None
 
-    metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher", "token_accuracy": "higher"}
-
-    def __post_init__(self) -> None:
-        if self.length < 2 or self.samples < 1 or self.before < 1:
-            raise WeirError(
-                "verbatim takes answers of 2 tokens, 1 sample and 1 token before its statements, "
-                "or more"
-            )
-        if self.farthest < self.nearest:
-            raise WeirError(
-                f"the distances of verbatim with {self.length} tokens begin at "
-                f"{self.nearest}, past {self.farthest}"
-            )
-
-    @property
-    def nearest(self) -> int:
-        """The first distance, doubled from 16, that leaves room for a whole statement."""
-        least = NEAREST
-        while least < 2 * self.length + 8:
-            least *= 2
-        return least
-
-    def draw(
-        self, material: Material, distances: Sequence[int], rows: int
-    ) -> tuple[list[StreamFacts], StreamLayout]:
-        """Draw long numbers."""
-        facts = [
-            draw_facts(material, len(distances), length=self.length, distinct=False)
-            for _ in range(rows)
-        ]
-        statement, front = ASK + self.length + 1, len(material.words.front)
-        layout = lay_out(distances, self.before, material.rng, statement=statement, front=front)
-        return facts, layout
+    metrics: ClassVar[Mapping[str, Better]] = {"accuracy": "higher", "token_accuracy": "higher"}
+    least: ClassVar[Mapping[str, int]] = {"length": 2, **ExerciseTask.least}
 
 
 @task("instruction")
@@ -497,26 +396,12 @@ class Instruction(ExerciseTask):
     """Numbers given at the start of a stream, each asked for once, 32, 64, 128 ... tokens on.
 
     The first tokens of a stream are attention sinks, often hold instructions, and are what a window
-    loses first.
-
-    Attributes:
-        samples: streams, each with one question per distance.
-        farthest: the largest distance, in tokens from the end of the instructions to the place of
-            the answer.
-        text: a file of books that follow; none takes the packaged one.
+    loses first. Distances are from the end of the instructions.
     """
 
     samples: int = 32
     farthest: int = 1024
     text: str | None = None
-
-    metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher"}
-
-    def __post_init__(self) -> None:
-        if self.samples < 1:
-            raise WeirError(f"instruction takes 1 sample or more, not {self.samples}")
-        if self.farthest < self.nearest:
-            raise WeirError(f"the distances of instruction begin at 32, past {self.farthest}")
 
     @property
     def nearest(self) -> int:
@@ -525,7 +410,7 @@ class Instruction(ExerciseTask):
 
     def draw(
         self, material: Material, distances: Sequence[int], rows: int
-    ) -> tuple[list[StreamFacts], StreamLayout]:
+    ) -> tuple[Iterable[StreamFacts], StreamLayout]:
         """Draw facts, and let them begin the stream."""
         facts = [draw_facts(material, len(distances)) for _ in range(rows)]
         # The order of the statements is independent of the order of the questions.

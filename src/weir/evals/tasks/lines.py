@@ -53,15 +53,12 @@ class Lines(Task):
     chat: bool = False
 
     metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher"}
+    least: ClassVar[dict[str, int]] = {"lines": 1, "samples": 1}
 
     def __post_init__(self) -> None:
-        if self.samples < 1:
-            raise WeirError(f"lines takes 1 sample or more, not {self.samples}")
-        if not 1 <= self.lines <= len(ADJECTIVES) * len(NOUNS):
-            raise WeirError(
-                f"a case can be made of 1 to {len(ADJECTIVES) * len(NOUNS):,} lines, not of "
-                f"{self.lines}"
-            )
+        super().__post_init__()
+        if self.lines > NAMES:
+            raise WeirError(f"a case can be made of {NAMES:,} lines at most, not of {self.lines}")
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
         """Ask every question on its own stream.
@@ -85,11 +82,7 @@ class Lines(Task):
         return {**count_right(right, len(cases)), "answers": texts, **costs(answers)}
 
     def cases(self, seed: int) -> list[LineQuestion]:
-        """Read or make the questions.
-
-        Raises:
-            WeirError: the file is missing or is not in LongEval's format.
-        """
+        """Read or make the questions."""
         if self.file is None:
             draw = random.Random(seed)
             return [make_case(self.lines, draw) for _ in range(self.samples)]
@@ -109,6 +102,11 @@ class Lines(Task):
 LINE = re.compile(r"line (?P<name>\S+): REGISTER_CONTENT is <(?P<number>\d+)>")
 
 
+def line_name(number: int) -> str:
+    """One of the `NAMES` names of lines, like "quiet-lamp"."""
+    return f"{ADJECTIVES[number // len(NOUNS)]}-{NOUNS[number % len(NOUNS)]}"
+
+
 def line_start(name: str) -> str:
     """The beginning of a line, up to the number."""
     return f"line {name}: REGISTER_CONTENT is <"
@@ -122,8 +120,7 @@ def number_in(text: str, last: bool) -> int | None:
 
 def make_case(lines: int, draw: random.Random) -> LineQuestion:
     """Make a random case in LongEval's format."""
-    places = draw.sample(range(len(ADJECTIVES) * len(NOUNS)), lines)
-    names = [f"{ADJECTIVES[i // len(NOUNS)]}-{NOUNS[i % len(NOUNS)]}" for i in places]
+    names = [line_name(i) for i in draw.sample(range(NAMES), lines)]
     numbers = [draw.randint(1, LARGEST) for _ in names]
     asked = draw.randrange(lines)
     record = "\n".join(f"{line_start(n)}{x}>" for n, x in zip(names, numbers, strict=True))
@@ -154,3 +151,5 @@ NOUNS = """acorn anchor apple arrow badger barn basket beacon beaver bell birch 
     quill rabbit raven ribbon river robin rocket rope saddle salmon shell ship spoon squirrel
     stable star stone stork stream swan table thistle tower train tulip turtle valley violin
     wagon walnut wheel willow window winter wolf wren""".split()
+NAMES = len(ADJECTIVES) * len(NOUNS)
+"""Different names of lines."""

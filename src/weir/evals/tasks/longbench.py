@@ -36,7 +36,6 @@ class LongBench(Task):
 
     Attributes:
         file: an official file, `multi_news.jsonl` or `qasper_e.jsonl`; or `hub:...`.
-        samples: use the first records, this many; none takes all.
         truncate: cut longer prompts to this many tokens by leaving out their middle; none feeds
             them whole.
         chat: put prompts into the model's chat template, where LongBench does.
@@ -48,11 +47,7 @@ class LongBench(Task):
     chat: bool = False
 
     metrics: ClassVar[dict[str, Better]] = {"score": "higher"}
-
-    def __post_init__(self) -> None:
-        self.check_samples()
-        if self.truncate is not None and self.truncate < 2:
-            raise WeirError(f"a prompt is cut to 2 tokens or more, not to {self.truncate}")
+    least: ClassVar[dict[str, int]] = {"samples": 1, "truncate": 2}
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
         """Answer every prompt on its own stream.
@@ -87,11 +82,7 @@ class LongBench(Task):
 
 
 def harness_task(name: str, rows: list[dict[str, Any]]) -> Any:
-    """Make the harness's task of a data set, with these records in place of the Hub's.
-
-    Raises:
-        WeirError: there is no such data set, or a package is missing.
-    """
+    """Make the harness's task of a data set, with these records in place of the Hub's."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about optional packages that would be faster
         for package in ("lm_eval", "jieba", "fuzzywuzzy.fuzz", "rouge"):
@@ -114,11 +105,7 @@ def harness_task(name: str, rows: list[dict[str, Any]]) -> Any:
 
 
 def fields_of(record: JsonRecord, name: str) -> dict[str, Any]:
-    """The fields of a record under the harness's names; `question` may stand for `input`.
-
-    Raises:
-        WeirError: a field is missing or of another kind, or the record is of another data set.
-    """
+    """The fields of a record under the harness's names; `question` may stand for `input`."""
     if record.text("dataset").removesuffix("_e") != name:
         raise record.wrong("dataset", f"must be {name!r} in the whole file")
     return {

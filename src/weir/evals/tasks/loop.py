@@ -36,7 +36,6 @@ class Loop(Task):
     Attributes:
         tokens: of each text, a multiple of 250.
         samples: texts.
-        text: a file of books; none takes the packaged one.
     """
 
     tokens: int = 20_000
@@ -44,10 +43,12 @@ class Loop(Task):
     text: str | None = None
 
     metrics: ClassVar[dict[str, Better]] = {"looped": "lower"}
+    least: ClassVar[dict[str, int]] = {"tokens": 1, "samples": 1}
 
     def __post_init__(self) -> None:
-        if self.tokens < SPAN or self.tokens % SPAN or self.samples < 1:
-            raise WeirError(f"loop writes a multiple of {SPAN} tokens, 1 sample or more")
+        super().__post_init__()
+        if self.tokens % SPAN:
+            raise WeirError(f"loop writes a multiple of {SPAN} tokens, not {self.tokens}")
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
         """Write the texts; end tokens do not end them.

@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from weir.errors import WeirError
 from weir.evals.answers import check_template
 from weir.evals.records import read_records
 from weir.evals.task import Better, Progress, Subject, Task, task
@@ -39,7 +38,6 @@ class MTBench(Task):
 
     Attributes:
         file: `mt_bench.jsonl`, a record a dialogue with its `turns`.
-        samples: use the first dialogues, this many; none takes all.
         most: tokens of an answer.
         alone: give each dialogue a new stream, for a baseline.
     """
@@ -50,10 +48,7 @@ class MTBench(Task):
     alone: bool = False
 
     metrics: ClassVar[dict[str, Better]] = {"nll_last": "lower", "distinct_last": "higher"}
-
-    def __post_init__(self) -> None:
-        if self.most < 1 or (self.samples is not None and self.samples < 4):
-            raise WeirError("mtbench takes 4 dialogues and answers of 1 token or more")
+    least: ClassVar[dict[str, int]] = {"samples": 4, "most": 1}
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
         """Hold all dialogues.

@@ -8,7 +8,6 @@ beside the stream and taken back: it leaves nothing there that a later question 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
@@ -19,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError
 from weir.evals.answers import check_template, feed_aside, generate_rows
-from weir.evals.scores import count_right
+from weir.evals.scores import count_by_distance
 from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.evals.tasks.exercises import BOOK_TOKENS, follows
 from weir.evals.tasks.lines import ADJECTIVES, NOUNS
@@ -139,15 +138,7 @@ def draw_rule(count: int, rng: np.random.Generator) -> tuple[str, list[NaturalFa
 class Wording:
     """The ids of statements, questions and the text between them, in a book or in a chat.
 
-    Args:
-        tokenizer: of the model.
-        chat: whether in turns of the model's chat template.
-
-    Attributes:
-        front: ids at the start of every stream.
-
-    Raises:
-        WeirError: there is no chat template.
+    In a chat they are turns of the model's template. `front` has the ids every stream begins with.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: bool) -> None:
@@ -191,11 +182,7 @@ class Wording:
         return self.ids(f"\n\n{fact.begun}")
 
     def between(self, length: int, book: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """Exactly `length` ids of book text; in a chat, a turn that is read out and thanked for.
-
-        Raises:
-            WeirError: there is no room for a turn.
-        """
+        """Exactly `length` ids of book text; in a chat, a turn that is read out and thanked for."""
         if not self.chat:
             return passage(book, length, rng)
         opening = self.ids(self._opening)
@@ -221,7 +208,6 @@ class Facts(Task):
         facts: in each stream, each of another kind and about somebody else.
         every: tokens from one statement to the next, a multiple of 100.
         before: tokens in front of the first statement's end, a multiple of 100.
-        text: a file of books; none takes the packaged one.
     """
 
     form: Form = "sentence"
@@ -233,12 +219,14 @@ class Facts(Task):
     text: str | None = None
 
     metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher"}
+    least: ClassVar[dict[str, int]] = {"samples": 1, "facts": 1}
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.form not in get_args(Form):
             raise WeirError(f"form of facts is {', '.join(get_args(Form))}, not {self.form!r}")
-        if not 1 <= self.facts <= len(KINDS) or self.samples < 1:
-            raise WeirError(f"facts takes 1 to {len(KINDS)} facts and 1 sample or more")
+        if self.facts > len(KINDS):
+            raise WeirError(f"facts takes {len(KINDS)} facts at most, not {self.facts}")
         if not self.tokens_back or any(
             n < BLOCK or n % BLOCK for n in (self.every, self.before, *self.tokens_back)
         ):
@@ -250,7 +238,7 @@ class Facts(Task):
     @property
     def tokens_back(self) -> tuple[int, ...]:
         """The distances as numbers; empty if they are no numbers."""
-        words = str(self.distances).split()
+        words = dict.fromkeys(str(self.distances).split())
         return tuple(map(int, words)) if all(word.isdecimal() for word in words) else ()
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
@@ -266,7 +254,6 @@ class Facts(Task):
         wording = Wording(subject.tokenizer, self.form in ("chat", "rule"))
         book = read_stream(subject.tokenizer, self.text, BOOK_TOKENS).ids.numpy()
         right = dict.fromkeys(self.tokens_back, 0)
-        asked = dict.fromkeys(self.tokens_back, 0)
         stale = leaked = done = kv_bytes = tokens = 0
         while done < self.samples:
             rows = [
@@ -288,7 +275,6 @@ class Facts(Task):
                 likeliest = likeliest_answers(stream, [wording.question(f) for f in facts], newest)
                 for predicted, (*old, new) in zip(likeliest, answers, strict=True):
                     right[distance] += bool((predicted == new).all())
-                    asked[distance] += 1
                     stale += any(follows(predicted, one, new) for one in old)
                 progress((done + len(rows) * place / rows[0].length) / self.samples)
             if self.form == "rule":
@@ -300,18 +286,13 @@ class Facts(Task):
                 )
             done += len(rows)
             kv_bytes, tokens = max(kv_bytes, stream.nbytes // len(rows)), stream.seen
-        more = {"changed": {"stale": stale / sum(asked.values())}}
-        more["rule"] = {"leaked": leaked / self.samples}
-        return {
-            **count_right(sum(right.values()), sum(asked.values())),
-            **more.get(self.form, {}),
-            "by_distance": [
-                {"distance": distance, **count_right(hits, asked[distance])}
-                for distance, hits in right.items()
-            ],
-            "tokens": tokens,
-            "kv_bytes": kv_bytes,
-        }
+        asked = self.samples * self.facts
+        found = count_by_distance(right, asked)
+        if self.form == "changed":
+            found["stale"] = stale / (asked * len(right))
+        if self.form == "rule":
+            found["leaked"] = leaked / self.samples
+        return {**found, "tokens": tokens, "kv_bytes": kv_bytes}
 
 
 class ToldFacts:
@@ -323,58 +304,45 @@ class ToldFacts:
         beginning: tokens of a rule's system turn and the first words after it.
         schedule: of every question the place where it comes, the fact's number and the distance;
             the same in every stream of a task.
+        length: tokens of the stream, up to the last question.
     """
-
-    facts: list[NaturalFact]
-    schedule: list[tuple[int, int, int]]
 
     def __init__(
         self, wording: Wording, task: Facts, book: np.ndarray, rng: np.random.Generator
     ) -> None:
-        self.wording, self.task, self.book, self.rng = wording, task, book, rng
-        front, told = wording.front, {}
+        front = wording.front
+        told: dict[int, str] = {}
         if task.form == "rule":
             system, self.facts = draw_rule(task.facts, rng)
             front = wording.beginning(system)
-            place, back = task.before, task.tokens_back
-            self.schedule = [(place + d, n, d) for n in range(task.facts) for d in back]
+            said = dict.fromkeys(range(task.facts), task.before)
         else:
-            told = self._tell()
-        self.schedule.sort()
-        self.beginning = len(front)
-        self.ids = np.concatenate([front, *self._blocks(told, len(front))])
-
-    def _tell(self) -> dict[int, str]:
-        """Draw and schedule facts; returns their sentences by the places where they end."""
-        task, times = self.task, 2 if self.task.form == "changed" else 1
-        self.facts = draw_facts(task.facts, times, self.rng)
-        size = TOGETHER if task.form == "several" else 1
-        groups = [range(task.facts)[i : i + size] for i in range(0, task.facts, size)]
-        told: dict[int, str] = {}
-        self.schedule = []
-        for time in range(times):
-            for group in groups:
-                place = task.before + len(told) * task.every
-                told[place] = _sentence([self.facts[n] for n in group], time == times - 1)
-                if time == times - 1:
-                    self.schedule += [(place + d, n, d) for n in group for d in task.tokens_back]
-        return told
-
-    @property
-    def length(self) -> int:
-        """Tokens of the stream, up to the last question."""
-        return self.schedule[-1][0]
-
-    def _blocks(self, told: dict[int, str], front: int) -> Iterator[np.ndarray]:
-        """The stream in blocks after its front tokens, which may take up the first ones."""
-        wording, begin = self.wording, front
+            told, said = self._tell(task, rng)
+        self.schedule = sorted((said[n] + d, n, d) for n in said for d in task.tokens_back)
+        self.length = self.schedule[-1][0]
+        self.beginning = begin = len(front)
+        blocks = [front]
         for end in range(BLOCK, self.length + 1, BLOCK):
-            statement = wording.statement(told[end]) if end in told else wording.front[:0]
             if end - begin < SHORTEST:
                 continue  # the next block is longer
-            yield wording.between(end - begin - len(statement), self.book, self.rng)
-            yield statement
+            statement = wording.statement(told[end]) if end in told else front[:0]
+            blocks += [wording.between(end - begin - len(statement), book, rng), statement]
             begin = end
+        self.ids = np.concatenate(blocks)
+
+    def _tell(self, task: Facts, rng: np.random.Generator) -> tuple[dict[int, str], dict[int, int]]:
+        """Draw facts; returns their sentences by where they end, and where each ends at last."""
+        times, size = 1 + (task.form == "changed"), TOGETHER if task.form == "several" else 1
+        self.facts = draw_facts(task.facts, times, rng)
+        told: dict[int, str] = {}
+        said: dict[int, int] = {}
+        for time in range(times):
+            for first in range(0, task.facts, size):
+                group = range(task.facts)[first : first + size]
+                place = task.before + len(told) * task.every
+                told[place] = _sentence([self.facts[n] for n in group], time == times - 1)
+                said |= dict.fromkeys(group, place)
+        return told, said
 
 
 def _sentence(facts: list[NaturalFact], last: bool) -> str:

@@ -45,7 +45,6 @@ class Needle(Task):
         format: `exercises`, nano's own; `text`, in words; none takes exercises for a model that was
             trained on them, and text for others.
         needle, question, answer: in words, for `format=text`.
-        text: a file of books for hay; none takes the packaged one.
         chat: put the prompt into the model's chat template, for `format=text`.
     """
 
@@ -61,12 +60,12 @@ class Needle(Task):
     chat: bool = False
 
     metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher"}
+    least: ClassVar[dict[str, int]] = {"lengths": 1, "depths": 2, "samples": 1}
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.format is not None and self.format not in FORMATS:
             raise WeirError(f"format of needle is {' or '.join(FORMATS)}, not {self.format!r}")
-        if self.lengths < 1 or self.depths < 2 or self.samples < 1:
-            raise WeirError("needle takes 1 length, 2 depths and 1 sample or more")
         if self.longest // self.lengths < SHORTEST:
             raise WeirError(
                 f"the shortest of {self.lengths} lengths up to {self.longest} would be "

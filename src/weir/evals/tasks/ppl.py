@@ -11,7 +11,6 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from weir.errors import WeirError
 from weir.evals.perplexity import STEP, PerplexityMeter
 from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.stream import read_stream
@@ -24,7 +23,6 @@ class Perplexity(Task):
 
     Attributes:
         tokens: to read; none reads all.
-        text: a file of books, UTF-8, plain or .xz; none takes the packaged one.
         block: tokens in a block of `ppl_by_block`.
         start: a text to stand in front in place of the tokenizer's start token.
     """
@@ -36,12 +34,7 @@ class Perplexity(Task):
 
     drawn: ClassVar[bool] = False
     metrics: ClassVar[dict[str, Better]] = {"ppl": "lower"}
-
-    def __post_init__(self) -> None:
-        if self.tokens is not None and self.tokens < 2:
-            raise WeirError(f"ppl reads 2 tokens or more, not {self.tokens}")
-        if self.block < 1:
-            raise WeirError(f"a block is 1 token or more, not {self.block}")
+    least: ClassVar[dict[str, int]] = {"tokens": 2, "block": 1}
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
         """Read the stream once and measure perplexity.

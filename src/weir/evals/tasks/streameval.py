@@ -6,7 +6,6 @@ a given number of lines back; nothing is ever reset, and the model's own answers
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,10 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError
-from weir.evals.scores import count_right
+from weir.evals.scores import count_by_distance
 from weir.evals.task import Better, Progress, Subject, Task, task
-from weir.evals.tasks.lines import ADJECTIVES, LARGEST, NOUNS, line_start
-from weir.stream import Stream
+from weir.evals.tasks.lines import LARGEST, NAMES, line_name, line_start
 from weir.train import DIGITS, Words, practiced
 
 DISTANCES = (20, 40, 60, 80, 100, 150, 200, 400, 600, 800, 1000)
@@ -53,13 +51,10 @@ class StreamEval(Task):
     format: str | None = None
 
     metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher"}
+    least: ClassVar[dict[str, int]] = {"distance": 1, "samples": 1, "queries": 1, "every": 1}
 
     def __post_init__(self) -> None:
-        for name in ("samples", "queries", "every"):
-            if getattr(self, name) < 1:
-                raise WeirError(f"{name} of streameval is 1 or more, not {getattr(self, name)}")
-        if self.distance is not None and self.distance < 1:
-            raise WeirError(f"streameval asks 1 line back or more, not {self.distance}")
+        super().__post_init__()
         if self.format is not None and self.format not in FORMATS:
             raise WeirError(f"format of streameval is {' or '.join(FORMATS)}, not {self.format!r}")
 
@@ -83,24 +78,25 @@ class StreamEval(Task):
             rows = min(kind.at_once, self.samples - done)
             lines = kind(subject.tokenizer, rows, schedule[-1][0], rng)
             stream = subject.stream()
-            for query, right in _ask_all(stream, lines, schedule):
-                hits[query[1]] += right
-                share = query[0] / schedule[-1][0]
-                progress((done + rows * share) / self.samples)
+            fed, after = 0, lines.after[:, :0]
+            for place, distance in schedule:
+                asked = place - distance
+                new = [lines.line(number) for number in range(fed, place)]
+                logits = stream.feed(torch.cat([after, *new, lines.question(asked)], dim=1))
+                answer = []
+                for _ in range(lines.answer_length(asked)):
+                    answer.append(logits.argmax(-1, keepdim=True).cpu())
+                    logits = stream.feed(answer[-1])
+                hits[distance] += lines.right(asked, torch.cat(answer, dim=1))
+                after, fed = lines.after, place
+                progress((done + rows * place / schedule[-1][0]) / self.samples)
             done += rows
             per_line.append(lines.per_line)
             kv_bytes, tokens = max(kv_bytes, stream.nbytes // rows), stream.seen
-        asked, tokens_of_line = self.samples * self.queries, float(np.mean(per_line))
-        return {
-            **count_right(sum(hits.values()), asked * len(distances)),
-            "by_distance": [
-                {"distance": d, "tokens": round(d * tokens_of_line), **count_right(n, asked)}
-                for d, n in hits.items()
-            ],
-            "tokens": tokens,
-            "kv_bytes": kv_bytes,
-            "format": form,
-        }
+        found = count_by_distance(hits, self.samples * self.queries)
+        for row in found["by_distance"]:
+            row["tokens"] = round(row["distance"] * float(np.mean(per_line)))
+        return {**found, "tokens": tokens, "kv_bytes": kv_bytes, "format": form}
 
 
 def make_schedule(
@@ -123,25 +119,6 @@ def make_schedule(
             schedule.append((place, distance))
         place += every
     return schedule
-
-
-def _ask_all(
-    stream: Stream, lines: ExerciseLines | TextLines, schedule: list[Query]
-) -> Iterator[tuple[Query, int]]:
-    """Feed lines and questions, and yield each query with its number of right answers."""
-    fed = 0
-    after: Tensor | None = None
-    for query in schedule:
-        place, distance = query
-        new = [lines.line(number) for number in range(fed, place)]
-        new.append(lines.question(place - distance))
-        logits = stream.feed(torch.cat([*([] if after is None else [after]), *new], dim=1))
-        answer = []
-        for _ in range(lines.answer_length(place - distance)):
-            answer.append(logits.argmax(-1, keepdim=True).cpu())
-            logits = stream.feed(answer[-1])
-        yield query, lines.right(place - distance, torch.cat(answer, dim=1))
-        after, fed = lines.after, place
 
 
 class ExerciseLines:
@@ -201,9 +178,8 @@ class TextLines:
         self, tokenizer: PreTrainedTokenizerBase, rows: int, count: int, rng: np.random.Generator
     ) -> None:
         self.tokenizer = tokenizer
-        every = len(ADJECTIVES) * len(NOUNS)
-        places = np.concatenate([rng.permutation(every) for _ in range(-(-count // every))])
-        self.names = [f"{ADJECTIVES[i // len(NOUNS)]}-{NOUNS[i % len(NOUNS)]}" for i in places]
+        places = np.concatenate([rng.permutation(NAMES) for _ in range(-(-count // NAMES))])
+        self.names = list(map(line_name, places))
         self.numbers = rng.integers(1, LARGEST, endpoint=True, size=count).tolist()
         self.after = self._ids("\n")
         # The first line has the start token.

@@ -28,9 +28,7 @@ class Summary(Task):
     Attributes:
         file: JSON lines with `document` and `summary` (XSUM) or `article` and `highlights`
             (CNN/DailyMail); or `hub:...`.
-        samples: use the first articles, this many; none takes all.
         most: tokens of a summary.
-        chat: put the prompt into the model's chat template.
     """
 
     file: str
@@ -44,10 +42,7 @@ class Summary(Task):
         "rouge2": "higher",
         "rougeL": "higher",
     }
-
-    def __post_init__(self) -> None:
-        if self.most < 1 or (self.samples is not None and self.samples < 1):
-            raise WeirError("summary takes 1 sample and 1 token or more")
+    least: ClassVar[dict[str, int]] = {"samples": 1, "most": 1}
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
         """Summarize every article on its own stream.
@@ -77,11 +72,7 @@ class Summary(Task):
 
 
 def texts_of(record: JsonRecord) -> tuple[str, str]:
-    """The text and the summary of a record.
-
-    Raises:
-        WeirError: it has the fields of neither data set, or they are no texts, or empty.
-    """
+    """The text and the summary of a record."""
     for text, summary in FIELDS:
         if text in record:
             return record.words(text), record.words(summary)

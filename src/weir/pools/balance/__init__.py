@@ -1,7 +1,6 @@
 """BalanceKV: halves of blocks that answer as the whole does."""
 
-from weir.pools.balance.balance import Balance
-from weir.pools.balance.gram import Gram
-from weir.pools.balance.halving import Halving, Sets, blocks_at_once, check_block
+from weir.pools.balance.balance import Balance, Sums
+from weir.pools.balance.halving import Halves, check_block
 
-__all__ = ["Balance", "Gram", "Halving", "Sets", "blocks_at_once", "check_block"]
+__all__ = ["Balance", "Halves", "Sums", "check_block"]

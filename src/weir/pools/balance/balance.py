@@ -8,18 +8,19 @@ enter level 0; a block of a level is halved by a walk that keeps its halves bala
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools.balance.halving import Halving, check_block
+from weir.pools.balance.halving import Halves, Halving, check_block
 from weir.pools.balance.merge_reduce import Merging
-from weir.pools.balance.schedule import LEVELS, at_once, schedule
-from weir.pools.balance.separate import MOST_BUCKET, NO_BUCKET, Head, admit, bucket, doubled
-from weir.pools.base import Fold, SizedPool, is_within
+from weir.pools.balance.schedule import LEVELS, NO_BUCKET, Head, at_once, schedule
+from weir.pools.base import Fold, SizedPool, find_outside
+from weir.pools.parameters import Bounds, Factor
 from weir.pools.registry import pool
 from weir.slab import EMPTY, Slots
 
@@ -27,6 +28,9 @@ BLOCK = 256
 """The paper's, for a whole prompt."""
 PARTS = 16
 """Blocks of a stream are this part of the slots; with larger ones few old tokens are left."""
+MOST_BUCKET = 1000
+"""Buckets run from less this to this: whatever float32 and bfloat16 can say, and more."""
+Sums = Literal["shared", "flat", "separate"]
 
 
 @pool("balance")
@@ -64,25 +68,19 @@ class Balance(SizedPool):
 
     ends_pipe = True  # what stays stands for all that came
 
-    n: int
+    n: Annotated[int, Bounds(4)]
     block: int | None = None
-    halves: str = "pairs"
-    gamma: float | None = 4.0
-    temperature: float = 0.1
-    constant: float = 0.025
-    sets: str = "shared"
-    precision: float = 0.1
+    halves: Halves = "pairs"
+    gamma: Factor | None = 4.0
+    temperature: Factor = 0.1
+    constant: Factor = 0.025
+    sets: Sums = "shared"
+    precision: Factor = 0.1
     eager: bool = False
 
     def __post_init__(self) -> None:
-        if self.n < 4:
-            raise WeirError(f"balance halves blocks of 2 or more in 4 slots or more, not {self.n}")
         if self.block is not None:
             check_block(self.block, self.n // 2)
-        if self.sets not in ("shared", "flat", "separate"):
-            raise WeirError(f"the sets of balance are shared, flat or separate, not {self.sets!r}")
-        if not 0 <= self.precision < math.inf:
-            raise WeirError(f"the precision of balance is a number from 0 on, not {self.precision}")
         _ = self.halving
 
     @property
@@ -123,19 +121,16 @@ class Balance(SizedPool):
         """See `Pool.wrong_state`."""
         # In a few slots, and in sets that have a few each, lone tokens rise to meet the next ones.
         most = LEVELS if self.sets == "separate" else max(ahead.bit_length() + 1, math.isqrt(ahead))
-        if not is_within(state["level"], EMPTY, min(LEVELS - 1, most)):
-            return "level is none that so few tokens reach"
-        if not is_within(state["level"][:, :, held:], EMPTY, EMPTY):
+        if not bool((state["level"][:, :, held:] == EMPTY).all()):
             return "level is that of a slot that is not in use"
-        if self.sets == "separate":
-            number = state["bucket"]
-            if not is_within(number.where(number != NO_BUCKET, 0), -MOST_BUCKET, MOST_BUCKET):
-                return "bucket is none that a value is in"
-            if not is_within(state["came"], 0, ahead):
-                return "came is not a number of tokens"
-            if not is_within(state["longest"], 0, 2.0**MOST_BUCKET):
-                return "longest is not a length"
-        return None
+        number = state.get("bucket", torch.zeros(0))
+        return find_outside(
+            {**state, "bucket": number.where(number != NO_BUCKET, 0)},
+            level=(EMPTY, min(LEVELS - 1, most)),
+            bucket=(-MOST_BUCKET, MOST_BUCKET),
+            came=(0, ahead),
+            longest=(0, 2.0**MOST_BUCKET),
+        )
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
         """Let arrivals in one after the other, halving where there is no room."""
@@ -172,11 +167,10 @@ class Balance(SizedPool):
         level = _with(level, new)
         mine = bucket(new.values).where(~new.a.isneginf(), NO_BUCKET)
         number = torch.cat([number, mine], dim=2)
+        columns = (t.flatten(0, 1).tolist() for t in (number, level, short))
         heads = [
-            admit(Head(self.n, self.largest_block, self.eager), *columns)
-            for columns in zip(
-                *(t.flatten(0, 1).tolist() for t in (number, level, short)), strict=True
-            )
+            Head.admit(self.n, self.largest_block, self.eager, *of_head)
+            for of_head in zip(*columns, strict=True)
         ]
         groups = max(len(head.groups) for head in heads)
         blocks = [group.halved for head in heads for group in head.padded(groups)]
@@ -201,7 +195,6 @@ class Balance(SizedPool):
         return level if self.eager else level.where(held.held, EMPTY)
 
     def _state(self, of_slots: Tensor, nothing: int) -> Tensor:
-        """Pad numbers of slots [batch, kv_heads, slots] to those of the state."""
         return F.pad(of_slots, (0, self.n - of_slots.shape[2]), value=nothing)
 
 
@@ -216,3 +209,27 @@ def _sizes(level: Tensor) -> list[tuple[int, ...]]:
     counts = flat.new_zeros(flat.shape[0], LEVELS + 1)
     counts.scatter_add_(1, flat, torch.ones_like(flat))
     return [tuple(row[1:]) for row in counts.tolist()]
+
+
+def doubled(new: Slots) -> Slots:
+    """Every token twice, side by side: for the denominator alone, and for the numerator alone;
+    empty where it adds nothing.
+    """
+    nothing = torch.full_like(new.a, -torch.inf)
+    below = replace(new, a=nothing, position=new.position.masked_fill(new.b.isneginf(), EMPTY))
+    silent = new.a.isneginf() | (bucket(new.values) == NO_BUCKET)
+    above = replace(
+        new,
+        a=new.a.masked_fill(silent, -torch.inf),
+        b=nothing,
+        position=new.position.masked_fill(silent, EMPTY),
+    )
+    order = torch.arange(2 * len(new), device=nothing.device).view(2, -1).T.flatten()
+    return below.join(above).take_sorted(order.expand(*nothing.shape[:2], -1))
+
+
+def bucket(values: Tensor) -> Tensor:
+    """The i with 2^(i-1) < ‖v‖ <= 2^i for values [..., value_dim], int64."""
+    length = values.double().norm(dim=-1)
+    mantissa, exponent = torch.frexp(length)
+    return torch.where(length > 0, exponent - (mantissa == 0.5).long(), NO_BUCKET).long()

@@ -16,17 +16,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from weir import kernels
 from weir.errors import WeirError
-from weir.pools.balance.gram import Gram, held
+from weir.pools.parameters import Factor
 from weir.slab import EMPTY
 
 LOG_2 = math.log(2)
-HALVES = ("pairs", "authors", "paper")
+Halves = Literal["pairs", "authors", "paper"]
+_PANEL = 128
+"""Rows multiplied at once, an even number."""
 _AT_ONCE = 2**24
 """Inner products held at once; blocks beyond that wait their turn."""
 _IN_CACHE = 2**19
@@ -35,15 +38,11 @@ _STEEPEST = 60.0
 """Exponents of a gain end here: a walk so far from a fair coin cannot be greedier."""
 
 
-@dataclass
-class Sets:
-    """Sets of tokens, each cut into blocks of the same size.
+class Sets(NamedTuple):
+    """Sets of tokens, each cut into blocks of the same size [sets, blocks, tokens], with a last
+    dimension for keys and values.
 
-    Attributes:
-        keys: [sets, blocks, tokens, key_dim].
-        values: [sets, blocks, tokens, value_dim].
-        a, b: log-weights [sets, blocks, tokens]; both -inf where there is no token.
-        u: uniform numbers in [0, 1) [sets, blocks, tokens].
+    Log-weights a and b are both -inf where there is no token; u is uniform in [0, 1).
     """
 
     keys: Tensor
@@ -55,49 +54,115 @@ class Sets:
     @property
     def held(self) -> Tensor:
         """The places with a token [sets, blocks, tokens], bool."""
-        return held(self.a, self.b)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """In the order of the fields."""
-        return self.keys, self.values, self.a, self.b, self.u
+        return _held(self.a, self.b)
 
     def even(self) -> Sets:
         """With one more empty place in each block, if the number of places is odd."""
         if self.a.shape[2] % 2 == 0:
             return self
-        more = Sets(*(torch.cat([t, t[:, :, :1]], dim=2) for t in self.tensors()))
+        more = Sets(*(torch.cat([t, t[:, :, :1]], dim=2) for t in self))
         more.a[:, :, -1] = more.b[:, :, -1] = -torch.inf
         return more
+
+
+@dataclass(frozen=True)
+class Gram:
+    """The inner products of the tokens of some blocks.
+
+    So that nothing overflows, products are divided by e^top, and weights by the largest of a block.
+    In the authors' code (`released`) weights are divided by nothing: a walk leans the harder the
+    more its tokens stand for.
+
+    Attributes:
+        keys: less the mean of their block [blocks, tokens, key_dim], float32.
+        sums: what tokens add to both sums: e^a v over the largest e^a, and e^b over the largest,
+            times the root of the constant [blocks, tokens, value_dim + 1], float32.
+        rate: the factor of <k_i, k_j>.
+        top: the largest <k, k> times the rate [blocks].
+        weight: the logarithm of what else products were divided by [blocks], to be made good as in
+            the authors' code; otherwise 0.
+    """
+
+    keys: Tensor
+    sums: Tensor
+    rate: float
+    top: Tensor
+    weight: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        keys: Tensor,
+        values: Tensor,
+        a: Tensor,
+        b: Tensor,
+        rate: float,
+        constant: float,
+        released: bool = False,
+    ) -> Gram:
+        """From tokens [blocks, tokens, dim] of log-weights [blocks, tokens], -inf for none."""
+        there = _held(a, b)[..., None]
+        keys, values = keys.float(), values.float()
+        full = bool(there.all())
+        if not full:
+            keys, values = (t.masked_fill(~there, 0.0) for t in (keys, values))
+        keys = keys - keys.sum(dim=1, keepdim=True) / there.sum(dim=1, keepdim=True).clamp_min(1)
+        if not full:
+            keys.masked_fill_(~there, 0.0)
+        silent = a.isneginf()
+        if released:
+            # A token that is in the denominator alone has a value of 1, which is weighted.
+            most = _largest(torch.where(silent, b, a))
+            b = torch.where(silent, b, 0.0).masked_fill(b.isneginf(), -torch.inf)
+            above, below, weight = (a - most).exp(), (b - most).exp(), 2 * most[:, 0]
+        else:
+            above, below = (a - _largest(a)).exp(), (b - _largest(b)).exp()
+            weight = a.new_zeros(a.shape[0])
+        sums = values.new_empty((*values.shape[:2], values.shape[2] + 1))
+        torch.mul(values, above[..., None], out=sums[..., :-1])
+        torch.mul(below, math.sqrt(constant), out=sums[..., -1])
+        return cls(keys, sums, rate, rate * _longest(keys), weight)
+
+    def products(self, pairs: bool) -> Tensor:
+        """Products for i < j of tokens [blocks, tokens, tokens], or of the differences of `pairs`
+        of neighbors [blocks, tokens / 2, tokens / 2]; what stands elsewhere means nothing.
+        """
+        blocks, tokens, _ = self.keys.shape
+        part = 2 if pairs else 1
+        out = self.keys.new_empty((blocks, tokens // part, tokens // part))
+        for start in range(0, tokens, _PANEL):
+            rows = slice(start, start + _PANEL)
+            change = self._panel(rows, slice(start, None, part))
+            found = out[:, start // part : (start + _PANEL) // part, start // part :]
+            if pairs:
+                change -= self._panel(rows, slice(start + 1, None, 2))
+                torch.sub(change[:, 0::2], change[:, 1::2], out=found)
+            else:
+                found.copy_(change)
+        return out
+
+    def _panel(self, rows: slice, columns: slice) -> Tensor:
+        """Of some tokens with others: e^(rate <k_i, k_j> - top) <sums_i, sums_j>."""
+        keys, sums = self.keys, self.sums
+        top = self.top[:, None, None]
+        logits = torch.baddbmm(top, keys[:, rows], keys[:, columns].mT, beta=-1, alpha=self.rate)
+        return logits.exp_().mul_(sums[:, rows] @ sums[:, columns].mT)
 
 
 @dataclass(frozen=True)
 class Halving:
     """The rule by which a set of tokens is halved, with parameters as those of `Balance`.
 
-    Attributes:
-        halves: who stays. "pairs": the walk goes over the differences of disjoint pairs of
-            neighbors; unbiased, for a walk and its mirror image are equally likely. "authors": the
-            rule of the authors' released code. "paper": the smaller side, as Algorithm 2 has it.
-        gamma: how strongly the walk leans against the sum s so far: + has probability
-            1/2 - gamma s, cut off at 0 and 1; None for the paper's 1 / (2 c R^2).
-        temperature: factor of <k_i, k_j>.
-        constant: how much the denominator counts beside the values.
-        flat: in the denominator all that stay count double, as in the authors' code.
+    `flat` says that in the denominator all that stay count double, as in the authors' code.
     """
 
-    halves: str = "pairs"
-    gamma: float | None = 4.0
-    temperature: float = 0.1
-    constant: float = 0.025
+    halves: Halves = "pairs"
+    gamma: Factor | None = 4.0
+    temperature: Factor = 0.1
+    constant: Factor = 0.025
     flat: bool = False
 
     def __post_init__(self) -> None:
-        if self.halves not in HALVES:
-            raise WeirError(f"halves are pairs, authors or paper, not {self.halves!r}")
-        for name in ("gamma", "temperature", "constant"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                raise WeirError(f"the {name} of a walk is a number from 0 on, not {value}")
         if self.flat and self.halves != "authors":
             raise WeirError(
                 "a flat denominator is that of halves=authors, which gives tokens of one halving "
@@ -138,39 +203,35 @@ class Halving:
         return order.masked_fill(nobody, EMPTY), a, b
 
     def _signs(self, sets: Sets, scale: float, u: Tensor, free: Tensor) -> Tensor:
-        """The signs of tokens, or of pairs, by a walk through each block [sets, blocks, n]; `free`
-        [sets, blocks, n], bool, says which take part.
+        """The signs of tokens, or of pairs, by a walk through each block [sets, blocks, n], bool;
+        `free` says which take part.
         """
-        kernel, at_once = kernels.walk(u.device), blocks_at_once(sets.a.shape[2], u.device)
-        parts = [t.flatten(0, 1) for t in (sets.keys, sets.values, sets.a, sets.b, u, free)]
+        parts = [t.flatten(0, 1) for t in (*sets[:4], u, free)]
+        rate = scale * self.temperature
+        whole = self.halves == "pairs" and self.gamma is not None and bool(sets.held.all())
+        if whole and (by_pairs := kernels.walk_pairs(sets.keys)) is not None:
+            found: Tensor = by_pairs(*parts, rate, self.constant, self.gamma, _STEEPEST)
+            return found.view(free.shape)
+        kernel = kernels.walk(u.device)
+        in_cache = u.device.type == "cpu" and kernel is not None
+        at_once = max(1, (_IN_CACHE if in_cache else _AT_ONCE) // sets.a.shape[2] ** 2)
         # As mostly in a stream, all of them at once: to cut them costs calls.
         few = len(parts[0]) <= at_once
         pieces = [parts] if few else zip(*(t.split(at_once) for t in parts), strict=True)
         signs = []
         for keys, values, a, b, drawn, there in pieces:
-            released = self.halves == "authors"
-            rate = scale * self.temperature
-            gram = Gram.of(keys, values, a, b, rate, self.constant, released)
-            products = gram.differences() if self.halves == "pairs" else gram.products()
-            gain = self._gain(gram, a, b)
-            signs.append((kernel or walk)(products, gain, drawn, there))
+            gram = Gram.of(keys, values, a, b, rate, self.constant, self.halves == "authors")
+            products = gram.products(pairs=self.halves == "pairs")
+            signs.append((kernel or walk)(products, self._gain(gram, a, b), drawn, there))
         return (signs[0] if few else torch.cat(signs)).view(free.shape)
-
-    def _signs_of_whole(self, sets: Sets, scale: float, u: Tensor, free: Tensor) -> Tensor:
-        """`_signs` of pairs where there is a token in every place."""
-        kernel = None if self.gamma is None else kernels.walk_pairs(sets.keys)
-        if kernel is None:
-            return self._signs(sets, scale, u, free)
-        parts = [t.flatten(0, 1) for t in (sets.keys, sets.values, sets.a, sets.b, u, free)]
-        how = scale * self.temperature, self.constant, self.gamma, _STEEPEST
-        signs: Tensor = kernel(*parts, *how)
-        return signs.view(free.shape)
 
     def _gain(self, gram: Gram, a: Tensor, b: Tensor) -> Tensor:
         """The gain of the walk in each block [blocks] of tokens of these weights."""
         if self.gamma is not None:
             return self.gamma * (gram.top + gram.weight).clamp_max(_STEEPEST).exp()
-        count, radius = held(a, b).sum(dim=1).clamp_min(2), gram.radius()
+        count = _held(a, b).sum(dim=1).clamp_min(2)
+        # The largest squared length of a token's vector, or more, over e^top.
+        radius = _longest(gram.sums[..., :-1]) + _longest(gram.sums[..., -1:])
         if self.halves == "pairs":
             # Half as many vectors, and a difference is at most twice as long.
             count, radius = (count // 2).clamp_min(2), 4 * radius
@@ -185,7 +246,7 @@ class Halving:
         else:
             alike = _close(a1, a2) & _close(b1, b2)
         u = sets.u[..., 0::2]
-        first = self._signs_of_whole(sets, scale, u, alike) > 0
+        first = self._signs(sets, scale, u, alike) > 0
         more: Tensor | float = LOG_2
         if not bool(alike.all()):
             first, more = _by_coin(first, alike, u, (a1, a2), (b1, b2))
@@ -234,17 +295,27 @@ def walk(products: Tensor, gain: Tensor, u: Tensor, free: Tensor) -> Tensor:
     return signs
 
 
-def blocks_at_once(tokens: int, device: torch.device) -> int:
-    """Return how many blocks of `tokens` each are multiplied before the walk."""
-    in_cache = device.type == "cpu" and kernels.walk(device) is not None
-    return max(1, (_IN_CACHE if in_cache else _AT_ONCE) // tokens**2)
-
-
 def check_block(block: int, limit: int | None = None) -> None:
     """Refuse a block that cannot be halved, or has more than `limit` tokens."""
     if block < 2 or block % 2 or (limit is not None and block > limit):
         upward = "on" if limit is None else f"to {limit - limit % 2}"
         raise WeirError(f"a block is an even number of tokens from 2 {upward}, not {block}")
+
+
+def _held(a: Tensor, b: Tensor) -> Tensor:
+    """Find the places with a token by their log-weights, bool."""
+    return ~(a.isneginf() & b.isneginf())
+
+
+def _longest(vectors: Tensor) -> Tensor:
+    """The largest squared length of a block's vectors [blocks]."""
+    return vectors.norm(dim=2).amax(dim=1).square()
+
+
+def _largest(weight: Tensor) -> Tensor:
+    """The largest log-weight of each block [blocks, 1]; 0 where there is no weight."""
+    top = weight.amax(dim=-1, keepdim=True)
+    return top.masked_fill(top.isneginf(), 0.0)
 
 
 def _by_coin(

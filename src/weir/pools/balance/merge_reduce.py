@@ -19,7 +19,7 @@ from torch import Tensor
 from weir.pools.balance.halving import Halving, Sets
 from weir.pools.balance.schedule import LEVELS
 from weir.pools.counter_rng import CounterRNG
-from weir.slab import EMPTY, Slots, pick
+from weir.slab import EMPTY, Slots
 
 Blocks = Sequence[Sequence[int]]
 """The sizes of the blocks that are to be halved, by level: what `schedule.schedule` returns."""
@@ -29,12 +29,11 @@ Blocks = Sequence[Sequence[int]]
 class _Queue:
     """The tokens of one level in a row of places, the oldest first; a line is a group of a head.
 
-    With `halves="paper"` a place can be in use although no token is left in it.
-
     Attributes:
         token: which token of `Merging.line` each place has [lines, n], int64; -1 for none.
         a, b: its log-weights [lines, n].
-        used: which places count towards a block [lines, n], bool.
+        used: which places count towards a block [lines, n], bool. With `halves="paper"` one may be
+            although no token is left in it.
         full: every place is known to be in use and to have a token; then nothing has to be sorted.
     """
 
@@ -45,11 +44,9 @@ class _Queue:
     full: bool = field(default=False, kw_only=True)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """In the order of the fields."""
         return self.token, self.a, self.b, self.used
 
     def pick(self, index: Tensor) -> _Queue:
-        """The places that `index` [lines, n] names."""
         return _Queue(*(t.gather(1, index) for t in self.tensors()))
 
     def packed(self) -> _Queue:
@@ -57,7 +54,6 @@ class _Queue:
         return self if self.full else self.pick(_in_front(self.used))
 
     def part(self, start: int, stop: int | None = None) -> _Queue:
-        """The places from `start` to `stop`."""
         return _Queue(*(t[:, start:stop] for t in self.tensors()), full=self.full)
 
     def without(self, sizes: Tensor) -> _Queue:
@@ -102,21 +98,17 @@ class Merging:
     groups: int = 1
 
     def reduce(self, blocks: Sequence[Blocks]) -> tuple[Slots, Tensor, Tensor]:
-        """Halve these blocks, the highest level first, and of each group in it the oldest token.
+        """Halve the blocks of each group of each head of each row.
 
-        Args:
-            blocks: for each group of each head of each row, in that order.
-
-        Returns:
-            (who stays, their levels, their groups): the last two [batch, kv_heads, slots], int64,
-            with level -1 where there is no place.
+        Returns (who stays, their levels, -1 where there is no place, their groups), the highest
+        level first, and in it the oldest token.
         """
         batch, heads, _ = self.level.shape
         halved = max(n for of_group in blocks for n in range(LEVELS) if of_group[n] or not n)
         reached = min(halved + 1, LEVELS - 1)
         top = max(reached, int(self.level.max()) if self.level.numel() else 0)
         # Levels that nothing reaches stay as they lie, in one piece.
-        above = self._between(*self._span(reached + 1, LEVELS)) if self._ends is not None else None
+        above = self._between(reached + 1, LEVELS) if self._ends is not None else None
         if above is not None:
             top = reached
         group = torch.arange(len(blocks), device=self.level.device)[:, None] % self.groups
@@ -178,7 +170,7 @@ class Merging:
     def _queue(self, level: int) -> _Queue:
         """The places of a level before anything is halved, by line."""
         if self._ends is not None:
-            return self._between(*self._span(level, level + 1))
+            return self._between(level, level + 1)
         used = self.level == level
         if self.group is None:
             used = used[:, :, None]
@@ -191,104 +183,74 @@ class Merging:
         parts = (index.where(held, EMPTY), a, b, used)
         return _Queue(*(t.flatten(0, 2) for t in parts)).packed()
 
-    def _span(self, low: int, high: int) -> tuple[int, int]:
-        """Return the span of the tokens of levels from `low` to below `high`, by `_ends`."""
+    def _between(self, low: int, high: int) -> _Queue:
+        """The places of levels from `low` to below `high`, by `_ends`, each with a token."""
         assert self._ends is not None
         start, stop = ((*self._ends[at : at + 1], 0)[0] for at in (high, low))
-        return start, stop
-
-    def _between(self, start: int, stop: int) -> _Queue:
-        """The places from `start` to `stop` of lines that lie alike, each with a token."""
         token = torch.arange(start, stop, device=self.level.device)
         token = token.expand(self.level.shape[:2].numel(), -1)
         a, b = (t[:, :, start:stop].flatten(0, 1) for t in (self.line.a, self.line.b))
         return _Queue(token, a, b, torch.ones_like(token, dtype=torch.bool), full=True)
 
-    def _halve(self, queue: _Queue, sizes: Tensor, level: int) -> _Queue:
-        """The survivors of a level's blocks, of the `sizes` [lines, blocks], from the oldest on."""
+    def _halve(self, queue: _Queue, sizes: Tensor, level: int, full: bool = False) -> _Queue:
+        """The survivors of a level's blocks, of the `sizes` [lines, blocks], from the oldest on;
+        `full` says that half of each stays.
+        """
         lines, blocks = sizes.shape
         if not blocks:
             return self._queue(LEVELS)
         width = int(sizes.max())
         place = torch.arange(width, device=sizes.device)
         inside = (place < sizes[..., None]).flatten(1)
-        index = (sizes.cumsum(dim=1) - sizes)[..., None] + place
-        index = index.flatten(1).where(inside, 0)
-        cut = queue.pick(index)
-        nobody = ~inside | (cut.token < 0)
+        if not full:
+            index = (sizes.cumsum(dim=1) - sizes)[..., None] + place
+            queue = queue.pick(index.flatten(1).where(inside, 0))
+        cut, nobody = queue, ~inside | (queue.token < 0)
         a, b = cut.a.masked_fill(nobody, -torch.inf), cut.b.masked_fill(nobody, -torch.inf)
         token = cut.token.clamp_min(0)
         head = torch.arange(lines, device=sizes.device)[:, None] // self.groups
-        keys, values = (t.flatten(0, 1)[head, token] for t in (self.line.keys, self.line.values))
-        if level < LEVELS - 1:
-            u = self._draw(level)[head, token, self._kind(lines)]
-        else:
-            line = torch.arange(lines, device=sizes.device)[:, None]
-            u = self._draw_again(token, nobody)[head, token, line % self.groups]
+        keys, values, position = (
+            t.flatten(0, 1)[head, token]
+            for t in (self.line.keys, self.line.values, self.line.position)
+        )
+        u = self._draw(level, position, nobody)
         shape = (lines * blocks, 1, width)
         sets = Sets(*(t.reshape(*shape, *t.shape[2:]) for t in (keys, values, a, b, u)))
         chosen, a, b = self.halving.halve(sets, self.scale)
-        came = cut.token.view(lines * blocks, width)
+        came = cut.token.reshape(lines * blocks, width)
         token = came.gather(1, chosen.clamp_min(0)).masked_fill(chosen < 0, EMPTY)
         half = torch.arange(token.shape[1], device=sizes.device)
         used = half < (sizes.view(-1, 1) + 1) // 2
-        return _Queue(*(t.reshape(lines, -1) for t in (token, a, b, used))).packed()
+        return _Queue(*(t.reshape(lines, -1) for t in (token, a, b, used)), full=full).packed()
 
     def _halve_alike(self, queue: _Queue, sizes: Sequence[int], level: int) -> _Queue:
-        """As `_halve`, of full lines that have blocks of the same `sizes`; half of each stays."""
+        """Halve full lines that have blocks of the same `sizes`; half of each stays."""
         parts, done = [queue.part(0, 0)], 0
         for size, run in groupby(sizes):
-            stop = done + size * len(list(run))
-            cut, done = queue.part(done, stop), stop
+            blocks = len(list(run))
+            cut, done = queue.part(done, done + size * blocks), done + size * blocks
+            alike = torch.full((len(queue.token), blocks), size, device=queue.token.device)
             # A token alone rises as it is.
-            parts.append(cut if size == 1 else self._halves(cut, size, level))
+            parts.append(cut if size == 1 else self._halve(cut, alike, level, full=True))
         return _Queue.of(*parts)
 
-    def _halves(self, cut: _Queue, size: int, level: int) -> _Queue:
-        """Halve full lines that are cut into blocks of an even `size`."""
-        token = cut.token.unflatten(0, self.level.shape[:2])
-        keys, values = pick(self.line.keys, token), pick(self.line.values, token)
-        u = self.draws.uniform(level, self.line.position.gather(2, token))
-        tokens = (keys.flatten(0, 1), values.flatten(0, 1), cut.a, cut.b, u.flatten(0, 1))
-        sets = Sets(*(t.reshape(-1, 1, size, *t.shape[2:]) for t in tokens))
-        chosen, a, b = self.halving.halve(sets, self.scale)
-        came = cut.token.reshape(-1, size).gather(1, chosen)
-        token, a, b = (t.reshape(len(cut.token), -1) for t in (came, a, b))
-        return _Queue(token, a, b, torch.ones_like(token, dtype=torch.bool), full=True)
+    def _draw(self, level: int, position: Tensor, nobody: Tensor) -> Tensor:
+        """Draw a uniform number for each place of blocks that has a token [lines, n].
 
-    def _draw(self, level: int) -> Tensor:
-        """Uniform numbers of each token in each kind of group [batch * kv_heads, n, kinds]."""
-        kinds = [self.draws.uniform(level, self.line.position)]
-        if self.groups > 1:
-            kinds.append(self.draws.uniform(level + LEVELS, self.line.position))
-        return torch.stack(kinds, dim=-1).flatten(0, 1)
-
-    def _draw_again(self, token: Tensor, nobody: Tensor) -> Tensor:
-        """Draw numbers of the highest level for each token in each group
-        [batch * kv_heads, n, groups].
-
-        No two blocks that are halved there hold the same tokens: the sum of their places tells one
-        from another.
-
-        Args:
-            token: the tokens of each line's block [lines, n].
-            nobody: where there is none [lines, n], bool.
+        No two blocks that are halved in the highest level hold the same tokens: the sum of their
+        places tells one from another.
         """
-        position = self.line.position
-        batch, heads, _ = position.shape
-        head = torch.arange(len(token), device=token.device)[:, None] // self.groups
-        places = position.flatten(0, 1)[head, token].masked_fill(nobody, 0).sum(dim=1)
-        index = places.view(batch, heads, self.groups, 1)
-        found = [
-            self.draws.uniform(LEVELS - 1 + LEVELS * (group > 0), position, index[:, :, group])
-            for group in range(self.groups)
-        ]
-        return torch.stack(found, dim=-1).flatten(0, 1)
-
-    def _kind(self, lines: int) -> Tensor:
-        """0 for the first group of a head, 1 for the others [lines, 1]."""
-        line = torch.arange(lines, device=self.level.device)[:, None]
-        return (line % self.groups > 0).to(torch.int64)
+        shape = (*self.level.shape[:2], self.groups, position.shape[1])
+        index: Tensor | int = 0
+        if level == LEVELS - 1:
+            index = position.masked_fill(nobody, 0).sum(dim=1, keepdim=True)
+            index = index.expand_as(position).reshape(shape).flatten(2)
+        place = position.view(shape).flatten(2)
+        u = self.draws.uniform(level, place, index).view(shape)
+        if self.groups > 1:
+            others = self.draws.uniform(level + LEVELS, place, index).view(shape)
+            u = torch.cat([u[:, :, :1], others[:, :, 1:]], dim=2)
+        return u.view(position.shape)
 
 
 def _in_front(used: Tensor) -> Tensor:
@@ -300,9 +262,7 @@ def _in_front(used: Tensor) -> Tensor:
 def _whole(
     queue: _Queue, of_lines: Sequence[Sequence[int]], level: int, halving: Halving
 ) -> Sequence[int] | None:
-    """The sizes of the blocks, if they are the same in all lines and half of each, all full, stays;
-    None if not.
-    """
+    """The sizes of the blocks, if they are the same in all lines and half of each, full, stays."""
     sizes = of_lines[0]
     if not queue.full or any(other != sizes for other in of_lines):
         return None

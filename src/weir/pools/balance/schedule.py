@@ -10,19 +10,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Self
 
 LEVELS = 64
 """More than the logarithm of the length of any stream. Where few slots let lone tokens rise, they
 meet in the highest level, which is halved into itself."""
+NO_BUCKET = -(2**30)
+"""In place of a bucket: a value of zero is in none."""
 
 
 @lru_cache(maxsize=1024)
 def thresholds(slots: int, block: int, levels: int) -> tuple[int, ...]:
     """Compute the number of tokens at which each level may be halved, level 0 first.
 
-    A whole block for every level, as in the paper, as long as such levels fit: whenever there is a
-    token too many, some level can be halved. Then fewer from each level to the one below, by the
-    largest ratio (in steps of a 64th) that lets them fit, but at least 2.
+    A whole block for every level, as in the paper, as long as such levels fit. Then fewer from each
+    level to the one below, by the largest ratio (in steps of a 64th) that fits, but at least 2.
     """
     block = max(2, min(block, slots // 2 // 2 * 2))
     each = [block] * levels
@@ -66,9 +68,9 @@ def make_room(groups: Sequence[Group], slots: int, block: int, eager: bool = Fal
     """Halve until nothing is too much: the lightest that can be halved first, the oldest of that.
 
     While there are more tokens than slots (`eager`: or any level has its threshold), the lowest
-    level that has its threshold is halved; of groups, which share the slots evenly, the first. If
-    none has, the lowest level that has tokens gives what it has, but the highest no lone token: it
-    could not rise. So no more groups may have tokens than there are slots.
+    level that has its threshold is halved, at most a block; of groups, which share the slots
+    evenly, the first. If none has, the lowest level that has tokens gives what it has, but the
+    highest no lone token: it could not rise.
     """
     used = [group for group in groups if group.levels]
     while (crowded := sum(sum(group.sizes) for group in used) > slots) or eager:
@@ -98,12 +100,7 @@ def schedule(
 ) -> tuple[tuple[int, ...], ...]:
     """The halvings (`Group.halved`) that arrivals lead to, as if each made room for itself.
 
-    Args:
-        slots: how many tokens there may be.
-        block: the most tokens that are halved at once.
-        eager: whether a level that has its threshold is halved while there is room.
-        held: tokens of each level before, level 0 first.
-        arrivals: how many tokens enter level 0, one after the other.
+    `held` are the tokens of each level before, level 0 first; others as in `make_room`.
     """
     group = Group([*held, *[0] * (LEVELS - len(held))])
     while arrivals:
@@ -138,3 +135,91 @@ def at_once(slots: int, block: int, tokens: int) -> tuple[tuple[int, ...], ...]:
     # What is odd stays behind, one token a level; of few slots that may be too many.
     make_room([group], slots, block)
     return tuple(map(tuple, group.halved))
+
+
+@dataclass
+class Head:
+    """The levels of one head with sets of their own: BalanceKV's Algorithm 1, to the letter.
+
+    Every token enters a merge-and-reduce for the denominator, where all values count as 1, and one
+    for the numerator, in the bucket of values about as long as its own, 2^(i-1) to 2^i: so a token
+    takes two slots.
+
+    Attributes:
+        slots, block, eager: as in `make_room`.
+        groups: the levels of the denominator, and then those of each bucket of the numerator.
+        open: the group of each bucket that is in use.
+        tokens: the group of each token so far; -1 for one that was erased.
+    """
+
+    slots: int
+    block: int
+    eager: bool
+    groups: list[Group] = field(default_factory=lambda: [Group()])
+    open: dict[int, int] = field(default_factory=dict)
+    tokens: list[int] = field(default_factory=list)
+
+    def hold(self, number: int, level: int) -> None:
+        """Count a token of a level, or none (-1), of the bucket `number` or the denominator."""
+        if level >= 0 and number != NO_BUCKET and number not in self.open:
+            free = set(range(1, len(self.groups) + 1)) - set(self.open.values())
+            self.open[number] = min(free)
+            if self.open[number] == len(self.groups):
+                self.groups.append(Group())
+        group = self.open.get(number, 0) if level >= 0 else -1
+        self.tokens.append(group)
+        if group >= 0:
+            self.groups[group].sizes[level] += 1
+
+    def make_room(self, short: float) -> None:
+        """Erase buckets of values up to `short`, if there is no room, and then halve.
+
+        The last token of a group cannot be halved away, so where there are more groups than slots,
+        those of the shortest values are erased too.
+        """
+        if sum(sum(group.sizes) for group in self.groups) > self.slots:
+            for number in [number for number in self.open if 2.0**number <= short]:
+                self._erase(number)
+            while sum(group.levels > 0 for group in self.groups) > self.slots:
+                self._erase(min(self.open))
+        longest = [self.groups[self.open[number]] for number in sorted(self.open, reverse=True)]
+        make_room([self.groups[0], *longest], self.slots, self.block, self.eager)
+
+    def _erase(self, number: int) -> None:
+        """Let go of all tokens of a bucket."""
+        gone = self.open.pop(number)
+        self.groups[gone] = Group()
+        self.tokens = [-1 if group == gone else group for group in self.tokens]
+
+    def padded(self, groups: int) -> list[Group]:
+        """Its groups, and as many without tokens as it takes to make so many."""
+        return [*self.groups, *(Group() for _ in range(groups - len(self.groups)))]
+
+    def buckets(self, groups: int) -> list[int]:
+        """The bucket of each group, of so many; `NO_BUCKET` for the denominator and for none."""
+        numbers = {group: number for number, group in self.open.items()}
+        return [numbers.get(group, NO_BUCKET) for group in range(groups)]
+
+    @classmethod
+    def admit(
+        cls,
+        slots: int,
+        block: int,
+        eager: bool,
+        numbers: Sequence[int],
+        levels: Sequence[int],
+        short: Sequence[float],
+    ) -> Self:
+        """Let tokens in, given their buckets and levels; the last ones, two by two, are arrivals.
+
+        Lines 4 to 15 of Algorithm 1; of each arrival `short` is the length of values that may be
+        erased.
+        """
+        head = cls(slots, block, eager)
+        known = len(numbers) - 2 * len(short)
+        for place, (number, level) in enumerate(zip(numbers, levels, strict=True)):
+            head.hold(number, level)
+            arrival, second = divmod(place - known, 2)
+            if arrival >= 0 and second:
+                head.make_room(short[arrival])
+        return head

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from weir.pools.base import Fold
+from weir.pools.parameters import Count
 from weir.pools.ranked import Asking
 from weir.pools.registry import pool
-from weir.pools.scores.last_queries import last_attention
 from weir.slab import Slots
 
 
@@ -34,13 +34,12 @@ class Caote(Asking):
     """
 
     n: int
-    window: int = 32
+    window: Count = 32
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
         """The mean error without each token [batch, kv_heads, slots], float32."""
-        assert fold.read is not None
-        share = last_attention(slots, fold, self.window)
-        output = fold.read.answers[:, :, :, -self.window :].float()
+        share = self.attention(slots, fold)
+        output = fold.observed.answers[:, :, :, -self.window :].float()
         group = output.shape[2]
         away = torch.cdist(output.flatten(2, 3), slots.values.float()).unflatten(2, (group, -1))
         rest = (1 - share).clamp_min(torch.finfo(share.dtype).eps)

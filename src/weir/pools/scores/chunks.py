@@ -15,6 +15,7 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.pools.base import Fold, Pool, PoolWrapper
+from weir.pools.parameters import Count
 from weir.pools.ranked import Ranked, select_highest
 from weir.pools.registry import pool
 from weir.slab import Slots
@@ -35,7 +36,7 @@ class Chunks(PoolWrapper):
     """
 
     pool: Pool
-    size: int = 10
+    size: Count = 10
 
     def __post_init__(self) -> None:
         if not isinstance(self.pool, Ranked):
@@ -43,7 +44,7 @@ class Chunks(PoolWrapper):
                 "chunks goes around a pool that keeps tokens by a score, as in "
                 f"chunks(heavy(64), size=8), and {self.pool.name} is none"
             )
-        if not 1 <= self.size <= self.pool.slots():
+        if self.size > self.pool.slots():
             raise WeirError(
                 f"a span of chunks has 1 place to as many as there are slots, {self.pool.slots()}, "
                 f"not {self.size}"
@@ -61,14 +62,10 @@ class Chunks(PoolWrapper):
 
 
 def whole_spans(size: int, origin: int, n: int, slots: Slots, scores: tuple[Tensor, ...]) -> Tensor:
-    """The `n` tokens of the best spans [batch, kv_heads, slots], bool.
+    """The `n` tokens of the best spans [batch, kv_heads, slots], bool, at most.
 
-    Args:
-        size: places of a span.
-        origin: where the first begins.
-        n: how many tokens, at most.
-        slots: from the oldest on.
-        scores: of their tokens; the first is averaged, and within a span the others decide too.
+    A span has `size` places, and the first begins at `origin`. Of the scores the first is averaged,
+    and within a span the others decide too. Slots lie from the oldest on.
     """
     first = scores[0].double()
     counts = slots.held & first.isfinite()

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weir.errors import WeirError
 from weir.pools.base import Fold
+from weir.pools.parameters import Count, Factor, Share
 from weir.pools.ranked import Asking, select_highest
 from weir.pools.registry import pool
-from weir.pools.scores.last_queries import check_share, last_attention
 from weir.slab import Slots
 
 
@@ -38,20 +37,13 @@ class Critical(Asking):
     """
 
     n: int
-    window: int = 32
-    first: float = 0.5
-    floor: float = 1e-4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_share("critical", "first", self.first)
-        if not 0 <= self.floor < torch.inf:
-            raise WeirError(f"floor of critical is added to shares, 0 or more, not {self.floor:g}")
+    window: Count = 32
+    first: Share = 0.5
+    floor: Factor = 1e-4
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
         """Attention times size; `inf` for the first half [batch, kv_heads, slots]."""
-        assert fold.read is not None
-        attention = last_attention(slots, fold, self.window).mean(dim=(2, 3))
-        size = fold.read.projected_sizes(slots.values)
+        attention = self.attention(slots, fold).mean(dim=(2, 3))
+        size = fold.observed.projected_sizes(slots.values)
         best = select_highest(int(self.n * self.first), slots.held, attention)
         return ((attention + self.floor) * size).masked_fill(best, torch.inf)

@@ -8,12 +8,13 @@ squared lengths; the product of both, each a share of its neighborhood, ranks th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from weir.errors import WeirError
 from weir.pools.base import Fold
+from weir.pools.parameters import Bounds
 from weir.pools.ranked import Ranked
 from weir.pools.registry import pool
 from weir.slab import Slots
@@ -32,15 +33,7 @@ class CurDKV(Ranked):
     """
 
     n: int
-    window: int | None = 16
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.window is not None and self.window < 2:
-            raise WeirError(
-                f"the share of a token in a window of {self.window} says nothing; give curdkv a "
-                "window of 2 or more, 16 as its authors, or none"
-            )
+    window: Annotated[int, Bounds(2)] | None = 16
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
         """The product of both shares [batch, kv_heads, slots], float64."""

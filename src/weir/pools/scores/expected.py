@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weir.errors import WeirError
 from weir.pools.base import Fold
+from weir.pools.parameters import Count, Factor
 from weir.pools.ranked import Asking
 from weir.pools.registry import pool
 from weir.pools.scores.last_queries import (
-    check_ahead,
+    Ahead,
     keys_as_read,
     last_unrotated_queries,
     mean_query,
@@ -50,16 +50,10 @@ class Expected(Asking):
     asks = "queries"
 
     n: int
-    ahead: int = 64
-    queries: int = 64
+    ahead: Ahead = 64
+    queries: Count = 64
     covariance: bool = True
-    floor: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_ahead("expected", self.ahead)
-        if not 0 <= self.floor < torch.inf:
-            raise WeirError(f"floor of expected is added to shares, 0 or more, not {self.floor:g}")
+    floor: Factor = 0.0
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
         """The logarithm of expected share times length of value [batch, kv_heads, slots]."""
@@ -74,8 +68,7 @@ class Expected(Asking):
             along = (away @ keys.mT[:, :, None]).square().sum(dim=3)
             logits = logits + scale**2 / 2 * along / count
         if fold.alibi is not None:
-            assert fold.read is not None
-            place = fold.read.places(slots)
+            place = fold.observed.places(slots)
             bias = fold.alibi.bias(place, place.shape[1], 0, fold.next[:, None, None])
             logits = logits + bias[:, :, :, 0]
         share = logits.masked_fill(~slots.held[:, :, None], -torch.inf).log_softmax(dim=-1)

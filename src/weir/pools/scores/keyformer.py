@@ -9,15 +9,15 @@ from 1 to 2 over the text. The newest tokens are kept beside (`recent`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from weir.errors import WeirError
 from weir.pools.base import Fold
+from weir.pools.parameters import Bounds, Count
 from weir.pools.ranked import Asking, Tallied
 from weir.pools.registry import pool
-from weir.pools.scores.last_queries import last_logits
 from weir.pools.scores.vase import gumbel
 from weir.slab import Slots
 
@@ -41,21 +41,9 @@ class Keyformer(Asking, Tallied):
     """
 
     n: int
-    hot: float = 2.0
-    over: int = 4096
-    window: int = 64
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 1 <= self.hot < torch.inf:
-            raise WeirError(
-                "hot of keyformer is the temperature in the end, which rises from 1, so 1 or more, "
-                f"not {self.hot:g}"
-            )
-        if self.over < 1:
-            raise WeirError(
-                f"the temperature of keyformer rises over 1 token or more, not {self.over}"
-            )
+    hot: Annotated[float, Bounds(1)] = 2.0
+    over: Count = 4096
+    window: Count = 64
 
     def state(self, like: Slots) -> dict[str, Tensor]:
         """The sums, and the place behind the last query counted [batch, kv_heads, 1], int64."""
@@ -64,13 +52,12 @@ class Keyformer(Asking, Tallied):
 
     def tally(self, slots: Slots, before: Tensor, fold: Fold) -> Tensor:
         """The sums with the queries since the last fold [batch, kv_heads, slots], float32."""
-        assert fold.read is not None
-        place = fold.read.query_positions[:, None, -self.window :]
+        place = fold.observed.query_positions[:, None, -self.window :]
         fresh = (place >= fold.state[READ]) & (place >= fold.origin)
         fold.state[READ] = fold.next[:, None, None].expand_as(fold.state[READ]).contiguous()
         rise = ((place - fold.origin) / self.over).clamp(max=1.0)
         tau = (1 + (self.hot - 1) * rise)[:, :, None, :, None]
-        logits = last_logits(slots, fold, self.window)
+        logits = self.logits(slots, fold)
         noisy = (logits + self._noise(slots, fold, place, logits.shape[2])) / tau
         # A query that sees none of them gives them nothing.
         share = noisy.softmax(dim=-1).nan_to_num(nan=0.0) * fresh[:, :, None, :, None]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools.base import Fold, SizedPool, split
+from weir.pools.base import Fold, SizedPool, find_outside, split
 from weir.pools.registry import pool
 from weir.slab import Slots
 
@@ -54,9 +54,7 @@ class Ladder(SizedPool):
 
     def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
         """See `Pool.wrong_state`."""
-        rung = state[RUNG]
-        wrong = bool(((rung < 0) | (rung > self.n)).any())
-        return f"{RUNG} is not the number of one of its slots" if wrong else None
+        return find_outside(state, rung=(0, self.n))
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
         """Thin until all have room; what stays and what flows on lie from the oldest on."""
@@ -71,10 +69,7 @@ class Ladder(SizedPool):
     def _thinned(self, stays: Tensor, rung: Tensor, offset: int) -> tuple[Tensor, Tensor]:
         """Thin as many groups as needed, or as this round has: (tokens that are left, the rung).
 
-        Args:
-            stays: who is left so far [batch, kv_heads, slots], bool.
-            rung: how many of the oldest of them are thinned [batch, kv_heads, 1], int64.
-            offset: of those that stay, in a group.
+        `offset` is that of those that stay, in a group.
         """
         count = stays.sum(dim=2, keepdim=True)
         drop = self.of - self.keep

@@ -9,12 +9,14 @@ the spread over the channels, as a softmax over the stretch, is the score. No qu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from weir.errors import WeirError
 from weir.pools.base import Fold, Pool
+from weir.pools.parameters import Bounds
 from weir.pools.ranked import TALLY, Tallied
 from weir.pools.registry import pool
 from weir.slab import Slots
@@ -39,12 +41,7 @@ class LagKV(Tallied):
     """
 
     n: int
-    lag: int = 64
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.lag < 2:
-            raise WeirError(f"a stretch of lagkv has 2 tokens or more, not {self.lag}")
+    lag: Annotated[int, Bounds(2)] = 64
 
     def check(self, before: tuple[Pool, ...]) -> None:
         """Refuse a place in which tokens that wait take all slots."""
@@ -88,11 +85,8 @@ def _newer(slots: Slots, than: Slots) -> Slots:
 
 
 def _spread(t: Tensor, stretch: Tensor) -> Tensor:
-    """Compute how far each token stands out, over its stretch's average [batch, kv_heads, n].
-
-    Args:
-        t: keys or values [batch, kv_heads, n, dim], float32.
-        stretch: the number of each one's, -1 for none [batch, kv_heads, n], int64.
+    """Compute how far each key or value stands out, over the average of its `stretch`, by number;
+    -1 for none [batch, kv_heads, n].
     """
     dim = t.shape[3]
     count = int(stretch.max()) + 2

@@ -1,4 +1,4 @@
-"""The attention of the last queries, and these queries at later places, for scores that use them.
+"""The last queries at later places, and keys as attention reads them, for scores.
 
 Expected Attention and TriAttention take later queries to be like the last ones, at the next places
 of the stream: the mean over queries and places is the mean query, rotated by the mean rotation.
@@ -7,23 +7,17 @@ of the stream: the mean over queries and places is the mean query, rotated by th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from weir.errors import WeirError
 from weir.pools.base import Fold
+from weir.pools.parameters import Bounds
 from weir.slab import Rotation, Slots
 
-
-def last_attention(slots: Slots, fold: Fold, window: int) -> Tensor:
-    """Return shares of the attention of the last queries [batch, kv_heads, group, window, slots].
-
-    Of all that a query gave, at the distances at which attention reads (`ObservedAttention`). 0 for
-    tokens newer than the query, and from queries of which there were none yet.
-    """
-    assert fold.read is not None
-    return fold.read.attention(slots)[:, :, :, -window:]
+Ahead = Annotated[int, Bounds(1, 2**20)]
+"""Places ahead of the next one; a fold's chunk is 64."""
 
 
 def keys_as_read(slots: Slots, fold: Fold) -> Tensor:
@@ -31,26 +25,12 @@ def keys_as_read(slots: Slots, fold: Fold) -> Tensor:
     return (slots.keys if fold.read is None else fold.read.keys(slots)).float()
 
 
-def last_logits(slots: Slots, fold: Fold, window: int) -> Tensor:
-    """Return logits of the last queries, as `last_attention`; `-inf` where a share is 0."""
-    assert fold.read is not None
-    lse = fold.read.lse[:, :, :, -window:, None]
-    return last_attention(slots, fold, window).log() + lse.nan_to_num(neginf=0.0)
-
-
-def check_share(name: str, parameter: str, value: float) -> None:
-    """Refuse a parameter that is no share."""
-    if not 0 <= value <= 1:
-        raise WeirError(f"{parameter} of {name} is a share, from 0 to 1, not {value:g}")
-
-
 def last_unrotated_queries(fold: Fold, count: int) -> tuple[Tensor, Tensor]:
     """Return the last `count` queries without rotation [batch, kv_heads, group, n, key_dim], 0
     where there was none, and which of them exist [batch, n], bool.
     """
-    assert fold.read is not None
-    queries = fold.read.unrotated_queries[:, :, :, -count:].float()
-    there = fold.read.query_positions[:, -count:] >= fold.origin
+    queries = fold.observed.unrotated_queries[:, :, :, -count:].float()
+    there = fold.observed.query_positions[:, -count:] >= fold.origin
     return queries.masked_fill(~there[:, None, None, :, None], 0.0), there
 
 
@@ -66,8 +46,7 @@ def mean_rotation(fold: Fold, ahead: Sequence[int]) -> Rotation | None:
     """Return the mean rotation of places so far `ahead` of the next one; None without a rotary
     embedding. Cosines and sines are [batch, 1, 1, rotary_dim / 2].
     """
-    assert fold.read is not None
-    rotary = fold.read.positions.rotary
+    rotary = fold.observed.positions.rotary
     if rotary is None:
         return None
     steps = torch.tensor(ahead, device=fold.next.device)
@@ -78,11 +57,3 @@ def mean_rotation(fold: Fold, ahead: Sequence[int]) -> Rotation | None:
 def rotate_back(keys: Tensor, turn: Rotation | None) -> Tensor:
     """Apply the transpose of a mean rotation to keys [batch, kv_heads, n, key_dim], float32."""
     return keys if turn is None else Rotation(turn.cos, -turn.sin).apply(keys)
-
-
-def check_ahead(name: str, ahead: int) -> None:
-    """Refuse a number of places ahead that is out of range."""
-    if not 1 <= ahead <= 1 << 20:
-        raise WeirError(
-            f"{name} looks 1 to {1 << 20:,} places ahead, not {ahead}; a fold's chunk is 64"
-        )

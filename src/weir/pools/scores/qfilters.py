@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from weir.pools.base import Fold
+from weir.pools.parameters import Count
 from weir.pools.ranked import Asking
 from weir.pools.registry import pool
 from weir.pools.scores.last_queries import (
@@ -41,7 +42,7 @@ class QFilters(Asking):
     asks = "queries"
 
     n: int
-    queries: int = 64
+    queries: Count = 64
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
         """Return the length of each key along the direction [batch, kv_heads, slots], float64."""

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weir.errors import WeirError
 from weir.pools.base import Fold
-from weir.pools.ranked import Asking, check_kernel, pool_neighbors
+from weir.pools.parameters import Cosine, Count, Kernel, Share
+from weir.pools.ranked import Asking, pool_neighbors
 from weir.pools.registry import pool
-from weir.pools.scores.last_queries import check_share, keys_as_read, last_logits
+from weir.pools.scores.last_queries import keys_as_read
 from weir.slab import Slots
 
 ROWS = 512
@@ -42,17 +42,10 @@ class RKV(Asking):
     """
 
     n: int
-    window: int = 8
-    kernel: int = 7
-    weight: float = 0.1
-    alike: float = 0.5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_kernel("rkv", self.kernel)
-        check_share("rkv", "weight", self.weight)
-        if not -1 <= self.alike <= 1:
-            raise WeirError(f"alike of rkv is a cosine, from -1 to 1, not {self.alike:g}")
+    window: Count = 8
+    kernel: Kernel = 7
+    weight: Share = 0.1
+    alike: Cosine = 0.5
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
         """Attention less redundancy [batch, kv_heads, slots], float64."""
@@ -69,7 +62,7 @@ class RKV(Asking):
         """The softmax of the largest logit in the group, over the tokens `among`, the mean over the
         window [batch, kv_heads, slots]; 0 for all other tokens.
         """
-        largest = last_logits(slots, fold, self.window).amax(dim=2)
+        largest = self.logits(slots, fold).amax(dim=2)
         largest = largest.masked_fill(~among[:, :, None], -torch.inf)
         # A query that sees none of them has no say.
         return largest.softmax(dim=-1).nan_to_num(nan=0.0).mean(dim=2)
@@ -78,12 +71,8 @@ class RKV(Asking):
 def redundant(keys: Tensor, among: Tensor, alike: float) -> Tensor:
     """Compute the mean cosine of each key with all others, as a softmax [batch, kv_heads, n].
 
-    For each key, the newest other one that is at least so much `alike` is left out of what it says.
-
-    Args:
-        keys: from the oldest on [batch, kv_heads, n, key_dim], float32.
-        among: those that count [batch, kv_heads, n], bool.
-        alike: a cosine.
+    Keys lie from the oldest on; `among` says which count. For each, the newest other one whose
+    cosine is above `alike` is left out of what it says.
     """
     keys = F.normalize(keys, dim=-1).masked_fill(~among[..., None], 0.0)
     place = torch.arange(keys.shape[2], device=keys.device)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from weir.pools.base import Fold
+from weir.pools.parameters import Count
 from weir.pools.ranked import Asking
 from weir.pools.registry import pool
-from weir.pools.scores.last_queries import last_attention
 from weir.slab import Slots
 
 
@@ -33,14 +33,13 @@ class Scissorhands(Asking):
     """
 
     n: int
-    window: int = 64
+    window: Count = 64
 
     def score(self, slots: Slots, fold: Fold) -> tuple[Tensor, Tensor]:
         """(how often, how much) [batch, kv_heads, slots] each."""
-        assert fold.read is not None
-        share = last_attention(slots, fold, self.window)
-        whole = fold.read.whole
-        place = fold.read.query_positions[:, None, -self.window :, None]
+        share = self.attention(slots, fold)
+        whole = fold.observed.whole
+        place = fold.observed.query_positions[:, None, -self.window :, None]
         seen = whole.held[:, :, None] & (whole.position[:, :, None] <= place)
         average = 1 / seen.sum(dim=-1).clamp_min(1)
         often = share >= average[:, :, None, :, None]

@@ -15,7 +15,6 @@ from weir.errors import WeirError
 from weir.pools.base import Fold, Pool
 from weir.pools.ranked import Ranked
 from weir.pools.registry import pool
-from weir.pools.scores.last_queries import last_attention
 from weir.slab import Slots
 
 
@@ -53,7 +52,7 @@ class Tova(Ranked):
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
         """The last query's attention, averaged [batch, kv_heads, slots]."""
-        share = last_attention(slots, fold, 1)[:, :, :, 0]
+        share = fold.observed.attention(slots, 1)[:, :, :, 0]
         if self.per_head:
             return share.mean(dim=2)
         return share.mean(dim=(1, 2), keepdim=True)[:, :, 0].expand_as(slots.a)

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from weir.pools.base import Fold
+from weir.pools.parameters import Count
 from weir.pools.ranked import Asking
 from weir.pools.registry import pool
 from weir.pools.scores.last_queries import (
-    check_ahead,
+    Ahead,
     keys_as_read,
     last_unrotated_queries,
     mean_query,
@@ -43,12 +44,8 @@ class Tri(Asking):
     asks = "queries"
 
     n: int
-    ahead: int = 64
-    queries: int = 64
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_ahead("tri", self.ahead)
+    ahead: Ahead = 64
+    queries: Count = 64
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
         """The largest of the group's scores, in standard deviations [batch, kv_heads, slots]."""

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.pools.base import Fold
-from weir.pools.ranked import Asking, check_kernel, pool_neighbors, select_highest
+from weir.pools.parameters import Count, Kernel, Natural
+from weir.pools.ranked import Asking, pool_neighbors, select_highest
 from weir.pools.registry import pool
-from weir.pools.scores.last_queries import last_attention
 from weir.slab import Slots
 
 LEAST = 1e-30
@@ -38,24 +38,21 @@ class Vase(Asking):
     """
 
     n: int
-    wide: int | None = None
-    window: int = 64
-    kernel: int = 5
+    wide: Natural | None = None
+    window: Count = 64
+    kernel: Kernel = 5
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.wide is not None and not 0 <= self.wide <= self.n:
+        if self.wide is not None and self.wide > self.n:
             raise WeirError(
                 f"wide of vase is how many of its {self.n} tokens stay for their values, from 0 to "
                 f"{self.n}, not {self.wide}"
             )
-        check_kernel("vase", self.kernel)
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
         """A random number, larger with attention [batch, kv_heads, slots]."""
-        share = (
-            last_attention(slots, fold, self.window).mean(dim=(2, 3)).masked_fill(~slots.held, 0.0)
-        )
+        share = self.attention(slots, fold).mean(dim=(2, 3)).masked_fill(~slots.held, 0.0)
         weight = pool_neighbors(share, slots.position, self.kernel, average=True)
         reach = slots.values.float().amax(dim=-1) - slots.values.float().amin(dim=-1)
         wide = self.n // 10 if self.wide is None else self.wide

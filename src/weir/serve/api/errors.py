@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -103,16 +102,6 @@ def rate_limited(message: str) -> APIError:
 def not_found(what: str) -> APIError:
     """There is no such thing, or it belongs to another owner: the client cannot tell which."""
     return APIError(404, f"there is no such {what}", code="not_found")
-
-
-def busy_elsewhere(message: str, seconds: float) -> APIError:
-    """Another server is answering the session: the client should try again."""
-    return APIError(
-        409,
-        message,
-        code="conversation_locked",
-        headers={"Retry-After": str(max(1, math.ceil(seconds)))},
-    )
 
 
 def server_error(message: str = "the server failed to answer; its log says why") -> APIError:

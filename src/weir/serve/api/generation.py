@@ -14,7 +14,6 @@ from starlette.responses import JSONResponse, Response
 from weir.errors import NotFiniteError, WeirError
 from weir.serve.api.errors import (
     APIError,
-    busy_elsewhere,
     rate_limited,
     server_closing,
     server_error,
@@ -34,7 +33,7 @@ from weir.serve.client import (
 )
 from weir.serve.engine import Busy, Cancelled, FinishEvent, TokenEvent
 from weir.serve.prompts import Prompt
-from weir.serve.sessions import DISK_FULL, AnsweredElsewhere, LeaseLost, StorageFull
+from weir.serve.sessions import DISK_FULL, StorageFull
 from weir.serve.structured import BadSchema
 from weir.stream import PromptTooLong
 
@@ -155,22 +154,11 @@ async def start(http: Request, request: GenerationRequest, param: str) -> Genera
 
 
 async def _find_prompt(client: EngineClient, request: GenerationRequest, param: str) -> Prompt:
-    """Find the prompt in a thread; if the client hangs up meanwhile, its lease is released."""
-    matching = asyncio.ensure_future(asyncio.to_thread(client.match, request))
-
-    def release(done: asyncio.Future[Prompt]) -> None:
-        if not done.cancelled() and not done.exception():
-            done.result().release()
-
+    """Find the prompt in a thread."""
     try:
-        return await asyncio.shield(matching)
-    except asyncio.CancelledError:
-        matching.add_done_callback(release)
-        raise
+        return await asyncio.to_thread(client.match, request)
     except PromptTooLong as error:
         raise APIError(400, str(error), param=param, code="prompt_too_long") from None
-    except AnsweredElsewhere as error:
-        raise busy_elsewhere(str(error), error.seconds) from None
     except StorageFull as error:
         raise storage_full(str(error)) from None
     except WeirError as error:
@@ -265,8 +253,6 @@ def to_api_error(error: Exception) -> APIError:
         return server_closing()
     if isinstance(error, BadSchema):
         return APIError(400, str(error), code="invalid_json_schema")
-    if isinstance(error, LeaseLost):
-        return busy_elsewhere(str(error), 1.0)
     LOG.error("turn failed", exc_info=error)
     if isinstance(error, StorageFull):
         return storage_full(DISK_FULL)

@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,29 +20,24 @@ from typing import Any
 import ray
 import torch
 from ray import serve
-from ray.serve.config import DeploymentActorConfig, HTTPOptions, RequestRouterConfig
+from ray.serve.config import HTTPOptions, RequestRouterConfig
 from starlette.types import ASGIApp
 
 from weir.errors import WeirError
 from weir.models import choose_products, load
 from weir.serve.api import Keys, log_json, make_app
 from weir.serve.client import EngineClient
-from weir.serve.cluster.leases import SECONDS, LeaseTable
-from weir.serve.cluster.router import TABLE
+from weir.serve.cluster.shared_turns import SharedTurns
 from weir.serve.cluster.storage import open_storage
-from weir.serve.cluster.store import SharedStore
 from weir.serve.engine import Engine
 from weir.serve.limits import Limits
-from weir.serve.sessions import RowFormat
+from weir.serve.sessions import RowFormat, SessionStore
 
 LOCAL = "local"
-ROUTERS = {
-    "leases": "weir.serve.cluster.router.LeaseRouter",
-    "hash": "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter",
-}
-"""Routers by their names on the command line."""
+ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+"""Ray's session affinity: requests with one `x-session-id` go to one replica while it is there."""
 PATIENCE = 5.0
-"""Seconds in which a cluster, or the lease table, must answer."""
+"""Seconds in which a cluster must answer."""
 
 
 @dataclass(frozen=True)
@@ -69,41 +64,6 @@ class Settings:
     loading: dict[str, Any] = field(default_factory=dict)
 
 
-class RayLeases:
-    """Client of the lease table's actor; if that does not answer, the ledger alone decides."""
-
-    def __init__(self) -> None:
-        self._actor: Any = None
-
-    def begin(self, session: str, replica: str) -> float:
-        """Lease a session for a turn; return 0, or seconds until the next try."""
-        try:
-            found: float = ray.get(self._table().begin.remote(session, replica), timeout=PATIENCE)
-        except (ray.exceptions.RayError, ValueError):
-            self._actor = None
-            return 0.0
-        return found
-
-    def end(self, session: str, replica: str) -> None:
-        """End a turn, without waiting for the table."""
-        self._tell("end", session, replica)
-
-    def beat(self, replica: str, sessions: Iterable[str]) -> None:
-        """Record a replica's heartbeat and its turns under way."""
-        self._tell("beat", replica, list(sessions))
-
-    def _tell(self, what: str, *given: Any) -> None:
-        try:
-            getattr(self._table(), what).remote(*given)
-        except (ray.exceptions.RayError, ValueError):
-            self._actor = None
-
-    def _table(self) -> Any:
-        if self._actor is None:
-            self._actor = serve.get_deployment_actor(TABLE)
-        return self._actor
-
-
 @serve.ingress()
 class Replica:
     """One engine behind OpenAI's HTTP API."""
@@ -114,19 +74,14 @@ class Replica:
         log_json()
         model, tokenizer = load(settings.model, **settings.loading)
         choose_products(model)
-        form = RowFormat.of(model, settings.policy, settings.chunk)
-        self._store = SharedStore(
-            open_storage(settings.place),
-            RayLeases(),
-            serve.get_replica_context().replica_id.unique_id,
-            form,
-            most=settings.most,
-        )
+        row_format = RowFormat.of(model, settings.policy, settings.chunk)
+        storage = open_storage(settings.place)
+        store = SessionStore(SharedTurns(storage, row_format, most=settings.most))
         engine = Engine(
             model,
             settings.policy,
             settings.rows,
-            self._store,
+            store,
             chunk=settings.chunk,
             queue=settings.limits.queue,
             deterministic=settings.deterministic,
@@ -136,11 +91,9 @@ class Replica:
             tokenizer,
             settings.name,
             settings.limits,
-            acquire_lease=self._store.acquire_lease,
+            is_replica=True,
         )
         self._keys = Keys(settings.keys)
-        self._over = threading.Event()
-        threading.Thread(target=self._beat, name="weir-beat", daemon=True).start()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the ASGI application to Ray."""
@@ -150,10 +103,6 @@ class Replica:
         """Health check for Ray, which replaces a replica whose engine has failed."""
         if self._client.failure is not None:
             raise WeirError("the engine has failed, and nothing is answered any more")
-
-    def _beat(self) -> None:
-        while not self._over.wait(SECONDS / 4):
-            self._store.beat()
 
 
 @contextmanager
@@ -217,7 +166,7 @@ def _check(address: str) -> None:
         )
 
 
-def deploy(settings: Settings, replicas: int, host: str, port: int, routing: str) -> None:
+def deploy(settings: Settings, replicas: int, host: str, port: int) -> None:
     """Deploy replicas at an address, and wait until all of them answer."""
     gpus = 1 if ray.cluster_resources().get("GPU", 0) >= replicas else 0
     limits = settings.limits
@@ -230,12 +179,7 @@ def deploy(settings: Settings, replicas: int, host: str, port: int, routing: str
         graceful_shutdown_timeout_s=limits.drain,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=2,
-        request_router_config=RequestRouterConfig(request_router_class=ROUTERS[routing]),
-        deployment_actors=[
-            DeploymentActorConfig(
-                name=TABLE, actor_class=ray.remote(LeaseTable), actor_options={"num_cpus": 0}
-            )
-        ],
+        request_router_config=RequestRouterConfig(request_router_class=ROUTER),
     )
     where = "HeadOnly" if len(ray.nodes()) == 1 else "EveryNode"
     try:

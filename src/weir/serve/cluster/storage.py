@@ -1,8 +1,7 @@
 """Files that several machines share: through fsspec, or on a file system that all of them mount.
 
-The ledger needs two things of a storage: when several processes create one file, exactly one
-succeeds and the file is whole; and listing a folder shows everything created before. Knows nothing
-about what the files hold.
+A file is written whole or not at all, and listing a folder shows everything written before. Knows
+nothing about what the files hold.
 """
 
 from __future__ import annotations
@@ -10,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import time
 from pathlib import Path
 from typing import Any
 
 from weir.errors import WeirError
-from weir.serve.sessions import DISK_FULL, StorageFull, free_bytes, is_full
+from weir.serve.sessions import free_bytes, refusal
 
 
 def open_storage(place: str) -> Storage:
@@ -34,9 +34,7 @@ def open_storage(place: str) -> Storage:
 
 
 class Storage:
-    """A storage of fsspec's that can create a file only if there is none.
-
-    Paths are names with slashes between them.
+    """A storage of fsspec's. Paths are names with slashes between them.
 
     Raises:
         WeirError: fsspec does not know the storage, or lacks a package for it.
@@ -52,16 +50,18 @@ class Storage:
             raise WeirError(f"{address} cannot be used: {error}") from None
         self._root = str(root).rstrip("/")
 
-    def create(self, path: str, data: bytes) -> bool:
-        """Create a file durably; return False if it exists."""
-        try:
-            self._files.pipe_file(f"{self._root}/{path}", data, mode="create")
-        except FileExistsError:
-            return False
-        return True
-
     def write(self, path: str, data: bytes) -> None:
-        """Create a file or replace it."""
+        """Create a file or replace it, whole and safe.
+
+        Raises:
+            WeirError: it cannot be written.
+        """
+        try:
+            self._write(path, data)
+        except OSError as error:
+            raise refusal(error) from None
+
+    def _write(self, path: str, data: bytes) -> None:
         self._files.pipe_file(f"{self._root}/{path}", data)
 
     def read(self, path: str) -> bytes | None:
@@ -82,8 +82,15 @@ class Storage:
             found = self._files.ls(f"{self._root}/{path}", detail=False)
         except FileNotFoundError:
             return []
-        names = (str(name).rstrip("/").rpartition("/")[2] for name in found)
-        return sorted(name for name in names if not name.endswith(".part"))
+        return sorted(str(name).rstrip("/").rpartition("/")[2] for name in found)
+
+    def age(self, path: str) -> float:
+        """Seconds since a file was written; 0 if there is none."""
+        try:
+            written: float = self._files.modified(f"{self._root}/{path}").timestamp()
+        except FileNotFoundError:
+            return 0.0
+        return time.time() - written
 
     def delete(self, path: str) -> None:
         """Delete a file, if there is one."""
@@ -104,46 +111,24 @@ class LocalStorage(Storage):
         self._files = fsspec.filesystem("file")
         self._root = str(root.absolute())
 
-    def create(self, path: str, data: bytes) -> bool:
-        """Create a file, whole and safe; False where there is one.
-
-        The file is written under another name and linked: link(2) lets one succeed, on NFS too.
-        """
-        part = self._write_part(path, data)
+    def _write(self, path: str, data: bytes) -> None:
+        file = Path(self._root) / path
+        part = file.parent / f"{secrets.token_hex(8)}.part"
         try:
-            os.link(part, Path(self._root) / path)
-        except FileExistsError:
-            return False
-        finally:
-            part.unlink()
-        _sync(part.parent)
-        return True
-
-    def write(self, path: str, data: bytes) -> None:
-        """Create a file or replace it, whole and safe."""
-        part = self._write_part(path, data)
-        os.replace(part, Path(self._root) / path)
-        _sync(part.parent)
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with open(part, "xb") as new:
+                new.write(data)
+                new.flush()
+                os.fsync(new.fileno())
+            os.replace(part, file)
+            _sync(file.parent)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
 
     def has_room(self, size: int) -> bool:
         """Whether the file system has so many bytes left."""
         return free_bytes(Path(self._root)) >= size
-
-    def _write_part(self, path: str, data: bytes) -> Path:
-        """Write and sync a file beside the one that is meant."""
-        part = (Path(self._root) / path).parent / f"{secrets.token_hex(8)}.part"
-        try:
-            part.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with open(part, "xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-        except BaseException as error:
-            part.unlink(missing_ok=True)
-            if isinstance(error, OSError) and is_full(error):
-                raise StorageFull(DISK_FULL) from None
-            raise
-        return part
 
 
 def _sync(folder: Path) -> None:

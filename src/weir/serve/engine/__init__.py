@@ -3,35 +3,31 @@
 from weir.serve.engine.engine import (
     Cancelled,
     Engine,
-    EngineLoad,
     RowInspection,
     compile_engine,
     sizes_of,
 )
 from weir.serve.engine.output import (
+    EventSender,
     FailureEvent,
     FinishEvent,
-    Notifier,
     OutputEvent,
     OutputProcessor,
     OutputQueue,
-    StreamStats,
     TokenEvent,
 )
-from weir.serve.engine.sampler import Constraint, SampledToken, Sampler, SamplingParams, sample
-from weir.serve.engine.scheduler import Busy, WaitQueue, fits_one_call, group_prefills
-from weir.serve.engine.sequence import Listener, Sequence
+from weir.serve.engine.sampler import Constraint, SampledToken, Sampler, SamplingParams
+from weir.serve.engine.scheduler import Busy
+from weir.serve.engine.sequence import Sequence
 
 __all__ = [
     "Busy",
     "Cancelled",
     "Constraint",
     "Engine",
-    "EngineLoad",
+    "EventSender",
     "FailureEvent",
     "FinishEvent",
-    "Listener",
-    "Notifier",
     "OutputEvent",
     "OutputProcessor",
     "OutputQueue",
@@ -40,12 +36,7 @@ __all__ = [
     "Sampler",
     "SamplingParams",
     "Sequence",
-    "StreamStats",
     "TokenEvent",
-    "WaitQueue",
     "compile_engine",
-    "fits_one_call",
-    "group_prefills",
-    "sample",
     "sizes_of",
 ]

@@ -157,14 +157,15 @@ class Engine:
     def forget(self, checkpoint: str) -> None:
         """Drop a checkpoint, and free the row that stands there."""
         with self._changed:
-            self.scheduler.rows.forget(checkpoint)
+            self.scheduler.forget(checkpoint)
         self.store.drop(checkpoint)
 
     def load(self) -> EngineLoad:
         """How busy the engine is."""
         with self._changed:
-            rows, waiting = self.scheduler.rows, len(self.scheduler.waiting)
-            return EngineLoad(rows.size, rows.busy, rows.resting, waiting, self._seen, self._calls)
+            plan = self.scheduler
+            busy, waiting = len(plan.running), len(plan.waiting)
+            return EngineLoad(plan.rows, busy, plan.resting, waiting, self._seen, self._calls)
 
     # --- in the engine's thread
 
@@ -189,8 +190,6 @@ class Engine:
         self._prefill(self.scheduler.prefill_batch())
         self._inspect()
         self.on_step()
-        with self._changed:
-            self.scheduler.check()
 
     def _cancel(self) -> None:
         with self._changed:
@@ -304,7 +303,7 @@ class Engine:
         with self._changed:
             for fork in sequence.forks:
                 fork.prefilled = (state, logits)
-                self.scheduler.waiting.add_first(fork)
+                self.scheduler.add_first(fork)
 
     def _sample(self, sequences: list[Sequence], logits: Tensor) -> None:
         """Sample the next token of each answer from the logits [sequences, vocabulary].
@@ -347,7 +346,7 @@ class Engine:
                 sequence.listener.on_finish(reason)
                 return
             with self._changed:
-                self.scheduler.rows.forget(sequence.id)
+                self.scheduler.forget(sequence.id)
             sequence.listener.on_failure(error)
 
         try:
@@ -380,7 +379,7 @@ class Engine:
         for sequence in list(self.scheduler.running):
             self._fail(sequence, error)
         with self._changed:
-            self.scheduler.rows.clear()
+            self.scheduler.forget_all()
         self.cache.reset()
 
     def _inspect(self) -> None:

@@ -1,8 +1,8 @@
 """The output of a request: text made of sampled tokens, on its way to an event loop.
 
-`OutputProcessor` works in the engine's thread, and `OutputQueue` takes its events to the loop of
-whoever waits. The engine never waits for a client: a queue holds so many tokens and no more, and a
-client that does not read them is cut off. Knows nothing about HTTP.
+`OutputProcessor` works in the engine's thread, and `EventSender` takes its events to the
+`OutputQueue` of whoever waits in a loop. The engine never waits for a client: a queue holds so many
+tokens and no more, and a client that does not read them is cut off. Knows nothing about HTTP.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
-
-from transformers import PreTrainedTokenizerBase
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from weir.cache import StreamingCache
 from weir.pools import Beginning
@@ -103,14 +101,14 @@ OutputEvent = TokenEvent | FinishEvent | FailureEvent
 
 
 class OutputQueue:
-    """The events of one request, put from any thread and taken in one event loop.
+    """The events of one request; all but `loop` and `full` is for its event loop only.
 
     Args:
         size: tokens that may wait.
 
     Attributes:
         full: whether more tokens came than may wait; the further ones are lost.
-        overrun: set in the loop when it is full.
+        overrun: set when it is full.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, size: int) -> None:
@@ -118,50 +116,28 @@ class OutputQueue:
         self.full = False
         self.overrun = asyncio.Event()
         self._size = size
-        self._lock = threading.Lock()
         self._events: list[OutputEvent] = []
         self._ready = asyncio.Event()
 
-    def put(self, event: OutputEvent) -> bool:
-        """Put an event in; a token is lost if too many wait.
-
-        Returns:
-            Whether the loop has to be woken for it (`Notifier.add`).
-        """
-        with self._lock:
-            if isinstance(event, TokenEvent) and len(self._events) >= self._size:
-                first, self.full = not self.full, True
-            else:
-                first = not self._events
-                self._events.append(event)
-        return first
-
-    def put_now(self, event: OutputEvent) -> None:
-        """Put an event in, and wake the loop."""
-        if self.put(event):
-            _wake(self.loop, [self])
+    def put(self, event: OutputEvent) -> None:
+        """Put an event in; a token is lost if too many wait."""
+        if isinstance(event, TokenEvent) and len(self._events) >= self._size:
+            self.full = True
+            self.overrun.set()
+            return
+        self._events.append(event)
+        self._ready.set()
 
     async def take(self) -> list[OutputEvent]:
         """Wait for events, and take all there are."""
-        while True:
-            with self._lock:
-                # Cleared even where nothing is there: a wake may come after its events were taken,
-                # and with the flag left set this would spin without letting the loop go on.
-                self._ready.clear()
-                if self._events:
-                    events, self._events = self._events, []
-                    return events
-            await self._ready.wait()
-
-    def wake(self) -> None:
-        """Let `take` look again; called in the loop."""
-        self._ready.set()
-        if self.full:
-            self.overrun.set()
+        await self._ready.wait()
+        self._ready.clear()
+        events, self._events = self._events, []
+        return events
 
 
-class Notifier:
-    """Wakes many queues together.
+class EventSender:
+    """Takes events from any thread to the queues of event loops, many together.
 
     A step of the engine has an event for every row, and to wake a loop takes as long as to put ten
     events into a queue.
@@ -169,100 +145,91 @@ class Notifier:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._queues: list[OutputQueue] = []
+        self._events: list[tuple[OutputQueue, OutputEvent]] = []
 
-    def add(self, queue: OutputQueue) -> None:
-        """Wake a queue with the next `notify`."""
+    def add(self, queue: OutputQueue, event: OutputEvent) -> None:
+        """Send an event with the next `send`."""
         with self._lock:
-            self._queues.append(queue)
+            self._events.append((queue, event))
 
-    def notify(self) -> None:
-        """Wake all queues that were added, each loop once."""
-        with self._lock:
-            queues, self._queues = self._queues, []
-        for loop in {queue.loop for queue in queues}:
-            _wake(loop, [queue for queue in queues if queue.loop is loop])
+    def send(self) -> None:
+        """Send all events that were added, and wake each loop once."""
+        with self._lock:  # also while loops are woken, so that events come in order
+            events, self._events = self._events, []
+            for loop in {queue.loop for queue, _ in events}:
+                those = [(queue, event) for queue, event in events if queue.loop is loop]
+                with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
+                    loop.call_soon_threadsafe(_put_all, those)
 
-
-def _wake(loop: asyncio.AbstractEventLoop, queues: Iterable[OutputQueue]) -> None:
-    def wake() -> None:
-        for queue in queues:
-            queue.wake()
-
-    with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
-        loop.call_soon_threadsafe(wake)
+    def send_now(self, queue: OutputQueue, event: OutputEvent) -> None:
+        """Send an event, and what was added before."""
+        self.add(queue, event)
+        self.send()
 
 
+def _put_all(events: list[tuple[OutputQueue, OutputEvent]]) -> None:
+    for queue, event in events:
+        queue.put(event)
+
+
+@dataclass(eq=False, repr=False)
 class OutputProcessor:
-    """The listener of one sequence: makes text of its tokens and puts events into a queue.
-
-    Args:
-        on_saved: called when the answer is saved, before the client hears of its end.
-        special: special tokens that are part of the answer's text.
+    """The listener of one sequence: makes text of its tokens and sends events to a queue.
 
     Attributes:
+        on_saved: called when the answer is saved, before the client hears of its end.
         sequence: its sequence; set before that is submitted.
         stats: of its stream; set when the last token has come.
     """
 
-    sequence: Sequence
-    stats: StreamStats
-
-    def __init__(
-        self,
-        answer: int,
-        cache: StreamingCache,
-        tokenizer: PreTrainedTokenizerBase,
-        stops: tuple[str, ...],
-        queue: OutputQueue,
-        notifier: Notifier,
-        on_saved: Callable[[], None],
-        special: Collection[int] = (),
-    ) -> None:
-        self._answer = answer
-        self._cache = cache
-        self._detokenizer = Detokenizer(tokenizer, stops, special)
-        self._text: list[str] = []
-        self._queue = queue
-        self._notifier = notifier
-        self._on_saved = on_saved
-        self._rest: str | None = None  # text held back until the answer ended
+    answer: int
+    cache: StreamingCache
+    detokenizer: Detokenizer
+    queue: OutputQueue
+    sender: EventSender
+    on_saved: Callable[[], None]
+    sequence: Sequence = field(init=False)
+    stats: StreamStats = field(init=False)
+    _text: list[str] = field(default_factory=list)
+    _rest: str | None = None  # text held back until the answer ended
 
     def on_token(self, token: SampledToken) -> str | None:
         """Put out the text that a token adds; "stop" if it completes a stop text."""
         sequence = self.sequence
         is_stop = token.id in sequence.stop_ids
-        text = "" if is_stop else self._detokenizer.add(token.id)
+        text = "" if is_stop else self.detokenizer.add(token.id)
         if text:
             self._text.append(text)
-        if self._queue.full:
+        if self.queue.full:
             sequence.cancelled = True  # the client does not read; the next step ends it
-        elif self._queue.put(TokenEvent(self._answer, text, token, time.perf_counter())):
-            self._notifier.add(self._queue)
+        else:
+            at = time.perf_counter()
+            self.sender.add(self.queue, TokenEvent(self.answer, text, token, at))
         done = sequence.sampler.done or len(sequence.output_ids) >= sequence.max_tokens
-        if is_stop or self._detokenizer.stopped or done:
+        if is_stop or self.detokenizer.stopped or done:
             # By the time the answer is saved, its row may belong to another sequence.
             assert sequence.row is not None
-            self.stats = StreamStats.of(self._cache, sequence.row)
-        return "stop" if self._detokenizer.stopped else None
+            self.stats = StreamStats.of(self.cache, sequence.row)
+        return "stop" if self.detokenizer.stopped else None
 
     def finish(self) -> str:
         """The text of the whole answer, once it has ended."""
         if self._rest is None:
-            self._rest = "" if self._detokenizer.stopped else self._detokenizer.end()
+            self._rest = "" if self.detokenizer.stopped else self.detokenizer.end()
         return "".join([*self._text, self._rest])
 
     def on_finish(self, reason: str) -> None:
         """Put out the end of the answer, which is saved."""
         try:
             self.finish()
-            self._on_saved()
+            self.on_saved()
         except Exception as error:
             self.on_failure(error)
             return
         tokens, rest = len(self.sequence.output_ids), self._rest or ""
-        self._queue.put_now(FinishEvent(self._answer, rest, reason, tokens, self.stats))
+        end = FinishEvent(self.answer, rest, reason, tokens, self.stats)
+        self.sender.send_now(self.queue, end)
 
     def on_failure(self, error: Exception) -> None:
         """Put out that the answer has failed."""
-        self._queue.put_now(FailureEvent(self._answer, error))
+        self.sender.send_now(self.queue, FailureEvent(self.answer, error))

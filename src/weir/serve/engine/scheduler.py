@@ -5,7 +5,6 @@ Knows nothing about models.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping
 
 from weir.errors import WeirError
@@ -16,181 +15,82 @@ class Busy(WeirError):
     """The queue is full."""
 
 
-class WaitQueue:
-    """Sequences without a row. Owners take turns; the sequences of one owner keep their order."""
+class Scheduler:
+    """Decides which sequences run, and in which rows.
 
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._waiting: deque[Sequence] = deque()
-        self._served: dict[str, int] = {}
-        self._clock = 0
+    A row is busy with a running sequence, or resting, or free. A resting one stands at a checkpoint
+    until a sequence continues there or another one needs the row. Owners take turns, and the
+    sequences of one owner keep their order.
 
-    def __len__(self) -> int:
-        return len(self._waiting)
+    Args:
+        queue: number of sequences that may wait.
+        deterministic: every call is over one row.
 
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._waiting)
-
-    def add(self, sequence: Sequence, free: int = 0) -> None:
-        """Append a sequence.
-
-        Args:
-            free: rows that are about to be given away; so many sequences do not count as waiting.
-
-        Raises:
-            Busy: the queue is full.
-        """
-        waiting = len(self._waiting) - free
-        if waiting >= self._size:
-            raise Busy(f"{waiting} turns are waiting already")
-        self._waiting.append(sequence)
-
-    def add_first(self, sequence: Sequence) -> None:
-        """Put a sequence before all others, however many wait: its prompt is read already."""
-        self._waiting.appendleft(sequence)
-
-    def next(self) -> Sequence | None:
-        """The next sequence of the owner served longest ago; it stays in the queue."""
-        return min(self._waiting, key=lambda one: self._served.get(one.owner, 0), default=None)
-
-    def serve(self, sequence: Sequence) -> None:
-        """Remove a sequence that has got its row; its owner is now the last to be served."""
-        self._waiting.remove(sequence)
-        self._clock += 1
-        self._served[sequence.owner] = self._clock
-
-    def discard(self, sequence: Sequence) -> None:
-        """Remove a sequence that was not served, if it is here."""
-        if sequence in self._waiting:
-            self._waiting.remove(sequence)
-
-    def reset_fairness(self) -> None:
-        """Forget who was served when: the engine was idle."""
-        self._served.clear()
-
-
-class RowAllocator:
-    """Owners of the rows of a cache.
-
-    A row is free, or busy with a sequence, or resting: it stands at a checkpoint until a sequence
-    continues there or another one needs the row.
+    Attributes:
+        rows: number of rows.
+        running: sequences with a row, the one whose prompt was read longest ago first.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._free = set(range(size))
-        self._busy: set[int] = set()
+    def __init__(self, rows: int, queue: int, prefill_chunk: int, *, deterministic: bool) -> None:
+        self.rows = rows
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.prefill_chunk = prefill_chunk
+        self._queue = queue
+        self._deterministic = deterministic
         self._resting: dict[str, int] = {}  # by checkpoint, the one used last at the end
+        self._served: dict[str, int] = {}  # when an owner got a row, on a clock of its own
+        self._clock = 0
 
-    @property
-    def busy(self) -> int:
-        """Number of rows that sequences have."""
-        return len(self._busy)
+    def __bool__(self) -> bool:
+        return bool(self.running or self.waiting)
 
     @property
     def resting(self) -> int:
         """Number of rows that stand at a checkpoint."""
         return len(self._resting)
 
-    def claim(self, checkpoint: str | None) -> tuple[int, bool] | None:
-        """Take a row: one that stands at the checkpoint, a free one, or the one at rest longest.
-
-        Args:
-            checkpoint: where the sequence starts; None at the beginning of a stream.
-
-        Returns:
-            The row, and whether it stands at the checkpoint already; None if all are busy.
-        """
-        if checkpoint is not None and checkpoint in self._resting:
-            row = self._resting.pop(checkpoint)
-            self._busy.add(row)
-            return row, True
-        if self._free:
-            row = min(self._free)
-            self._free.remove(row)
-        elif self._resting:
-            row = self._resting.pop(next(iter(self._resting)))
-        else:
-            return None
-        self._busy.add(row)
-        return row, False
-
-    def rest(self, row: int, checkpoint: str) -> None:
-        """Leave a row standing at a checkpoint."""
-        self._busy.remove(row)
-        # A checkpoint is the end of one turn only, but a turn may be asked for again by its name.
-        before = self._resting.pop(checkpoint, None)
-        if before is not None:
-            self._free.add(before)
-        self._resting[checkpoint] = row
-
-    def release(self, row: int) -> None:
-        """Free a row whose sequence is not saved."""
-        self._busy.remove(row)
-        self._free.add(row)
-
-    def forget(self, checkpoint: str) -> None:
-        """Free the row that stands at a checkpoint, if one does."""
-        row = self._resting.pop(checkpoint, None)
-        if row is not None:
-            self._free.add(row)
-
-    def clear(self) -> None:
-        """Free all rows."""
-        self._free, self._busy, self._resting = set(range(self.size)), set(), {}
-
-    def check(self, busy: set[int]) -> None:
-        """Check that every row is in one place, and that the busy ones are these.
+    def add(self, sequence: Sequence) -> None:
+        """Let a sequence wait for a row.
 
         Raises:
-            WeirError: they are not; that is a fault of the engine's.
+            Busy: the queue is full.
         """
-        resting = list(self._resting.values())
-        rows = sorted([*self._free, *self._busy, *resting])
-        if rows != list(range(self.size)) or self._busy != busy:
-            raise WeirError(
-                f"the engine's accounts are wrong: free {sorted(self._free)}, resting {resting}, "
-                f"busy {sorted(self._busy)}, and turns have {sorted(busy)}"
-            )
+        if not self:
+            self._served.clear()
+        waiting = len(self.waiting) - (self.rows - len(self.running))
+        if waiting >= self._queue:
+            raise Busy(f"{waiting} turns are waiting already")
+        self.waiting.append(sequence)
 
-
-class Scheduler:
-    """Decides which sequences run.
-
-    Args:
-        deterministic: every call is over one row.
-
-    Attributes:
-        running: sequences with a row, the one whose prompt was read longest ago first.
-    """
-
-    def __init__(self, rows: int, queue: int, prefill_chunk: int, *, deterministic: bool) -> None:
-        self.waiting = WaitQueue(queue)
-        self.rows = RowAllocator(rows)
-        self.running: list[Sequence] = []
-        self.prefill_chunk = prefill_chunk
-        self._deterministic = deterministic
-
-    def __bool__(self) -> bool:
-        return bool(self.running or self.waiting)
-
-    def add(self, sequence: Sequence) -> None:
-        """Let a sequence wait for a row."""
-        self.waiting.add(sequence, self.rows.size - self.rows.busy)
+    def add_first(self, sequence: Sequence) -> None:
+        """Put a sequence before all others, however many wait: its prompt is read already."""
+        self.waiting.insert(0, sequence)
 
     def admit(self) -> tuple[Sequence, bool] | None:
-        """Give the next sequence a row.
+        """Give a row to the next sequence of the owner served longest ago.
+
+        The row is one that stands where the sequence starts, a free one, or the one at rest
+        longest.
 
         Returns:
             The sequence, and whether its row stands where it starts; None if nobody waits or all
             rows are busy.
         """
-        sequence = self.waiting.next()
-        claimed = None if sequence is None else self.rows.claim(sequence.parent)
-        if sequence is None or claimed is None:
+        if not self.waiting or len(self.running) == self.rows:
             return None
-        self.waiting.serve(sequence)
-        sequence.row, resident = claimed
+        sequence = min(self.waiting, key=lambda one: self._served.get(one.owner, 0))
+        row = None if sequence.parent is None else self._resting.pop(sequence.parent, None)
+        resident = row is not None
+        if row is None:
+            taken = {*(one.row for one in self.running), *self._resting.values()}
+            row = min(set(range(self.rows)) - taken, default=None)
+        if row is None:
+            row = self._resting.pop(next(iter(self._resting)))
+        self.waiting.remove(sequence)
+        self._clock += 1
+        self._served[sequence.owner] = self._clock
+        sequence.row = row
         self.running.append(sequence)
         return sequence, resident
 
@@ -216,19 +116,20 @@ class Scheduler:
     def finish(self, sequence: Sequence, *, at_checkpoint: bool) -> None:
         """Take a sequence's row away; the row may rest at the sequence's end."""
         sequence.stage = Stage.FINISHED
-        self.waiting.discard(sequence)
-        if sequence in self.running:
-            self.running.remove(sequence)
+        for sequences in (self.waiting, self.running):
+            if sequence in sequences:
+                sequences.remove(sequence)
         if sequence.row is not None and at_checkpoint:
-            self.rows.rest(sequence.row, sequence.id)
-        elif sequence.row is not None:
-            self.rows.release(sequence.row)
+            self.forget(sequence.id)  # a turn may be asked for again by its name
+            self._resting[sequence.id] = sequence.row
 
-    def check(self) -> None:
-        """Check the rows after a step, and start afresh with fairness if nobody is left."""
-        self.rows.check({one.row for one in self.running if one.row is not None})
-        if not self:
-            self.waiting.reset_fairness()
+    def forget(self, checkpoint: str) -> None:
+        """Free the row that stands at a checkpoint, if one does."""
+        self._resting.pop(checkpoint, None)
+
+    def forget_all(self) -> None:
+        """Free all rows that stand at checkpoints."""
+        self._resting.clear()
 
 
 def group_prefills(reading: list[Sequence], chunk: int) -> list[Sequence]:

@@ -1,6 +1,6 @@
-"""Saved sessions: checkpoints and records of turns, responses, archives and leases."""
+"""Saved sessions: checkpoints and records of turns, responses and archives."""
 
-from weir.serve.sessions.archive import SessionArchive
+from weir.serve.sessions.disk_turns import DiskTurns
 from weir.serve.sessions.items import (
     Item,
     answer_item,
@@ -11,20 +11,14 @@ from weir.serve.sessions.items import (
     new_id,
     result_item,
 )
-from weir.serve.sessions.memory_store import MemoryStore
 from weir.serve.sessions.records import (
     DISK_FULL,
-    AcquireLease,
-    AnsweredElsewhere,
+    NOT_KEPT,
     Checkpoint,
-    LazyCheckpoint,
-    LeaseLost,
     NameTaken,
-    OnSaved,
-    SessionLease,
-    SessionStore,
     SessionSummary,
     StorageFull,
+    Turn,
     TurnRecord,
     TurnTokens,
     find_path,
@@ -33,33 +27,27 @@ from weir.serve.sessions.records import (
 )
 from weir.serve.sessions.responses import ResponseStore, StoredConversation, StoredResponse
 from weir.serve.sessions.snapshot import RowFormat, decode_checkpoint, encode_checkpoint
-from weir.serve.sessions.snapshot_folder import free_bytes, is_full
-from weir.serve.sessions.sqlite_store import SQLiteStore
-from weir.serve.sessions.writer import BackgroundWriter
+from weir.serve.sessions.snapshot_folder import free_bytes, refusal
+from weir.serve.sessions.store import SessionStore
+from weir.serve.sessions.turn_tables import TurnTables
 
 __all__ = [
     "DISK_FULL",
-    "AcquireLease",
-    "AnsweredElsewhere",
-    "BackgroundWriter",
+    "NOT_KEPT",
     "Checkpoint",
+    "DiskTurns",
     "Item",
-    "LazyCheckpoint",
-    "LeaseLost",
-    "MemoryStore",
     "NameTaken",
-    "OnSaved",
     "ResponseStore",
     "RowFormat",
-    "SQLiteStore",
-    "SessionArchive",
-    "SessionLease",
     "SessionStore",
     "SessionSummary",
     "StorageFull",
     "StoredConversation",
     "StoredResponse",
+    "Turn",
     "TurnRecord",
+    "TurnTables",
     "TurnTokens",
     "answer_item",
     "answer_part",
@@ -69,10 +57,10 @@ __all__ = [
     "find_path",
     "free_bytes",
     "input_item",
-    "is_full",
     "messages_of",
     "new_id",
     "pack_ids",
+    "refusal",
     "result_item",
     "unpack_ids",
 ]

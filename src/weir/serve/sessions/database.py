@@ -1,7 +1,7 @@
-"""SQLite database, in a file or in memory, and the tables of a session store.
+"""SQLite database, in a file or in memory.
 
 One connection writes, and its commits survive a power cut; another reads without waiting for
-commits. Knows nothing about snapshot files or models.
+commits. Knows nothing about what the tables hold.
 """
 
 from __future__ import annotations
@@ -16,49 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from weir.errors import WeirError
-
-VERSION = 2
-"""Version of the tables (`PRAGMA user_version`)."""
-
-_TABLES = """
-CREATE TABLE facts (
-    name TEXT PRIMARY KEY,
-    value TEXT NOT NULL
-) WITHOUT ROWID;
-CREATE TABLE nodes (
-    name TEXT PRIMARY KEY,
-    file TEXT NOT NULL UNIQUE,
-    bytes INTEGER NOT NULL,
-    sha256 TEXT NOT NULL,
-    pending TEXT NOT NULL,  -- JSON: tokens
-    used INTEGER NOT NULL   -- rises from use to use: clocks jump
-);
-CREATE INDEX nodes_used ON nodes (used);
-CREATE TABLE records (
-    number INTEGER PRIMARY KEY AUTOINCREMENT,  -- in the order they came
-    node TEXT NOT NULL UNIQUE REFERENCES nodes (name) ON DELETE CASCADE,
-    owner TEXT NOT NULL,
-    parent TEXT,
-    chain TEXT NOT NULL,
-    messages TEXT NOT NULL,  -- JSON: [role, content, name] each
-    last INTEGER NOT NULL,
-    seen INTEGER NOT NULL,
-    usage TEXT NOT NULL,  -- JSON: numbers by name
-    created REAL NOT NULL,
-    ids BLOB NOT NULL,  -- tokens, four bytes each
-    topic TEXT NOT NULL
-);
-CREATE INDEX records_chain ON records (owner, chain);
-CREATE INDEX records_parent ON records (parent);
-CREATE TABLE members (  -- which turns are in which sessions
-    number INTEGER PRIMARY KEY AUTOINCREMENT,
-    owner TEXT NOT NULL,
-    session TEXT NOT NULL,
-    node TEXT NOT NULL REFERENCES nodes (name) ON DELETE CASCADE,
-    UNIQUE (owner, session, node)
-);
-CREATE INDEX members_node ON members (node);
-"""
+from weir.serve.sessions.snapshot_folder import refusal
 
 
 class Database:
@@ -66,53 +24,52 @@ class Database:
 
     Args:
         path: path of the file; None for memory.
+        tables: SQL that makes the tables of a new database.
+        version: version of the tables (`PRAGMA user_version`).
+        create: whether the file may be missing.
 
     Raises:
-        WeirError: the file is missing and may not be created, is not an ordinary file, is damaged,
-            or has another version.
+        WeirError: the file is missing and may not be, is not an ordinary file, is damaged, or has
+            another version.
     """
 
     def __init__(
-        self, path: Path | None, *, begin: bool, tables: str = _TABLES, version: int = VERSION
+        self, path: Path | None, tables: str, version: int, *, create: bool = True
     ) -> None:
+        self._writing = threading.RLock()
+        self._reading: Any = self._writing if path is None else threading.Lock()
         if path is None:
-            self._writing = threading.RLock()
-            self._reading: Any = self._writing  # both are one connection
             self._writer = self._reader = _connected(":memory:")
             self._make(tables, version)
             return
         if path.is_symlink() or (path.exists() and not path.is_file()):
             raise WeirError(f"{path} is not an ordinary file")
-        if not begin and not (path.exists() and path.stat().st_size):
+        if not create and not (path.exists() and path.stat().st_size):
             raise WeirError(
                 f"{path.parent} has snapshots but no tables that say what they are; restore its "
                 f"{path.name} or give another folder"
             )
-        self._writing, self._reading = threading.RLock(), threading.Lock()
-        try:
-            # Only the user of the server may read it; SQLite gives its logs the same rights.
-            os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
-            self._writer = _connected(path)
-        except (OSError, sqlite3.Error) as error:
-            raise WeirError(f"{path} is damaged or cannot be opened: {error}") from None
-        try:
-            # Before anything else: a new database has neither version nor tables.
-            found = self._writer.execute("PRAGMA user_version").fetchone()[0]
-            there = self._writer.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-            if begin and found == 0 and there == 0:
-                self._writer.execute("PRAGMA journal_mode = WAL")
-                self._make(tables, version)
-            elif found != version:
-                raise WeirError(f"{path} has version {found}, and this weir reads {version}")
-            elif self._writer.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
-                raise WeirError(f"{path} is damaged")
-            self._reader = _connected(path)
-        except sqlite3.Error as error:
-            self._writer.close()
-            raise WeirError(f"{path} is damaged or cannot be opened: {error}") from None
-        except BaseException:
-            self._writer.close()
-            raise
+        with contextlib.ExitStack() as undo:
+            try:
+                # Only the user of the server may read it; SQLite gives its logs the same rights.
+                flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+                os.close(os.open(path, flags, 0o600))
+                self._writer = _connected(path)
+                undo.callback(self._writer.close)
+                # Before anything else: a new database has neither version nor tables.
+                found = self._writer.execute("PRAGMA user_version").fetchone()[0]
+                there = self._writer.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+                if create and found == 0 and there == 0:
+                    self._writer.execute("PRAGMA journal_mode = WAL")
+                    self._make(tables, version)
+                elif found != version:
+                    raise WeirError(f"{path} has version {found}, and this weir reads {version}")
+                elif self._writer.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
+                    raise WeirError(f"{path} is damaged")
+                self._reader = _connected(path)
+            except (OSError, sqlite3.Error) as error:
+                raise WeirError(f"{path} is damaged or cannot be opened: {error}") from None
+            undo.pop_all()
 
     def _make(self, tables: str, version: int) -> None:
         with self.writing() as db:
@@ -134,21 +91,34 @@ class Database:
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """Open a transaction, for one thread at a time: all of it is written, or nothing."""
+        """Open a transaction, for one thread at a time: all of it is written, or nothing.
+
+        Raises:
+            WeirError: it cannot be written.
+        """
         with self._writing:
-            self._writer.execute("BEGIN IMMEDIATE")
             try:
+                self._writer.execute("BEGIN IMMEDIATE")
                 yield self._writer
                 self._writer.execute("COMMIT")
-            except BaseException:
+            except BaseException as error:
                 with contextlib.suppress(sqlite3.Error):  # it may have been rolled back by itself
                     self._writer.execute("ROLLBACK")
+                if isinstance(error, sqlite3.Error | UnicodeEncodeError):
+                    raise refusal(error) from None
                 raise
 
     def query(self, query: str, *values: Any) -> list[sqlite3.Row]:
         """The rows of a query, by column name, of what was committed last."""
-        with self._reading:
-            return self._reader.execute(query, values).fetchall()
+        try:
+            with self._reading:
+                return self._reader.execute(query, values).fetchall()
+        except UnicodeEncodeError:
+            return []  # a lone surrogate is no text, and no row has it
+
+    def first(self, query: str, *values: Any) -> sqlite3.Row | None:
+        """The first row of a query; None if there is none."""
+        return next(iter(self.query(query, *values)), None)
 
 
 def _connected(path: Path | str) -> sqlite3.Connection:

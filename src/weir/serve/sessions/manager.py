@@ -15,14 +15,17 @@ from pathlib import Path
 from weir.errors import WeirError
 from weir.serve.engine import Busy, Engine
 from weir.serve.limits import Limits
-from weir.serve.sessions.archive import SessionArchive
-from weir.serve.sessions.records import SessionSummary, TurnRecord, find_path
+from weir.serve.sessions.archive import read_archive, write_archive
+from weir.serve.sessions.records import Checkpoint, SessionSummary, Turn, TurnRecord, find_path
 from weir.serve.sessions.responses import ResponseStore
 from weir.serve.sessions.snapshot import RowFormat
 
 
 class UnknownSession(WeirError):
     """The owner has no such session or turn."""
+
+    def __init__(self, what: str = "session") -> None:
+        super().__init__(f"there is no such {what}")
 
 
 class HeldByConversation(WeirError):
@@ -50,13 +53,9 @@ class SessionManager:
         return RowFormat.of(self._engine.model, cache.policy, cache.chunk)
 
     def list_turns(self, owner: str, session: str) -> tuple[list[TurnRecord], set[str]]:
-        """List the turns of a session in order, and the nodes of the path to the newest.
-
-        Raises:
-            UnknownSession: there is no such session.
-        """
+        """List the turns of a session in order, and the nodes of the path to the newest."""
         records = self._records(owner, session)
-        return records, set(find_path(records[-1].node, {r.node: r.parent for r in records}))
+        return records, _path(records, records[-1].node)
 
     def fork(self, owner: str, session: str, node: str | None, name: str | None) -> SessionSummary:
         """Begin a session with a turn of another and its ancestors; the other stays as it is.
@@ -65,21 +64,21 @@ class SessionManager:
             node: name of the turn; None for the newest.
             name: name of the new session; None for a random one.
         """
-        at = self._turn(owner, session, node).node
+        records = self._records(owner, session)
+        at = _find(records, node or records[-1].node)
         found = self._store.fork(owner, at, name or f"sess_{secrets.token_hex(16)}")
         self.trim(owner)
         return found
 
     def rewind(self, owner: str, session: str, node: str) -> SessionSummary:
         """Make a turn the newest of its session: all turns but its ancestors are removed."""
-        self._turn(owner, session, node)
+        records = self._records(owner, session)
+        stay = _path(records, _find(records, node))
         self._require_free(owner, session)
-        records = self._store.list_turns(owner, session)
-        stay = set(find_path(node, {record.node: record.parent for record in records}))
-        self._leave(owner, session, [r.node for r in records if r.node not in stay])
+        self._remove(owner, session, [r.node for r in records if r.node not in stay])
         found = self._store.get_session(owner, session)
         if found is None:
-            raise _unknown("session")  # it was just deleted
+            raise UnknownSession  # it was just deleted
         return found
 
     def delete(self, owner: str, session: str) -> bool:
@@ -87,18 +86,12 @@ class SessionManager:
         records = self._store.list_turns(owner, session)
         if records:
             self._require_free(owner, session)
-        self._leave(owner, session, [record.node for record in records])
+        self._remove(owner, session, [record.node for record in records])
         # Responses whose checkpoints were deleted to save room; a fork may still have some.
-        gone = [
-            name
-            for name in self._responses.list_responses(owner, session)
-            if not self._is_kept(owner, name)
-        ]
-        self._responses.delete_responses(owner, gone)
+        names = self._responses.list_responses(owner, session)
+        turns = {name: self._store.find_turn(owner, name.removeprefix("resp_")) for name in names}
+        self._responses.delete_responses(owner, [n for n, turn in turns.items() if turn is None])
         return bool(records)
-
-    def _is_kept(self, owner: str, response: str) -> bool:
-        return self._store.find_turn(owner, response.removeprefix("resp_")) is not None
 
     def delete_conversation(self, owner: str, conversation: str) -> None:
         """Delete a conversation of an owner's, and its session."""
@@ -113,8 +106,7 @@ class SessionManager:
         sessions = self._store.list_sessions(owner)
         for session in sessions[: max(0, len(sessions) - self._limits.sessions)]:
             nodes = [record.node for record in self._store.list_turns(owner, session.id)]
-            for node in self._store.remove_turns(owner, session.id, nodes):
-                self._engine.forget(node)
+            self._forget(owner, session.id, nodes)
 
     def export_file(self, owner: str, session: str, most: int | None, path: Path) -> None:
         """Export an owner's session to a file.
@@ -127,19 +119,28 @@ class SessionManager:
             Busy: another export or import is running.
             WeirError: it is too large for a file, or damaged, or the file cannot be written.
         """
-        found = self._store.get_session(owner, session)
-        if found is None:
-            raise _unknown("session")
+        records = self._records(owner, session)
+        records = records if most is None else records[-most:]
         cache = self._engine.cache
-        turns = found.turns if most is None else min(most, found.turns)
-        size = turns * (cache.nbytes // (cache.batch or 1))
+        size = len(records) * (cache.nbytes // (cache.batch or 1))
         if size > self._limits.parcel:
             raise WeirError(
-                f"{turns} turns take {size:,} bytes, and a file may have {self._limits.parcel:,}; "
-                "ask for fewer of the newest turns"
+                f"{len(records)} turns take {size:,} bytes, and a file may have "
+                f"{self._limits.parcel:,}; ask for fewer of the newest turns"
             )
         with _one_at_a_time(self._transfer):
-            SessionArchive.of(self._store, owner, session, turns).write(path, self.row_format)
+            turns: list[Turn] = []
+            for record in records:
+                try:
+                    found = self._store.load(record.node)
+                    turns.append((Checkpoint(found.state, found.pending), record))
+                except WeirError:
+                    if self._store.find_turn(owner, record.node) is not None:
+                        raise
+                    # Otherwise it was just deleted: leave it out.
+            if not turns:
+                raise UnknownSession
+            write_archive(path, turns, self.row_format)
 
     def import_file(self, owner: str, path: Path) -> SessionSummary:
         """Import a session from a file, as a new one of the owner's.
@@ -150,31 +151,26 @@ class SessionManager:
                 is no room for it; nothing of it is kept.
         """
         with _one_at_a_time(self._transfer):
-            archive = SessionArchive.read(path, self.row_format, self._limits.parcel).renamed(owner)
-            found = self._store.import_session(archive.records, archive.checkpoints)
+            turns = read_archive(path, self.row_format, self._limits.parcel, owner)
+            found = self._store.import_session(turns)
         self.trim(owner)
         return found
 
     def _records(self, owner: str, session: str) -> list[TurnRecord]:
         records = self._store.list_turns(owner, session)
         if not records:
-            raise _unknown("session")
+            raise UnknownSession
         return records
 
-    def _turn(self, owner: str, session: str, node: str | None) -> TurnRecord:
-        records = self._records(owner, session)
-        if node is None:
-            return records[-1]
-        found = next((record for record in records if record.node == node), None)
-        if found is None:
-            raise _unknown("turn")
-        return found
+    def _remove(self, owner: str, session: str, nodes: Collection[str]) -> None:
+        gone = self._forget(owner, session, nodes)
+        self._responses.delete_responses(owner, [f"resp_{node}" for node in gone])
 
-    def _leave(self, owner: str, session: str, nodes: Collection[str]) -> None:
+    def _forget(self, owner: str, session: str, nodes: Collection[str]) -> list[str]:
         gone = self._store.remove_turns(owner, session, nodes)
         for node in gone:
             self._engine.forget(node)
-        self._responses.delete_responses(owner, [f"resp_{node}" for node in gone])
+        return gone
 
     def _require_free(self, owner: str, session: str) -> None:
         if self._responses.get_conversation(owner, session) is not None:
@@ -192,5 +188,13 @@ def _one_at_a_time(lock: threading.Lock) -> Iterator[None]:
         lock.release()
 
 
-def _unknown(what: str) -> UnknownSession:
-    return UnknownSession(f"there is no such {what}")
+def _find(records: list[TurnRecord], node: str) -> str:
+    """The node, if a session has it."""
+    if all(record.node != node for record in records):
+        raise UnknownSession("turn")
+    return node
+
+
+def _path(records: list[TurnRecord], node: str) -> set[str]:
+    """The nodes of a turn and of its ancestors in a session."""
+    return set(find_path(node, {record.node: record.parent for record in records}))

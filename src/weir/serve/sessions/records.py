@@ -1,18 +1,14 @@
 """Saved turns: a checkpoint of the row, and a record of the owner and the messages.
 
-Also the protocols of stores that keep both, and of leases of sessions. Knows nothing about HTTP or
-models.
+Knows nothing about HTTP or models.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from array import array
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from tempfile import TemporaryDirectory
-from typing import Protocol
 
 from weir.cache import RowState
 from weir.errors import WeirError
@@ -39,34 +35,22 @@ DISK_FULL = (
 NOT_KEPT = "what this turn goes on from is not kept any more"
 
 
-@dataclass(frozen=True)
 class Checkpoint:
     """The end of a turn, with everything needed to continue from there.
 
-    Attributes:
+    Args:
+        state: of the row, or a function that reads it and raises a WeirError if it cannot.
         pending: tokens of the turn that the row has not read yet: the last of the answer.
     """
 
-    state: RowState
-    pending: tuple[int, ...]
+    def __init__(self, state: RowState | Callable[[], RowState], pending: tuple[int, ...]) -> None:
+        self._state = state
+        self.pending = pending
 
-
-@dataclass(frozen=True)
-class LazyCheckpoint(Checkpoint):
-    """A checkpoint whose state is read on access; not read if the row is still resident.
-
-    Accessing `state` raises a WeirError if it cannot be read.
-    """
-
-    def __init__(self, pending: tuple[int, ...], read: Callable[[], Checkpoint]) -> None:
-        object.__setattr__(self, "pending", pending)
-        object.__setattr__(self, "_read", read)
-
-    @property  # type: ignore[misc]  # mypy expects a plain attribute
+    @property
     def state(self) -> RowState:
-        """The state of the row, read again on every access."""
-        read: Callable[[], Checkpoint] = getattr(self, "_read")  # noqa: B009
-        return read().state
+        """The state of the row; one that is not in memory is read again on every access."""
+        return self._state if isinstance(self._state, RowState) else self._state()
 
 
 @dataclass(frozen=True)
@@ -82,8 +66,6 @@ class TurnRecord:
         created: when it ended, in seconds since 1970.
         ids: the tokens of this turn, prompt and answer, as `pack_ids` writes them; they end at
             `seen`. Empty if unknown.
-        epoch: the claim on the session that the turn began under (`SessionLease`); 0 where no
-            other server shares it.
     """
 
     node: str
@@ -97,7 +79,6 @@ class TurnRecord:
     usage: dict[str, int] = field(default_factory=dict)
     created: float = field(default_factory=time.time)
     ids: bytes = b""
-    epoch: int = field(default=0, compare=False)  # of this turn's end, and not kept
 
     @property
     def topic(self) -> str:
@@ -105,6 +86,10 @@ class TurnRecord:
         users = (message.content for message in reversed(self.messages) if message.role == "user")
         line = " ".join(next(users, "")[: 4 * TOPIC].split())[:TOPIC]
         return line.encode("utf-8", "replace").decode()
+
+
+Turn = tuple[Checkpoint, TurnRecord]
+"""A turn as it is saved."""
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:
@@ -155,120 +140,6 @@ class SessionSummary:
     seen: int
     usage: dict[str, int]
     topic: str
-
-
-class SessionStore(Protocol):
-    """Keeps the turns of all owners. Called from any thread.
-
-    A turn is saved whole, checkpoint and record, or not at all, and no client hears that it ended
-    before it is safe. When room runs out, the least recently used turns are deleted; a session ends
-    with its last turn. `load` returns exactly the numbers that `save` received. Methods that
-    write raise a WeirError where the disk refuses.
-
-    A turn may be in several sessions, since a fork shares its ancestors. It is deleted when it is
-    in none any more; the session in its record is the first that it joined and still is in.
-    """
-
-    def load(self, node: str) -> Checkpoint:
-        """The checkpoint of a turn.
-
-        Raises:
-            WeirError: it is not kept, or cannot be read.
-        """
-
-    def save(self, checkpoint: Checkpoint, record: TurnRecord, done: OnSaved) -> None:
-        """Save a turn as the newest of its session, and call `done`, perhaps in another thread."""
-
-    def check_room(self, turns: int) -> None:
-        """Refuse turns that could not be kept, before they are answered; drops old ones if it may.
-
-        Raises:
-            StorageFull: there is no room for so many turns.
-        """
-
-    def is_full(self) -> bool:
-        """Whether the disk has no room for one more turn."""
-
-    def drop(self, node: str) -> None:
-        """Delete a turn, if there is one of that name."""
-
-    def find_history(self, owner: str, chain: str) -> TurnRecord | None:
-        """The owner's newest turn that ends a conversation of this hash."""
-
-    def find_turn(self, owner: str, node: str) -> TurnRecord | None:
-        """A turn of the owner's."""
-
-    def ancestry(self, owner: str, node: str) -> list[TurnTokens]:
-        """The tokens that led to a turn of the owner's, the oldest first: back to the beginning of
-        the stream, or to the last turn that is not kept or whose tokens are unknown.
-        """
-
-    def get_session(self, owner: str, session: str) -> SessionSummary | None:
-        """A session of the owner's."""
-
-    def list_sessions(self, owner: str) -> list[SessionSummary]:
-        """All sessions of the owner, the least recently used first."""
-
-    def list_turns(self, owner: str, session: str) -> list[TurnRecord]:
-        """The turns of a session that are kept, in the order they came; empty if there is none."""
-
-    def fork(self, owner: str, node: str, session: str) -> SessionSummary:
-        """Begin a session that ends with a turn of another: that one and its ancestors.
-
-        Raises:
-            NameTaken: the owner has a session of this name.
-            WeirError: the owner has no such turn.
-        """
-
-    def remove_turns(self, owner: str, session: str, nodes: Collection[str]) -> list[str]:
-        """Take turns out of a session; returns those that were in no other and are now deleted."""
-
-    def import_session(
-        self, records: Sequence[TurnRecord], checkpoints: Sequence[Checkpoint]
-    ) -> SessionSummary:
-        """Save the turns of one new session, parents first; all or none."""
-
-    def make_scratch_folder(self) -> TemporaryDirectory[str]:
-        """A folder for a large file in transit, on the disk that checkpoints are on."""
-
-
-class AnsweredElsewhere(WeirError):
-    """Another server is answering this session.
-
-    Args:
-        seconds: time until the next try.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__("another replica is answering this session")
-        self.seconds = seconds
-
-
-class LeaseLost(WeirError):
-    """Another server has taken over the session, so this turn is discarded."""
-
-
-@dataclass(frozen=True, eq=False)
-class SessionLease:
-    """The right to answer a session, for one turn.
-
-    Attributes:
-        epoch: epoch of the claim; the store refuses records of older epochs (`TurnRecord.epoch`).
-        end: called when it is released.
-    """
-
-    epoch: int
-    end: Callable[[], None]
-    _once: threading.Lock = field(default_factory=threading.Lock)
-
-    def release(self) -> None:
-        """End the lease, however the turn ended; a second time does nothing."""
-        if self._once.acquire(blocking=False):
-            self.end()
-
-
-AcquireLease = Callable[[str, str], SessionLease]
-"""Leases a session, by owner and name; raises `AnsweredElsewhere`."""
 
 
 def find_path(node: str, parents: Mapping[str, str | None]) -> list[str]:

@@ -10,17 +10,15 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weir.errors import WeirError
 from weir.serve.sessions.database import Database
 from weir.serve.sessions.items import Item, new_id
 from weir.serve.sessions.records import DISK_FULL, StorageFull
-from weir.serve.sessions.snapshot_folder import free_bytes, is_full
+from weir.serve.sessions.snapshot_folder import free_bytes
 
 VERSION = 1
 OVERHEAD = 500
@@ -116,7 +114,7 @@ class ResponseStore:
     """
 
     def __init__(self, path: Path | None = None, most: int = 64_000_000) -> None:
-        self._tables = Database(path, begin=True, tables=_TABLES, version=VERSION)
+        self._tables = Database(path, _TABLES, VERSION)
         self._path = path
         self._most = most
 
@@ -148,7 +146,7 @@ class ResponseStore:
             conversation: conversation whose newest response this is; None for none.
             items: items of the response that the conversation does not have yet.
         """
-        with self._changing() as db:
+        with self._tables.writing() as db:
             written = json.dumps(response.input), json.dumps(response.body)
             db.execute(
                 "INSERT INTO responses (id, owner, session, previous, instructions, input, body, "
@@ -174,14 +172,16 @@ class ResponseStore:
 
     def get_response(self, owner: str, name: str) -> StoredResponse | None:
         """A response of the owner's."""
-        query = "SELECT * FROM responses WHERE id = ? AND owner = ?"
-        row = next(iter(self._tables.query(query, name, owner)), None)
+        row = self._tables.first(
+            "SELECT id, session, previous, instructions, input, body FROM responses "
+            "WHERE id = ? AND owner = ?",
+            name,
+            owner,
+        )
         if row is None:
             return None
-        written = json.loads(row["input"]), json.loads(row["body"])
-        return StoredResponse(
-            row["id"], row["session"], row["previous"], row["instructions"], *written
-        )
+        written = {column: json.loads(row[column]) for column in ("input", "body")}
+        return StoredResponse(**{**row, **written})
 
     def list_responses(self, owner: str, session: str) -> list[str]:
         """The responses of a session of the owner's."""
@@ -190,7 +190,7 @@ class ResponseStore:
 
     def delete_responses(self, owner: str, names: Sequence[str]) -> None:
         """Delete responses of the owner's."""
-        with self._changing() as db:
+        with self._tables.writing() as db:
             db.execute(
                 "DELETE FROM responses WHERE owner = ? AND id IN (SELECT value FROM json_each(?))",
                 (owner, json.dumps(list(names))),
@@ -203,7 +203,7 @@ class ResponseStore:
     ) -> StoredConversation:
         """Begin a conversation."""
         name, written = new_id("conv"), json.dumps(metadata)
-        with self._changing() as db:
+        with self._tables.writing() as db:
             db.execute(
                 "INSERT INTO conversations VALUES (?, ?, 0, ?, ?, NULL, 0, 1, ?)",
                 (name, owner, int(time.time()), written, len(written) + OVERHEAD),
@@ -216,22 +216,20 @@ class ResponseStore:
 
     def get_conversation(self, owner: str, name: str) -> StoredConversation | None:
         """A conversation of the owner's."""
-        query = "SELECT * FROM conversations WHERE id = ? AND owner = ?"
-        row = next(iter(self._tables.query(query, name, owner)), None)
+        row = self._tables.first(
+            "SELECT id, created, metadata, head, read, whole FROM conversations "
+            "WHERE id = ? AND owner = ?",
+            name,
+            owner,
+        )
         if row is None:
             return None
-        return StoredConversation(
-            row["id"],
-            row["created"],
-            json.loads(row["metadata"]),
-            row["head"],
-            row["read"],
-            bool(row["whole"]),
-        )
+        metadata, whole = json.loads(row["metadata"]), bool(row["whole"])
+        return StoredConversation(**{**row, "metadata": metadata, "whole": whole})
 
     def set_metadata(self, owner: str, name: str, metadata: dict[str, str]) -> None:
         """Replace the metadata of a conversation."""
-        with self._changing() as db:
+        with self._tables.writing() as db:
             db.execute(
                 "UPDATE conversations SET metadata = ? WHERE id = ? AND owner = ?",
                 (json.dumps(metadata), name, owner),
@@ -239,7 +237,7 @@ class ResponseStore:
 
     def delete_conversation(self, owner: str, name: str) -> None:
         """Delete a conversation and its items."""
-        with self._changing() as db:
+        with self._tables.writing() as db:
             db.execute("DELETE FROM conversations WHERE id = ? AND owner = ?", (name, owner))
 
     def list_items(self, owner: str, conversation: str, after: int = 0) -> list[Item]:
@@ -266,20 +264,20 @@ class ResponseStore:
             None if there is no such item.
         """
         order, compare = ("DESC", "<") if newest else ("ASC", ">")
-        start = self._tables.query(
+        start = self._tables.first(
             "SELECT number FROM items WHERE conversation = ? AND owner = ? AND id = ?",
             conversation,
             owner,
             after or "",
         )
-        if after is not None and not start:
+        if after is not None and start is None:
             return None
         found = self._tables.query(
             "SELECT body FROM items WHERE conversation = ? AND owner = ? AND "
             f"(? IS NULL OR number {compare} ?) ORDER BY number {order} LIMIT ?",
             conversation,
             owner,
-            *(2 * [start[0]["number"] if start else None]),
+            *(2 * [start["number"] if start else None]),
             most,
         )
         return [json.loads(row["body"]) for row in found]
@@ -287,19 +285,19 @@ class ResponseStore:
     def get_item(self, owner: str, conversation: str, name: str) -> Item | None:
         """An item of a conversation."""
         query = "SELECT body FROM items WHERE conversation = ? AND owner = ? AND id = ?"
-        rows = self._tables.query(query, conversation, owner, name)
-        return json.loads(rows[0]["body"]) if rows else None
+        row = self._tables.first(query, conversation, owner, name)
+        return json.loads(row["body"]) if row else None
 
     def add_items(self, owner: str, conversation: str, items: Sequence[Item]) -> None:
         """Add items to a conversation; the next response reads them."""
-        with self._changing() as db:
+        with self._tables.writing() as db:
             self._append(db, owner, conversation, items)
 
     def remove_item(self, owner: str, conversation: str, name: str) -> None:
         """Delete an item; if it was read, the next response reads the conversation anew."""
         which = "conversation = ? AND owner = ? AND id = ?"
         values = (conversation, owner, name)
-        with self._changing() as db:
+        with self._tables.writing() as db:
             db.execute(
                 "UPDATE conversations SET head = NULL, read = 0 WHERE id = ? AND owner = ? AND "
                 f"read >= (SELECT number FROM items WHERE {which})",
@@ -308,16 +306,6 @@ class ResponseStore:
             db.execute(f"DELETE FROM items WHERE {which}", values)
 
     # --- writing
-
-    @contextmanager
-    def _changing(self) -> Iterator[sqlite3.Connection]:
-        try:
-            with self._tables.writing() as db:
-                yield db
-        except sqlite3.Error as error:
-            if is_full(error):
-                raise StorageFull(DISK_FULL) from None
-            raise WeirError(f"it cannot be kept: {error}") from None
 
     def _append(
         self, db: sqlite3.Connection, owner: str, conversation: str, items: Sequence[Item]

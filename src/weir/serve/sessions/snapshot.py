@@ -71,6 +71,20 @@ class RowFormat:
         """The model and kind, as a store or a file states them."""
         return {"model": self.model, "kind": self.kind}
 
+    def check_place(self, place: str, stated: str | bytes) -> None:
+        """Refuse a place whose rows, as its JSON says, are of another model or policy.
+
+        Raises:
+            WeirError: they are, or nobody can tell.
+        """
+        try:
+            self.check(json.loads(stated))
+        except (WeirError, ValueError, RecursionError) as error:
+            raise WeirError(
+                f"{place} cannot be used here: {error}; give it its own model and policy, or "
+                "another folder"
+            ) from None
+
     def check(self, stated: Any) -> None:
         """Refuse rows of another model or policy.
 

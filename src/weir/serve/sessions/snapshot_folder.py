@@ -1,4 +1,4 @@
-"""A folder of snapshot files, each written whole or not at all.
+"""A folder of snapshot files, each written whole or not at all, and what a disk says of itself.
 
 Files are opened through one descriptor of the folder, never through a link, and only under names
 that `new_name` makes. Knows nothing about what the files hold.
@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from weir.errors import WeirError
+from weir.serve.sessions.records import DISK_FULL, StorageFull
 
 _FILE = re.compile(r"[0-9a-f]{32}\.safetensors")
 _PART = re.compile(r"[0-9a-f]{32}\.part")
@@ -31,6 +32,15 @@ def new_name() -> str:
 def is_full(error: Exception) -> bool:
     """Whether an error says that a disk has no room, or a user no quota."""
     return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "is full" in str(error)
+
+
+def refusal(error: Exception) -> WeirError:
+    """The error of a disk or database that keeps something not, for those who asked for it."""
+    if is_full(error):
+        return StorageFull(DISK_FULL)
+    if isinstance(error, UnicodeEncodeError):
+        return WeirError("the name of this session is no text")
+    return WeirError(f"it cannot be kept: {getattr(error, 'strerror', None) or error}")
 
 
 def free_bytes(folder: Path | int) -> int:
@@ -54,9 +64,7 @@ class SnapshotFolder:
 
     def close(self) -> None:
         """Close the folder."""
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
+        os.close(self._fd)
 
     def list_names(self) -> list[str]:
         """List the names in the folder that `new_name` could have made, of any kind of entry."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -11,6 +12,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,11 +26,10 @@ from weir.cache import StreamingCache
 from weir.errors import WeirError
 from weir.models import fingerprint
 from weir.policies import format_policy_file
-from weir.serve import Engine, MemoryStore, Sampler, SamplingParams, Sequence
+from weir.serve import Engine, Sampler, SamplingParams, Sequence, SessionStore
 from weir.serve.sessions import (
     Checkpoint,
     RowFormat,
-    SQLiteStore,
     decode_checkpoint,
     encode_checkpoint,
 )
@@ -45,16 +46,14 @@ def test_what_was_put_is_there_when_the_folder_is_opened_again(tmp_path):
         for n, node in enumerate(NODES):
             assert kept(first, f"n{n}", node) is None
         assert all(has(first, f"n{n}", node) for n, node in enumerate(NODES))
-        held = first.checkpoints.nbytes
+        held = first.place.nbytes
     with store(tmp_path) as again:
         assert all(has(again, f"n{n}", node) for n, node in enumerate(NODES))
-        assert (
-            again.checkpoints.nbytes == held == sum(file.stat().st_size for file in files(tmp_path))
-        )
+        assert again.place.nbytes == held == sum(file.stat().st_size for file in files(tmp_path))
         again.drop("n1")
         again.drop("nobody")
         assert not has(again, "n1", NODES[1])
-        assert again.checkpoints.nbytes < held
+        assert again.place.nbytes < held
     with store(tmp_path) as again:
         assert not has(again, "n1", NODES[1])
         assert has(again, "n2", NODES[2])
@@ -66,21 +65,21 @@ def test_a_node_under_the_name_of_another_takes_its_place(tmp_path):
         kept(one, "n", NODES[0])
         kept(one, "n", NODES[1])
         assert has(one, "n", NODES[1])
-        assert one.checkpoints.nbytes == files(tmp_path)[0].stat().st_size
+        assert one.place.nbytes == files(tmp_path)[0].stat().st_size
     assert len(files(tmp_path)) == 1
 
 
 def test_who_saves_too_much_waits_and_nothing_is_there_before_it_is_safe(tmp_path, monkeypatch):
     go, writing = threading.Event(), threading.Event()
     with store(tmp_path, queue=2) as one:
-        write = one.checkpoints._files.write
+        write = one.place._files.write
 
         def slow(*given):
             writing.set()
             assert go.wait(60)
             write(*given)
 
-        monkeypatch.setattr(one.checkpoints._files, "write", slow)
+        monkeypatch.setattr(one.place._files, "write", slow)
         told = []
         for n in range(2):
             one.save(NODES[n], record(f"n{n}", n), told.append)
@@ -139,7 +138,7 @@ def test_one_server_at_a_time(tmp_path):
 def test_what_was_used_longest_ago_goes_at_the_limit(tmp_path):
     with store(tmp_path / "all") as one:
         kept(one, "n", NODES[0])
-        size = one.checkpoints.nbytes + 200
+        size = one.place.nbytes + 200
     with store(tmp_path / "some", limit=3 * size) as one:
         for n in range(3):
             kept(one, f"n{n}", NODES[n])
@@ -151,7 +150,7 @@ def test_what_was_used_longest_ago_goes_at_the_limit(tmp_path):
     with store(tmp_path / "some", limit=2 * size) as one:  # when they were used is known still
         kept(one, "n4", NODES[4])
         assert [has(one, f"n{n}", NODES[n]) for n in range(5)] == [False, False, True, False, True]
-        assert one.checkpoints.nbytes <= 2 * size
+        assert one.place.nbytes <= 2 * size
     with store(tmp_path / "none", limit=100) as one:
         assert "one turn takes" in str(kept(one, "n", NODES[0]))
     with pytest.raises(WeirError, match="one byte or more"):
@@ -182,23 +181,33 @@ def test_a_full_disk_refuses_a_node_and_loses_none(tmp_path, monkeypatch, call):
 def test_tables_that_cannot_be_written_refuse_a_node_and_lose_none(tmp_path):
     with store(tmp_path) as one:
         kept(one, "n0", NODES[0])
-        pages = one.checkpoints.db._writer.execute("PRAGMA page_count").fetchone()[0]
-        one.checkpoints.db._writer.execute(f"PRAGMA max_page_count = {pages}")
+        pages = one.place.db._writer.execute("PRAGMA page_count").fetchone()[0]
+        one.place.db._writer.execute(f"PRAGMA max_page_count = {pages}")
         errors = [kept(one, f"{n:05}" * 200, NODES[1]) for n in range(60)]
         errors = [error for error in errors if error is not None]
         assert errors and all("is full" in str(error) for error in errors)
         assert len(files(tmp_path)) == 61 - len(errors)
         assert has(one, "n0", NODES[0])
-        one.checkpoints.db._writer.execute("PRAGMA max_page_count = 1000000")
+        one.place.db._writer.execute("PRAGMA max_page_count = 1000000")
         assert kept(one, "n1", NODES[1]) is None
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mount"), reason="needs a small disk")
-def test_a_disk_that_is_really_full(tmp_path):
-    made = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(tmp_path)]
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[None]:
+    """A folder on a disk of its own."""
+    if os.geteuid() != 0 or not shutil.which("mount"):
+        pytest.skip("needs a small disk")
+    made = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
     if subprocess.run(made, capture_output=True).returncode:
         pytest.skip("nothing can be mounted here")
     try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_disk_that_is_really_full(tmp_path):
+    with small_disk(tmp_path, "2m"):
         with store(tmp_path) as one:
             told = {n: kept(one, f"n{n}", NODES[n % 6]) for n in range(200)}
             safe = [n for n, error in told.items() if error is None]
@@ -213,8 +222,20 @@ def test_a_disk_that_is_really_full(tmp_path):
         with store(tmp_path) as one:
             assert all(has(one, f"n{n}", NODES[n % 6]) == (n in safe[9:]) for n in told)
             assert has(one, "new", NODES[0])
-    finally:
-        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_old_turns_make_room_on_a_disk_without_a_byte(tmp_path):
+    with small_disk(tmp_path, "8m"), store(tmp_path, limit=10**9) as one:
+        for n in range(99):
+            assert kept(one, f"n{n}", NODES[n % 6]) is None
+        with contextlib.suppress(OSError), (tmp_path / "filler").open("wb", 0) as file:
+            while True:
+                file.write(bytes(2**12))
+        assert has(one, "n0", NODES[0])  # there is no room to write that it was used
+        assert one.place.make_room(1, keep=9)
+        assert kept(one, "new", NODES[0]) is None
+        left = [n for n in range(99) if has(one, f"n{n}", NODES[n % 6])]
+        assert left[0] == 0 and left[-8:] == [*range(91, 99)] and 1 not in left
 
 
 # --- what somebody did to the folder
@@ -293,7 +314,7 @@ def test_files_without_a_row_go_at_the_start_and_foreign_ones_stay(tmp_path):
         (tmp_path / "nodes" / name).write_bytes(b"x")
     with store(tmp_path) as one:
         assert has(one, "n0", NODES[0])
-        assert one.checkpoints.nbytes == max(path.stat().st_size for path in files(tmp_path))
+        assert one.place.nbytes == max(path.stat().st_size for path in files(tmp_path))
     left = {path.name for path in files(tmp_path)}
     assert not left & set(stray)
     assert {"mine.safetensors", ".dots"} < left and len(left) == 3
@@ -309,7 +330,7 @@ def test_no_row_opens_a_file_elsewhere(tmp_path, name):
     with store(tmp_path) as one:
         assert not has(one, "n0", NODES[0])
         with pytest.raises(WeirError, match="name of no file of a store"):
-            one.checkpoints._files.read(name, 5)
+            one.place._files.read(name, 5)
     assert (tmp_path / "weir.db").exists()
 
 
@@ -336,8 +357,8 @@ def test_a_store_of_another_model_or_policy_is_refused(tmp_path, model, policy, 
         kept(one, "n0", NODES[0])
     for _ in range(2):
         with pytest.raises(WeirError, match=sentence):
-            SQLiteStore(tmp_path, model, policy, chunk=chunk)
-    with SQLiteStore(tmp_path, MODEL, "streaming_llm(8, sinks=2)", chunk=CHUNK) as one:
+            store(tmp_path, RowFormat.of(model, policy, chunk))
+    with store(tmp_path, RowFormat.of(MODEL, "streaming_llm(8, sinks=2)", CHUNK)) as one:
         assert one.load("n0").state.facts == NODES[0].state.facts  # the same, written otherwise
 
 
@@ -347,21 +368,21 @@ def test_without_a_chunk_engine_and_store_take_that_of_the_policy_file(tmp_path)
     file.write_text(format_policy_file({"chunk": 8}, fingerprint(MODEL), layers))
     for policy, chunk in ((str(file), 8), (POLICY, 64)):
         folder = tmp_path / str(chunk)
-        with SQLiteStore(folder, MODEL, policy) as one:
+        with store(folder, RowFormat.of(MODEL, policy, None)) as one:
             engine = Engine(MODEL, policy, 1, one)
             assert engine.cache.chunk == chunk
             answers(engine, "a", None, [1, 2, 3])
             named = one.load("a").state.facts
-        with SQLiteStore(folder, MODEL, policy, chunk=chunk) as one:
+        with store(folder, RowFormat.of(MODEL, policy, chunk)) as one:
             assert one.load("a").state.facts == named
         with pytest.raises(WeirError, match=f"the chunk {chunk}, here {CHUNK}"):
-            SQLiteStore(folder, MODEL, policy, chunk=CHUNK)
-        assert Engine(MODEL, policy, 1, MemoryStore(), chunk=CHUNK).cache.chunk == CHUNK
+            store(folder, RowFormat.of(MODEL, policy, CHUNK))
+        assert Engine(MODEL, policy, 1, SessionStore(), chunk=CHUNK).cache.chunk == CHUNK
 
 
 def test_a_store_whose_policy_stood_for_other_pools_is_refused(tmp_path):
-    with SQLiteStore(tmp_path, MODEL, "centers(24, quiet=3)", chunk=CHUNK) as one:
-        was = one.checkpoints.row_format
+    with store(tmp_path, RowFormat.of(MODEL, "centers(24, quiet=3)", CHUNK)) as one:
+        was = one.place.row_format
     now = RowFormat.of(MODEL, "centers(24)", CHUNK)
     renamed = {"model": was.model, "kind": {**was.kind, "policy": "centers(24)"}}
     with pytest.raises(WeirError, match=r"quiet=3.* here .*quiet=2"):
@@ -454,7 +475,7 @@ def test_after_a_restart_an_engine_goes_on_as_one_that_never_stopped(tmp_path):
     def engine(its) -> Engine:
         return Engine(MODEL, POLICY, 1, its, chunk=CHUNK, prefill_chunk=5)
 
-    memory = engine(MemoryStore())
+    memory = engine(SessionStore())
     told = [("a", None, [1, 2, 3, 4, 5, 6, 7]), ("b", "a", [8, 9]), ("c", "a", [10] * 9)]
     told += [("d", "b", [3]), ("e", "c", [5, 6])]
     wanted = [answers(memory, *each) for each in told]
@@ -472,7 +493,7 @@ def test_a_row_that_stands_where_a_turn_starts_is_not_read_from_disk(tmp_path, m
     with store(tmp_path) as its:
         served = Engine(MODEL, POLICY, 2, its, chunk=CHUNK)
         answers(served, "a", None, [1, 2, 3])
-        monkeypatch.setattr(its.checkpoints, "_read", None)
+        monkeypatch.setattr(its.place, "_read", None)
         answers(served, "b", "a", [4])
 
 
@@ -512,7 +533,7 @@ def check_all_is_there(folder: Path, safe: dict[str, int]) -> None:
     """What was said to be safe is, and nothing else is in the way."""
     with store(folder) as one:
         assert all(has(one, name, NODES[n]) for name, n in safe.items())
-        known = [row["name"] for row in one.checkpoints.db.query("SELECT name FROM nodes")]
+        known = [row["name"] for row in one.place.db.query("SELECT name FROM nodes")]
         for name in known:
             assert one.load(name).state  # none is unreadable
         assert len(known) == len(files(folder))

@@ -1,0 +1,318 @@
+"""Products with weights in GGUF's blocks of 32 numbers of 8 or 4 bits on the CPU.
+
+Rows are quantized to 8 bits, block by block, and multiplied as whole numbers: `vpdpbusd` multiplies
+64 unsigned numbers of the weight with 64 signed ones of the row and adds them up by fours. What
+llama.cpp does with these formats too; it is the only way in which a processor multiplies several
+rows faster than in float32, and one row at the pace of memory.
+
+A weight lies in *panels* of 16 outputs, so that sums of 16 outputs are one vector: of each block
+first the numbers 0 to 3 of all outputs, then 4 to 7. With 4 bits a byte has the number of group `g`
+below and that of group `g + 4` above.
+
+Roofline: the larger of the weight's bytes over the bandwidth of memory, and 128 operations a cycle.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import llvmlite.binding
+import numpy as np
+import torch
+from llvmlite import ir
+from numba.core.cgutils import alloca_once_value, for_range
+from torch import Tensor
+
+from weir.kernels.cpu.compilation import bytes_at, compile_kernel, floats_at, longs_at
+from weir.kernels.cpu.threads import TeamKernel, take_part, threads_for
+from weir.kernels.cpu.vectors import (
+    BYTE,
+    FLOAT,
+    INT,
+    LONG,
+    broadcast,
+    constant,
+    floats,
+    lanes,
+    llvm_function,
+    multiply_add,
+    prefetch,
+    store_at,
+    switch,
+)
+
+BLOCK = 32
+"""Numbers that share a scale."""
+PANEL = 16
+"""Outputs side by side."""
+TOGETHER = 8
+"""Rows multiplied at once, at most: as many whole and as many float sums fit into registers."""
+_GROUPS = BLOCK // 4
+_HALF = ir.HalfType()
+_WORTH_A_THREAD = 2**16
+"""Products of numbers below which a thread of their own costs more than it saves."""
+_AHEAD = 2**12
+"""Bytes from what one row reads to what is asked for."""
+
+
+_OTHER_PROCESSOR = os.environ.get("NUMBA_CPU_NAME") or os.environ.get("NUMBA_CPU_FEATURES")
+if (
+    lanes() != PANEL
+    or _OTHER_PROCESSOR
+    or not llvmlite.binding.get_host_cpu_features().get("avx512vnni")
+):
+    raise ImportError("numba compiles for a processor without vpdpbusd on vectors of 64 bytes")
+
+
+def _bytes(builder: ir.IRBuilder, address: Any, place: Any) -> Any:
+    return builder.gep(builder.inttoptr(address, BYTE.as_pointer()), [place])
+
+
+def _whole(builder: ir.IRBuilder, pointer: Any) -> Any:
+    """A vector of 16 numbers of 32 bits at a pointer."""
+    kind = ir.VectorType(INT, PANEL).as_pointer()
+    return builder.load(builder.bitcast(pointer, kind), align=1)
+
+
+def _spread(builder: ir.IRBuilder, number: Any) -> Any:
+    """A vector of one number of 32 bits."""
+    undefined = ir.Constant(ir.VectorType(INT, PANEL), ir.Undefined)
+    alone = builder.insert_element(undefined, number, INT(0))
+    places = ir.Constant(ir.VectorType(INT, PANEL), [0] * PANEL)
+    return builder.shuffle_vector(alone, alone, places)
+
+
+def _halves(builder: ir.IRBuilder, address: Any, place: Any) -> Any:
+    """16 numbers of float16 as float32, `place` numbers behind an address."""
+    start = builder.gep(builder.inttoptr(address, _HALF.as_pointer()), [place])
+    vector = builder.bitcast(start, ir.VectorType(_HALF, PANEL).as_pointer())
+    return builder.fpext(builder.load(vector, align=2), ir.VectorType(FLOAT, PANEL))
+
+
+@llvm_function
+def _multiply_panel(
+    builder: ir.IRBuilder,
+    kind: Any,
+    rows: Any,
+    blocks: Any,
+    codes: Any,
+    scales: Any,
+    x: Any,
+    steps: Any,
+    sums: Any,
+    out: Any,
+) -> None:
+    """Products of some rows with the 16 outputs of a panel.
+
+    Args:
+        builder: of the code.
+        kind: bits of a code, and 1 more if blocks have minima: 8, 4 or 5.
+        rows: 1, 2, 4 or `TOGETHER`.
+        blocks: of a line.
+        codes: address of the panel's codes [blocks, 64 * bits], uint8.
+        scales: address of its scales, and minima if any, [blocks, 1 or 2, 16], float16.
+        x: address of the rows' numbers [rows, 32 * blocks], int8.
+        steps: address of what a step of each block of a row is worth [rows, blocks], float32.
+        sums: address of `zero` times the sum of each block's numbers [rows, blocks], int32, where
+            codes have a zero in their middle; else of the sums in float32, times steps.
+        out: address of float32 [rows, 16], which are written.
+    """
+
+    def emit(which: int, count: int) -> None:
+        nothing = constant(0.0, PANEL)
+        total = [alloca_once_value(builder, nothing) for _ in range(count)]
+        own = 64 * (which & -2)
+        numbers = _bytes(builder, x, LONG(0))
+        inputs = builder.mul(blocks, LONG(BLOCK))
+        dot = builder.module.declare_intrinsic(
+            "llvm.x86.avx512.vpdpbusd.512",
+            (),
+            ir.FunctionType(*(lambda v: (v, (v, v, v)))(ir.VectorType(INT, PANEL))),
+        )
+        low = constant(0x0F0F0F0F, PANEL, INT)
+        four = constant(4, PANEL, INT)
+        with for_range(builder, blocks) as loop:
+            block = loop.index
+            start = builder.mul(block, LONG(own))
+            if count == 1:
+                for line in range(0, own, 64):
+                    prefetch(
+                        builder, _bytes(builder, codes, builder.add(start, LONG(_AHEAD + line)))
+                    )
+            first = builder.mul(block, LONG((1 + (which & 1)) * PANEL))
+            places = [builder.add(builder.mul(blocks, LONG(row)), block) for row in range(count)]
+            if which & 1:
+                whole = [constant(0, PANEL, INT)] * count
+            else:
+                ints = builder.inttoptr(sums, INT.as_pointer())
+                whole = [_spread(builder, builder.load(builder.gep(ints, [p]))) for p in places]
+            packed: dict[int, Any] = {}
+            for group in range(_GROUPS):
+                line = group % (own // 64)
+                if line == group:
+                    packed[line] = _whole(
+                        builder, _bytes(builder, codes, builder.add(start, LONG(64 * line)))
+                    )
+                code = packed[line]
+                if which < 8:
+                    code = builder.and_(code if line == group else builder.lshr(code, four), low)
+                at = builder.add(builder.mul(block, LONG(BLOCK)), LONG(4 * group))
+                for row in range(count):
+                    place = builder.add(builder.mul(inputs, LONG(row)), at)
+                    quad = builder.bitcast(builder.gep(numbers, [place]), INT.as_pointer())
+                    given = _spread(builder, builder.load(quad, align=1))
+                    whole[row] = builder.call(dot, [whole[row], code, given])
+            scale = _halves(builder, scales, first)
+            least = _halves(builder, scales, builder.add(first, LONG(PANEL))) if which & 1 else None
+            for row in range(count):
+                step = builder.load(builder.gep(floats(builder, steps), [places[row]]))
+                factor = builder.fmul(scale, broadcast(builder, step, PANEL))
+                product = builder.sitofp(whole[row], nothing.type)
+                found = multiply_add(builder, product, factor, builder.load(total[row]))
+                if least is not None:
+                    sum_ = builder.load(builder.gep(floats(builder, sums), [places[row]]))
+                    found = multiply_add(builder, least, broadcast(builder, sum_, PANEL), found)
+                builder.store(found, total[row])
+        for row in range(count):
+            store_at(builder, builder.load(total[row]), floats(builder, out), LONG(row * PANEL))
+
+    def for_kind(which: int) -> None:
+        switch(builder, rows, (1, 2, 4, TOGETHER), lambda count: emit(which, count))
+
+    switch(builder, kind, (4, 5, 8), for_kind)
+
+
+def _quantize(
+    rows: int, blocks: int, zero: int, x: int, numbers: int, steps: int, sums: int
+) -> None:
+    """Round rows [rows, 32 * blocks] to 8 bits, each block by its largest number.
+
+    Args:
+        rows, blocks: how many there are.
+        zero: the code that stands for 0; 0 for codes that have minima.
+        x: address of float32.
+        numbers, steps, sums: addresses of what is written; see `_multiply_panel`.
+    """
+    given, found = floats_at(x, (rows * blocks, BLOCK)), bytes_at(numbers, (rows * blocks, BLOCK))
+    step, floats_ = floats_at(steps, (1, rows * blocks))[0], floats_at(sums, (1, rows * blocks))[0]
+    whole = floats_.view(np.int32)
+    for i in range(rows * blocks):
+        most = np.float32(0.0)
+        for j in range(BLOCK):
+            most = max(most, abs(given[i, j]))
+        step[i] = most / np.float32(127.0)
+        factor = np.float32(127.0) / most if most > 0 else np.float32(0.0)
+        total = np.int32(0)
+        for j in range(BLOCK):
+            number = np.int32(np.rint(given[i, j] * factor))
+            found[i, j] = number
+            total += number
+        if zero:
+            whole[i] = -zero * total
+        else:
+            floats_[i] = step[i] * np.float32(total)
+
+
+def _multiply(
+    kind: int,
+    rows: int,
+    blocks: int,
+    outputs: int,
+    codes: int,
+    scales: int,
+    x: int,
+    steps: int,
+    sums: int,
+    out: int,
+    start: int,
+    stop: int,
+) -> None:
+    """The panels `start` to `stop` of all rows; see `_multiply_panel`."""
+    found = floats_at(out, (rows, outputs))
+    sixteen = np.empty((TOGETHER, PANEL), np.float32)
+    own, scaled = 64 * (kind & -2) * blocks, (1 + (kind & 1)) * PANEL * 2 * blocks
+    for panel in range(start, stop):
+        first, most = panel * PANEL, min(PANEL, outputs - panel * PANEL)
+        row = 0
+        while row < rows:
+            some = TOGETHER if rows - row >= TOGETHER else 4 if rows - row >= 4 else 1
+            if some == 1 and rows - row >= 2:
+                some = 2
+            _multiply_panel(
+                kind,
+                some,
+                blocks,
+                codes + panel * own,
+                scales + panel * scaled,
+                x + row * blocks * BLOCK,
+                steps + 4 * row * blocks,
+                sums + 4 * row * blocks,
+                sixteen.ctypes.data,
+            )
+            for i in range(some):
+                for j in range(most):
+                    found[row + i, first + j] = sixteen[i, j]
+            row += some
+
+
+_compiled_quantize, _compiled_multiply = compile_kernel(_quantize), compile_kernel(_multiply)
+
+
+def _multiply_parts(address: int) -> None:
+    """Products of some panels, part after part; threads share them."""
+    numbers = longs_at(address, (1, 12))[0]
+    parts, outputs = numbers[1], numbers[5]
+    panels = (outputs + PANEL - 1) // PANEL
+    part = take_part(address)
+    while part < parts:
+        _compiled_multiply(
+            numbers[2],
+            numbers[3],
+            numbers[4],
+            outputs,
+            numbers[6],
+            numbers[7],
+            numbers[8],
+            numbers[9],
+            numbers[10],
+            numbers[11],
+            panels * part // parts,
+            panels * (part + 1) // parts,
+        )
+        part = take_part(address)
+
+
+_multiply_together = TeamKernel(_multiply_parts)
+
+
+def linear_blocks(x: Tensor, codes: Tensor, scales: Tensor, outputs: int) -> Tensor:
+    """Product of rows with a weight in blocks, the rows rounded to 8 bits block by block.
+
+    Args:
+        x: [..., inputs], float32 or bfloat16, without gradients; inputs a multiple of 32.
+        codes: [panels, blocks, 512] or [panels, blocks, 256], uint8.
+        scales: [panels, blocks, 1 or 2, 16], float16: what a step is worth, and for codes without
+            a zero what the code 0 stands for.
+        outputs: of the weight, padded to a multiple of 16 in `codes`.
+
+    Returns:
+        [..., outputs], of the type of `x`.
+    """
+    panels, blocks, own = codes.shape
+    bits, minima = own // 64, scales.shape[2] - 1
+    given = x.float().contiguous() if x.dtype is not torch.float32 else x.contiguous()
+    rows = given.numel() // (blocks * BLOCK)
+    numbers = torch.empty(rows * blocks * BLOCK, dtype=torch.int8)
+    beside = torch.empty(2, rows * blocks)
+    out = given.new_empty((*x.shape[:-1], outputs))
+    zero = 0 if minima else 1 << (bits - 1)
+    addresses = numbers.data_ptr(), beside.data_ptr(), beside[1].data_ptr()
+    _compiled_quantize(rows, blocks, zero, given.data_ptr(), *addresses)
+    work = panels * blocks * (own + 64 * rows)
+    _multiply_together(
+        threads_for(work, _WORTH_A_THREAD),
+        *(bits + minima, rows, blocks, outputs, codes.data_ptr(), scales.data_ptr(), *addresses),
+        out.data_ptr(),
+    )
+    return out if out.dtype is x.dtype else out.to(x.dtype)

@@ -1,0 +1,278 @@
+"""Turns that replicas share: each is two files that never change.
+
+A turn is in a session once its record is there; its snapshot is written before, and the entries by
+which others find it after. Replicas that answer one session at once both add to it, as two requests
+at one server do, so that nothing is locked and no turn is lost. A replica keeps in memory what it
+has used of a session and reads the rest on demand. Names and owners that come from clients are
+hashed, and never part of a path. Knows nothing about Ray or HTTP.
+
+The files:
+    form.json                                the model and policy of all rows
+    sessions/HASH/NODE.safetensors, .json    a turn: its snapshot, and its record
+    chains/HASH, nodes/HASH                  the session of a history, and of a turn
+    owners/HASH/SESSION-TIME-HEAD.json       a session as lists show it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import secrets
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, replace
+
+from weir.cache import RowState
+from weir.errors import WeirError
+from weir.serve.cluster.storage import Storage
+from weir.serve.messages import Message
+from weir.serve.sessions import (
+    NOT_KEPT,
+    Checkpoint,
+    NameTaken,
+    RowFormat,
+    SessionSummary,
+    Turn,
+    TurnRecord,
+    TurnTables,
+    TurnTokens,
+    decode_checkpoint,
+    encode_checkpoint,
+    find_path,
+)
+
+KEPT = 8
+"""The newest turns of a session, which are kept."""
+ABANDONED = 3600.0
+"""Seconds after which a file without a record belongs to a turn that was never finished."""
+
+
+class SharedTurns(TurnTables):
+    """One replica's view of the turns that all share.
+
+    Args:
+        most: number of turns that this replica keeps in memory.
+        kept: number of turns that are kept per session.
+
+    Raises:
+        WeirError: the files belong to another model or policy.
+    """
+
+    def __init__(
+        self, storage: Storage, row_format: RowFormat, *, most: int = 256, kept: int = KEPT
+    ) -> None:
+        super().__init__(most)
+        self._storage = storage
+        self._row_format = row_format
+        self._kept = kept
+        self._listed: dict[str, dict[str, SessionSummary]] = {}  # by owner and file
+        if storage.read("form.json") is None:
+            storage.write("form.json", json.dumps(row_format.to_json()).encode())
+        row_format.check_place("the shared folder", storage.read("form.json") or b"null")
+
+    def has_room(self, turns: int = 1) -> bool:
+        """Whether the storage has room for so many turns."""
+        return self._storage.has_room(turns * self._row_format.turn_bytes)
+
+    # --- reading
+
+    def newest(self, owner: str, column: str, value: str) -> TurnRecord | None:
+        """The owner's newest turn with a chain or node, wherever it was made."""
+        found = super().newest(owner, column, value)
+        data = None if found else self._storage.read(_entry(f"{column}s", owner, value))
+        if data is None:
+            return found
+        with contextlib.suppress(ValueError, LookupError, TypeError):  # entries are only hints
+            self._learn(owner, str(json.loads(data)[0]))
+        return super().newest(owner, column, value)
+
+    def list_turns(self, owner: str, session: str) -> list[TurnRecord]:
+        """The turns of a session that are kept, in the order they ended."""
+        self._learn(owner, session)
+        return super().list_turns(owner, session)
+
+    def summaries(self, owner: str, session: str | None = None) -> list[SessionSummary]:
+        """The owner's sessions, or one of them, the least recently used first."""
+        if session is not None:
+            self._learn(owner, session)
+            return super().summaries(owner, session)
+        folder = f"owners/{_hash(owner)}"
+        # Sorted by session, then time: a session's newer entry comes last.
+        names = {name.partition("-")[0]: name for name in self._storage.list_names(folder)}
+        known, found = self._listed.get(owner, {}), {}
+        for name in names.values():
+            if name in known:  # entries never change: they are replaced by new ones
+                found[name] = known[name]
+            elif (data := self._storage.read(f"{folder}/{name}")) is not None:
+                found[name] = SessionSummary(**json.loads(data))
+        self._listed[owner] = found
+        return sorted(found.values(), key=lambda summary: summary.used)
+
+    def ancestry(self, owner: str, node: str) -> tuple[list[TurnTokens], str | None]:
+        """The tokens that led to a turn, as far back as its turns are kept."""
+        self.newest(owner, "node", node)
+        return super().ancestry(owner, node)
+
+    # --- writing
+
+    def add(self, turns: Sequence[Turn], what: str = "one turn") -> None:
+        """Add turns to one session, parents first; all or none, but for those that are too many."""
+        owner, session = turns[0][1].owner, turns[0][1].session
+        turns = turns[-self._kept :]
+        try:
+            for checkpoint, record in turns:
+                self._write_files(checkpoint, record)
+            with self.exclusive:
+                for turn in turns:
+                    super().add([turn])
+                self._publish(owner, session)
+        except BaseException:
+            for _, record in turns:
+                with contextlib.suppress(OSError):
+                    self._delete(record)
+            raise
+
+    def fork(self, owner: str, node: str, session: str) -> None:
+        """Begin a session with copies of a turn and of its ancestors."""
+        record = self.newest(owner, "node", node)
+        if record is None:
+            raise WeirError("there is no such turn")
+        if self.list_turns(owner, session):
+            raise NameTaken("there is a session of this name already")
+        turns = {turn.node: turn for turn in super().list_turns(owner, record.session)}
+        path = find_path(node, {name: turn.parent for name, turn in turns.items()})
+        names = {name: secrets.token_hex(16) for name in path}
+        copies: list[Turn] = []
+        for name, new in names.items():
+            parent = names.get(turns[name].parent or "")
+            copy = replace(turns[name], node=new, session=session, parent=parent)
+            copies.append((self._lazy_checkpoint(turns[name]), copy))
+        self.add(copies)
+
+    def remove(
+        self, nodes: Collection[str], owner: str | None = None, session: str | None = None
+    ) -> list[str]:
+        """Take turns out of a session, which deletes them; without one, out of memory only."""
+        if owner is None or session is None:
+            return super().remove(nodes)
+        with self.exclusive:
+            gone = [turn for turn in self.list_turns(owner, session) if turn.node in nodes]
+            for record in gone:
+                self._delete(record)
+            if gone:
+                self._publish(owner, session)
+        return [record.node for record in gone]
+
+    def _write_files(self, checkpoint: Checkpoint, record: TurnRecord) -> None:
+        """Write the snapshot of a turn, its record, and the entries that lead to it."""
+        path = f"{_folder(record.owner, record.session)}/{record.node}"
+        snapshot = encode_checkpoint(self._row_format, checkpoint)
+        self._storage.write(f"{path}.safetensors", snapshot)
+        self._storage.write(f"{path}.json", _record_to_json(record))
+        entry = json.dumps([record.session, record.node]).encode()
+        for kind, name in (("chains", record.chain), ("nodes", record.node)):
+            self._storage.write(_entry(kind, record.owner, name), entry)
+
+    def _delete(self, record: TurnRecord) -> None:
+        """Delete a turn, and the entries that lead to it."""
+        self.remove([record.node])
+        folder = _folder(record.owner, record.session)
+        for kind in ("json", "safetensors"):
+            self._storage.delete(f"{folder}/{record.node}.{kind}")
+        self._storage.delete(_entry("nodes", record.owner, record.node))
+        path = _entry("chains", record.owner, record.chain)
+        data = self._storage.read(path)
+        if data is not None and json.loads(data)[1] == record.node:
+            self._storage.delete(path)
+
+    def _publish(self, owner: str, session: str) -> None:
+        """Show a session in lists as it is now, and delete what is not kept of it."""
+        turns = self.list_turns(owner, session)
+        for record in turns[: -self._kept]:
+            self._delete(record)
+        self._delete_abandoned(_folder(owner, session), {f"{turn.node}.json" for turn in turns})
+        folder, name = f"owners/{_hash(owner)}", _hash(owner, session)
+        before = [entry for entry in self._storage.list_names(folder) if entry.startswith(name)]
+        file = None
+        for now in super().summaries(owner, session):
+            file = f"{name}-{round(now.used * 1e6):020}-{now.head[:8]}.json"
+            self._storage.write(f"{folder}/{file}", json.dumps(asdict(now)).encode())
+        for old in before:
+            if old != file:
+                self._storage.delete(f"{folder}/{old}")
+
+    def _delete_abandoned(self, folder: str, records: set[str]) -> None:
+        """Delete files of turns that killed replicas were writing; all, if no turn is left."""
+        for file in self._storage.list_names(folder):
+            name, _, kind = file.rpartition(".")
+            if kind not in ("safetensors", "part") or f"{name}.json" in records:
+                continue
+            if not records or self._storage.age(f"{folder}/{file}") > ABANDONED:
+                self._storage.delete(f"{folder}/{file}")
+
+    # --- learning what other replicas did
+
+    def _learn(self, owner: str, session: str) -> None:
+        """Make the turns in memory of a session those of the storage."""
+        folder = _folder(owner, session)
+        with self.exclusive:
+            files = self._storage.list_names(folder)
+            names = {file.removesuffix(".json") for file in files if file.endswith(".json")}
+            near = {record.node for record in super().list_turns(owner, session)}
+            if near == names:
+                return
+            super().remove(near)
+            read = [self._read_record(folder, name) for name in names]
+            found = [record for record in read if record is not None]
+            for record in sorted(found, key=lambda record: (record.created, record.seen)):
+                super().add([(self._lazy_checkpoint(record), record)])
+
+    def _read_record(self, folder: str, name: str) -> TurnRecord | None:
+        """Read the record of a turn; None if it was just deleted, or cannot be read."""
+        data = self._storage.read(f"{folder}/{name}.json")
+        try:
+            return None if data is None else _record_from_json(data)
+        except (ValueError, TypeError, LookupError):
+            return None
+
+    def _lazy_checkpoint(self, record: TurnRecord) -> Checkpoint:
+        """The checkpoint of a turn, read when its state is needed."""
+
+        def read() -> RowState:
+            path = f"{_folder(record.owner, record.session)}/{record.node}.safetensors"
+            data = self._storage.read(path)
+            if data is None:
+                self.remove([record.node])
+                raise WeirError(NOT_KEPT)
+            found = decode_checkpoint(self._row_format, data)
+            if found.pending != (record.last,):
+                raise WeirError("what this turn goes on from is the end of another one")
+            return found.state
+
+        return Checkpoint(read, (record.last,))
+
+
+def _folder(owner: str, session: str) -> str:
+    name = _hash(owner, session)
+    return f"sessions/{name[:2]}/{name}"
+
+
+def _entry(kind: str, owner: str, name: str) -> str:
+    found = _hash(owner, name)
+    return f"{kind}/{found[:2]}/{found}"
+
+
+def _hash(*parts: str) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _record_to_json(record: TurnRecord) -> bytes:
+    values = {**vars(record), "messages": [message.to_json() for message in record.messages]}
+    return json.dumps({**values, "ids": record.ids.hex()}).encode()
+
+
+def _record_from_json(data: bytes) -> TurnRecord:
+    values = json.loads(data)
+    values["messages"] = tuple(Message.from_json(kept) for kept in values["messages"])
+    values["ids"] = bytes.fromhex(values["ids"])
+    return TurnRecord(**values)

@@ -1,0 +1,221 @@
+"""Turns in a folder: SQLite tables in `weir.db`, and a snapshot file for each turn.
+
+The order of writes makes a crash safe at any point: the snapshot file is written and synced, takes
+its name, and the folder is synced; only then the row that names it is committed. A file without a
+row belongs to a turn that no client saw end, and is deleted at the next start. A crash never leaves
+a row without its file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import shutil
+import sqlite3
+from collections.abc import Collection
+from pathlib import Path
+
+from weir.cache import RowState
+from weir.errors import WeirError, quote
+from weir.serve.sessions.database import Database
+from weir.serve.sessions.records import NOT_KEPT, Checkpoint, StorageFull
+from weir.serve.sessions.snapshot import RowFormat, decode_checkpoint, encode_checkpoint
+from weir.serve.sessions.snapshot_folder import (
+    DiskReserve,
+    SnapshotFolder,
+    lock_file,
+    new_name,
+    refusal,
+)
+from weir.serve.sessions.turn_tables import LEAVING, TABLES, VERSION, TurnTables
+
+_log = logging.getLogger(__name__)
+
+
+class DiskTurns(TurnTables):
+    """Turns in a folder that one process at a time may use.
+
+    Args:
+        folder: created if missing.
+        limit: bytes of all snapshots, and one more while one is written; past it, or where the disk
+            is full before, the least recently used turns are deleted. None for no limit: nothing is
+            ever deleted.
+
+    Raises:
+        WeirError: the folder cannot be used, another process uses it, or its rows are of another
+            model or policy.
+    """
+
+    unit = "bytes"
+
+    def __init__(self, folder: Path, row_format: RowFormat, limit: int | None = None) -> None:
+        if limit is not None and limit < 1:
+            raise WeirError(f"a store may have one byte or more, not {limit}")
+        self.folder = folder
+        self.row_format = row_format
+        self.scratch = folder / "moving"
+        with contextlib.ExitStack() as undo:
+            try:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._lock = lock_file(folder / "lock")
+                undo.callback(os.close, self._lock)
+                self._files = SnapshotFolder(folder / "nodes")
+            except BlockingIOError:
+                raise WeirError(f"{folder} is in use by another server") from None
+            except FileExistsError:
+                raise WeirError(f"{folder} is no folder") from None
+            except OSError as error:
+                raise WeirError(f"{folder} cannot be used: {error.strerror}") from None
+            undo.callback(self._files.close)
+            shutil.rmtree(self.scratch, ignore_errors=True)  # leftovers of a killed process
+            self._reserve = DiskReserve(folder / "reserve")
+            with self._reserve.released():
+                # Snapshots whose database is gone may be valuable: never treat them as leftovers.
+                create = not self._files.list_names()
+                db = Database(folder / "weir.db", TABLES, VERSION, create=create)
+                undo.callback(db.close)
+                self._open(db)
+                self._begin(db, limit)
+            undo.pop_all()
+
+    def close(self) -> None:
+        """Write when turns were used and release the folder; closing twice does nothing."""
+        if self._lock < 0:
+            return
+        with contextlib.suppress(WeirError), self.changing():
+            pass
+        self.db.close()
+        self._files.close()
+        os.close(self._lock)
+        self._lock = -1
+
+    def _open(self, database: Database) -> None:
+        """Check that the rows are of this format, and delete what a killed process left."""
+        try:
+            with database.writing() as db:
+                written = json.dumps(self.row_format.to_json())
+                db.execute("INSERT OR IGNORE INTO facts VALUES ('form', ?)", (written,))
+                ((found,),) = db.execute("SELECT value FROM facts WHERE name = 'form'")
+                self.row_format.check_place(str(self.folder), found)
+                self._delete_leftovers(db)
+        except OSError as error:
+            raise WeirError(f"{self.folder} cannot be used: {error}") from None
+
+    def _delete_leftovers(self, db: sqlite3.Connection) -> None:
+        """Delete turns without a record, rows without their file, and files without a row."""
+        db.execute(
+            "DELETE FROM nodes WHERE name NOT IN (SELECT node FROM records) OR "
+            "name NOT IN (SELECT node FROM members)"
+        )
+        kept = set()
+        for row in db.execute("SELECT name, file, bytes FROM nodes").fetchall():
+            size = self._files.size(str(row["file"]))
+            if size == row["bytes"]:
+                kept.add(row["file"])
+                continue
+            why = "is missing" if size is None else f"has {size:,} bytes, not {row['bytes']:,}"
+            _log.warning("turn %s is dropped: its file %s", quote(row["name"]), why)
+            db.execute("DELETE FROM nodes WHERE name = ?", (row["name"],))
+        self._files.delete_parts()
+        self._discard([name for name in self._files.list_names() if name not in kept])
+
+    # --- snapshots
+
+    def _keep(self, checkpoint: Checkpoint) -> tuple[str, int, str]:
+        data, file = encode_checkpoint(self.row_format, checkpoint), new_name()
+        try:
+            self._files.write(file, data)
+        except OSError as error:
+            raise refusal(error) from None
+        return file, len(data), hashlib.sha256(data).hexdigest()
+
+    def _checkpoint(self, row: sqlite3.Row) -> Checkpoint:
+        return Checkpoint(lambda: self._read(row), tuple(json.loads(row["pending"])))
+
+    def _read(self, row: sqlite3.Row) -> RowState:
+        """Read a snapshot file; a damaged one is deleted with its turn."""
+        name = quote(row["name"])
+        try:
+            data = self._files.read(row["file"], row["bytes"])
+            if hashlib.sha256(data).hexdigest() != row["sha256"]:
+                raise WeirError("its file is damaged: its checksum is not that of what was written")
+            found = decode_checkpoint(self.row_format, data)
+            if list(found.pending) != json.loads(row["pending"]):
+                raise WeirError("it is the end of another turn")
+            return found.state
+        except FileNotFoundError:
+            self._delete_damaged(row)
+            raise WeirError(NOT_KEPT) from None
+        except OSError as error:
+            raise WeirError(f"turn {name} cannot be read: {error.strerror}") from None
+        except WeirError as error:
+            _log.warning("turn %s cannot be read and is dropped: %s", name, error)
+            self._delete_damaged(row)
+            raise WeirError(
+                f"turn {name} cannot be gone on from, and is dropped: {error}"
+            ) from None
+
+    def _delete_damaged(self, row: sqlite3.Row) -> None:
+        """Delete a turn unless its row now names another file."""
+        if self.db.query("SELECT 1 FROM nodes WHERE file = ?", row["file"]):
+            with contextlib.suppress(WeirError):
+                self.remove([row["name"]])
+
+    def _discard(self, files: Collection[str]) -> None:
+        for file in files:
+            try:
+                self._files.delete(file)
+            except OSError as error:  # left to the next start
+                _log.warning("%s cannot be removed: %s", file, error)
+
+    # --- room
+
+    def has_room(self, turns: int = 1) -> bool:
+        """Whether the disk has room for so many turns."""
+        return self._files.has_room(turns * self.row_format.turn_bytes)
+
+    def make_room(self, turns: int, keep: int) -> bool:
+        """Delete the least recently used turns until the disk has room for so many others.
+
+        Nothing is deleted without a limit, which says that old turns may go, and nothing where that
+        would not help: there are too few, or the disk refuses bytes that are free.
+
+        Args:
+            keep: number of turns that stay, the most recently used ones.
+
+        Returns:
+            Whether there is room.
+        """
+        if self.has_room(turns) or self._limit is None:
+            return self.has_room(turns)
+        size = turns * self.row_format.turn_bytes
+        with self.exclusive, contextlib.suppress(WeirError):
+            uses = self._unwritten_uses()  # no room to write them
+            rows = self.db.query("SELECT name, bytes, used FROM nodes")
+            rows.sort(key=lambda row: uses.get(row["name"], row["used"]))
+            rows = rows[: max(0, len(rows) - keep)]
+            if self._files.free_bytes() + sum(row["bytes"] for row in rows) < size:
+                return False
+            for row in rows:
+                if self._files.free_bytes() >= size:
+                    break
+                self.remove([row["name"]])
+        return self.has_room(turns)
+
+    def remove(
+        self, nodes: Collection[str], owner: str | None = None, session: str | None = None
+    ) -> list[str]:
+        """Take turns out of a session, or out of all, also where the disk is full."""
+        with self.exclusive:
+            try:
+                return super().remove(nodes, owner, session)
+            except StorageFull:
+                # Deleting takes room too: free the files and the reserve, then try once more.
+                rows = self.db.query(LEAVING, json.dumps(sorted(nodes)), owner, session)
+                with self._reserve.released():
+                    self._discard([row["file"] for row in rows if row["alone"]])
+                    self.db.shorten()
+                    return super().remove(nodes, owner, session)

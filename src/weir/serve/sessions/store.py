@@ -1,0 +1,275 @@
+"""The store of sessions: turns of all owners, in memory or in another place.
+
+A turn is saved whole, state and record, or not at all, and no client hears that it ended before it
+is safe. When room runs out, the least recently used turns are deleted; a session ends with its last
+turn. A turn may be in several sessions, since a fork shares its ancestors. It is deleted when it is
+in none any more; the session in its record is the first that it joined and still is in. Another
+owner's turns look absent. Knows nothing about HTTP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from tempfile import TemporaryDirectory
+from typing import Self
+
+from weir.errors import WeirError
+from weir.serve.sessions.records import (
+    DISK_FULL,
+    NOT_KEPT,
+    Checkpoint,
+    OnSaved,
+    SessionSummary,
+    StorageFull,
+    Turn,
+    TurnRecord,
+    TurnTokens,
+)
+from weir.serve.sessions.turn_tables import TurnTables
+
+_log = logging.getLogger(__name__)
+DEFAULT_KEPT = 256
+"""Turns kept in memory, where nothing else is said and there is no folder."""
+
+
+class SessionStore:
+    """Sessions of one place, which is written by a thread of its own if it is not memory.
+
+    Called from any thread. `load` returns exactly the numbers that `save` received. Methods that
+    write raise a WeirError where the disk refuses.
+
+    Args:
+        place: where turns are kept; None for memory.
+        keep: number of turns in memory; None for `DEFAULT_KEPT`, and 0 with another place. With
+            one, so many turns are not deleted for a full disk, and as many that it is full for go
+            on in memory until there is room.
+        queue: turns that may wait to be written; `save` of one more waits.
+    """
+
+    def __init__(
+        self, place: TurnTables | None = None, *, keep: int | None = None, queue: int = 2
+    ) -> None:
+        self._keep = keep if keep is not None else DEFAULT_KEPT if place is None else 0
+        self._memory = TurnTables(self._keep)
+        self.place = place or self._memory
+        # The newest turns are in the last.
+        self._places = [self._memory] if place is None else [place, self._memory]
+        self._writer = None if place is None else BackgroundWriter(self._write, queue)
+        self._lock = threading.RLock()
+        self._was_full = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Write all pending turns, and release the place."""
+        if self._writer is not None:
+            self._writer.close()
+            with contextlib.suppress(WeirError):
+                self._write_remembered()
+        self.place.close()
+
+    # --- saving
+
+    def load(self, node: str) -> Checkpoint:
+        """The checkpoint of a turn; one on disk is read when its state is needed.
+
+        Raises:
+            WeirError: it is not kept.
+        """
+        for place in reversed(self._places):
+            if (found := place.load(node)) is not None:
+                return found
+        raise WeirError(NOT_KEPT)
+
+    def check_room(self, turns: int) -> None:
+        """Refuse turns that could not be kept, before they are answered; may drop old ones.
+
+        Raises:
+            StorageFull: there is no room for so many turns.
+        """
+        full = not self.place.make_room(turns, self._keep)
+        if full and not self._was_full:
+            more = f"; up to {self._keep} turns go on in memory" if self._keep else ""
+            _log.warning("%s%s", DISK_FULL, more)
+        self._was_full = full
+        if full and not self._keep:
+            raise StorageFull(DISK_FULL)
+
+    def is_full(self) -> bool:
+        """Whether the disk has no room for one more turn."""
+        return not self.place.has_room()
+
+    def save(
+        self, checkpoint: Checkpoint, record: TurnRecord, done: OnSaved = lambda error: None
+    ) -> None:
+        """Save a turn as the newest of its session, and call `done`, perhaps in another thread."""
+        if self._writer is not None:
+            self._writer.submit(checkpoint, record, done)
+            return
+        self._memory.add([(checkpoint, record)])
+        done(None)
+
+    def _write(self, checkpoint: Checkpoint, record: TurnRecord) -> None:
+        """Write a turn; while the disk is full, it goes on in memory."""
+        turn = checkpoint, record
+        try:
+            try:
+                self._write_remembered(turn)
+            except StorageFull:
+                if not self.place.make_room(1, self._keep):
+                    raise
+                self._write_remembered(turn)
+        except StorageFull:
+            if not self._keep:
+                raise
+            self._memory.add([turn])
+
+    def _write_remembered(self, *more: Turn) -> None:
+        """Write the turns that went on in memory, the oldest first, and then more."""
+        with self._lock:
+            for record in self._memory.list_all():
+                self.place.add([(self.load(record.node), record)])
+                self._memory.remove([record.node])
+            for turn in more:
+                self.place.add([turn])
+
+    def import_session(self, turns: Sequence[Turn]) -> SessionSummary:
+        """Save the turns of one new session, parents first; all or none."""
+        self.place.add(turns, "the session")
+        found = self.get_session(turns[0][1].owner, turns[0][1].session)
+        if found is None:
+            raise WeirError("the session was imported, but others took its room at once")
+        return found
+
+    def drop(self, node: str) -> None:
+        """Delete a turn, if there is one of that name."""
+        with self._lock:
+            for place in self._places:
+                place.remove([node])
+
+    # --- finding
+
+    def find_history(self, owner: str, chain: str) -> TurnRecord | None:
+        """The owner's newest turn that ends a conversation of this hash."""
+        return self._newest(owner, "chain", chain)
+
+    def find_turn(self, owner: str, node: str) -> TurnRecord | None:
+        """A turn of the owner's."""
+        return self._newest(owner, "node", node)
+
+    def _newest(self, owner: str, column: str, value: str) -> TurnRecord | None:
+        found = (place.newest(owner, column, value) for place in reversed(self._places))
+        return next((record for record in found if record is not None), None)
+
+    def ancestry(self, owner: str, node: str) -> list[TurnTokens]:
+        """The tokens that led to a turn of the owner's, the oldest first: back to the beginning of
+        the stream, or to the last turn that is not kept or whose tokens are unknown.
+        """
+        found: list[TurnTokens] = []
+        parent: str | None = node
+        for place in reversed(self._places):
+            if parent is not None:
+                before, further = place.ancestry(owner, parent)
+                if not found or (before and before[-1].end == found[0].start < found[0].end):
+                    found, parent = before + found, further
+        return found
+
+    def get_session(self, owner: str, session: str) -> SessionSummary | None:
+        """A session of the owner's."""
+        return next(iter(self._summaries(owner, session)), None)
+
+    def list_sessions(self, owner: str) -> list[SessionSummary]:
+        """All sessions of the owner, the least recently used first."""
+        return self._summaries(owner)
+
+    def _summaries(self, owner: str, session: str | None = None) -> list[SessionSummary]:
+        found: dict[str, SessionSummary] = {}
+        for place in self._places:
+            for new in place.summaries(owner, session):
+                old = found.pop(new.id, None)  # what has turns in memory too was used last
+                if old is not None:
+                    new = replace(new, turns=old.turns + new.turns, created=old.created)
+                found[new.id] = new
+        return list(found.values())
+
+    def list_turns(self, owner: str, session: str) -> list[TurnRecord]:
+        """The turns of a session that are kept, in the order they came; empty if there is none."""
+        return [record for place in self._places for record in place.list_turns(owner, session)]
+
+    # --- sessions that exist
+
+    def fork(self, owner: str, node: str, session: str) -> SessionSummary:
+        """Begin a session that ends with a turn of another: that one and its ancestors.
+
+        Raises:
+            NameTaken: the owner has a session of this name.
+            WeirError: the owner has no such turn.
+        """
+        if self._writer is not None:
+            self._write_remembered()
+        self.place.fork(owner, node, session)
+        found = self.get_session(owner, session)
+        if found is None:
+            raise WeirError("there is no such turn")  # it was deleted this moment
+        return found
+
+    def remove_turns(self, owner: str, session: str, nodes: Collection[str]) -> list[str]:
+        """Take turns out of a session; returns those that were in no other and are now deleted."""
+        with self._lock:
+            return [n for place in self._places for n in place.remove(nodes, owner, session)]
+
+    def make_scratch_folder(self) -> TemporaryDirectory[str]:
+        """A folder for a large file in transit; the next start deletes what a crash leaves."""
+        if self.place.scratch is not None:
+            self.place.scratch.mkdir(mode=0o700, exist_ok=True)
+        return TemporaryDirectory(prefix="weir-", dir=self.place.scratch)
+
+
+class BackgroundWriter:
+    """A thread that writes turns in the order they come.
+
+    Args:
+        queue: maximum number of waiting turns, including the one being written.
+    """
+
+    def __init__(self, write: Callable[[Checkpoint, TurnRecord], None], queue: int) -> None:
+        if queue < 1:
+            raise WeirError(f"one turn or more may wait to be written, not {queue}")
+        self._write = write
+        self._room = threading.BoundedSemaphore(queue)
+        self._thread = ThreadPoolExecutor(1, "weir-store")
+
+    def submit(self, checkpoint: Checkpoint, record: TurnRecord, done: OnSaved) -> None:
+        """Queue a turn; waits while the queue is full, so that no engine runs ahead of the disk."""
+        self._room.acquire()
+        try:
+            self._thread.submit(self._run, checkpoint, record, done)
+        except RuntimeError:
+            self._room.release()
+            done(WeirError("the store is closed, and keeps nothing more"))
+
+    def close(self) -> None:
+        """Accept no more turns, and wait until the accepted ones are written."""
+        self._thread.shutdown()
+
+    def _run(self, checkpoint: Checkpoint, record: TurnRecord, done: OnSaved) -> None:
+        error: Exception | None = None
+        try:
+            self._write(checkpoint, record)
+        except Exception as caught:
+            error = caught
+        finally:
+            self._room.release()
+        try:
+            done(error)
+        except Exception:
+            _log.exception("the callback of a saved turn has failed")

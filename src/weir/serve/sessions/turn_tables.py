@@ -1,0 +1,379 @@
+"""Turns in SQLite tables: the state of each as a snapshot in memory or in a file, and its record.
+
+Past a limit the least recently used turns are deleted. Every query names the owner, so that another
+owner's turns look absent. Names that come from clients are values in tables, never parts of a path.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sqlite3
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from weir.errors import WeirError
+from weir.serve.messages import Message
+from weir.serve.sessions.database import Database
+from weir.serve.sessions.records import (
+    NOT_KEPT,
+    Checkpoint,
+    NameTaken,
+    SessionSummary,
+    Turn,
+    TurnRecord,
+    TurnTokens,
+)
+from weir.serve.sessions.snapshot_folder import (
+    new_name,
+)
+
+_log = logging.getLogger(__name__)
+
+VERSION = 2
+"""Version of the tables (`PRAGMA user_version`)."""
+
+TABLES = """
+CREATE TABLE facts (
+    name TEXT PRIMARY KEY,
+    value TEXT NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE nodes (
+    name TEXT PRIMARY KEY,
+    file TEXT NOT NULL UNIQUE,
+    bytes INTEGER NOT NULL,
+    sha256 TEXT NOT NULL,
+    pending TEXT NOT NULL,  -- JSON: tokens
+    used INTEGER NOT NULL   -- rises from use to use: clocks jump
+);
+CREATE INDEX nodes_used ON nodes (used);
+CREATE TABLE records (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,  -- in the order they came
+    node TEXT NOT NULL UNIQUE REFERENCES nodes (name) ON DELETE CASCADE,
+    owner TEXT NOT NULL,
+    parent TEXT,
+    chain TEXT NOT NULL,
+    messages TEXT NOT NULL,  -- JSON: [role, content, name] each
+    last INTEGER NOT NULL,
+    seen INTEGER NOT NULL,
+    usage TEXT NOT NULL,  -- JSON: numbers by name
+    created REAL NOT NULL,
+    ids BLOB NOT NULL,  -- tokens, four bytes each
+    topic TEXT NOT NULL
+);
+CREATE INDEX records_chain ON records (owner, chain);
+CREATE INDEX records_parent ON records (parent);
+CREATE TABLE members (  -- which turns are in which sessions
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    owner TEXT NOT NULL,
+    session TEXT NOT NULL,
+    node TEXT NOT NULL REFERENCES nodes (name) ON DELETE CASCADE,
+    UNIQUE (owner, session, node)
+);
+CREATE INDEX members_node ON members (node);
+"""
+
+_RECORD = "node, owner, parent, chain, messages, last, seen, usage, created, ids"
+_COLUMNS = f"""{_RECORD}, (
+    SELECT session FROM members WHERE members.node = records.node ORDER BY members.number LIMIT 1
+) AS session"""
+
+_SUMMARIES = """
+WITH own AS (
+    SELECT session, count(*) AS turns, max(members.number) AS newest,
+        min(members.number) AS oldest, max(max(used, coalesce(uses.value, 0))) AS used
+    FROM members JOIN nodes ON name = node LEFT JOIN json_each(?1) AS uses ON uses.key = node
+    WHERE owner = ?2 AND (?3 IS NULL OR session = ?3) GROUP BY session
+)
+SELECT own.session AS id, head.node AS head, turns, begin.created AS created,
+    head.created AS used, head.seen, head.usage, head.topic
+FROM own
+JOIN members AS late ON late.number = newest JOIN records AS head ON head.node = late.node
+JOIN members AS early ON early.number = oldest JOIN records AS begin ON begin.node = early.node
+ORDER BY own.used"""
+
+_ANCESTRY = """
+WITH RECURSIVE line (node, parent, seen, ids) AS (
+    SELECT node, parent, seen, ids FROM records WHERE node = ?1 AND owner = ?2
+    UNION ALL SELECT records.node, records.parent, records.seen, records.ids
+    FROM records JOIN line ON records.node = line.parent AND records.owner = ?2
+    AND records.seen = line.seen - length(line.ids) / 4 AND records.seen < line.seen
+)
+SELECT node, seen, ids, parent FROM line ORDER BY seen"""
+
+_PATH = """
+WITH RECURSIVE above (ancestor) AS (
+    VALUES (?1) UNION SELECT parent FROM records JOIN above ON node = ancestor WHERE owner = ?2
+)
+SELECT node FROM records JOIN above ON node = ancestor WHERE owner = ?2 ORDER BY number"""
+
+LEAVING = """
+SELECT name, file, bytes, NOT EXISTS (
+    SELECT 1 FROM members WHERE node = name AND (owner, session) != (?2, ?3)
+) AS alone FROM nodes WHERE name IN (SELECT value FROM json_each(?1)) AND (?2 IS NULL OR EXISTS (
+    SELECT 1 FROM members WHERE node = name AND (owner, session) = (?2, ?3)
+))"""
+"""The turns of a list that are in a session, and whether in no other; NULL is all sessions."""
+
+_JOIN = "INSERT INTO members (owner, session, node) VALUES (?, ?, ?)"
+
+
+class TurnTables:
+    """Turns of which both record and state are in memory; base of other places.
+
+    Args:
+        limit: number of turns.
+
+    Attributes:
+        nbytes: bytes of all snapshots; in memory, their number.
+        exclusive: excludes other changes inside a `with` block.
+        scratch: a folder on the disk of the snapshots; None for the system's own.
+    """
+
+    unit = "turns"  # of `limit`, for errors
+    scratch: Path | None = None
+
+    def __init__(self, limit: int) -> None:
+        self._states: dict[str, Checkpoint] = {}  # by file
+        self._begin(Database(None, TABLES, VERSION), limit)
+
+    def _begin(self, db: Database, limit: int | None) -> None:
+        self.db = db
+        self.exclusive = threading.RLock()  # guards `nbytes`
+        self._limit = limit
+        self._uses_lock = threading.Lock()
+        self._uses: dict[str, int] = {}  # uses that are not in the database yet, by turn
+        ((self._clock, self.nbytes),) = db.query(
+            "SELECT coalesce(max(used), 0), coalesce(sum(bytes), 0) FROM nodes"
+        )
+
+    # --- what other places than memory do in their own way
+
+    def _keep(self, checkpoint: Checkpoint) -> tuple[str, int, str]:
+        """Keep a snapshot; return its file, its bytes and their SHA-256."""
+        file = new_name()
+        self._states[file] = checkpoint
+        return file, 1, ""
+
+    def _checkpoint(self, row: sqlite3.Row) -> Checkpoint:
+        """The checkpoint that a row of `nodes` describes."""
+        try:
+            return self._states[row["file"]]
+        except KeyError:
+            raise WeirError(NOT_KEPT) from None
+
+    def _discard(self, files: Collection[str]) -> None:
+        """Delete snapshots that no row names."""
+        for file in files:
+            self._states.pop(file, None)
+
+    def has_room(self, turns: int = 1) -> bool:
+        """Whether there is room for so many turns."""
+        return True
+
+    def make_room(self, turns: int, keep: int) -> bool:
+        """Make room for so many turns, and say whether there is any."""
+        return self.has_room(turns)
+
+    def close(self) -> None:
+        """Release the place; closing twice does nothing."""
+
+    # --- reading
+
+    def load(self, node: str) -> Checkpoint | None:
+        """The checkpoint of a turn; None if there is none of that name."""
+        row = self.db.first("SELECT * FROM nodes WHERE name = ?", node)
+        if row is None:
+            return None
+        self._touch(node)
+        return self._checkpoint(row)
+
+    def newest(self, owner: str, column: str, value: str) -> TurnRecord | None:
+        """The owner's newest turn with a value in a column of its record."""
+        row = self.db.first(
+            f"SELECT {_COLUMNS} FROM records WHERE owner = ? AND {column} = ? "
+            "ORDER BY number DESC LIMIT 1",
+            owner,
+            value,
+        )
+        return _record_of(row) if row else None
+
+    def list_turns(self, owner: str, session: str) -> list[TurnRecord]:
+        """The turns of a session, in the order they came."""
+        found = self.db.query(
+            f"SELECT {_COLUMNS} FROM records JOIN (SELECT node AS member, number AS place FROM "
+            "members WHERE owner = ? AND session = ?) ON member = node ORDER BY place",
+            owner,
+            session,
+        )
+        return [_record_of(row) for row in found]
+
+    def list_all(self) -> list[TurnRecord]:
+        """All turns, in the order they came."""
+        return [*map(_record_of, self.db.query(f"SELECT {_COLUMNS} FROM records ORDER BY number"))]
+
+    def summaries(self, owner: str, session: str | None = None) -> list[SessionSummary]:
+        """The owner's sessions, or one of them, the least recently used first."""
+        uses = json.dumps(self._unwritten_uses())
+        found = self.db.query(_SUMMARIES, uses, owner, session)
+        return [SessionSummary(**{**row, "usage": json.loads(row["usage"])}) for row in found]
+
+    def ancestry(self, owner: str, node: str) -> tuple[list[TurnTokens], str | None]:
+        """The tokens that led to a turn, as far back as its turns are here; the parent of those."""
+        rows = self.db.query(_ANCESTRY, node, owner)
+        found = [TurnTokens(row["node"], row["seen"], row["ids"]) for row in rows]
+        return found, rows[0]["parent"] if rows else node
+
+    def _unwritten_uses(self) -> dict[str, int]:
+        with self._uses_lock:
+            return dict(self._uses)
+
+    def _touch(self, node: str) -> int:
+        """Note that a turn was used; the number rises from use to use."""
+        with self._uses_lock:
+            self._clock += 1
+            self._uses[node] = self._clock
+            return self._clock
+
+    # --- writing
+
+    @contextmanager
+    def changing(self) -> Iterator[sqlite3.Connection]:
+        """Open a transaction, which also writes when turns were used.
+
+        Raises:
+            WeirError: it cannot be committed; nothing has changed.
+        """
+        with self.exclusive, self.db.writing() as db:
+            uses = self._unwritten_uses()
+            db.executemany(
+                "UPDATE nodes SET used = ? WHERE name = ?",
+                [(used, name) for name, used in uses.items()],
+            )
+            yield db
+        with self._uses_lock:
+            for name, used in uses.items():
+                if self._uses.get(name) == used:
+                    del self._uses[name]
+
+    def add(self, turns: Sequence[Turn], what: str = "one turn") -> None:
+        """Add turns, all or none; one of the same name is replaced.
+
+        Args:
+            what: name of the turns, for errors.
+
+        Raises:
+            WeirError: they exceed the limit, or the disk refuses them; nothing has changed.
+        """
+        kept: list[tuple[str, int, str]] = []
+        names = json.dumps([record.node for _, record in turns])
+        try:
+            for checkpoint, _ in turns:
+                kept.append(self._keep(checkpoint))
+                size = sum(nbytes for _, nbytes, _ in kept)
+                if self._limit is not None and size > self._limit:
+                    more = " or more" if len(turns) > 1 else ""
+                    raise WeirError(
+                        f"{what} takes {size:,} {self.unit}{more}, and the store has "
+                        f"{self._limit:,} for all sessions"
+                    )
+            with self.exclusive:
+                with self.changing() as db:
+                    gone = db.execute(
+                        "SELECT name, file, bytes FROM nodes WHERE name IN "
+                        "(SELECT value FROM json_each(?))",
+                        (names,),
+                    ).fetchall()
+                    for snapshot, (checkpoint, record) in zip(kept, turns, strict=True):
+                        self._insert(db, record, snapshot, json.dumps(checkpoint.pending))
+                    held = self.nbytes + size - sum(row["bytes"] for row in gone)
+                    while self._limit is not None and held > self._limit:
+                        oldest = db.execute(
+                            "SELECT name, file, bytes FROM nodes WHERE name NOT IN "
+                            "(SELECT value FROM json_each(?)) ORDER BY used LIMIT 1",
+                            (names,),
+                        ).fetchone()
+                        db.execute("DELETE FROM nodes WHERE name = ?", (oldest["name"],))
+                        gone.append(oldest)
+                        held -= oldest["bytes"]
+                self.nbytes = held
+        except BaseException:
+            self._discard([file for file, *_ in kept])
+            raise
+        self._discard([row["file"] for row in gone])
+
+    def _insert(
+        self,
+        db: sqlite3.Connection,
+        record: TurnRecord,
+        snapshot: tuple[str, int, str],
+        pending: str,
+    ) -> None:
+        """Insert the rows of a turn, and delete those of an earlier one of its name."""
+        node = record.node
+        db.execute("DELETE FROM nodes WHERE name = ?", (node,))  # the others go with it
+        db.execute(
+            "INSERT INTO nodes VALUES (?, ?, ?, ?, ?, ?)",
+            (node, *snapshot, pending, self._touch(node)),
+        )
+        db.execute(
+            f"INSERT INTO records ({_RECORD}, topic) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                node,
+                record.owner,
+                record.parent,
+                record.chain,
+                json.dumps([message.to_json() for message in record.messages]),
+                record.last,
+                record.seen,
+                json.dumps(record.usage),
+                record.created,
+                record.ids,
+                record.topic,
+            ),
+        )
+        db.execute(_JOIN, (record.owner, record.session, node))
+
+    def remove(
+        self, nodes: Collection[str], owner: str | None = None, session: str | None = None
+    ) -> list[str]:
+        """Take turns out of a session, or out of all.
+
+        Returns:
+            Those that are in no session any more, which are deleted.
+        """
+        with self.exclusive:
+            rows = self.db.query(LEAVING, json.dumps(sorted(nodes)), owner, session)
+            gone = [row for row in rows if row["alone"]]
+            if not rows:
+                return []
+            with self.changing() as db:
+                db.executemany("DELETE FROM nodes WHERE name = ?", [(r["name"],) for r in gone])
+                db.executemany(
+                    "DELETE FROM members WHERE node = ? AND owner = ? AND session = ?",
+                    [(row["name"], owner, session) for row in rows],
+                )
+            self.nbytes -= sum(row["bytes"] for row in gone)
+        self._discard([row["file"] for row in gone])
+        return [row["name"] for row in gone]
+
+    def fork(self, owner: str, node: str, session: str) -> None:
+        """Begin a session that ends with a turn of another: that one and its ancestors."""
+        with self.changing() as db:
+            path = db.execute(_PATH, (node, owner)).fetchall()
+            if not path:
+                raise WeirError("there is no such turn")
+            taken = "SELECT 1 FROM members WHERE owner = ? AND session = ?"
+            if db.execute(taken, (owner, session)).fetchone() is not None:
+                raise NameTaken("there is a session of this name already")
+            db.executemany(_JOIN, [(owner, session, row["node"]) for row in path])
+
+
+def _record_of(row: sqlite3.Row) -> TurnRecord:
+    values: dict[str, Any] = dict(row)
+    values["messages"] = tuple(Message.from_json(kept) for kept in json.loads(values["messages"]))
+    values["usage"] = json.loads(values["usage"])
+    return TurnRecord(**values)

@@ -1,0 +1,226 @@
+"""Weights in GGUF's blocks: read and made as ggml defines them, streamed like any other weights."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from models.test_gguf import write
+from roundings import close_runs
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import weir
+from weir import WeirError, compile_steps
+from weir.cache import size_of
+from weir.models import quantize_weights, skeleton, stored_bytes
+from weir.models.block_weights import BLOCK_FORMATS, STORED_FORMATS, BlockEmbedding, Blocks
+
+gguf = pytest.importorskip("gguf")
+POLICY = "sink(2) | recent(14)"
+LLAMA = {"hidden_size": 64, "intermediate_size": 96}
+
+
+def dense(model):
+    """The same model with what its codes stand for."""
+    twin = copy.deepcopy(model)
+    for module in twin.modules():
+        if hasattr(module, "codes"):
+            weight = module.weight
+            del module.codes, module.scales
+            module.__class__ = nn.Linear if isinstance(module, nn.Linear) else nn.Embedding
+            module.weight = nn.Parameter(weight, requires_grad=False)
+    return twin
+
+
+@pytest.fixture
+def written_out(monkeypatch):
+    """Weights are written out for each product, as without a kernel: then nothing else rounds."""
+    monkeypatch.setenv("WEIR_KERNELS", "reference")
+    warnings.simplefilter("ignore")
+
+
+@pytest.fixture(params=BLOCK_FORMATS)
+def few(request, fresh_llama, written_out):
+    model = fresh_llama(**LLAMA, tie_word_embeddings=True)
+    quantize_weights(model, request.param)
+    return model
+
+
+@pytest.mark.parametrize("kind", STORED_FORMATS)
+def test_blocks_of_a_file_are_what_ggml_says(kind):
+    of = gguf.GGMLQuantizationType[kind]
+    numbers, size = gguf.GGML_QUANT_SIZES[of]
+    data = np.random.default_rng(0).integers(0, 256, (37, 3, size), np.uint8)
+    scales = np.random.default_rng(1).uniform(-2, 2, (37, 3, 2)).astype(np.float16)
+    many = 2 if kind in ("Q4_1", "Q4_K") else 1
+    data[..., : 2 * many] = scales[..., :many].copy().view(np.uint8)
+    data = data.reshape(37, -1)
+    wanted = torch.from_numpy(gguf.quants.dequantize(data, of))
+    found = Blocks.read(data, kind)
+    # Of Q4_K scale and minimum are products, rounded to float16.
+    bound = 2**-11 * (2 * 63 * (15 + 1)) if kind == "Q4_K" else 0
+    assert wanted.shape == (37, 3 * numbers)
+    assert float((found.rows() - wanted).abs().max()) <= bound
+    order = torch.randperm(37)
+    assert torch.equal(found.reordered(order).rows(), found.rows()[order])
+    assert torch.equal(found.rows(torch.tensor([3, 36, 3])), found.rows()[[3, 36, 3]])
+
+
+@pytest.mark.parametrize("kind", BLOCK_FORMATS)
+def test_a_number_is_off_by_half_a_step(kind):
+    weight = torch.randn(20, 96, generator=torch.manual_seed(0))
+    bits, minima = BLOCK_FORMATS[kind]
+    parts = weight.view(20, 3, 32)
+    peak = parts.abs().amax(2, keepdim=True)
+    step = peak / (127 if bits == 8 else 8)
+    if minima:
+        step = (parts.amax(2, keepdim=True) - parts.amin(2, keepdim=True)) / 15
+    off = (Blocks.quantize(weight, kind).rows().view(20, 3, 32) - parts).abs()
+    if kind == "q4_0":  # 15 stands for seven steps: the largest of the other sign may miss one
+        off = torch.where(parts * parts.gather(2, parts.abs().argmax(2, True)) < 0, off / 2, off)
+    assert bool((off <= step / 2 + peak * 2**-10).all())
+
+
+def test_a_stream_past_its_budget_is_that_of_the_dense_numbers(few, ids):
+    text, twin = ids(1, 60), dense(few)
+    found, wanted = (
+        torch.cat([stream.feed(part[0], all_logits=True) for part in text.split(20, dim=1)])
+        for stream in (weir.Stream(it, POLICY, chunk=4) for it in (few, twin))
+    )
+    close_runs(found, wanted, twin)
+
+
+def test_the_kernel_changes_answers_by_the_rounding_of_rows(fresh_llama, ids):
+    pytest.importorskip("weir.kernels.cpu.linear_blocks", reason="needs AVX-512 VNNI")
+    model = fresh_llama(**LLAMA)
+    quantize_weights(model, "q8_0")
+    with torch.no_grad():
+        found, wanted = (it(ids(1, 30)).logits for it in (model, dense(model)))
+    off = float((found - wanted).norm() / wanted.norm())
+    assert 1e-5 < off < 7 * 2 / 127  # seven products a layer, each off by half a step at most
+
+
+@pytest.mark.parametrize("kind", BLOCK_FORMATS)
+def test_compiled_steps_are_the_usual_ones(fresh_llama, ids, kind):
+    model, found = fresh_llama(layers=1, **LLAMA), []
+    quantize_weights(model, kind)
+    for compiled in (False, True):
+        compile_steps(model, on=compiled, backend="eager")
+        stream = weir.Stream(model, POLICY, chunk=4)
+        stream.feed(ids(1, 20)[0])
+        found.append(torch.stack([stream.feed([n]) for n in range(9)]))
+    compile_steps(model, on=False)
+    close_runs(*found, dense(model))
+
+
+def test_a_tied_table_is_kept_once_and_looked_up(few, ids):
+    embedding, head = few.get_input_embeddings(), few.get_output_embeddings()
+    assert isinstance(embedding, BlockEmbedding)
+    assert embedding.codes.data_ptr() == head.codes.data_ptr()
+    text = ids(2, 7)
+    assert torch.equal(embedding(text), embedding.weight[text])
+
+
+def test_a_model_is_copied_moved_and_saved(few, ids, tmp_path):
+    text, wanted = ids(1, 9), few(ids(1, 9)).logits
+    assert torch.equal(copy.deepcopy(few)(text).logits, wanted)
+    few.save_pretrained(tmp_path)
+    again = LlamaForCausalLM.from_pretrained(tmp_path)
+    close_runs(again(text).logits, wanted, again)
+    few.to(torch.bfloat16)
+    assert few(text).logits.dtype == few.get_input_embeddings().weight.dtype == torch.bfloat16
+    with pytest.raises(WeirError, match=r"embed_tokens\.weight is to be loaded with others"):
+        few.load_state_dict(again.state_dict())
+
+
+def test_a_session_goes_on_and_other_bits_are_another_model(fresh_llama, written_out, tmp_path):
+    models = [fresh_llama(**LLAMA) for _ in range(2)]
+    for model, kind in zip(models, ("q8_0", "q4_1"), strict=True):
+        quantize_weights(model, kind)
+    stream = weir.Stream(models[0], POLICY, chunk=4)
+    stream.feed(list(range(40)))
+    stream.save(tmp_path / "session")
+    wanted = stream.feed([3, 1, 4])
+    again = weir.Stream.restore(models[0], tmp_path / "session")
+    assert torch.equal(again.feed([3, 1, 4]), wanted)
+    with pytest.raises(WeirError):
+        weir.Stream.restore(models[1], tmp_path / "session")
+
+
+def test_bytes_are_known_without_weights(written_out):
+    for kind, most in (("q8_0", 0.28), ("q4_0", 0.20), ("q4_1", 0.21)):
+        model, _ = weir.load("nano", weights=kind, device="cpu")
+        found, foretold = (
+            size_of(it, POLICY) for it in (model, skeleton("nano", weights=kind, device="cpu"))
+        )
+        assert found == foretold
+        plain = skeleton("nano", device="cpu", dtype="float32")
+        assert stored_bytes(model) < most * stored_bytes(plain)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """A small model, and a file that stores its weights in blocks of several kinds."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=300,
+        **LLAMA,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=128,
+        rope_theta=5000.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    kinds = {"ffn_up": "Q4_0", "ffn_gate": "Q4_1", "attn_v": "Q5_0", "ffn_down": "F32"}
+
+    def store(name, weight):
+        kind = kinds.get(name.split(".")[-2], "Q8_0")
+        if weight.ndim < 2 or kind == "F32":
+            return weight, None
+        of = gguf.GGMLQuantizationType[kind]
+        return gguf.quants.quantize(weight, of), of
+
+    model = LlamaForCausalLM(config).eval()
+    folder = tmp_path_factory.mktemp("blocks")
+    return write(folder / "few.gguf", model, store=store)
+
+
+def test_a_file_is_multiplied_as_it_is_stored(stored, tmp_path, monkeypatch, written_out):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    plain, _ = weir.load(str(stored))
+    few, _ = weir.load(str(stored), weights="gguf")
+    text = torch.arange(40)[None]
+    same = [n for n, m in few.named_modules() if hasattr(m, "codes")]
+    for name in same:
+        found, wanted = (it.get_submodule(name).weight for it in (few, plain))
+        # Q5_0 and float32 are quantized to 8 bits; all others are the file's numbers.
+        if "v_proj" in name or "down_proj" in name:
+            assert float((found - wanted).abs().max()) < float(wanted.abs().max()) / 200
+        else:
+            assert torch.equal(found, wanted)
+    assert len(same) == 2 * 7 + 2
+    off = (few(text).logits - plain(text).logits).norm() / plain(text).logits.norm()
+    assert float(off) < 0.02
+    foretold = skeleton(str(stored), weights="gguf")
+    assert size_of(few, POLICY) == size_of(foretold, POLICY)
+
+
+def test_what_is_no_kind_of_weights_is_refused():
+    with pytest.raises(WeirError, match="keeps the blocks of a GGUF file, and nano is none"):
+        weir.load("nano", weights="gguf")
+    with pytest.raises(WeirError, match="int8, int4, q8_0, q4_0, q4_1, gguf, not 'q4_k'"):
+        weir.load("nano", weights="q4_k")
+
+
+def test_it_is_said_where_products_are_slow(fresh_llama, monkeypatch):
+    monkeypatch.setenv("WEIR_KERNELS", "reference")
+    model = fresh_llama(**LLAMA)
+    with pytest.warns(UserWarning, match="written out for every product"):
+        quantize_weights(model, "q8_0")
