@@ -13,6 +13,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
@@ -24,10 +25,11 @@ from weir.cache.layer import (
     Layer,
     LayerParts,
     RowsNotFinite,
+    Segment,
 )
 from weir.cache.rows import BegunForward, Rows
 from weir.errors import NotFiniteError, WeirError
-from weir.slab import AttentionParams, Rotary, rotation_tables
+from weir.slab import AttentionParams, Rotary, Slab, rotation_tables
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class LayerStack(list[Layer]):
         failed: by row, why its tokens of the last forward were refused.
         folded: the folds of the last forward, until `on_fold` is called.
         again: by row, the ids of a chunk that has folded and is to be read a second time.
+        program: the native step over these slots; None for none yet.
     """
 
     rows: Rows
@@ -62,6 +65,7 @@ class LayerStack(list[Layer]):
     failed: dict[int, WeirError]
     folded: Folded | None
     again: dict[int, list[int]]
+    program: Any = None
 
     def __init__(self, layers: Iterable[Layer]) -> None:
         super().__init__(layers)
@@ -126,6 +130,17 @@ class Forward:
         refused: Tensor = _NoGradient.apply(out, queries, keys, values)
         return refused
 
+    def step_rows(self) -> StepRows | None:
+        """Return the rows of a native step; None if the call cannot be one."""
+        if not self.plan.step or torch.is_grad_enabled():
+            return None
+        (segment,) = self.plan.segments
+        if segment.pictured is not None or segment.device.type != "cpu":
+            return None
+        if any(layer.state.slab is None or layer.params is None for layer in self.stack):
+            return None
+        return StepRows(self.stack, segment)
+
     def step(self) -> Step | None:
         """Return the cache of a compiled step; None if the call cannot be one."""
         if not self.plan.step or torch.is_grad_enabled():
@@ -150,7 +165,7 @@ class Forward:
             self._rotaries,
         )
 
-    def commit_step(self, step: Step) -> None:
+    def commit_step(self, step: Step | StepRows) -> None:
         """Note that the compiled step has run."""
         (segment,) = self.plan.segments
         # One check of all layers; one a layer only if it fails.
@@ -292,6 +307,9 @@ class SecondReading(Forward):
     def step(self) -> None:
         """Return None: a second reading is no step."""
 
+    def step_rows(self) -> None:
+        """Return None, as `step`."""
+
     def finish(self) -> None:
         """Keep nothing: the slots are as they were."""
 
@@ -314,6 +332,47 @@ class _NoGradient(torch.autograd.Function):
             "there are no gradients through a StreamingCache: its slots are rewritten in place; "
             "train without a cache, past_key_values=None and use_cache=False"
         )
+
+
+class StepRows:
+    """The rows of a native step of one token each, and the layers that hold their slots.
+
+    Attributes:
+        stack: the layers; its `program` is left to the step.
+        spans: of each layer the first slot that is read, and the slot of each row's token
+            [layers, 1 + batch], int64.
+        waiting: tokens in each row's tail before it [batch], int64.
+        places: each row's place in the stream [batch], int64.
+        largest: output; as in `Step`, and None until the step has run.
+    """
+
+    largest: Any = None
+
+    def __init__(self, stack: LayerStack, segment: Segment) -> None:
+        self.stack = stack
+        waiting = segment.waiting
+        spans = [[layer.state.first, *layer.state.ends(waiting)] for layer in stack]
+        self.spans, self.waiting = np.array(spans), np.array(waiting)
+        self.places = np.array(segment.seen) + segment.origin
+        if segment.drift is not None:
+            self.places += segment.drift.numpy()
+
+    @property
+    def slabs(self) -> list[Slab | None]:
+        """The layers' slots, which are others after a restored session or more rows."""
+        return [layer.state.slab for layer in self.stack]
+
+    def held(self) -> list[tuple[DecodeSlots, AttentionParams, Rotary | None]] | None:
+        """Return each layer's slots, how it attends and rotates; None where a step of constant
+        shape cannot be.
+        """
+        slots = [(layer.decode_slots(), layer) for layer in self.stack]
+        found = [
+            (held, layer.params, layer.spec.positions.rotary)
+            for held, layer in slots
+            if held is not None and layer.params is not None
+        ]
+        return found if len(found) == len(slots) else None
 
 
 class LayerStep:

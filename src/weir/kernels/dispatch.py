@@ -49,6 +49,7 @@ _KERNELS = {
     ("numba", "quantize_int4"): ("weir.kernels.cpu.int4_codec", "quantize_int4"),
     ("numba", "linear"): ("weir.kernels.cpu.linear", "linear"),
     ("numba", "linear_int8"): ("weir.kernels.cpu.linear", "linear_int8"),
+    ("numba", "decode_step"): ("weir.kernels.cpu.step", "StepTable"),
     ("numba", "linear_blocks"): ("weir.kernels.cpu.linear_blocks", "linear_blocks"),
     ("triton", "walk"): ("weir.kernels.gpu.walk", "walk"),
     ("triton", "decode"): ("weir.kernels.gpu.decode", "decode"),
@@ -179,6 +180,13 @@ def linear_int8(device: torch.device) -> Callable[..., Any] | None:
     None for none.
     """
     return _kernel(_library(device), "linear_int8")
+
+
+def decode_step(device: torch.device) -> Callable[..., Any] | None:
+    """The class of tables that run a whole decode step (see `weir.kernels.cpu.step`); None for the
+    model's own modules.
+    """
+    return _kernel(_library(device), "decode_step")
 
 
 def linear_blocks(x: torch.Tensor) -> Callable[..., Any] | None:

@@ -52,6 +52,7 @@ class Compiling:
     Therefore the compiler gets a function with a code object of its own for each size.
 
     Attributes:
+        native: whether steps may be native instead; not for a caller who chooses options.
         strict: raise where a step cannot be compiled, and write no notices.
         wait: compile in the step that needs it, and not in a thread meanwhile.
         failed: why steps run uncompiled; None while they can be compiled.
@@ -73,6 +74,7 @@ class Compiling:
 
     def __init__(self, options: Mapping[str, Any], strict: bool = False) -> None:
         self.strict = strict
+        self.native = not options
         if strict:
             self.wait = True
         self.failed: str | None = None

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from weir import kernels
 from weir.errors import WeirError
 from weir.kernels import note_missing_kernels
 from weir.models.attention_sinks import SUNK_ATTENTION
@@ -36,6 +37,7 @@ from weir.models.legacy_attention import install
 from weir.models.linear_kernels import choose_products
 from weir.models.method_patch import MethodPatch
 from weir.models.model_spec import ModelSpec, describe, input_device
+from weir.models.native_step import NativeStep
 from weir.models.quantized_weights import quantizes_inputs
 from weir.slab import AttentionParams
 
@@ -70,6 +72,7 @@ class Attachment:
         self._forward = MethodPatch(facts.decoder, "forward", self._call)
         self._patches = [MethodPatch(rotary, "forward", self._rotate) for rotary in facts.rotaries]
         self._compiled: Compiled | None = None
+        self._native: NativeStep | None = None
         self.compile(_COMPILED.get(facts.decoder))
         if facts.images is not None and facts.images.axes:
             for kind in ("image", "video"):
@@ -90,6 +93,12 @@ class Attachment:
         layers = layers_of(self.facts.decoder, self.facts.attentions)
         own = self._forward.own
         self._compiled = None if compiling is None else Compiled(own, layers, compiling)
+        known = compiling is not None and compiling.native and hasattr(self.facts.decoder, "layers")
+        if not known or kernels.decode_step(torch.device("cpu")) is None:
+            self._native = None
+        else:
+            wait = compiling is not None and compiling.wait
+            self._native = NativeStep(self.facts.decoder, self.facts.attentions, wait)
 
     def leave(self) -> None:
         """Remove all hooks and restore the model."""
@@ -151,7 +160,14 @@ class Attachment:
         given = {**running.given, **self._replaced(running.given)}
         given.pop(OFFSETS, None)
         plain = any(given.get(name) for name in _MORE) or given.get("return_dict") is False
-        compiled = self._compiled
+        compiled, native = self._compiled, self._native
+        rows = None if native is None or plain else running.step_rows()
+        if native is not None and rows is not None:
+            output = native(rows, given, lambda: own(**given))
+            if output is not None:
+                if rows.largest is not None:
+                    running.commit_step(rows)
+                return output
         step = None if compiled is None or plain else running.step()
         if compiled is not None and step is not None:
             self.running = step

@@ -195,7 +195,7 @@ class _LinearPatch(MethodPatch):
             kernels.is_compiling()
             or torch.is_grad_enabled()
             or type(x) is not Tensor
-            or not _is_plain(weight)
+            or not is_plain(weight)
             or x.dtype != weight.dtype
             or x.device != weight.device
         ):
@@ -306,9 +306,9 @@ def _is_plain_linear(module: nn.Module) -> bool:
     return (
         type(module) is nn.Linear
         and has_own_forward(module)
-        and _is_plain(module.weight)
+        and is_plain(module.weight)
         and module.weight.numel() > 0
-        and (module.bias is None or _is_plain(module.bias))
+        and (module.bias is None or is_plain(module.bias))
     )
 
 
@@ -334,6 +334,11 @@ def _movable(model: nn.Module) -> list[Tensor]:
     return found
 
 
+def runs_as_linear(module: nn.Module) -> bool:
+    """Return whether a linear layer has its own forward, or one with weir's kernel."""
+    return isinstance(vars(module).get("forward"), _LinearPatch) or has_own_forward(module)
+
+
 def has_own_forward(module: nn.Module) -> bool:
     """Return whether a module has the forward of its class.
 
@@ -343,7 +348,7 @@ def has_own_forward(module: nn.Module) -> bool:
     return put is None or getattr(put, "__func__", None) is type(module).forward
 
 
-def _is_plain(weight: Tensor) -> bool:
+def is_plain(weight: Tensor) -> bool:
     """Return whether weir's kernel can read a weight as it is."""
     return _is_contiguous(weight) and weight.dtype in (torch.float32, torch.bfloat16)
 

@@ -22,7 +22,7 @@ from weir.slab.positions import (
     rotation_tables,
     shift_spans,
 )
-from weir.slab.quantization import FORMATS, Format, as_read
+from weir.slab.quantization import FORMATS, Format, as_read, block_size
 from weir.slab.quantized_slots import CODED, QuantizedSlots, QuantizedStorage, quantized_buffers
 from weir.slab.selection import AT_ONCE, AttendedSlots, Observe, compute_attention
 from weir.slab.slab import (
@@ -69,6 +69,7 @@ __all__ = [
     "attention_shares",
     "attention_softmax",
     "attention_weights",
+    "block_size",
     "compute_attention",
     "compute_logits",
     "copy_if_shared",

@@ -235,7 +235,8 @@ class Layer:
         assert self.params is not None
         self.unchecked = [] if largest is None else [largest]
         self._note_spans(segment)
-        self._pending = Pending(segment, self.params)
+        waits = segment.due or largest is not None
+        self._pending = Pending(segment, self.params) if waits else None
 
     # --- the end of a forward
 

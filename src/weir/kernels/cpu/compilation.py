@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numba
+import numpy as np
 import torch
 from numba import types
 from numba.core.caching import FunctionCache
@@ -28,8 +29,8 @@ Strides = tuple[int, ...]
 
 
 def compile_kernel(
-    function: Callable[..., None], fastmath: Collection[str] = ()
-) -> Callable[..., None]:
+    function: Callable[..., Any], fastmath: Collection[str] = ()
+) -> Callable[..., Any]:
     """The function in machine code, without the interpreter's lock; kept for the next process.
 
     Args:
@@ -186,6 +187,13 @@ def _arrays_of(number: Any) -> Callable[..., Any]:
 
 
 floats_at, shorts_at, bytes_at = map(_arrays_of, (types.float32, types.int16, types.int8))
-longs_at, doubles_at = map(_arrays_of, (types.int64, types.float64))
+longs_at, doubles_at, ints_at = map(_arrays_of, (types.int64, types.float64, types.int32))
+
+
+def records_at(record: np.dtype) -> Callable[..., Any]:
+    """A function as `floats_at` for records, whose fields code in numba reads by their names."""
+    return _arrays_of(numba.from_dtype(record))
+
+
 WHOLE = (1, 2**60)
 """The shape of an array that stands for all memory from an address on, in one line."""

@@ -2,162 +2,255 @@
 
 PyTorch's fused attention is made for many queries. With one, it takes several times as long as it
 takes to read keys and values. Here each is read once, for three query heads that share it, whose
-sums stay in registers (`slot_products`). Numbers of 8 bits are widened there, and the steps go into
-logits and shares: <q, c> * step and p * step. Sums are float32.
+sums stay in registers (`slot_products`). Numbers of few bits are widened there, and the steps go
+into logits and shares: <q, c> * step and p * step. Sums are float32.
 
 Slots of 4 bits hold vectors rotated by a Hadamard matrix (`weir.slab.quantization`). The query is
 rotated in place of the keys, and their share of the answer in place of the values, by sums and
-differences of neighbors. Their numbers are widened to bytes, a head after the other, which stay in
-the processor's cache.
+differences of neighbors.
+
+A head's slots may be read in several *stretches*, each with sums of its own, by several threads.
 """
 
 from __future__ import annotations
 
-import struct
-import sys
-
 import numpy as np
 import torch
+from numba import njit
 from torch import Tensor
-from torch.nn import functional as F
 
 from weir.kernels.cpu.compilation import (
     WHOLE,
-    bytes_at,
     compile_kernel,
-    doubles_at,
     floats_at,
+    ints_at,
     longs_at,
+    records_at,
     shorts_at,
 )
-from weir.kernels.cpu.slot_products import VECTORS, dot_products, pad_query, weighted_sums
-from weir.kernels.cpu.softmax import ATTENTION_MATH, softmax
+from weir.kernels.cpu.slot_products import (
+    AHEAD,
+    VECTORS,
+    dot_products,
+    pad_query,
+    padded,
+    weighted_sums,
+)
+from weir.kernels.cpu.softmax import ATTENTION_MATH, exponentials, largest
 from weir.kernels.cpu.threads import TeamKernel, take_part, threads_for
 from weir.kernels.cpu.vectors import as_float, lanes
 from weir.kernels.dispatch import QuantizedVectors
 
 LEAST = 8 * VECTORS
 """Numbers of a head from which on vectors fit into it."""
-Codes = tuple[int, int, float]
-"""Addresses of numbers of 8 or 4 bits and of bfloat16 peaks, and how many steps make a peak."""
-_NO_CODES = 0, 0, 1
+HELD = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            # Numbers of a vector; queries of a head; numbers of a key and of a value.
+            *("lanes", "group", "dim", "width"),
+            # Quantized slots of a head, bits of their numbers, and the addresses of numbers and
+            # bfloat16 peaks; neighbors that are rotated together, 0 for none.
+            *("quantized", "code_bits", "key_codes", "key_peaks", "value_codes", "value_peaks"),
+            *("key_block", "value_block"),
+            # Exact slots of a head behind them, bits of their numbers, and addresses.
+            *("exact", "bits", "keys", "values"),
+            # Slots of a head that have weights, and addresses of float32: log-weights, and factors
+            # of numerator and denominator; 0 where all are 0 and 1. And logits [units, group] of
+            # the denominator alone, or 0.
+            *("weighted", "mask", "above", "below", "sinks"),
+        )
+    ]
+    # Steps of a peak, and the factor of logits.
+    + [(name, np.float64) for name in ("key_levels", "value_levels", "scale")]
+)
+"""The slots of a layer as kernels read them: tensors [units, slots, ...], a unit being a KV head of
+a row, contiguous and given by address."""
+held_at = records_at(HELD)
+
+
+def hold(
+    keys: Tensor,
+    values: Tensor,
+    coded: tuple[QuantizedVectors, QuantizedVectors] | None,
+    blocks: tuple[int, int],
+    group: int,
+    scale: float,
+    mask: Tensor | None,
+    split: tuple[Tensor, Tensor] | None = None,
+    sinks: Tensor | None = None,
+) -> np.ndarray:
+    """Describe slots for kernels: an array of one `HELD`. Its caller keeps the tensors alive.
+
+    Args:
+        keys, values: exact slots [batch, kv_heads, slots, dim], float32 or bfloat16.
+        coded: quantized keys and values as in `decode_int4`; None for none.
+        blocks: neighbors that are rotated together in those of 4 bits; zeros for 8 bits.
+        group: query heads of a KV head.
+        scale: factor of logits.
+        mask: log-weights of all slots [batch, kv_heads, slots]; None where all are 0.
+        split: factors of numerator and denominator, of the same shape; None for 1.
+        sinks: logits [batch, kv_heads, group] in the denominator alone.
+    """
+    dim, width = keys.shape[3], values.shape[3]
+    parts = 2 if blocks[0] else 1
+    many = lanes()
+    while many > 1 and (width < many * VECTORS or dim < many * parts):
+        many = many // 2 if many > 8 else 1
+    found = np.zeros(1, HELD)
+    at = found[0]
+    at["lanes"], at["group"], at["dim"], at["width"] = many, group, dim, width
+    at["exact"], at["bits"] = keys.shape[2], 8 * keys.itemsize
+    at["keys"], at["values"], at["scale"] = keys.data_ptr(), values.data_ptr(), scale
+    at["key_block"], at["value_block"] = blocks
+    if coded is not None:
+        at["quantized"], at["code_bits"] = coded[0][0].shape[2], 4 if blocks[0] else 8
+        for name, (numbers, peaks, levels) in zip(("key", "value"), coded, strict=True):
+            at[f"{name}_codes"], at[f"{name}_peaks"] = numbers.data_ptr(), peaks.data_ptr()
+            at[f"{name}_levels"] = levels
+    if mask is not None:
+        at["mask"], at["weighted"] = mask.data_ptr(), mask.shape[2]
+    if split is not None:
+        at["above"], at["below"] = (t.data_ptr() for t in split)
+    if sinks is not None:
+        at["sinks"] = sinks.data_ptr()
+    return found
+
+
+@njit(nogil=True)
+def scratch_size(group: int, dim: int, width: int, count: int) -> int:
+    """Numbers of memory that `attend` needs for up to `count` slots."""
+    return group * (2 * (dim + 32) + width + count) + dim + 3 * count
 
 
 def _attend(
-    lanes: int,
-    halves: int,
-    heads: int,
-    group: int,
-    dim: int,
-    width: int,
-    slots: int,
-    quantized: int,
+    held: int,
+    unit: int,
+    begin: int,
+    end: int,
+    sunk: int,
     queries_at: int,
-    key_codes: Codes,
-    value_codes: Codes,
-    keys_at: int,
-    values_at: int,
-    mask_at: int,
-    masked: int,
-    scale: float,
-    coded: int,
-    start: int,
-    stop: int,
+    scratch: int,
     out_at: int,
-    key_block: int,
-    value_block: int,
-    begun: int,
-    done: int,
+    sums_at: int,
+    ahead: int,
+    ahead_stop: int,
 ) -> None:
-    """Answers of heads from `begun` up to `done`. Tensors are contiguous, and given by address.
+    """Answers of a head's queries from some of its slots, not yet divided by the sum of weights.
 
     Args:
-        lanes: numbers of a vector, 8 or 16.
-        halves: 1 where keys and values are the bits of bfloat16, 0 where they are float32.
-        heads, group, dim, width: how many there are, with one query for each of a group, and the
-            numbers of a key and of a value.
-        slots, quantized: exact slots of a head, and quantized ones.
-        queries_at: float32 [heads, group, dim].
-        key_codes, value_codes: of the quantized slots, 8 bits [heads, quantized, dim] or, with
-            blocks, 4 bits [heads, quantized, dim / 2].
-        keys_at, values_at: of the exact slots [heads, slots, dim].
-        mask_at: float32 [heads, masked], log-weights of all slots; 0 where all are 0.
-        masked: slots that have one.
-        scale: factor of the logits.
-        coded: the first quantized slot that is read.
-        start, stop: which exact slots are read.
-        out_at: float32 [heads, group, width], which are written.
-        key_block, value_block: neighbors that are rotated together in quantized slots of 4 bits; 0
-            for slots of 8 bits.
+        held: address of a `HELD`.
+        unit: which head of which row.
+        begin, end: slots; quantized ones come first.
+        sunk: 1 where sink logits belong to this stretch.
+        queries_at: address of float32 [group, dim].
+        scratch: address of memory, `scratch_size`.
+        out_at: address of float32 [group, width], which are written.
+        sums_at: address of float32 [group, 2], which are written: the largest logit, and the sum
+            of weights relative to it.
+        ahead, ahead_stop: addresses of memory that is read next: it comes into the processor's
+            cache meanwhile, `AHEAD` bytes for a slot and product. 0 for none.
     """
-    queries = floats_at(queries_at, (heads * group, dim))
-    out, mask = floats_at(out_at, (heads * group, width)), floats_at(mask_at, (heads, masked))
-    keys, values = floats_at(keys_at, WHOLE)[0], floats_at(values_at, WHOLE)[0]
-    half_keys, half_values = shorts_at(keys_at, WHOLE)[0], shorts_at(values_at, WHOLE)[0]
-    codes, value_bytes = bytes_at(key_codes[0], WHOLE)[0], bytes_at(value_codes[0], WHOLE)[0]
-    peaks, value_peaks = shorts_at(key_codes[1], WHOLE)[0], shorts_at(value_codes[1], WHOLE)[0]
-    levels, value_levels = np.float32(key_codes[2]), np.float32(value_codes[2])
-    read, exact, factor = quantized - coded, stop - start, np.float32(scale)
-    count, first = read + exact, coded + start
-    logits, power = np.empty((group, count), np.float32), np.empty(count, np.int32)
-    asked = np.empty((group, (dim + lanes - 1) // lanes * lanes), np.float32)
-    wide, asked_codes, few = codes, asked, key_block > 0 and read > 0
-    if few:
-        wide, asked_codes = np.empty(read * max(dim, width), np.int8), np.empty_like(asked)
-    turned = np.empty(dim, np.float32)
-    steps, more = np.empty((2, read), np.float32), np.empty((group, width), np.float32)
-    for head in range(begun, done):
-        for member in range(group):
-            pad_query(queries[head * group + member], factor, lanes, asked[member])
-            if few:
-                turned[:] = queries[head * group + member]
-                _rotate(turned, key_block)
-                pad_query(turned, factor, lanes, asked_codes[member])
-        begin, older = head * slots + start, head * quantized + coded
+    n = held_at(held, (1, 1))[0, 0]
+    lanes, group, dim, width = n.lanes, n.group, n.dim, n.width
+    read = max(0, min(end, n.quantized) - begin)
+    exact, older = end - begin - read, unit * n.quantized + begin
+    count, first = read + exact, unit * n.exact + max(0, begin - n.quantized)
+    few = n.code_bits == 4
+    parts = 2 if few else 1
+    asked_at = scratch
+    coded_at = asked_at + 4 * group * (dim + 32)
+    more_at = coded_at + 4 * group * (dim + 32)
+    logits_at = more_at + 4 * group * width
+    turned_at = logits_at + 4 * group * count
+    steps_at = turned_at + 4 * dim
+    steps, power = floats_at(steps_at, (2, read)), ints_at(steps_at + 8 * read, (1, count))[0]
+    size, size_coded = padded(dim, 1, lanes), padded(dim, parts, lanes)
+    for member in range(group):
+        query_at = queries_at + 4 * member * dim
+        pad_query(query_at, n.scale, dim, 1, lanes, asked_at + 4 * member * size)
+        if few and read:
+            query, turned = floats_at(query_at, (1, dim))[0], floats_at(turned_at, (1, dim))[0]
+            for i in range(dim):
+                turned[i] = query[i]
+            _rotate(turned_at, dim, n.key_block)
+            to = coded_at + 4 * member * size_coded
+            pad_query(turned_at, n.scale, dim, parts, lanes, to)
+    if read:
+        peaks, value_peaks = shorts_at(n.key_peaks, WHOLE)[0], shorts_at(n.value_peaks, WHOLE)[0]
+        levels, value_levels = np.float32(n.key_levels), np.float32(n.value_levels)
         for slot in range(read):
             steps[0, slot] = as_float(peaks[older + slot]) / levels
             steps[1, slot] = as_float(value_peaks[older + slot]) / value_levels
-        older_wide = 0 if few else older
-        if read:
-            if few:
-                _widen(codes, older, read, dim // 2, wide)
-            dot_products(asked_codes, wide, older_wide, dim, logits, 0, read, lanes)
-        if halves:
-            dot_products(asked, half_keys, begin, dim, logits, read, exact, lanes)
+        codes = n.key_codes + older * dim * n.code_bits // 8
+        given = coded_at if few else asked_at
+        more = ahead, ahead_stop
+        dot_products(given, group, codes, n.code_bits, dim, logits_at, count, read, lanes, *more)
+        ahead += read * AHEAD
+    at = n.keys + first * dim * n.bits // 8
+    more = ahead, ahead_stop
+    to = logits_at + 4 * read
+    dot_products(asked_at, group, at, n.bits, dim, to, count, exact, lanes, *more)
+    ahead += exact * AHEAD
+    logits, sums = floats_at(logits_at, (group, count)), floats_at(sums_at, (group, 2))
+    weights = 4 * (unit * n.weighted + begin)
+    mask, above = (
+        floats_at(n.mask + weights, (1, count))[0],
+        floats_at(n.above + weights, (1, count))[0],
+    )
+    below, sinks = floats_at(n.below + weights, (1, count))[0], floats_at(n.sinks, WHOLE)[0]
+    for member in range(group):
+        row = logits[member]
+        for slot in range(read):
+            row[slot] *= steps[0, slot]
+        if n.mask:
+            for slot in range(count):
+                row[slot] += mask[slot]
+        sink = sinks[unit * group + member] if sunk and n.sinks else np.float32(-np.inf)
+        top, total = largest(row, sink), np.float32(0.0)
+        for slot in range(count):
+            total += row[slot]
+        if top == np.inf or total != total:
+            row[:] = np.nan
+            top, total = np.float32(0.0), np.float32(np.nan)
+        elif top == -np.inf:
+            row[:] = np.float32(0.0)
+            total = np.float32(0.0)
         else:
-            dot_products(asked, keys, begin, dim, logits, read, exact, lanes)
-        for member in range(group):
-            row = logits[member]
-            for slot in range(read):
-                row[slot] *= steps[0, slot]
-            if mask_at:
+            total = exponentials(row, power, top)
+            if n.below:
+                total = np.float32(0.0)
                 for slot in range(count):
-                    row[slot] += mask[head, first + slot]
-            softmax(row, power)
-            for slot in range(read):
-                row[slot] *= steps[1, slot]
-        answers = out[head * group : (head + 1) * group]
+                    total += row[slot] * below[slot]
+                    row[slot] *= above[slot]
+            total += np.float32(np.exp(sink - top))
+        sums[member, 0], sums[member, 1] = top, total
+        for slot in range(read):
+            row[slot] *= steps[1, slot]
+    if read:
+        codes = n.value_codes + older * width * n.code_bits // 8
+        bits, more = n.code_bits, (ahead, ahead_stop)
+        weighted_sums(logits_at, count, read, group, codes, bits, width, out_at, lanes, *more)
+        ahead += read * AHEAD
         if few:
-            _widen(value_bytes, older, read, width // 2, wide)
-            weighted_sums(logits, 0, read, wide, 0, answers, lanes)
             for member in range(group):
-                _rotate(answers[member], value_block)
-        elif read:
-            weighted_sums(logits, 0, read, value_bytes, older, answers, lanes)
-        found = more if read else answers
-        if halves:
-            weighted_sums(logits, read, exact, half_values, begin, found, lanes)
-        else:
-            weighted_sums(logits, read, exact, values, begin, found, lanes)
-        if read and exact:
-            answers += more
+                _rotate(out_at + 4 * member * width, width, n.value_block)
+    if exact or not read:
+        at, into = n.values + first * width * n.bits // 8, more_at if read else out_at
+        shares, more = logits_at + 4 * read, (ahead, ahead_stop)
+        weighted_sums(shares, count, exact, group, at, n.bits, width, into, lanes, *more)
+        if read:
+            out = floats_at(out_at, (1, group * width))[0]
+            others = floats_at(more_at, (1, group * width))[0]
+            for i in range(group * width):
+                out[i] += others[i]
 
 
-def _rotate_blocks(row: np.ndarray, block: int) -> None:
-    """Multiply each block of a vector by the normalized Hadamard matrix, in place."""
-    width = 1
+def _rotate_blocks(row_at: int, dim: int, block: int) -> None:
+    """Multiply each block of a vector [dim], float32, by the normalized Hadamard matrix."""
+    row, width = floats_at(row_at, (1, dim))[0], 1
     while width < block:
-        for begin in range(0, row.shape[0], 2 * width):
+        for begin in range(0, dim, 2 * width):
             for i in range(begin, begin + width):
                 one, other = row[i], row[i + width]
                 row[i], row[i + width] = one + other, one - other
@@ -165,50 +258,67 @@ def _rotate_blocks(row: np.ndarray, block: int) -> None:
     row /= np.float32(np.sqrt(block))
 
 
-def _widen_pairs(pairs: np.ndarray, first: int, count: int, half: int, wide: np.ndarray) -> None:
-    """Slots of two numbers to a byte, that at i and that at i + half, as bytes of one.
+def _merge(
+    parts_at: int,
+    apart: int,
+    sums_at: int,
+    sums_apart: int,
+    parts: int,
+    group: int,
+    width: int,
+    out_at: int,
+) -> None:
+    """One answer [group, width] of those of some stretches; zero for a query that sees nothing.
 
-    A number from 0 to 15 stands for itself less 8: 120 more, with the highest bit turned, is that
-    byte. Four are made at once where a slot has as many.
+    Args:
+        parts_at, sums_at: addresses of the first stretch's, as `attend` writes them.
+        apart, sums_apart: numbers from one stretch's to the next's.
+        parts, group, width: how many there are.
+        out_at: address of float32 [group, width], which are written.
     """
-    stored, found = pairs[first * half : (first + count) * half], wide[: count * 2 * half]
-    if half % 4 == 0:
-        four, at = stored.view(np.uint32).reshape(count, half // 4), half // 4
-        made = found.view(np.uint32).reshape(count, half // 2)
-        for slot in range(count):
-            low, high = made[slot, :at], made[slot, at:]
-            for i in range(at):
-                low[i] = ((four[slot, i] & _LOW) + _MORE) ^ _TURN
-                high[i] = (((four[slot, i] >> _FOUR) & _LOW) + _MORE) ^ _TURN
-        return
-    one, bytes_made = stored.reshape(count, half), found.reshape(count, 2, half)
-    for slot in range(count):
-        for i in range(half):
-            pair = np.uint8(one[slot, i])
-            bytes_made[slot, 0, i] = np.int8(pair & 15) - np.int8(8)
-            bytes_made[slot, 1, i] = np.int8(pair >> 4) - np.int8(8)
+    found, sums = floats_at(parts_at, WHOLE)[0], floats_at(sums_at, WHOLE)[0]
+    out = floats_at(out_at, (group, width))
+    for member in range(group):
+        top, total = np.float32(-np.inf), np.float32(0.0)
+        for part in range(parts):
+            top = max(top, sums[part * sums_apart + 2 * member])
+        if top == -np.inf:
+            top = np.float32(0.0)
+        for part in range(parts):
+            at = part * sums_apart + 2 * member
+            total += np.float32(np.exp(sums[at] - top)) * sums[at + 1]
+        row = out[member]
+        for part in range(parts):
+            at, begin = part * sums_apart + 2 * member, part * apart + member * width
+            weight = np.float32(np.exp(sums[at] - top))
+            share = weight / total if total != 0 else np.float32(0.0)
+            for i in range(width):
+                row[i] = share * found[begin + i] + (row[i] if part else np.float32(0.0))
 
 
-_LOW, _MORE, _TURN = np.uint32(0x0F0F0F0F), np.uint32(0x78787878), np.uint32(0x80808080)
-_FOUR = np.uint32(4)
-_widen = compile_kernel(_widen_pairs)
 _rotate = compile_kernel(_rotate_blocks)
-_run = compile_kernel(_attend, fastmath=ATTENTION_MATH)
+attend = compile_kernel(_attend, fastmath=ATTENTION_MATH)
+merge = compile_kernel(_merge, fastmath=ATTENTION_MATH)
 
 
 def _attend_parts(address: int) -> None:
     """Answers of some heads, part after part; threads share them."""
-    n = longs_at(address, (1, 28))[0]
-    scale = doubles_at(address + 8 * 21, (1, 1))[0, 0]
-    key_codes, value_codes = (n[11], n[12], float(n[13])), (n[14], n[15], float(n[16]))
-    parts, heads = n[1], n[4]
+    numbers = longs_at(address, (1, 8))[0]
+    parts, held, units, begin, end = numbers[1], numbers[2], numbers[3], numbers[4], numbers[5]
+    n = held_at(held, (1, 1))[0, 0]
+    group, dim, width = n.group, n.dim, n.width
+    size = scratch_size(group, dim, width, end - begin)
+    scratch = np.empty(size + 2 * group, np.float32)
+    at = np.int64(scratch.ctypes.data)
+    sums = at + 4 * size
     part = take_part(address)
     while part < parts:
-        begun, done = heads * part // parts, heads * (part + 1) // parts
-        sizes = n[2], n[3], heads, n[5], n[6], n[7], n[8], n[9]
-        held = n[17], n[18], n[19], n[20], scale
-        places = n[22], n[23], n[24], n[25], n[26], n[27]
-        _run(*sizes, n[10], key_codes, value_codes, *held, *places, begun, done)
+        for unit in range(units * part // parts, units * (part + 1) // parts):
+            out = numbers[7] + 4 * unit * group * width
+            attend(
+                held, unit, begin, end, 1, numbers[6] + 4 * unit * group * dim, at, out, sums, 0, 0
+            )
+            merge(out, 0, sums, 0, 1, group, width, out)
         part = take_part(address)
 
 
@@ -235,11 +345,8 @@ def decode_exact(
         scale: factor of the logits.
         slots: the first that is read, and behind the last.
     """
-    width = values.shape[3]
-    if min(keys.shape[3], width) < LEAST:  # heads of toys, which are made wide enough
-        queries, keys, values = (_pad(t) for t in (queries, keys, values))
     out = decode_int8(queries, None, keys, values, mask, scale, (0, *slots))
-    return out[..., :width].to(values.dtype).contiguous()
+    return out.to(values.dtype)
 
 
 def decode_int8(
@@ -295,43 +402,26 @@ def _decode(
     blocks: tuple[int, int] = (0, 0),
 ) -> Tensor:
     batch, heads, group, _, dim = queries.shape
-    (count, width), quantized = values.shape[2:], 0
-    asked = queries.detach().float().contiguous()
+    asked, quantized = queries.detach().float().contiguous(), 0
     if keys.dtype not in (torch.float32, torch.bfloat16):
         keys, values = keys.float(), values.float()
     keys, values = keys.contiguous(), values.contiguous()
     mask = None if mask is None else mask.contiguous()
-    codes, held = [_NO_CODES, _NO_CODES], []
     if coded is not None:
         quantized = coded[0][0].shape[2]
-        held = [(n.contiguous(), peaks.contiguous(), levels) for n, peaks, levels in coded]
-        codes = [(n.data_ptr(), p.data_ptr(), levels) for n, p, levels in held]
-    out = asked.new_empty((batch, heads, group, 1, width))
+        of_keys, of_values = ((n.contiguous(), p.contiguous(), levels) for n, p, levels in coded)
+        coded = of_keys, of_values
+    held = hold(keys, values, coded, blocks, group, scale, mask)
+    out = asked.new_empty((batch, heads, group, 1, values.shape[3]))
+    # Quantized slots come first; of those behind them the first is read too, or there are none.
+    begin = slots[0] if quantized else slots[1]
     _attend_together(
         threads_for(keys.numel() + batch * heads * quantized * dim, _WORTH_A_THREAD),
-        lanes() if width >= lanes() * VECTORS else 8,
-        int(keys.dtype is torch.bfloat16),
+        held.ctypes.data,
         batch * heads,
-        group,
-        dim,
-        width,
-        count,
-        quantized,
+        begin,
+        quantized + slots[2],
         asked.data_ptr(),
-        *codes[0],
-        *codes[1],
-        keys.data_ptr(),
-        values.data_ptr(),
-        0 if mask is None else mask.data_ptr(),
-        0 if mask is None else mask.shape[2],
-        int.from_bytes(struct.pack("d", scale), sys.byteorder, signed=True),
-        *slots,
         out.data_ptr(),
-        *blocks,
     )
     return out
-
-
-def _pad(t: Tensor) -> Tensor:
-    """With zeros behind its last numbers."""
-    return F.pad(t, (0, max(0, LEAST - t.shape[-1])))

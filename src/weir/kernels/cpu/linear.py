@@ -134,28 +134,57 @@ _ONE, _TILES, _FEW, _FEW_INT8 = range(4)
 """Ways to multiply."""
 
 
+def way_of(rows: int, bits: int, outputs: int) -> tuple[int, int]:
+    """How to multiply some rows with a weight, and the first argument of that way's kernel."""
+    if rows == 1:
+        return _ONE, bits
+    if rows >= _SOME and outputs >= LINES:
+        return _TILES, lanes() << 8 | bits
+    # Of 8 bits as many rows as there are registers for, with the sums of two lines.
+    return (_FEW, bits) if bits > 8 else (_FEW_INT8, lanes() // 4)
+
+
+@njit(nogil=True)
+def multiply_part(
+    way: int,
+    first: int,
+    rows: int,
+    inputs: int,
+    outputs: int,
+    x: int,
+    weight: int,
+    added: int,
+    out: int,
+    part: int,
+    parts: int,
+) -> tuple[int, int]:
+    """Multiply with one of some parts of a weight; returns which outputs those are.
+
+    `way` and `first` are from `way_of`, the others as for `_one_row`.
+    """
+    # Of whole tiles, but for what is left over.
+    whole = outputs // LINES
+    start = LINES * (whole * part // parts)
+    stop = LINES * (whole * (part + 1) // parts) if part + 1 < parts else outputs
+    if start < stop:
+        if way == _ONE:
+            _compiled_one_row(first, rows, inputs, outputs, x, weight, added, out, start, stop)
+        elif way == _TILES:
+            bits = first & 255
+            tiles(first >> 8, bits, rows, inputs, outputs, x, weight, added, out, start, stop)
+        elif way == _FEW:
+            _compiled_few_rows(first, rows, inputs, outputs, x, weight, added, out, start, stop)
+        else:
+            few_rows_int8(first, rows, inputs, outputs, x, weight, added, out, start, stop)
+    return start, stop
+
+
 def _multiply_parts(address: int) -> None:
     """Products of some outputs, part after part; threads share them."""
-    numbers = longs_at(address, (1, 11))[0]
-    parts, way, first = numbers[1], numbers[2], numbers[3]
-    rows, inputs, outputs = numbers[4], numbers[5], numbers[6]
-    x, weight, added, out = numbers[7], numbers[8], numbers[9], numbers[10]
-    whole = outputs // LINES
+    n = longs_at(address, (1, 11))[0]
     part = take_part(address)
-    while part < parts:
-        # Of whole tiles, but for what is left over.
-        start = LINES * (whole * part // parts)
-        stop = LINES * (whole * (part + 1) // parts) if part + 1 < parts else outputs
-        if start < stop:
-            if way == _ONE:
-                _compiled_one_row(first, rows, inputs, outputs, x, weight, added, out, start, stop)
-            elif way == _TILES:
-                bits = first & 255
-                tiles(first >> 8, bits, rows, inputs, outputs, x, weight, added, out, start, stop)
-            elif way == _FEW:
-                _compiled_few_rows(first, rows, inputs, outputs, x, weight, added, out, start, stop)
-            else:
-                few_rows_int8(first, rows, inputs, outputs, x, weight, added, out, start, stop)
+    while part < n[1]:
+        multiply_part(n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], n[10], part, n[1])
         part = take_part(address)
 
 
@@ -214,18 +243,9 @@ def _multiply(
     rows, bits = x.numel() // inputs, 8 * weight.itemsize
     x, weight = _as_floats(x), weight.contiguous()
     out = x.new_empty((*before, outputs))
-    if rows == 1:
-        way = _ONE, bits
-    elif rows >= _SOME and outputs >= LINES:
-        way = _TILES, lanes() << 8 | bits
-    elif bits > 8:
-        way = _FEW, bits
-    else:
-        # As many rows as there are registers for, with the sums of two lines.
-        way = _FEW_INT8, lanes() // 4
     _multiply_together(
         threads_for(outputs * inputs, _WORTH_A_THREAD),
-        *way,
+        *way_of(rows, bits, outputs),
         rows,
         inputs,
         outputs,

@@ -6,11 +6,16 @@ than reading does. Here sums stay in the processor's registers: four keys for th
 four vectors of a value for three query heads. The four keys lie far from each other: processors
 fetch ahead what is read in order, and several such streams came faster than one, unlike those of
 values.
+
+Slots are given by the address of the first and the bits of a number: 32 for float32, 16 for
+bfloat16, 8 for int8, 4 for two numbers to a byte, that at i and that at i + dim / 2, of which each
+says 8 more than it is. A vector is made of whole *parts*, its halves where numbers have 4 bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,15 +23,21 @@ from llvmlite import ir
 from numba import njit
 from numba.core.cgutils import alloca_once_value, for_range_slice
 
+from weir.kernels.cpu.compilation import WHOLE, bytes_at, floats_at, shorts_at
 from weir.kernels.cpu.vectors import (
+    BYTE,
+    CACHE_LINE,
+    INT,
     LONG,
     add_product,
+    as_float,
     broadcast,
     constant,
     floats,
     for_lanes,
     llvm_function,
     load_at,
+    prefetch,
     shuffle,
     store_at,
     switch,
@@ -42,14 +53,18 @@ _MEMBERS = 3
 """Query heads that are served at once."""
 _AT_ONCE = 4
 """Values that are added before it is asked whether there are more."""
+AHEAD = 128
+"""Bytes of other memory that are asked for at each slot: as many as come meanwhile."""
+_KINDS = {4: BYTE, 8: BYTE, 16: ir.IntType(16), 32: ir.FloatType()}
+"""What is stored, by the bits of a number."""
 
 
-@llvm_function
+@partial(llvm_function, apart=True)
 def _dot_four(
     builder: ir.IRBuilder,
     queries: Any,
     slots: Any,
-    first: Any,
+    bits: Any,
     step: Any,
     dim: Any,
     logits: Any,
@@ -63,76 +78,88 @@ def _dot_four(
 
     Args:
         builder: of the code.
-        queries: address of float32 [members, dim as a multiple of lanes], of `pad_query`.
-        slots: an array, float32, int8, or the bits of bfloat16 as int16.
-        first: where in it the first of the four slots begins.
+        queries: address of float32 [members, parts, a part's numbers as a multiple of lanes], of
+            `pad_query`.
+        slots: address of the first of the four slots.
+        bits: of a number of them.
         step: slots from one of the four to the next.
-        dim: at least `lanes`.
+        dim: at least `lanes`, and twice as many where `bits` is 4.
         logits: address of the first of the logits [members, count], which are written.
         count: logits of each member.
         lanes: numbers of a vector, 8 or 16.
         members: query heads, 1 to _MEMBERS.
     """
 
-    def emit(width: int, heads: int) -> None:
+    def emit(width: int, heads: int, kind: int) -> None:
         asked, found = floats(builder, queries), floats(builder, logits)
+        numbers = builder.inttoptr(slots, _KINDS[kind].as_pointer())
+        parts = 2 if kind == 4 else 1
+        part = builder.udiv(dim, LONG(parts))
         total = [
             [alloca_once_value(builder, constant(0.0, width)) for _ in range(_STREAMS)]
             for _ in range(heads)
         ]
-        padded = builder.and_(builder.add(dim, LONG(width - 1)), LONG(-width))
-        apart, last = builder.mul(step, dim), builder.sub(dim, LONG(width))
-        starts = [builder.add(first, builder.mul(apart, LONG(i))) for i in range(_STREAMS)]
-        rows = [builder.mul(padded, LONG(member)) for member in range(heads)]
-        with for_range_slice(builder, LONG(0), dim, LONG(width)) as (j, _):
+        padded = builder.and_(builder.add(part, LONG(width - 1)), LONG(-width))
+        apart, last = builder.mul(step, part), builder.sub(part, LONG(width))
+        starts = [builder.mul(apart, LONG(i)) for i in range(_STREAMS)]
+        with for_range_slice(builder, LONG(0), part, LONG(width)) as (j, _):
             place = builder.select(builder.icmp_unsigned("<", j, last), j, last)
-            read = [_load(builder, slots, builder.add(start, place), width) for start in starts]
+            read = [_load(builder, numbers, builder.add(s, place), width, kind) for s in starts]
             for member in range(heads):
-                query = load_at(builder, asked, builder.add(rows[member], j), width)
-                for i in range(_STREAMS):
-                    add_product(builder, total[member][i], query, read[i])
+                for half in range(parts):
+                    row = builder.mul(padded, LONG(member * parts + half))
+                    query = load_at(builder, asked, builder.add(row, j), width)
+                    for i in range(_STREAMS):
+                        add_product(builder, total[member][i], query, read[i][half])
         for member in range(heads):
             four = _add_up(builder, [builder.load(sums) for sums in total[member]])
             for i in range(_STREAMS):
                 index = builder.add(builder.mul(count, LONG(member)), builder.mul(step, LONG(i)))
-                number = builder.extract_element(four, ir.IntType(32)(i))
+                number = builder.extract_element(four, INT(i))
                 builder.store(number, builder.gep(found, [index]))
 
-    _for_members(builder, lanes, members, emit)
+    _for_members(builder, lanes, members, bits, emit)
 
 
-@llvm_function
+@partial(llvm_function, apart=True)
 def _sum_vectors(
     builder: ir.IRBuilder,
     shares: Any,
     apart: Any,
     count: Any,
     slots: Any,
-    first: Any,
+    bits: Any,
     dim: Any,
+    column: Any,
     answers: Any,
     lanes: Any,
     members: Any,
+    ahead: Any,
 ) -> None:
     """`answers[member, j] = sum over i of shares[member, i] * slots[i, j]`.
 
-    For `j` below `lanes * VECTORS`.
+    For VECTORS vectors of `j`: from `column` on, or as many from there on in each half.
 
     Args:
         builder: of the code.
         shares: address of float32 [members, count].
         apart: numbers from one member's shares to the next's.
         count: slots.
-        slots: an array, float32, int8, or the bits of bfloat16 as int16.
-        first: where in it the slots [count, dim] begin, or a later number of the first of them.
+        slots: address of the slots [count, dim].
+        bits: of a number of them.
         dim: of a slot, and of an answer.
-        answers: address of the same number of the first of the answers [members, dim], float32.
+        column: the first number of a part that is summed.
+        answers: address of the answers [members, dim], float32.
         lanes: numbers of a vector, 8 or 16.
         members: query heads, 1 to _MEMBERS.
+        ahead: address of memory that is asked for meanwhile; 0 for none.
     """
 
-    def emit(width: int, heads: int) -> None:
+    def emit(width: int, heads: int, kind: int) -> None:
         factors, found = floats(builder, shares), floats(builder, answers)
+        numbers = builder.inttoptr(slots, _KINDS[kind].as_pointer())
+        parts = 2 if kind == 4 else 1
+        part, vectors = builder.udiv(dim, LONG(parts)), VECTORS // parts
         total = [
             [alloca_once_value(builder, constant(0.0, width)) for _ in range(VECTORS)]
             for _ in range(heads)
@@ -140,46 +167,76 @@ def _sum_vectors(
         rows = [builder.mul(apart, LONG(member)) for member in range(heads)]
 
         def step(slot: Any) -> None:
-            start = builder.add(first, builder.mul(slot, dim))
-            read = [
-                _load(builder, slots, builder.add(start, LONG(part * width)), width)
-                for part in range(VECTORS)
-            ]
+            start = builder.add(column, builder.mul(slot, part))
+            read: list[Any] = []
+            for i in range(vectors):
+                place = builder.add(start, LONG(i * width))
+                read += _load(builder, numbers, place, width, kind)
             for member in range(heads):
                 share = builder.load(builder.gep(factors, [builder.add(rows[member], slot)]))
                 shared = broadcast(builder, share, width)
-                for part in range(VECTORS):
-                    add_product(builder, total[member][part], shared, read[part])
+                for i in range(VECTORS):
+                    add_product(builder, total[member][i], shared, read[i])
 
         whole = builder.and_(count, LONG(-_AT_ONCE))
         with for_range_slice(builder, LONG(0), whole, LONG(_AT_ONCE)) as (slot, _):
+            with builder.if_then(builder.icmp_unsigned("!=", ahead, LONG(0))):
+                _ask(builder, builder.add(ahead, builder.mul(slot, LONG(AHEAD))))
             for i in range(_AT_ONCE):
                 step(builder.add(slot, LONG(i)))
         with for_range_slice(builder, whole, count, LONG(1)) as (slot, _):
             step(slot)
         for member in range(heads):
-            for part in range(VECTORS):
-                place = builder.add(builder.mul(dim, LONG(member)), LONG(part * width))
-                store_at(builder, builder.load(total[member][part]), found, place)
+            for i in range(VECTORS):
+                place = builder.add(builder.mul(dim, LONG(member)), LONG(i // parts * width))
+                place = builder.add(place, builder.mul(part, LONG(i % parts)))
+                to = builder.add(place, column)
+                store_at(builder, builder.load(total[member][i]), found, to)
 
-    _for_members(builder, lanes, members, emit)
+    _for_members(builder, lanes, members, bits, emit)
+
+
+def _ask(builder: ir.IRBuilder, address: Any) -> None:
+    """Ask for the memory of four slots' time."""
+    start = builder.inttoptr(address, BYTE.as_pointer())
+    for line in range(0, _STREAMS * AHEAD, CACHE_LINE):
+        prefetch(builder, builder.gep(start, [LONG(line)]))
+
+
+_ask_for = llvm_function(_ask)
 
 
 def _for_members(
-    builder: ir.IRBuilder, lanes: Any, members: Any, emit: Callable[[int, int], None]
+    builder: ir.IRBuilder,
+    lanes: Any,
+    members: Any,
+    bits: Any,
+    emit: Callable[[int, int, int], None],
 ) -> None:
-    """Emit code for vectors of 8 or of 16 numbers and for each number of query heads."""
+    """Emit code for vectors of 8 or of 16 numbers, each number of query heads and kind of slots."""
 
     def emit_for(width: int) -> None:
-        switch(builder, members, range(1, _MEMBERS + 1), lambda heads: emit(width, heads))
+        def emit_kind(kind: int) -> None:
+            some = range(1, _MEMBERS + 1)
+            switch(builder, members, some, lambda heads: emit(width, heads, kind))
+
+        switch(builder, bits, list(_KINDS), emit_kind)
 
     for_lanes(builder, lanes, emit_for)
 
 
-def _load(builder: ir.IRBuilder, numbers: Any, place: Any, width: int) -> Any:
-    """A vector of stored numbers, as float32."""
-    size = {"float": 4, "i16": 2, "i8": 1}[str(numbers.type.pointee)]
-    return widen(builder, builder.load(vector_at(builder, numbers, place, width), align=size))
+def _load(builder: ir.IRBuilder, numbers: Any, place: Any, width: int, kind: int) -> list[Any]:
+    """A vector of stored numbers as float32; of bytes with two numbers one of each."""
+    size = max(1, kind // 8)
+    read = builder.load(vector_at(builder, numbers, place, width), align=size)
+    if kind > 4:
+        return [widen(builder, read)]
+    whole = builder.zext(read, ir.VectorType(INT, width))
+    low = builder.and_(whole, constant(15, width, INT))
+    high = builder.lshr(whole, constant(4, width, INT))
+    wide = ir.VectorType(ir.FloatType(), width)
+    more = constant(8, width, INT)
+    return [builder.sitofp(builder.sub(part, more), wide) for part in (low, high)]
 
 
 def _add_up(builder: ir.IRBuilder, parts: list[Any]) -> Any:
@@ -210,75 +267,147 @@ def _add_up(builder: ir.IRBuilder, parts: list[Any]) -> Any:
 
 
 @njit(nogil=True)
-def pad_query(query: np.ndarray, scale: np.float32, lanes: int, row: np.ndarray) -> None:
-    """A scaled query as `dot_products` reads it, in vectors.
+def padded(dim: int, parts: int, lanes: int) -> int:
+    """Numbers of a query as `dot_products` reads it."""
+    return parts * ((dim // parts + lanes - 1) // lanes * lanes)
+
+
+@njit(nogil=True)
+def pad_query(query_at: int, scale: float, dim: int, parts: int, lanes: int, to: int) -> None:
+    """A scaled query as `dot_products` reads it, each of its parts in vectors.
 
     The last vector is that of the last `lanes` numbers, with 0 where the one before had them.
+
+    Args:
+        query_at: address of float32 [dim].
+        scale: factor.
+        dim: of the query.
+        parts: 2 for slots of 4 bits, else 1.
+        lanes: numbers of a vector.
+        to: address of float32 [`padded`], which are written.
     """
-    dim = query.shape[0]
-    row[:] = 0.0
-    for i in range(dim // lanes * lanes):
-        row[i] = query[i] * scale
-    for i in range(dim // lanes * lanes, dim):
-        row[row.shape[0] - dim + i] = query[i] * scale
+    part, factor = dim // parts, np.float32(scale)
+    whole, size = part // lanes * lanes, padded(dim, parts, lanes) // parts
+    for half in range(parts):
+        query = floats_at(query_at + 4 * half * part, (1, part))[0]
+        row = floats_at(to + 4 * half * size, (1, size))[0]
+        for i in range(whole):
+            row[i] = query[i] * factor
+        for i in range(whole, size):
+            row[i] = np.float32(0.0)
+        for i in range(whole, part):
+            row[size - part + i] = query[i] * factor
+
+
+@njit(nogil=True)
+def _number(slots_at: int, bits: int, dim: int, slot: int, j: int) -> np.float32:
+    """A number of a slot, for heads of too few for vectors."""
+    at = slot * dim + j
+    if bits == 32:
+        return floats_at(slots_at, WHOLE)[0, at]
+    if bits == 16:
+        return as_float(shorts_at(slots_at, WHOLE)[0, at])
+    if bits == 8:
+        return as_float(bytes_at(slots_at, WHOLE)[0, at])
+    half = dim // 2
+    pair = np.int32(bytes_at(slots_at, WHOLE)[0, slot * half + j % half])
+    return np.float32(((pair >> (4 if j >= half else 0)) & 15) - 8)
 
 
 @njit(nogil=True)
 def dot_products(
-    queries: np.ndarray,
-    keys: np.ndarray,
-    start: int,
+    asked_at: int,
+    group: int,
+    slots_at: int,
+    bits: int,
     dim: int,
-    logits: np.ndarray,
-    place: int,
+    logits_at: int,
+    apart: int,
     number: int,
     lanes: int,
+    ahead: int,
+    stop: int,
 ) -> None:
-    """Logits of `number` slots into `logits` [group, count], from `place` on.
+    """Logits of some slots for each query.
 
     Args:
-        queries: of `pad_query` [group, dim as a multiple of lanes].
-        keys: an array of slots, of which `start` is the first that is read.
-        dim: of a key.
-        logits: what is written.
-        place, number: which of them.
-        lanes: numbers of a vector, 8 or 16.
+        asked_at: address of queries of `pad_query` [group, padded].
+        group: queries.
+        slots_at, bits, dim: the slots.
+        logits_at: address of float32, which are written.
+        apart: numbers from one query's logits to the next's.
+        number: slots.
+        lanes: numbers of a vector, 8 or 16; 1 for heads of too few.
+        ahead, stop: addresses of memory that is asked for meanwhile, `AHEAD` bytes for a slot.
     """
-    group, count = logits.shape
+    parts = 2 if bits == 4 else 1
+    size, line = padded(dim, parts, lanes), dim * bits // 8
+    if lanes == 1:
+        asked, logits = floats_at(asked_at, WHOLE)[0], floats_at(logits_at, WHOLE)[0]
+        for member in range(group):
+            for slot in range(number):
+                total = np.float32(0.0)
+                for j in range(dim):
+                    total += asked[member * dim + j] * _number(slots_at, bits, dim, slot, j)
+                logits[member * apart + slot] = total
+        return
     part = number // _STREAMS
     for slot in range(part + number % _STREAMS):
         # The last few, where four does not divide them, are one slot four times.
         at, step = (slot, part) if slot < part else (slot + (_STREAMS - 1) * part, 0)
+        if ahead < stop and slot < part:
+            _ask_for(ahead)
+            ahead += _STREAMS * AHEAD
         for member in range(0, group, _MEMBERS):
             few = min(_MEMBERS, group - member)
-            asked, found = queries[member:].ctypes.data, logits[member:, place + at :].ctypes.data
-            _dot_four(asked, keys, (start + at) * dim, step, dim, found, count, lanes, few)
+            asked, found = asked_at + 4 * member * size, logits_at + 4 * (member * apart + at)
+            _dot_four(asked, slots_at + at * line, bits, step, dim, found, apart, lanes, few)
 
 
 @njit(nogil=True)
 def weighted_sums(
-    shares: np.ndarray,
-    place: int,
+    shares_at: int,
+    apart: int,
     number: int,
-    values: np.ndarray,
-    start: int,
-    out: np.ndarray,
+    group: int,
+    slots_at: int,
+    bits: int,
+    dim: int,
+    out_at: int,
     lanes: int,
+    ahead: int,
+    stop: int,
 ) -> None:
-    """Answers [group, value_dim] of `number` slots, whose shares are those from `place` on.
+    """Answers [group, dim] of some slots.
 
     Args:
-        shares: [group, count], contiguous.
-        place, number: which of them.
-        values: an array of slots, of which `start` is the first that is read.
-        out: what is written; contiguous.
-        lanes: numbers of a vector, 8 or 16; `lanes * VECTORS` is no more than value_dim.
+        shares_at: address of float32, the shares of each query.
+        apart: numbers from one query's shares to the next's.
+        number: slots.
+        group: queries.
+        slots_at, bits, dim: the slots.
+        out_at: address of float32 [group, dim], which are written.
+        lanes: numbers of a vector, 8 or 16, and `lanes * VECTORS` is no more than `dim`; or 1.
+        ahead, stop: as in `dot_products`.
     """
-    (group, count), width = shares.shape, out.shape[1]
+    if lanes == 1:
+        shares, out = floats_at(shares_at, WHOLE)[0], floats_at(out_at, (group, dim))
+        for member in range(group):
+            for j in range(dim):
+                total = np.float32(0.0)
+                for slot in range(number):
+                    total += shares[member * apart + slot] * _number(slots_at, bits, dim, slot, j)
+                out[member, j] = total
+        return
+    parts = 2 if bits == 4 else 1
+    part, block = dim // parts, lanes * VECTORS // parts
+    if ahead >= stop:
+        ahead = 0
     for member in range(0, group, _MEMBERS):
         few = min(_MEMBERS, group - member)
-        weights, answers = shares[member:, place:].ctypes.data, out[member:]
-        for begin in range(0, width, lanes * VECTORS):
-            column = min(begin, width - lanes * VECTORS)
-            answer, first = answers[:, column:].ctypes.data, start * width + column
-            _sum_vectors(weights, count, number, values, first, width, answer, lanes, few)
+        weights, answers = shares_at + 4 * member * apart, out_at + 4 * member * dim
+        for begin in range(0, part, block):
+            column = min(begin, part - block)
+            given = weights, apart, number, slots_at, bits, dim, column, answers
+            _sum_vectors(*given, lanes, few, ahead)
+            ahead = 0

@@ -40,6 +40,33 @@ def split_exponential(x: np.float32) -> tuple[np.float32, np.int32]:
     return p * f * f + f + _ONE, (np.int32(n) + np.int32(127)) << np.int32(23)
 
 
+def _exponentials(row: np.ndarray, power: np.ndarray, top: np.float32) -> np.float32:
+    """e^(x - top) in place of each x of a row; returns their sum. `power` is as for `softmax`."""
+    scaled, total = power.view(np.float32), _ZERO
+    for slot in range(row.shape[0]):
+        x = max(row[slot] - top, _LEAST)
+        near_one, power[slot] = split_exponential(x)
+        row[slot] = near_one if x > _LEAST else _ZERO
+    for slot in range(row.shape[0]):
+        row[slot] *= scaled[slot]
+        total += row[slot]
+    return total
+
+
+exponentials = compile_kernel(_exponentials, fastmath=ATTENTION_MATH)
+
+
+def _largest(row: np.ndarray, top: np.float32) -> np.float32:
+    """The largest of a row and a number; any number where one of them is not a number."""
+    for slot in range(row.shape[0]):
+        top = row[slot] if row[slot] > top else top
+    return top
+
+
+largest = compile_kernel(_largest, fastmath=(*ATTENTION_MATH, "nnan"))
+"""Without NaN a maximum in any order is the same, so that it is made of vectors."""
+
+
 def _softmax(row: np.ndarray, power: np.ndarray) -> None:
     """Logits [slots], float32, become shares; all of them 0 where every logit is -inf, and
     not a number where one is not, or is infinite.
@@ -49,7 +76,6 @@ def _softmax(row: np.ndarray, power: np.ndarray) -> None:
         power: as many int32, for powers of two.
     """
     count = row.shape[0]
-    scaled = power.view(np.float32)
     top, total = row[0], _ZERO
     for slot in range(count):
         top = max(top, row[slot])
@@ -59,14 +85,7 @@ def _softmax(row: np.ndarray, power: np.ndarray) -> None:
         return
     if top == -np.inf:
         top = _ZERO
-    total = _ZERO
-    for slot in range(count):
-        x = max(row[slot] - top, _LEAST)
-        near_one, power[slot] = split_exponential(x)
-        row[slot] = near_one if x > _LEAST else _ZERO
-    for slot in range(count):
-        row[slot] *= scaled[slot]
-        total += row[slot]
+    total = exponentials(row, power, top)
     share = _ONE / total if total > 0 else _ZERO
     for slot in range(count):
         row[slot] *= share

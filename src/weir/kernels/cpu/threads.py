@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
+from numba.core.cgutils import get_or_insert_function
 from numba.extending import intrinsic
 
 from weir.kernels.cpu.compilation import compile_callback
@@ -41,12 +42,16 @@ class TeamKernel:
     def __init__(self, function: Callable[[int], None]) -> None:
         self._function = function
 
+    def compile(self) -> Any:
+        """Return the function in machine code."""
+        return _callback(self._function)
+
     def __call__(self, threads: int, *arguments: int) -> None:
         """Run with integers as arguments, in as many threads."""
         parts = threads * PARTS if threads > 1 else 1
         numbers = (ctypes.c_int64 * (2 + len(arguments)))(0, parts, *arguments)
         address = ctypes.addressof(numbers)
-        run = _callback(self._function)
+        run = self.compile()
         start = None if threads == 1 or _forked else _team()
         if start is None:
             run.ctypes(address)
@@ -80,6 +85,50 @@ def take_part(_typing: Any, address: Any) -> Any:
         return builder.atomic_rmw("add", place, LONG(1), "monotonic")
 
     return types.int64(types.uintp), write
+
+
+@intrinsic
+def add_to(_typing: Any, address: Any, number: Any) -> Any:
+    """Add to a number at an address; what this thread has written is seen by who reads it there."""
+
+    def write(_context: Any, builder: ir.IRBuilder, _signature: Any, given: Any) -> Any:
+        place = builder.inttoptr(given[0], LONG.as_pointer())
+        return builder.atomic_rmw("add", place, given[1], "acq_rel")
+
+    return types.int64(types.uintp, types.int64), write
+
+
+_YIELDS = hasattr(os, "sched_yield")
+SPINS = 2**14
+"""How often a thread looks for the others before it lets the processor go: some 20 µs."""
+
+
+@intrinsic
+def wait_until(_typing: Any, address: Any, number: Any) -> Any:
+    """Wait until there is a number at an address."""
+
+    def write(_context: Any, builder: ir.IRBuilder, _signature: Any, given: Any) -> Any:
+        place = builder.inttoptr(given[0], LONG.as_pointer())
+        start = builder.block
+        look, spin, done = (builder.append_basic_block() for _ in range(3))
+        builder.branch(look)
+        builder.position_at_end(look)
+        turn = builder.phi(LONG)
+        turn.add_incoming(LONG(0), start)
+        found = builder.load_atomic(place, "acquire", 8)
+        builder.cbranch(builder.icmp_signed(">=", found, given[1]), done, spin)
+        builder.position_at_end(spin)
+        if _YIELDS:
+            late = builder.icmp_signed(">", turn, LONG(SPINS))
+            with builder.if_then(late, likely=False):
+                kind = ir.FunctionType(ir.IntType(32), [])
+                builder.call(get_or_insert_function(builder.module, kind, "sched_yield"), [])
+        turn.add_incoming(builder.add(turn, LONG(1)), builder.block)
+        builder.branch(look)
+        builder.position_at_end(done)
+        return _context.get_dummy_value()
+
+    return types.void(types.uintp, types.int64), write
 
 
 def threads_for(work: int, worth: int) -> int:

@@ -38,12 +38,13 @@ def lanes() -> int:
 # --- from numba to LLVM
 
 
-def llvm_function(emit: Callable[..., None]) -> Any:
+def llvm_function(emit: Callable[..., None], apart: bool = False) -> Any:
     """Make a function that numba compiles out of one that emits LLVM code.
 
     Args:
         emit: called as `emit(builder, *arguments)`. Integers, addresses among them, are of 64 bits,
             a float32 stays one; of an array it gets the address of the first number.
+        apart: keep its code in one place, which all callers call: for code that is long.
     """
 
     @intrinsic
@@ -56,7 +57,20 @@ def llvm_function(emit: Callable[..., None]) -> Any:
                 else value
                 for kind, value in zip(kinds, given, strict=True)
             ]
-            emit(builder, *arguments)
+            if not apart:
+                emit(builder, *arguments)
+                return context.get_dummy_value()
+            name = f"{emit.__module__}.{emit.__name__}"
+            called = builder.module.globals.get(name)
+            if called is None:
+                kind = ir.FunctionType(ir.VoidType(), [value.type for value in arguments])
+                called = ir.Function(builder.module, kind, name)
+                called.linkage = "linkonce_odr"
+                called.attributes.add("noinline")
+                inner = ir.IRBuilder(called.append_basic_block())
+                emit(inner, *called.args)
+                inner.ret_void()
+            builder.call(called, arguments)
             return context.get_dummy_value()
 
         # To numba an address plus a signed number is a float64, which holds any address exactly.

@@ -1,0 +1,385 @@
+"""Native decode steps: a decoder of Llama's form as one table of operations for a kernel.
+
+A step of a small model is mostly calls: of modules, of PyTorch's operations, of compiled programs.
+Where all modules of a decoder are known, their weights and a cache's slots go into a table
+(`weir.kernels.cpu.step`), and a step is one call. A decoder is known by what its modules are called
+and made of; that they compute what they are called is found out by comparing the first step with
+the model's own. Knows nothing about caches but what a call hands over, `cache.forward.StepRows`.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from weir import kernels
+from weir.models.linear_kernels import is_plain, runs_as_linear
+from weir.models.quantized_weights import Int8Linear
+from weir.slab import block_size
+
+PATIENCE = 1.0
+"""Seconds that the first step waits for the kernel, which is enough where numba has kept it."""
+WAITING = (
+    "compiling the decode step for this machine, which takes half a minute, once; until then "
+    "tokens come uncompiled"
+)
+MOST_ROWS = 16
+"""Rows from which on a step is many products, for which PyTorch is made."""
+_ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu"}
+_Norm = tuple[Tensor, float]
+Held = Any
+"""A layer's slots, how it attends and rotates: of `cache.forward.StepRows.held`."""
+
+
+class Unknown(Exception):
+    """A decoder or slots that no table can be made of."""
+
+
+class NativeStep:
+    """A decoder's native steps, while its modules are as they were.
+
+    Attributes:
+        wait: wait for the kernel to be compiled, however long that takes.
+
+    Args:
+        decoder: with `embed_tokens`, `layers` and `norm`.
+        attentions: each layer's attention module.
+        wait: see the attribute.
+    """
+
+    wait = False
+
+    def __init__(
+        self, decoder: nn.Module, attentions: Sequence[nn.Module], wait: bool = False
+    ) -> None:
+        if wait:
+            self.wait = True
+        self._decoder: Any = decoder
+        self._attentions = attentions
+        self._watch: _Watch | None = None
+        self._compiling: threading.Thread | None = None
+        self._refused: set[Any] = set()
+        self._proved: set[Any] = set()
+
+    def __call__(self, rows: Any, given: dict[str, Any], usual: Callable[[], Any]) -> Any:
+        """Return the decoder's output for one token of each row, None where there is no table.
+
+        Args:
+            rows: the cache's rows, `cache.forward.StepRows`; `largest` is set where the step took
+                effect in the slots.
+            given: the decoder's arguments by name.
+            usual: the model's own step, which is compared with the first native one.
+        """
+        batch = len(rows.waiting)
+        if batch > MOST_ROWS or kernels.is_compiling() or torch.is_autocast_enabled("cpu"):
+            return None
+        if not self._is_compiled():
+            return usual()
+        if self._watch is None or not self._watch.holds():
+            self._watch = _Watch(self._decoder)
+            self._refused, self._proved = set(), set()
+        program = rows.stack.program
+        if program is None or not program.fits(self._watch, rows):
+            rows.stack.program = None
+            key = batch, *(len(slab) for slab in rows.slabs)
+            if key in self._refused:
+                return None
+            try:
+                program = _StepProgram(self._decoder, self._attentions, self._watch, rows)
+            except Unknown:
+                self._refused.add(key)
+                return None
+        hidden = program.run(self._embedded(given), rows)
+        if program.sizes not in self._proved:
+            output = usual()
+            if not _is_near(hidden, output.last_hidden_state, len(self._attentions)):
+                self._refused.add((batch, *(len(slab) for slab in rows.slabs)))
+                return output
+            self._proved.add(program.sizes)
+            rows.stack.program = program
+            return output
+        rows.stack.program = program
+        rows.largest = program.largest.amax(2)
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden, past_key_values=given.get("past_key_values")
+        )
+
+    def _is_compiled(self) -> bool:
+        """Return whether the kernel is there; a thread compiles it."""
+        if self._compiling is None:
+            make: Any = kernels.decode_step(torch.device("cpu"))
+            self._compiling = threading.Thread(target=make.compile, daemon=True)
+            self._compiling.start()
+            self._compiling.join(None if self.wait else PATIENCE)
+            if self._compiling.is_alive():
+                sys.stderr.write(f"weir: {WAITING}\n")
+        return not self._compiling.is_alive()
+
+    def _embedded(self, given: dict[str, Any]) -> Tensor:
+        embedded: Tensor | None = given.get("inputs_embeds")
+        return self._decoder.embed_tokens(given["input_ids"]) if embedded is None else embedded
+
+
+class _Watch:
+    """Notices where modules of a decoder's layers are not what they were when it was made.
+
+    It looks at what a table depends on: weights and their memory, modules, their forwards and
+    hooks. Looking takes a tenth of a millisecond for 30 layers.
+    """
+
+    def __init__(self, decoder: Any) -> None:
+        self._dicts: list[dict[str, Any]] = []
+        self._names: list[str] = []
+        self._hooks: list[dict[Any, Any]] = []
+        weights: list[Any] = []
+        for module in (decoder, *decoder.layers.modules(), decoder.norm):
+            own = vars(module)
+            for held in (module._modules, module._parameters):
+                self._dicts += [held] * len(held)
+                self._names += held
+            names = {"forward", *own.keys() & _READ}
+            self._dicts += [own] * len(names)
+            self._names += names
+            self._hooks += [module._forward_hooks, module._forward_pre_hooks]
+            weights += [*module.parameters(recurse=False), getattr(module, "numbers", None)]
+        # One that torchao has packed has no memory of its own.
+        self._weights = [t for t in weights if t is not None and type(t.data) is Tensor]
+        self._held, self._memory = self._look()
+
+    def holds(self) -> bool:
+        """Return whether everything is as it was."""
+        held, memory = self._look()
+        # Identity first: a tensor compared with another has no truth value.
+        same = all(map(operator.is_, held, self._held)) and memory == self._memory
+        return same and not any(self._hooks)
+
+    def _look(self) -> tuple[list[Any], list[int]]:
+        held = list(map(dict.get, self._dicts, self._names))
+        return held, list(map(Tensor.data_ptr, self._weights))
+
+
+_READ = {"training", "variance_epsilon", "scaling", "numbers", "scales", "act_fn"}
+"""Attributes of modules that are read, beside modules and parameters."""
+
+
+class _StepProgram:
+    """The table of a decoder over a cache's slots.
+
+    Attributes:
+        largest: the largest absolute key or value of each layer, row and head in the last step.
+        sizes: what tells it from others that need a proof of their own.
+
+    Raises:
+        Unknown: no table can be made.
+    """
+
+    def __init__(
+        self, decoder: Any, attentions: Sequence[nn.Module], watch: _Watch, rows: Any
+    ) -> None:
+        make, held = kernels.decode_step(torch.device("cpu")), rows.held()
+        if make is None or held is None:
+            raise Unknown
+        self._watch, self._slabs, self._threads = watch, rows.slabs, torch.get_num_threads()
+        self.sizes = tuple(slots.sizes for slots, _, _ in held)
+        batch, layers = len(rows.waiting), len(held)
+        self._table = table = make(batch, self._threads)
+        self._spans, self._waiting, self._places = (
+            np.zeros_like(t) for t in (rows.spans, rows.waiting, rows.places)
+        )
+        norm = _norm(decoder.norm)
+        width = norm[0].shape[0]
+        self._dtype = norm[0].dtype
+        self._x = table.memory(batch, width)
+        angles = self._add_angles([rotary for _, _, rotary in held])
+        shape = held[0][0].keys.shape
+        self.largest = table.memory(layers, batch, shape[1])
+        for index, layer in enumerate(decoder.layers):
+            attention = attentions[index]
+            if layer.training or any(map(_is_hooked, layer.modules())):
+                raise Unknown
+            self._add_attention(layer, attention, index, held[index], angles[index])
+            self._add_mlp(layer)
+        fields = {"weight": norm[0], "weight_bits": 8 * norm[0].itemsize, "epsilon": norm[1]}
+        self._last = table.add("norms", inputs=width, x=self._x, **fields)
+        table.finish()
+
+    def fits(self, watch: _Watch, rows: Any) -> bool:
+        """Return whether modules, slots and threads are those it was made for."""
+        same = watch is self._watch and torch.get_num_threads() == self._threads
+        slabs = rows.slabs
+        return (
+            same
+            and len(slabs) == len(self._slabs)
+            and all(one is other for one, other in zip(slabs, self._slabs, strict=True))
+        )
+
+    def run(self, embedded: Tensor, rows: Any) -> Tensor:
+        """Return the hidden state [batch, 1, width] of one token of each row."""
+        self._x.copy_(embedded[:, 0])
+        self._spans[:], self._waiting[:], self._places[:] = rows.spans, rows.waiting, rows.places
+        out = torch.empty_like(self._x)[:, None]
+        self._table.operations[self._last]["onto"] = out.data_ptr()
+        self._table.run()
+        return out.to(self._dtype)
+
+    def _add_angles(self, rotaries: Sequence[Any]) -> list[dict[str, Any]]:
+        """Add tables of angles, one for each rotary embedding; returns each layer's fields."""
+        known: dict[int, dict[str, Any]] = {}
+        for rotary in rotaries:
+            if rotary is None or id(rotary) in known:
+                continue
+            turns = (rotary.frequencies.double() / (2 * math.pi)).contiguous()
+            half = len(turns)
+            tables = [self._table.memory(len(self._places), half) for _ in range(2)]
+            fields = {"half": half, "cosines": tables[0], "sines": tables[1]}
+            more = {"where": self._places, "turns": turns, "scaling": rotary.scaling}
+            self._table.add("angles", **fields, **more)
+            known[id(rotary)] = fields
+        return [{} if rotary is None else known[id(rotary)] for rotary in rotaries]
+
+    def _add_attention(
+        self, layer: Any, attention: Any, index: int, held: Held, angles: dict[str, Any]
+    ) -> None:
+        table, (slots, params, _) = self._table, held
+        weights = [_weight(getattr(attention, f"{name}_proj", None)) for name in "qkvo"]
+        outs = [table.memory(table.rows, len(numbers)) for numbers, _, _ in weights]
+        table.multiply(weights[:3], outs[:3], x=self._x, source="norm", **_before(layer, 0))
+        batch, heads, _, dim = slots.keys.shape
+        width = slots.values.shape[3]
+        group = len(weights[0][0]) // (heads * dim)
+        if params.softcap is not None or [len(w[0]) for w in weights[:3]] != [
+            heads * group * dim,
+            heads * dim,
+            heads * width,
+        ]:
+            raise Unknown
+        norms: dict[str, Any] = {}
+        if hasattr(attention, "q_norm") or hasattr(attention, "k_norm"):
+            for name in ("query", "key"):
+                weight, epsilon = _norm(getattr(attention, f"{name[0]}_norm", None))
+                if len(weight) != dim:
+                    raise Unknown
+                norms[f"{name}_norm"] = weight
+                norms |= {"norm_bits": 8 * weight.itemsize, "epsilon": epsilon}
+        count = slots.b.shape[2]
+        stretches = table.stretches(heads)
+        partial = table.memory(batch * heads * stretches, group, width + 2)
+        answered = {"stretches": stretches, "all_heads": heads, "partial": partial}
+        asked = {}
+        if slots.queries is not None:
+            places = slots.queries.shape[2]
+            asked = {"waiting_queries": slots.queries, "places": places, "unasked": slots.unasked}
+        # One part: all heads of the layer.
+        table.attend(
+            self._hold(slots, params, group),
+            heads,
+            count,
+            waits=1,
+            numbers=np.arange(heads),
+            queries=outs[0],
+            keys=outs[1],
+            values=outs[2],
+            query_width=heads * group * dim,
+            key_width=heads * dim,
+            value_width=heads * width,
+            span=self._spans[index],
+            window=slots.window or 0,
+            waiting=self._waiting,
+            largest=self.largest[index],
+            ahead=weights[3][0],
+            ahead_bytes=weights[3][0].nbytes,
+            **answered,
+            **asked,
+            **angles,
+            **norms,
+        )
+        answered |= {"group": group, "width": width}
+        table.multiply(weights[3:], outs[3:], source="merge", then="add", onto=self._x, **answered)
+
+    def _hold(self, slots: Any, params: Any, group: int) -> Any:
+        """Describe a layer's slots for the kernel."""
+        coded, blocks, quantized = None, (0, 0), slots.quantized
+        if not all(t.is_contiguous() for t in slots.tensors()) or not is_plain(slots.keys):
+            raise Unknown
+        if quantized is not None:
+            coded = quantized.stored
+            if quantized.format.name == "int4":
+                blocks = block_size(slots.keys.shape[3]), block_size(slots.values.shape[3])
+            elif quantized.format.name != "int8":
+                raise Unknown
+        mask, *split = (slots.b,) if slots.split is None else slots.split
+        sinks = params.sinks
+        if sinks is not None:
+            sinks = sinks.float().expand(len(slots.keys), -1, -1).contiguous()
+        more = coded, blocks, group, params.scale, mask, tuple(split) or None, sinks
+        return self._table.hold(slots.keys, slots.values, *more)
+
+    def _add_mlp(self, layer: Any) -> None:
+        table, mlp = self._table, layer.mlp
+        names = ("gate", "up", "down")
+        *pair, down = (_weight(getattr(mlp, f"{name}_proj", None)) for name in names)
+        activation = _ACTIVATIONS.get(type(mlp.act_fn).__name__)
+        if activation is None or pair[0][0].shape != pair[1][0].shape:
+            raise Unknown
+        *outs, gated = (table.memory(table.rows, len(pair[0][0])) for _ in range(3))
+        gate = {"then": "gate", "onto": gated, "activation": activation}
+        table.multiply(pair, outs, x=self._x, source="norm", **gate, **_before(layer, 1))
+        out = table.memory(table.rows, len(down[0]))
+        table.multiply([down], [out], x=gated, source="plain", then="add", onto=self._x)
+
+
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+def _before(layer: Any, which: int) -> dict[str, Any]:
+    """The norm before a layer's attention or its MLP."""
+    weight, epsilon = _norm(getattr(layer, _NORMS[which], None))
+    return {"weight": weight, "weight_bits": 8 * weight.itemsize, "epsilon": epsilon}
+
+
+def _norm(module: Any) -> _Norm:
+    """Read an RMS norm."""
+    weight, epsilon = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
+    if epsilon is None or not isinstance(weight, Tensor) or not is_plain(weight):
+        raise Unknown
+    return weight, float(epsilon)
+
+
+def _weight(module: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Read a linear layer: numbers, scales and bias. Another kind of weight is another branch."""
+    if not isinstance(module, nn.Linear) or not runs_as_linear(module):
+        raise Unknown
+    bias = module.bias
+    if bias is not None and not is_plain(bias):
+        raise Unknown
+    if isinstance(module, Int8Linear):
+        numbers, scales = module.numbers, module.scales
+        if numbers is None or scales is None or not (numbers.is_cpu and numbers.is_contiguous()):
+            raise Unknown
+        return numbers, scales.float().contiguous(), bias
+    if type(module) is not nn.Linear or not is_plain(module.weight):
+        raise Unknown
+    return module.weight, None, bias
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _is_near(one: Tensor, other: Tensor, layers: int) -> bool:
+    """Return whether two hidden states differ by rounding.
+
+    A layer rounds some 32 times, and roundings cancel; that they grow on their way is allowed for
+    by a factor. Modules that compute something else are off by a large part of the whole.
+    """
+    off = min(0.25, 32 * torch.finfo(other.dtype).eps * math.sqrt(32 * layers))
+    return bool((one.float() - other.float()).norm() <= off * other.float().norm())

@@ -1,0 +1,269 @@
+"""Native decode steps give the answers of the model's own modules, and leave a cache as those do.
+
+What is compared is whole runs: prompts, steps over many folds, and what the cache holds then. The
+own modules are the naive side. A program that is not taken would pass all of that, so each test
+counts.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from reference.models import make, tokens
+from roundings import close_runs
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import weir
+from weir import StreamingCache, WeirError, compile_steps
+from weir.models import hooks, native_step
+
+pytest.importorskip("numba", reason="not installed: pip install 'weir-kv[fast]'")
+CHUNK, PROMPT, STEPS = 4, 30, 26
+POLICIES = [
+    "window(16)",
+    "sink(2) | recent(6) | heavy(6)",
+    "sink(2) | recent(6) | balance(8, block=4)",
+    "pyramidkv(budget=64, window=8)",
+]
+"""One log-weight, queries that wait, two log-weights, unequal layers."""
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "smollm3", "llama-yarn"]
+WIDE = {"head_dim": 64, "intermediate_size": 112}
+"""Heads of as many numbers as vectors have, and weights that do not divide into tiles."""
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A one for each native step."""
+    found: list[int] = []
+    own = native_step._StepProgram.run
+
+    def run(self: Any, *given: Any) -> Tensor:
+        found.append(1)
+        return own(self, *given)
+
+    monkeypatch.setattr(native_step._StepProgram, "run", run)
+    monkeypatch.setattr(native_step.NativeStep, "wait", True)
+    return found
+
+
+def read(model: PreTrainedModel, policy: str, ids: Tensor, mask: Tensor | None = None) -> Any:
+    """Logits of a prompt and of the steps after it, and the cache."""
+    cache = StreamingCache(model, policy, chunk=CHUNK)
+    parts = [ids[:, :PROMPT], *ids[:, PROMPT:].split(1, dim=1)]
+    found, done = [], 0
+    with torch.no_grad():
+        for part in parts:
+            given, done = slice(done, done + part.shape[1]), done + part.shape[1]
+            more = {} if mask is None else {"attention_mask": mask[:, given]}
+            logits = model(input_ids=part, past_key_values=cache, **more).logits
+            found.append(logits if mask is None else logits * mask[:, given, None])
+    return torch.cat(found, dim=1), cache
+
+
+def check(model: PreTrainedModel, policy: str, taken: list[int], rows: int = 1, **given: Any):
+    ids = tokens(rows, PROMPT + STEPS)
+    usual = read(model, policy, ids, **given)
+    assert not taken
+    compile_steps(model)
+    try:
+        native = read(model, policy, ids, **given)
+    finally:
+        compile_steps(model, on=False)
+    assert len(taken) == STEPS
+    close_runs(native[0], usual[0], model)
+    assert native[1].seen == usual[1].seen
+    for layer in range(len(usual[1])):
+        one, other = usual[1].slots(layer), native[1].slots(layer)
+        assert torch.equal(one.position, other.position)
+        close_runs(one.b, other.b, model)
+        close_runs(one.keys, other.keys, model)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_steps_are_the_models_own(policy: str, rows: int, taken) -> None:
+    check(make("llama", **WIDE), policy, taken, rows)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_slots_of_few_bits(bits: str, threads: int, taken) -> None:
+    """From one state at every step: a number between two levels may be rounded to either."""
+    policy, ids = f"sink(2) | recent(6) | recent(20):{bits}", tokens(2, PROMPT + STEPS)
+    model, twin = (make("llama", **WIDE, **_THREE) for _ in range(2))
+    cache, other = (StreamingCache(m, policy, chunk=CHUNK) for m in (model, twin))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    compile_steps(twin)
+    try:
+        with torch.no_grad():
+            for m, held in ((model, cache), (twin, other)):
+                m(ids[:, :PROMPT], past_key_values=held)
+            for step in ids[:, PROMPT:].split(1, dim=1):
+                for row, state in enumerate(cache.take_rows()):
+                    other.put_row(row, state)
+                found = [
+                    m(step, past_key_values=held).logits
+                    for m, held in ((model, cache), (twin, other))
+                ]
+                close_runs(found[1], found[0], model)
+    finally:
+        torch.set_num_threads(before)
+    assert len(taken) == STEPS
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_of_llamas_form_is_taken(name: str, taken) -> None:
+    check(make(name), POLICIES[0], taken, 2)
+
+
+def test_what_modules_do_beside_their_names_is_noticed_by_the_first_step(taken) -> None:
+    """Granite multiplies what it adds, which no table says."""
+    model, ids = make("granite"), tokens(1, PROMPT + 1)
+    usual = read(model, POLICIES[0], ids)
+    compile_steps(model)
+    first = read(model, POLICIES[0], ids)
+    compile_steps(model, on=False)
+    assert len(taken) == 1
+    assert torch.equal(first[0], usual[0])
+
+
+@pytest.mark.parametrize("policy", POLICIES[1::2])
+def test_threads_share_a_step(policy: str, taken) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)  # and three heads, in two stretches each
+    try:
+        check(make("llama", **{**WIDE, **_THREE}), policy, taken)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_half_precision(taken) -> None:
+    check(make("qwen3", **WIDE).to(torch.bfloat16), POLICIES[1], taken, 2)
+
+
+def test_windows_of_sliding_layers(taken) -> None:
+    check(make("mistral", sliding_window=9), "window(5)", taken)
+
+
+def test_rows_apart_and_rows_that_rest(taken) -> None:
+    mask = torch.ones(3, PROMPT + STEPS, dtype=torch.long)
+    mask[1, :3] = mask[2, :9] = mask[0, PROMPT + 4 : PROMPT + 7] = 0
+    check(make("llama", **WIDE), POLICIES[1], taken, 3, mask=mask)
+
+
+def test_a_long_stream_and_one_that_is_restored(taken, tmp_path) -> None:
+    model, ids = make("llama", **WIDE), tokens(1, 600)
+    usual = weir.Stream(model, POLICIES[0], chunk=CHUNK)
+    usual.feed(ids[:, :5])
+    wanted = [usual.feed(one) for one in ids[:, 5:].split(1, dim=1)]
+    compile_steps(model)
+    stream = weir.Stream(model, POLICIES[0], chunk=CHUNK)
+    stream.feed(ids[:, :5])
+    for one in ids[:, 5:300].split(1, dim=1):
+        stream.feed(one)
+    stream.save(tmp_path / "stream")
+    other = weir.Stream.restore(model, tmp_path / "stream")
+    both = [(stream.feed(one), other.feed(one)) for one in ids[:, 300:].split(1, dim=1)]
+    compile_steps(model, on=False)
+    assert len(taken) == 295 + 2 * 300 - 1  # the first step of a restored one is the model's own
+    for found in zip(*both, strict=True):
+        close_runs(torch.cat(found, 1), torch.cat(wanted[295:], 1), model)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: setattr(layer.mlp.up_proj, "weight", nn.Parameter(_half(layer))),
+        lambda layer: setattr(layer.mlp.up_proj.weight, "data", _half(layer)),
+        lambda layer: layer.mlp.up_proj.weight.mul_(0.5),
+        lambda layer: setattr(layer.mlp, "up_proj", _halved(layer)),
+        lambda layer: setattr(layer.input_layernorm, "variance_epsilon", 0.5),
+        lambda layer: setattr(layer.mlp, "act_fn", nn.GELU("tanh")),
+        lambda layer: layer.mlp.register_forward_hook(lambda *given: given[2] * 0.5),
+        lambda layer: setattr(layer.mlp.up_proj, "forward", lambda x: x @ _half(layer).T),
+    ],
+)
+@torch.no_grad()
+def test_changes_of_a_layer_are_noticed(change: Callable[[Any], Any], taken, monkeypatch) -> None:
+    monkeypatch.setattr("weir.models.compiling.Compiled.__call__", lambda *given: None)
+    found = []
+    for on in (False, True):
+        model, ids = make("llama", **WIDE), tokens(1, PROMPT + 3)
+        cache = StreamingCache(model, POLICIES[0], chunk=CHUNK)
+        compile_steps(model, on=on)
+        model(ids[:, :PROMPT], past_key_values=cache)
+        for step in range(PROMPT, PROMPT + 2):
+            model(ids[:, step : step + 1], past_key_values=cache)
+        change(model.model.layers[1])
+        found.append(model(ids[:, -1:], past_key_values=cache).logits)
+    assert len(taken) >= 2
+    close_runs(found[1], found[0], make("llama", **WIDE))
+
+
+def test_what_is_not_finite_is_refused_without_trace(taken) -> None:
+    model, ids = make("llama", **WIDE), tokens(1, 16)
+    compile_steps(model)
+    caches = [StreamingCache(model, "sink(2) | recent(6)", chunk=CHUNK) for _ in range(3)]
+    weights = model.model.layers[1].self_attn.v_proj.weight
+    with torch.no_grad():
+        for cache in reversed(caches):  # the very first step is the model's own
+            model(ids[:, :13], past_key_values=cache)
+            model(ids[:, 13:14], past_key_values=cache)
+        kept = weights.clone()
+        weights[3] = torch.nan
+        with pytest.raises(WeirError, match="layer 1"):
+            model(ids[:, 14:15], past_key_values=caches[0])
+        weights.copy_(kept)
+        found = [model(ids[:, 15:], past_key_values=cache).logits for cache in caches[:2]]
+    assert len(taken) == 6
+    assert torch.equal(*found)
+
+
+def test_tokens_come_uncompiled_until_the_kernel_is_there(taken, monkeypatch, capfd) -> None:
+    ready = threading.Event()
+    monkeypatch.setattr(native_step.NativeStep, "wait", False)
+    monkeypatch.setattr(native_step, "PATIENCE", 0.0)
+    monkeypatch.setattr("weir.kernels.cpu.step.StepTable.compile", ready.wait)
+    model, ids = make("llama"), tokens(1, PROMPT + 4)
+    cache = StreamingCache(model, POLICIES[0], chunk=CHUNK)
+    compile_steps(model)
+    with torch.no_grad():
+        model(ids[:, :PROMPT], past_key_values=cache)
+        model(ids[:, PROMPT : PROMPT + 1], past_key_values=cache)
+        assert not taken
+        ready.set()
+        held = next(iter(hooks._ATTACHED.values()))._native
+        held._compiling.join()
+        model(ids[:, PROMPT + 1 : PROMPT + 2], past_key_values=cache)
+    compile_steps(model, on=False)
+    assert len(taken) == 1
+    assert capfd.readouterr().err.count("tokens come uncompiled") == 1
+
+
+def test_the_reference_is_no_kernel(taken, monkeypatch) -> None:
+    monkeypatch.setenv("WEIR_KERNELS", "reference")
+    monkeypatch.setattr("weir.models.compiling.Compiled.__call__", lambda *given: None)
+    model = make("llama")
+    compile_steps(model)
+    read(model, POLICIES[0], tokens(1, PROMPT + 2))
+    compile_steps(model, on=False)
+    assert not taken
+
+
+_THREE = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
+
+
+def _half(layer: Any) -> Tensor:
+    return layer.mlp.up_proj.weight.detach() * 0.5
+
+
+def _halved(layer: Any) -> nn.Linear:
+    module = nn.Linear(32, 112, bias=False)
+    module.weight = nn.Parameter(_half(layer))
+    return module
