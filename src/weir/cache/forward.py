@@ -339,8 +339,8 @@ class StepRows:
 
     Attributes:
         stack: the layers; its `program` is left to the step.
-        spans: of each layer the first slot that is read, and the slot of each row's token
-            [layers, 1 + batch], int64.
+        spans: of each part of a layer the first slot that is read, and the slot of each row's
+            token [parts, 1 + batch], int64.
         waiting: tokens in each row's tail before it [batch], int64.
         places: each row's place in the stream [batch], int64.
         largest: output; as in `Step`, and None until the step has run.
@@ -362,17 +362,35 @@ class StepRows:
         """The layers' slots, which are others after a restored session or more rows."""
         return [layer.state.slab for layer in self.stack]
 
-    def held(self) -> list[tuple[DecodeSlots, AttentionParams, Rotary | None]] | None:
-        """Return each layer's slots, how it attends and rotates; None where a step of constant
-        shape cannot be.
-        """
-        slots = [(layer.decode_slots(), layer) for layer in self.stack]
-        found = [
-            (held, layer.params, layer.spec.positions.rotary)
-            for held, layer in slots
-            if held is not None and layer.params is not None
-        ]
-        return found if len(found) == len(slots) else None
+    def held(self) -> list[list[HeldPart]] | None:
+        """Return what each layer's parts hold; None where a step of constant shape cannot be."""
+        found = [[_held_part(part) for part in layer.parts] for layer in self.stack.by_index]
+        whole = [[part for part in parts if part is not None] for parts in found]
+        return whole if whole == found else None
+
+
+@dataclass(frozen=True, eq=False)
+class HeldPart:
+    """What a part of a layer holds, as a native step reads it.
+
+    Attributes:
+        slots: of its KV heads.
+        params: how it attends.
+        rotary: how queries and keys are rotated; None if they are not.
+        heads: its KV heads among those of the layer; None for all.
+    """
+
+    slots: DecodeSlots
+    params: AttentionParams
+    rotary: Rotary | None
+    heads: tuple[int, ...] | None
+
+
+def _held_part(part: Layer) -> HeldPart | None:
+    slots, params = part.decode_slots(), part.params
+    if slots is None or params is None:
+        return None
+    return HeldPart(slots, params, part.spec.positions.rotary, part.spec.heads)
 
 
 class LayerStep:

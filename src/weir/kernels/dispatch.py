@@ -200,7 +200,10 @@ def linear_blocks(x: torch.Tensor) -> Callable[..., Any] | None:
         return None
     if x.requires_grad or is_compiling():
         return None
-    return _kernel(_library(x.device), "linear_blocks")
+    kernel = _kernel(_library(x.device), "linear_blocks")
+    if kernel is None or not import_module(kernel.__module__).SUPPORTED:
+        return None
+    return kernel
 
 
 def is_compiling() -> bool:

@@ -14,7 +14,7 @@ import operator
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from weir import kernels
+from weir.models.block_weights import BlockLinear
 from weir.models.linear_kernels import is_plain, runs_as_linear
 from weir.models.quantized_weights import Int8Linear
 from weir.slab import block_size
@@ -36,8 +37,26 @@ MOST_ROWS = 16
 """Rows from which on a step is many products, for which PyTorch is made."""
 _ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu"}
 _Norm = tuple[Tensor, float]
-Held = Any
-"""A layer's slots, how it attends and rotates: of `cache.forward.StepRows.held`."""
+
+
+class Weight(NamedTuple):
+    """A linear layer's weight, as a table has it.
+
+    Attributes:
+        numbers: [outputs, inputs], float32, bfloat16 or int8; or the codes of `Blocks`.
+        scale: of each output, float32, for int8; or the scales of `Blocks`.
+        bias: float32 or bfloat16; None for none.
+        outputs, inputs: sizes.
+        codes: for blocks their kind (bits of a code, 1 more if blocks have minima) and the code of
+            0.
+    """
+
+    numbers: Tensor
+    scale: Tensor | None
+    bias: Tensor | None
+    outputs: int
+    inputs: int
+    codes: tuple[int, int] = (0, 0)
 
 
 class Unknown(Exception):
@@ -101,7 +120,7 @@ class NativeStep:
         hidden = program.run(self._embedded(given), rows)
         if program.sizes not in self._proved:
             output = usual()
-            if not _is_near(hidden, output.last_hidden_state, len(self._attentions)):
+            if not _is_near(hidden, output.last_hidden_state, program.roundings):
                 self._refused.add((batch, *(len(slab) for slab in rows.slabs)))
                 return output
             self._proved.add(program.sizes)
@@ -177,6 +196,7 @@ class _StepProgram:
     Attributes:
         largest: the largest absolute key or value of each layer, row and head in the last step.
         sizes: what tells it from others that need a proof of their own.
+        roundings: by how much of itself the hidden state may be off, if errors do not grow.
 
     Raises:
         Unknown: no table can be made.
@@ -189,8 +209,9 @@ class _StepProgram:
         if make is None or held is None:
             raise Unknown
         self._watch, self._slabs, self._threads = watch, rows.slabs, torch.get_num_threads()
-        self.sizes = tuple(slots.sizes for slots, _, _ in held)
-        batch, layers = len(rows.waiting), len(held)
+        parts = [part for layer in held for part in layer]
+        self.sizes = tuple((part.slots.sizes, part.heads) for part in parts)
+        batch, layers = len(rows.waiting), len(attentions)
         self._table = table = make(batch, self._threads)
         self._spans, self._waiting, self._places = (
             np.zeros_like(t) for t in (rows.spans, rows.waiting, rows.places)
@@ -199,16 +220,24 @@ class _StepProgram:
         width = norm[0].shape[0]
         self._dtype = norm[0].dtype
         self._x = table.memory(batch, width)
-        angles = self._add_angles([rotary for _, _, rotary in held])
-        shape = held[0][0].keys.shape
-        self.largest = table.memory(layers, batch, shape[1])
+        self._angles = self._add_angles([part.rotary for part in parts])
+        most = max(sum(part.slots.keys.shape[1] for part in layer) for layer in held)
+        self.largest = table.memory(len(parts), batch, most)
+        done = 0
         for index, layer in enumerate(decoder.layers):
             attention = attentions[index]
             if layer.training or any(map(_is_hooked, layer.modules())):
                 raise Unknown
-            self._add_attention(layer, attention, index, held[index], angles[index])
+            self._add_attention(layer, attention, done, held[index])
+            done += len(held[index])
             self._add_mlp(layer)
         fields = {"weight": norm[0], "weight_bits": 8 * norm[0].itemsize, "epsilon": norm[1]}
+        # A layer rounds some 32 times. Before products of blocks a number between two steps may be
+        # rounded to either: few are, and each is off by a 127th of its block's largest.
+        eps = torch.finfo(self._dtype).eps
+        if any(isinstance(module, BlockLinear) for module in decoder.modules()):
+            eps = max(eps, 2.0**-17)
+        self.roundings = eps * math.sqrt(32 * layers)
         self._last = table.add("norms", inputs=width, x=self._x, **fields)
         table.finish()
 
@@ -246,21 +275,18 @@ class _StepProgram:
             known[id(rotary)] = fields
         return [{} if rotary is None else known[id(rotary)] for rotary in rotaries]
 
-    def _add_attention(
-        self, layer: Any, attention: Any, index: int, held: Held, angles: dict[str, Any]
-    ) -> None:
-        table, (slots, params, _) = self._table, held
+    def _add_attention(self, layer: Any, attention: Any, first: int, parts: Sequence[Any]) -> None:
+        """Add a layer's attention; `first` is the number of its first part among all."""
+        table = self._table
         weights = [_weight(getattr(attention, f"{name}_proj", None)) for name in "qkvo"]
-        outs = [table.memory(table.rows, len(numbers)) for numbers, _, _ in weights]
+        outs = [table.memory(table.rows, weight.outputs) for weight in weights]
         table.multiply(weights[:3], outs[:3], x=self._x, source="norm", **_before(layer, 0))
-        batch, heads, _, dim = slots.keys.shape
-        width = slots.values.shape[3]
-        group = len(weights[0][0]) // (heads * dim)
-        if params.softcap is not None or [len(w[0]) for w in weights[:3]] != [
-            heads * group * dim,
-            heads * dim,
-            heads * width,
-        ]:
+        batch, _, _, dim = parts[0].slots.keys.shape
+        width = parts[0].slots.values.shape[3]
+        heads = sum(part.slots.keys.shape[1] for part in parts)
+        group = weights[0].outputs // (heads * dim)
+        sizes = [heads * group * dim, heads * dim, heads * width]
+        if [weight.outputs for weight in weights[:3]] != sizes:
             raise Unknown
         norms: dict[str, Any] = {}
         if hasattr(attention, "q_norm") or hasattr(attention, "k_norm"):
@@ -270,38 +296,43 @@ class _StepProgram:
                     raise Unknown
                 norms[f"{name}_norm"] = weight
                 norms |= {"norm_bits": 8 * weight.itemsize, "epsilon": epsilon}
-        count = slots.b.shape[2]
-        stretches = table.stretches(heads)
+        # Parts differ in length, so that each head is read by all threads.
+        stretches = table.stretches(heads if len(parts) == 1 else 1)
         partial = table.memory(batch * heads * stretches, group, width + 2)
         answered = {"stretches": stretches, "all_heads": heads, "partial": partial}
-        asked = {}
-        if slots.queries is not None:
-            places = slots.queries.shape[2]
-            asked = {"waiting_queries": slots.queries, "places": places, "unasked": slots.unasked}
-        # One part: all heads of the layer.
-        table.attend(
-            self._hold(slots, params, group),
-            heads,
-            count,
-            waits=1,
-            numbers=np.arange(heads),
-            queries=outs[0],
-            keys=outs[1],
-            values=outs[2],
-            query_width=heads * group * dim,
-            key_width=heads * dim,
-            value_width=heads * width,
-            span=self._spans[index],
-            window=slots.window or 0,
-            waiting=self._waiting,
-            largest=self.largest[index],
-            ahead=weights[3][0],
-            ahead_bytes=weights[3][0].nbytes,
-            **answered,
-            **asked,
-            **angles,
-            **norms,
-        )
+        for number, part in enumerate(parts):
+            slots, last = part.slots, number + 1 == len(parts)
+            if part.params.softcap is not None:
+                raise Unknown
+            asked = {}
+            if slots.queries is not None:
+                places = slots.queries.shape[2]
+                asked = {"waiting_queries": slots.queries, "places": places}
+                asked["unasked"] = slots.unasked
+            own = slots.keys.shape[1]
+            table.attend(
+                self._hold(slots, part.params, group),
+                own,
+                slots.b.shape[2],
+                waits=len(parts) if last else 0,
+                numbers=np.array(range(heads) if part.heads is None else part.heads),
+                queries=outs[0],
+                keys=outs[1],
+                values=outs[2],
+                query_width=heads * group * dim,
+                key_width=heads * dim,
+                value_width=heads * width,
+                span=self._spans[first + number],
+                window=slots.window or 0,
+                waiting=self._waiting,
+                largest=self.largest[first + number],
+                ahead=weights[3].numbers,
+                ahead_bytes=weights[3].numbers.nbytes if last else 0,
+                **answered,
+                **asked,
+                **self._angles[first + number],
+                **norms,
+            )
         answered |= {"group": group, "width": width}
         table.multiply(weights[3:], outs[3:], source="merge", then="add", onto=self._x, **answered)
 
@@ -328,12 +359,12 @@ class _StepProgram:
         names = ("gate", "up", "down")
         *pair, down = (_weight(getattr(mlp, f"{name}_proj", None)) for name in names)
         activation = _ACTIVATIONS.get(type(mlp.act_fn).__name__)
-        if activation is None or pair[0][0].shape != pair[1][0].shape:
+        if activation is None or pair[0][3:] != pair[1][3:]:
             raise Unknown
-        *outs, gated = (table.memory(table.rows, len(pair[0][0])) for _ in range(3))
+        *outs, gated = (table.memory(table.rows, pair[0].outputs) for _ in range(3))
         gate = {"then": "gate", "onto": gated, "activation": activation}
         table.multiply(pair, outs, x=self._x, source="norm", **gate, **_before(layer, 1))
-        out = table.memory(table.rows, len(down[0]))
+        out = table.memory(table.rows, down.outputs)
         table.multiply([down], [out], x=gated, source="plain", then="add", onto=self._x)
 
 
@@ -354,32 +385,40 @@ def _norm(module: Any) -> _Norm:
     return weight, float(epsilon)
 
 
-def _weight(module: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Read a linear layer: numbers, scales and bias. Another kind of weight is another branch."""
+def _weight(module: Any) -> Weight:
+    """Read a linear layer. Another kind of weight is another branch."""
     if not isinstance(module, nn.Linear) or not runs_as_linear(module):
         raise Unknown
     bias = module.bias
     if bias is not None and not is_plain(bias):
         raise Unknown
+    sizes = module.out_features, module.in_features
+    if isinstance(module, BlockLinear):
+        minima = module.scales.shape[2] - 1
+        bits = module.codes.shape[2] // 64
+        if kernels.linear_blocks(torch.empty(1, device=module.codes.device)) is None:
+            raise Unknown
+        codes = bits + minima, 0 if minima else 1 << (bits - 1)
+        return Weight(module.codes, module.scales, bias, *sizes, codes)
     if isinstance(module, Int8Linear):
         numbers, scales = module.numbers, module.scales
         if numbers is None or scales is None or not (numbers.is_cpu and numbers.is_contiguous()):
             raise Unknown
-        return numbers, scales.float().contiguous(), bias
+        return Weight(numbers, scales.float().contiguous(), bias, *sizes)
     if type(module) is not nn.Linear or not is_plain(module.weight):
         raise Unknown
-    return module.weight, None, bias
+    return Weight(module.weight, None, bias, *sizes)
 
 
 def _is_hooked(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def _is_near(one: Tensor, other: Tensor, layers: int) -> bool:
+def _is_near(one: Tensor, other: Tensor, roundings: float) -> bool:
     """Return whether two hidden states differ by rounding.
 
-    A layer rounds some 32 times, and roundings cancel; that they grow on their way is allowed for
-    by a factor. Modules that compute something else are off by a large part of the whole.
+    Roundings cancel; that they grow on their way is allowed for by a factor. Modules that compute
+    something else are off by a large part of the whole.
     """
-    off = min(0.25, 32 * torch.finfo(other.dtype).eps * math.sqrt(32 * layers))
+    off = min(0.25, 32 * roundings)
     return bool((one.float() - other.float()).norm() <= off * other.float().norm())

@@ -21,6 +21,7 @@ import llvmlite.binding
 import numpy as np
 import torch
 from llvmlite import ir
+from numba import njit
 from numba.core.cgutils import alloca_once_value, for_range
 from torch import Tensor
 
@@ -57,12 +58,12 @@ _AHEAD = 2**12
 
 
 _OTHER_PROCESSOR = os.environ.get("NUMBA_CPU_NAME") or os.environ.get("NUMBA_CPU_FEATURES")
-if (
-    lanes() != PANEL
-    or _OTHER_PROCESSOR
-    or not llvmlite.binding.get_host_cpu_features().get("avx512vnni")
-):
-    raise ImportError("numba compiles for a processor without vpdpbusd on vectors of 64 bytes")
+SUPPORTED = (
+    lanes() == PANEL
+    and not _OTHER_PROCESSOR
+    and bool(llvmlite.binding.get_host_cpu_features().get("avx512vnni"))
+)
+"""Whether numba compiles for a processor with vpdpbusd on vectors of 64 bytes."""
 
 
 def _bytes(builder: ir.IRBuilder, address: Any, place: Any) -> Any:
@@ -177,6 +178,9 @@ def _multiply_panel(
         for row in range(count):
             store_at(builder, builder.load(total[row]), floats(builder, out), LONG(row * PANEL))
 
+    if not SUPPORTED:
+        return  # no such instruction, and no call
+
     def for_kind(which: int) -> None:
         switch(builder, rows, (1, 2, 4, TOGETHER), lambda count: emit(which, count))
 
@@ -256,30 +260,42 @@ def _multiply(
             row += some
 
 
-_compiled_quantize, _compiled_multiply = compile_kernel(_quantize), compile_kernel(_multiply)
+quantize_rows, _compiled_multiply = compile_kernel(_quantize), compile_kernel(_multiply)
+
+
+@njit(nogil=True)
+def multiply_panels(
+    kind: int,
+    rows: int,
+    blocks: int,
+    outputs: int,
+    codes: int,
+    scales: int,
+    numbers: int,
+    out: int,
+    part: int,
+    parts: int,
+) -> tuple[int, int]:
+    """Multiply with one of some parts of a weight; returns which outputs those are.
+
+    `numbers` is the address of rounded rows, which their steps and sums follow. The others are
+    those of `_multiply_panel` and `_multiply`.
+    """
+    panels = (outputs + PANEL - 1) // PANEL
+    start, stop = panels * part // parts, panels * (part + 1) // parts
+    steps = numbers + rows * blocks * BLOCK
+    beside = numbers, steps, steps + 4 * rows * blocks
+    sizes = kind, rows, blocks, outputs, codes, scales
+    _compiled_multiply(*sizes, *beside, out, start, stop)
+    return PANEL * start, min(PANEL * stop, outputs)
 
 
 def _multiply_parts(address: int) -> None:
     """Products of some panels, part after part; threads share them."""
-    numbers = longs_at(address, (1, 12))[0]
-    parts, outputs = numbers[1], numbers[5]
-    panels = (outputs + PANEL - 1) // PANEL
+    n = longs_at(address, (1, 10))[0]
     part = take_part(address)
-    while part < parts:
-        _compiled_multiply(
-            numbers[2],
-            numbers[3],
-            numbers[4],
-            outputs,
-            numbers[6],
-            numbers[7],
-            numbers[8],
-            numbers[9],
-            numbers[10],
-            numbers[11],
-            panels * part // parts,
-            panels * (part + 1) // parts,
-        )
+    while part < n[1]:
+        multiply_panels(n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], part, n[1])
         part = take_part(address)
 
 
@@ -303,16 +319,15 @@ def linear_blocks(x: Tensor, codes: Tensor, scales: Tensor, outputs: int) -> Ten
     bits, minima = own // 64, scales.shape[2] - 1
     given = x.float().contiguous() if x.dtype is not torch.float32 else x.contiguous()
     rows = given.numel() // (blocks * BLOCK)
-    numbers = torch.empty(rows * blocks * BLOCK, dtype=torch.int8)
-    beside = torch.empty(2, rows * blocks)
+    count = rows * blocks
+    rounded = torch.empty(count * BLOCK + 8 * count, dtype=torch.int8)  # numbers, steps, sums
     out = given.new_empty((*x.shape[:-1], outputs))
-    zero = 0 if minima else 1 << (bits - 1)
-    addresses = numbers.data_ptr(), beside.data_ptr(), beside[1].data_ptr()
-    _compiled_quantize(rows, blocks, zero, given.data_ptr(), *addresses)
-    work = panels * blocks * (own + 64 * rows)
+    zero, numbers = 0 if minima else 1 << (bits - 1), rounded.data_ptr()
+    steps = numbers + count * BLOCK
+    quantize_rows(rows, blocks, zero, given.data_ptr(), numbers, steps, steps + 4 * count)
     _multiply_together(
-        threads_for(work, _WORTH_A_THREAD),
-        *(bits + minima, rows, blocks, outputs, codes.data_ptr(), scales.data_ptr(), *addresses),
+        threads_for(panels * blocks * (own + 64 * rows), _WORTH_A_THREAD),
+        *(bits + minima, rows, blocks, outputs, codes.data_ptr(), scales.data_ptr(), numbers),
         out.data_ptr(),
     )
     return out if out.dtype is x.dtype else out.to(x.dtype)

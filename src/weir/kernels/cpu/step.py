@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from weir.kernels.cpu.compilation import (
 )
 from weir.kernels.cpu.decode import attend, held_at, hold, merge, scratch_size
 from weir.kernels.cpu.linear import multiply_part, way_of
+from weir.kernels.cpu.linear_blocks import BLOCK, multiply_panels, quantize_rows
 from weir.kernels.cpu.softmax import ATTENTION_MATH, split_exponential
 from weir.kernels.cpu.threads import PARTS, TeamKernel, add_to, take_part, wait_until
 from weir.kernels.cpu.vectors import as_float
@@ -64,6 +65,9 @@ OPERATION = np.dtype(
             *("kind", "parts", "waits", "rows"),
             # Products: what is multiplied [rows, inputs], where from, and what of it is made.
             *("inputs", "source", "x", "weight", "weight_bits"),
+            # Of weights in blocks, for which what is multiplied is rounded to 8 bits: their kind of
+            # codes, and the code that stands for 0.
+            *("codes", "zero"),
             *("products", "count", "then", "onto", "activation"),
             # Attention and merging: stretches of each head, KV heads of the model and of this
             # part, their numbers, and queries of each.
@@ -77,7 +81,8 @@ OPERATION = np.dtype(
             # The buffer of queries [rows, heads, places, group * dim] or 0; tokens of a tail
             # [rows], and how many of them share the first place.
             *("waiting_queries", "places", "waiting", "unasked"),
-            # Address of float32 [rows, all_heads, stretches, group, width + 2], and [rows, heads].
+            # Addresses of float32 [rows, all_heads, stretches, group, width + 2], and of [rows,
+            # all_heads], of which each row's first numbers are this part's.
             *("partial", "largest"),
             # Memory that is read next.
             *("ahead", "ahead_bytes"),
@@ -188,7 +193,7 @@ def _angles(n: np.record) -> None:
 
 @njit(nogil=True)
 def _prepare(n: np.record, private: int) -> int:
-    """The address of what an operation multiplies, which may be made in this thread's memory."""
+    """The address of what an operation multiplies: in this thread's memory where it was made."""
     if n.source == PLAIN:
         return n.x
     if n.source == NORM:
@@ -207,6 +212,15 @@ def _prepare(n: np.record, private: int) -> int:
 
 
 @njit(nogil=True)
+def _round(n: np.record, x: int, to: int) -> int:
+    """Round what an operation multiplies to 8 bits: numbers, then steps and sums of blocks."""
+    blocks = n.inputs // BLOCK
+    steps = to + n.rows * n.inputs
+    quantize_rows(n.rows, blocks, n.zero, x, to, steps, steps + 4 * n.rows * blocks)
+    return to
+
+
+@njit(nogil=True)
 def _multiply(n: np.record, part: int, x: int, scratch: int) -> None:
     """One part of an operation's products."""
     products = _products_at(n.products, (1, n.count))[0]
@@ -218,8 +232,12 @@ def _multiply(n: np.record, part: int, x: int, scratch: int) -> None:
     start = stop = 0
     for i in range(which, 2 if n.then == GATE else which + 1):
         p = products[i]
-        sizes = p.way, p.first, n.rows, n.inputs, p.outputs
-        start, stop = multiply_part(*sizes, x, p.weight, p.scale, p.out, part, p.parts)
+        if n.codes:
+            sizes = n.codes, n.rows, n.inputs // BLOCK, p.outputs
+            start, stop = multiply_panels(*sizes, p.weight, p.scale, x, p.out, part, p.parts)
+        else:
+            shape = p.way, p.first, n.rows, n.inputs, p.outputs
+            start, stop = multiply_part(*shape, x, p.weight, p.scale, p.out, part, p.parts)
         if p.bias:
             for row in range(n.rows):
                 out = floats_at(p.out + 4 * row * p.outputs, (1, p.outputs))[0]
@@ -273,7 +291,7 @@ def _attend(n: np.record, part: int, scratch: int) -> None:
         top = _compiled_copy(key, n.dim, held.keys + slot * n.dim * size, held.bits)
         value = n.values + 4 * (row * n.value_width + head * n.width)
         other = _compiled_copy(value, n.width, held.values + slot * n.width * size, held.bits)
-        ints_at(n.largest, WHOLE)[0, unit] = max(top, other)
+        ints_at(n.largest, WHOLE)[0, row * n.all_heads + local] = max(top, other)
         if n.waiting_queries:
             place = max(0, longs_at(n.waiting, WHOLE)[0, row] - n.unasked)
             line = (unit * n.places + place) * n.group * n.dim
@@ -304,7 +322,9 @@ def _run_step(address: int) -> None:
             if n.kind == PRODUCTS:
                 if x == 0:
                     x = _prepare(n, private)
-                _multiply(n, part, x, private + 4 * n.rows * n.inputs)
+                    if n.codes:
+                        x = _round(n, x, private + 4 * n.rows * n.inputs)
+                _multiply(n, part, x, private + 8 * n.rows * n.inputs)
             elif n.kind == ATTENTION:
                 _attend(n, part, private)
             elif n.kind == ANGLES:
@@ -325,16 +345,6 @@ _run_together = TeamKernel(_run_step)
 _WORTH_A_PART = 2**15
 """Numbers of a weight below which a part of their own costs more than it saves."""
 _MOST_STRETCHES = 4
-
-
-class Weight(NamedTuple):
-    """A linear layer's weight: numbers [outputs, inputs], float32, bfloat16 or int8; the scale of
-    each output for int8, float32; and a bias, float32 or bfloat16, or None.
-    """
-
-    numbers: Tensor
-    scale: Tensor | None = None
-    bias: Tensor | None = None
 
 
 _CODES: dict[str, int] = {
@@ -392,26 +402,27 @@ class StepTable:
         self._made.append({name: _address(value) for name, value in fields.items()})
         return len(self._made) - 1
 
-    def multiply(
-        self, weights: Sequence[Sequence[Tensor | None]], outs: Sequence[Tensor], **fields: Any
-    ) -> None:
-        """Add products of one input with some weights, of what `Weight` is made of."""
+    def multiply(self, weights: Sequence[Any], outs: Sequence[Tensor], **fields: Any) -> None:
+        """Add products of one input with some weights (`models.native_step.Weight`)."""
         products = np.zeros(len(weights), PRODUCT)
-        inputs = Weight(*weights[0]).numbers.shape[1]  # type: ignore[arg-type]
-        for at, given, out in zip(products, weights, outs, strict=True):
-            weight = Weight(*given)  # type: ignore[arg-type]
-            outputs, bits = weight.numbers.shape[0], 8 * weight.numbers.itemsize
-            at["way"], at["first"] = way_of(self.rows, bits, outputs)
+        inputs, (codes, zero) = weights[0].inputs, weights[0].codes
+        if any(weight.codes != (codes, zero) for weight in weights):
+            raise ValueError("products of one input with weights in several kinds of blocks")
+        for at, weight, out in zip(products, weights, outs, strict=True):
+            outputs, bits = weight.outputs, 8 * weight.numbers.itemsize
+            if weight.codes == (0, 0):
+                at["way"], at["first"] = way_of(self.rows, bits, outputs)
             at["outputs"], at["weight"] = outputs, _address(weight.numbers)
             at["scale"], at["bias"] = _address(weight.scale), _address(weight.bias)
             at["bias_bits"] = 0 if weight.bias is None else 8 * weight.bias.itemsize
             at["out"] = _address(out)
             worth = min(weight.numbers.numel() // _WORTH_A_PART, self.threads * PARTS)
             at["parts"] = max(1, worth) if self.threads > 1 else 1
-            self._held += [out, *(t for t in given if t is not None)]
+            self._held += [out, weight]
         gated = fields.get("then") == "gate"
         parts = int(products["parts"][0] if gated else products["parts"].sum())
-        self._needed = max(self._needed, self.rows * inputs + int(products["outputs"].max()))
+        self._needed = max(self._needed, 2 * self.rows * inputs + int(products["outputs"].max()))
+        fields |= {"codes": codes, "zero": zero}
         self.add("products", parts, inputs=inputs, products=products, count=len(weights), **fields)
 
     def attend(self, held: np.ndarray, heads: int, slots: int, waits: int, **fields: Any) -> int:
