@@ -92,7 +92,7 @@ def rows_read_alone(
         alone = weir.StreamingCache(model, policy, **options)
         wanted = fed(model, alone, tokens[row : row + 1, padding:])
         close_runs(got[row, padding:], wanted[0], model)
-        for layer in range(len(alone.stack)):
+        for layer in range(len(alone)):
             mine, its = together.slots(layer), alone.slots(layer)
             assert _tokens(mine.position[row]) == _tokens(its.position[0])
 
@@ -125,7 +125,7 @@ def restored_goes_on(
     again = weir.Stream.restore(model, folder / "session.safetensors")
     one, other = (s.feed(tokens[:, saved_at:], all_logits=True) for s in (stream, again))
     assert torch.equal(one, other)
-    for layer in range(len(stream.cache.stack)):
+    for layer in range(len(stream.cache)):
         mine, theirs = stream.slots(layer), again.slots(layer)
         for name in ("position", "a", "b", "keys", "values", "pool"):
             assert torch.equal(getattr(mine, name), getattr(theirs, name)), name

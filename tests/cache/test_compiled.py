@@ -41,6 +41,7 @@ POLICIES = [
     "sink(2) | recent(6) | balance(8, block=4)",
     "sink(2) | recent(6) | subgen(8, 4, 2)",
     "pyramidkv(budget=64, window=8)",
+    "[[weir(20), weir(30)], [weir(30), recent(6) | heavy(6)]]",
 ]
 GRAPHS = [POLICIES[0], *POLICIES[4:7:2], POLICIES[8]]
 """One of each kind of graph: one log-weight, queries that wait, two log-weights, unequal layers."""

@@ -27,6 +27,7 @@ POLICIES = [
     "snap(16, 4, 5)",
     "sink(2) | recent(4) | balance(8, block=4)",
     "sink(2) | recent(4) | subgen(8, 4, 2)",
+    "[[window(9), recent(4) | heavy(6)], [h2o(8), window(12)]]",
 ]
 
 

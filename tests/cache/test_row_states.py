@@ -27,6 +27,7 @@ POLICIES = [
     "sink(1) | recent(4) | reservoir(5, weighted=true)",
     "sink(1) | recent(4) | balance(8, block=4)",
     "sink(1) | recent(4) | subgen(6, 3, 2)",
+    "[[recent(5) | heavy(4), recent(7)], [sink(1) | recent(4) | reservoir(5), recent(9)]]",
     "dense",
 ]
 SEEDS = (0, 0, 7)
@@ -50,7 +51,7 @@ class Alone:
 
 def check_row(cache: StreamingCache, row: int, alone: StreamingCache) -> None:
     """A row holds, bit for bit in its places and weights, what it holds alone."""
-    for layer in range(len(cache.stack)):
+    for layer in range(len(cache)):
         mine, theirs = cache.slots(layer), alone.slots(layer)
         for head in range(mine.position.shape[1]):
             held, wanted = mine.position[row, head] >= 0, theirs.position[0, head] >= 0

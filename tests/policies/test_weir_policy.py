@@ -44,7 +44,7 @@ def test_the_first_and_the_newest_stay_exact(text, pipe):
         ("weir(4)", "a budget of 4 leaves no room for recent tokens beside 4 sinks"),
         ("weir(64, newest=-1)", "newest tokens that stay exact are 0 or more, not -1"),
         ("weir(64, slots=int2)", "slots can be int8"),
-        ("weir(64, layers=some)", "layers of weir are measured or alike, not 'some'"),
+        ("weir(64, heads=some)", "heads of weir are measured or alike, not 'some'"),
         ("quantized(weir(64))", "says by itself how its slots are quantized"),
     ],
 )
@@ -54,31 +54,33 @@ def test_what_makes_no_sense_is_refused(text, said):
 
 
 @pytest.mark.parametrize(
-    ("text", "layers", "looking", "most", "slots"),
+    ("text", "lookup", "most", "slots"),
     [
-        ("weir", 4, [1, 2], None, [512, 1536, 1536, 512]),
-        ("weir", 4, [1, 2], 1500, [548, 1500, 1500, 548]),
-        ("weir", 4, [], None, [1024] * 4),
-        ("weir", 4, [0, 1, 2, 3], None, [1024] * 4),
-        ("weir", 2, [1], 448, [448] * 2),
-        ("weir(layers=alike)", 2, [1], None, [1024] * 2),
-        ("weir(2000)", 2, [1], None, [1000, 3000]),
-        ("weir(2000)", 2, [1], 1000, [2000] * 2),  # more than the window, as was wanted
-        ("weir(400)", 3, [2], None, [256, 256, 688]),
-        ("weir(100)", 3, [2], None, [100] * 3),
+        ("weir", [[0, 1], [1, 0]], None, [[512, 1536], [1536, 512]]),
+        ("weir", [[0, 1], [1, 0]], 1500, [[548, 1500], [1500, 548]]),
+        ("weir", [[0, 0], [0, 0]], None, [[1024] * 2] * 2),
+        ("weir", [[1, 1], [1, 1]], None, [[1024] * 2] * 2),
+        ("weir", [[0, 1]], 448, [[448] * 2]),
+        ("weir", [], None, [[1024] * 2]),
+        ("weir(layers=alike)", [[0, 1]], None, [[1024] * 2]),
+        ("weir(2000, layers=measured)", [[0, 1]], None, [[1000, 3000]]),
+        ("weir(2000)", [[0, 1]], 1000, [[2000] * 2]),  # more than the window, as was wanted
+        ("weir(400)", [[0, 0], [1, 1], [0, 0]], None, [[256] * 2, [688] * 2, [256] * 2]),
+        ("weir(100)", [[0, 0, 1]], None, [[100] * 3]),
     ],
 )
-def test_layers_that_look_things_up_get_what_the_others_leave(text, layers, looking, most, slots):
-    fitted = fit_budgets(weir.policy(text), layers, looking, most)
-    pipes = [fitted.for_layer(n, layers) for n in range(layers)]
-    assert [pipe.slots for pipe in pipes] == slots
-    assert pipes[0] == weir.policy(f"weir({slots[0]}, layers=alike)").for_layer(0, 1)
-    again = (
-        fit_budgets(weir.policy(str(fitted)), layers, looking, most)
-        if "[" not in str(fitted)
-        else weir.policy(str(fitted))
-    )
-    assert [again.for_layer(n, layers).slots for n in range(layers)] == slots
+def test_heads_that_look_things_up_get_what_the_others_leave(text, lookup, most, slots):
+    fitted = fit_budgets(weir.policy(text), lookup, 0.1, most)
+    again = weir.policy(str(fitted))
+    for policy in (fitted, again if "[" in str(fitted) else fit_budgets(again, lookup, 0.1, most)):
+        pipes = [policy.for_heads(n, len(slots), len(layer)) for n, layer in enumerate(slots)]
+        assert [[pipe.slots for pipe in layer] for layer in pipes] == slots
+        wanted = weir.policy(f"weir({slots[0][0]}, heads=alike)")
+        assert pipes[0][0] == wanted.for_layer(0, 1)
+    eight = fit_budgets(weir.policy(text), lookup, 0.7, most)
+    assert eight.pipes[0].format.name == "int8"
+    four = text.replace(")", ", slots=int4)") if ")" in text else f"{text}(slots=int4)"
+    assert fit_budgets(weir.policy(four), lookup, 0.7, most).pipes == fitted.pipes
 
 
 def test_bytes_can_be_put_in_as_of_any_policy():

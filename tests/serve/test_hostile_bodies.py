@@ -18,10 +18,10 @@ from pydantic import BaseModel, ValidationError
 from servers import CHATML, Server, make_client, raw, serving
 
 from weir.errors import WeirError
-from weir.serve import Limits
+from weir.serve import Limits, prompts
 from weir.serve.api import middleware, requests
 from weir.serve.api.errors import APIError
-from weir.serve.api.requests import LARGE, MAX_NODES, NodeCounter
+from weir.serve.api.requests import LARGE, NodeCounter
 from weir.serve.api.schemas.chat import ChatBody, TextBody
 from weir.serve.api.schemas.responses import ConversationBody, ResponseBody
 from weir.stream import chat_template
@@ -105,22 +105,36 @@ def test_nodes_are_counted_outside_of_strings_however_they_arrive():
 
 def test_bodies_of_too_many_nodes_are_refused_before_they_are_parsed(server, monkeypatch):
     monkeypatch.setattr(requests, "parse_body", None)  # would fail
-    for entry, most in (("{}", MAX_NODES), ("0", MAX_NODES + LIMITS.prompt)):
-        body = b'{"messages":[' + b",".join([entry.encode()] * (most + 2)) + b"]}"
-        answer = httpx.post(f"{server.url}{CHAT}", content=body, headers=JSON, timeout=60)
+    monkeypatch.setattr(requests, "MAX_NODES", most := 20_000)
+    ids = most + LIMITS.prompt  # a prompt may be token ids, and no other list is so long
+    for path, entry, many in ((CHAT, "{}", most), (CHAT, "0", most), ("/v1/completions", "0", ids)):
+        body = b'{"messages":[' + b",".join([entry.encode()] * (many + 2)) + b"]}"
+        answer = httpx.post(f"{server.url}{path}", content=body, headers=JSON, timeout=60)
         assert answer.status_code == 413, answer.text
         assert answer.json()["error"]["code"] == "request_too_large"
     with pytest.raises(APIError):
-        NodeCounter(0).feed(b"[" * (MAX_NODES + 1))
+        NodeCounter(0).feed(b"[" * (most + 1))
+
+
+def test_json_in_the_arguments_of_calls_counts_too(server, monkeypatch):
+    monkeypatch.setattr(requests, "MAX_NODES", 5000)
+    for text in ("[" * 2000, "[[],[]]" * 700, json.dumps({"x": [[]] * 2000})):
+        calls = [
+            {"id": "x", "type": "function", "function": {"name": "f", "arguments": each}}
+            for each in ('"', text, text, text)  # the first leaves a text open
+        ]
+        messages = [USER, {"role": "assistant", "tool_calls": calls}, USER]
+        answer = server.post(CHAT, {**CHAT_BODY, "messages": messages})
+        assert answer.status_code == 413, answer.text
 
 
 def test_large_bodies_are_parsed_beside_the_event_loop(server, monkeypatch):
     threads = []
     parse = requests.parse_body
 
-    def parse_body(data: bytes, kind: type[BaseModel]) -> Any:
+    def parse_body(*given: Any) -> Any:
         threads.append(threading.current_thread().name)
-        return parse(data, kind)
+        return parse(*given)
 
     monkeypatch.setattr(requests, "parse_body", parse_body)
     for size in (10, LARGE):
@@ -221,6 +235,7 @@ def test_a_stall_is_a_line_in_the_log(caplog, monkeypatch):
 def test_long_texts_leave_threads_to_short_ones(server, monkeypatch):
     encoder = server.engine_client.renderer._encoder
     monkeypatch.setattr(chat_template, "PIECE", 200)
+    monkeypatch.setattr(prompts, "LONG", 200)
     with encoder._one_piece:  # long texts wait
         bodies = [{**CHAT_BODY, "messages": [{**USER, "content": "x" * 300}]}] * 20
         with ThreadPoolExecutor(20) as pool:

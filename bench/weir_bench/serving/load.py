@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from statistics import quantiles
 from typing import Any
 
+import numpy as np
+
 from weir.errors import WeirError
 from weir_bench.serving.server import Server
 from weir_bench.serving.talk import Reply, Talk, something
@@ -96,6 +98,17 @@ class Heard:
             for reply in self.replies
             for before, after in zip(reply.arrived, reply.arrived[1:], strict=False)
             if self._within(before) and self._within(after)
+        ]
+
+    @property
+    def worked_between(self) -> list[float]:
+        """Seconds that processors worked for the server between two tokens of an answer."""
+        when, worked = zip(*self.processor, strict=True)
+        return [
+            float(np.diff(np.interp(pair, when, worked))[0])
+            for reply in self.replies
+            for pair in zip(reply.arrived, reply.arrived[1:], strict=False)
+            if all(map(self._within, pair))
         ]
 
     def third(self, number: int) -> Heard:

@@ -263,7 +263,7 @@ class StreamingCache(Cache):
 
     def __len__(self) -> int:
         """Return the number of layers, as every cache of transformers does."""
-        return len(self.stack)
+        return len(self.stack.by_index)
 
     def __bool__(self) -> bool:
         """Return True, also before the first token; but see `models.DROPPING`."""
@@ -399,10 +399,11 @@ class StreamingCache(Cache):
 
     @property
     def slots_by_layer(self) -> list[int | None]:
-        """Slots that the policy has in each layer, those of new tokens not among them; None where
-        there is no limit.
+        """Slots that the policy has in each layer, in the KV head with most, those of new tokens
+        not among them; None where there is no limit.
         """
-        return [layer.spec.pipe.slots for layer in self.stack]
+        sizes = ([part.spec.pipe.slots for part in layer.parts] for layer in self.stack.by_index)
+        return [None if None in each else max(n or 0 for n in each) for each in sizes]
 
     def slots(self, layer: int = 0) -> Contents:
         """Return a copy of one layer's slots.
@@ -411,12 +412,12 @@ class StreamingCache(Cache):
             WeirError: there is no such layer, or nothing was fed yet.
         """
         self._check_whole()
-        if not fits(layer, int) or not 0 <= layer < len(self.stack):
-            last = len(self.stack) - 1
+        if not fits(layer, int) or not 0 <= layer < len(self):
+            last = len(self) - 1
             raise WeirError(
                 f"layer {quote(layer)} does not exist; the model's layers are 0 to {last}"
             )
-        return contents_of(self.stack[layer], self.rows.waiting)
+        return contents_of(self.stack.by_index[layer].parts, self.rows.waiting)
 
     def holding(self, row: int = 0) -> Holding:
         """Return which tokens of a row are still held, and by which pools, in all layers.
@@ -434,7 +435,8 @@ class StreamingCache(Cache):
         """Report bytes, tokens seen, and per layer its bytes and the slots of one row.
 
         "slots" has them by pool, with the tokens that wait for the next fold as "new"; "held" is
-        their sum.
+        their sum. A layer whose KV heads have several pipes has the mean over its heads, and under
+        "heads" the same of each pipe with the heads that have it.
         """
         self._check_whole()
         waiting = self.rows.waiting[row] if self.rows.waiting else 0
@@ -444,7 +446,7 @@ class StreamingCache(Cache):
             "chunk": self.chunk,
             "seen": self.seen,
             "bytes": self.nbytes,
-            "layers": [layer_report(layer, row, waiting) for layer in self.stack],
+            "layers": [layer_report(layer.parts, row, waiting) for layer in self.stack.by_index],
         }
 
     @property
@@ -694,8 +696,8 @@ class StreamingCache(Cache):
     def _open(self, batch: int) -> None:
         """Allocate the slots of `batch` empty rows."""
         check_memory(self.plans, self.policy, batch, self._device)
-        for index, (layer, plan) in enumerate(zip(self.stack, self.plans, strict=True)):
-            device = self._device_of(index)
+        for layer, plan in zip(self.stack, self.plans, strict=True):
+            device = self._device_of(plan.spec.index)
             start = torch.full((batch,), self.origin, dtype=torch.int64, device=device)
             layer.state.allocate(plan.heads, batch, start, device, [self.seed] * batch)
         self.stack.rows = Rows.empty(batch)

@@ -11,14 +11,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from weir.errors import WeirError, quote
-from weir.models import describe, find_lookup_layers, fingerprint, sidecar_path, window_of
+from weir.models import find_head_facts, fingerprint, sidecar_path, window_of
 from weir.policies import (
     Layered,
     Policy,
     PolicyWrapper,
     fit_budgets,
     is_weir,
-    measures_layers,
     parse_policy,
     resolve_chunk,
     with_slots,
@@ -104,9 +103,9 @@ def choose_policy(
 
 
 def fit_to_model(policy: Policy, model: PreTrainedModel, beside: int = 0) -> Policy:
-    """Share out the budget of `weir` over a model's layers; other policies stay as they are.
+    """Share out the budget of `weir` over a model's KV heads; other policies stay as they are.
 
-    A model without weights gets the same budget in all layers; a policy around `weir` holds
+    A model without weights gets the same budget in all heads; a policy around `weir` holds
     `beside` slots of each.
     """
     if isinstance(policy, PolicyWrapper):
@@ -116,9 +115,9 @@ def fit_to_model(policy: Policy, model: PreTrainedModel, beside: int = 0) -> Pol
         return policy if inner is policy.policy else policy.around(inner)
     if not is_weir(policy):
         return policy
-    layers = describe(model).layers
-    held = sum(layer.positions.window is None for layer in layers) or len(layers)
     window = window_of(model.config)
     most = None if window is None else window - resolve_chunk(policy, None) - beside
-    looking = find_lookup_layers(model) if measures_layers(policy) else ()
-    return fit_budgets(policy, held, looking, most)
+    facts = find_head_facts(model)
+    if facts is None:
+        return fit_budgets(policy, (), 0.0, most)
+    return fit_budgets(policy, facts.lookup, facts.error, most)

@@ -7,8 +7,10 @@ not finite, the call is finished, or repeated, without these rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,15 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from weir.cache.layer import DecodeSlots, ForwardPlan, Layer, RowsNotFinite, Segment
+from weir.cache.layer import (
+    DecodeSlots,
+    ForwardPlan,
+    HeadSplit,
+    Layer,
+    LayerParts,
+    RowsNotFinite,
+    Segment,
+)
 from weir.cache.rows import BegunForward, Rows
 from weir.errors import NotFiniteError, WeirError
 from weir.slab import AttentionParams, Rotary, Slab, rotation_tables
@@ -36,9 +46,12 @@ class Folded:
 
 
 class LayerStack(list[Layer]):
-    """The layers of a cache, by index, and what calls change beside their slots.
+    """The layers of a cache, and what calls change beside their slots.
+
+    A layer of the model whose KV heads have several pipes is several layers here.
 
     Attributes:
+        by_index: the layer or layers of each layer of the model.
         rows: the progress of each row.
         broken: whether a call was interrupted during a fold.
         failed: by row, why its tokens of the last forward were refused.
@@ -53,6 +66,11 @@ class LayerStack(list[Layer]):
     folded: Folded | None
     again: dict[int, list[int]]
     program: Any = None
+
+    def __init__(self, layers: Iterable[Layer]) -> None:
+        super().__init__(layers)
+        parts = groupby(self, key=lambda layer: layer.spec.index)
+        self.by_index = [LayerParts(tuple(each)) for _, each in parts]
 
     def reset(self) -> None:
         """Forget all rows."""
@@ -104,11 +122,11 @@ class Forward:
         """Store new keys and values [batch, kv_heads, length, dim] of one layer, and answer the
         queries [batch, heads, length, key_dim].
         """
-        stack_layer, plan = self.stack[layer], self.plan.on(queries.device)
+        parts, plan = self.stack.by_index[layer], self.plan.on(queries.device)
         if not torch.is_grad_enabled():  # cheaper than a second no_grad
-            return stack_layer.attend(queries, keys, values, params, plan)
+            return parts.answer(Layer.attend, queries, keys, values, params, plan)
         with torch.no_grad():
-            out = stack_layer.attend(queries, keys, values, params, plan)
+            out = parts.answer(Layer.attend, queries, keys, values, params, plan)
         refused: Tensor = _NoGradient.apply(out, queries, keys, values)
         return refused
 
@@ -139,6 +157,7 @@ class Forward:
             slots.append(decode)
         ends = [layer.state.ends(segment.waiting) for layer in self.stack]
         return Step(
+            self.stack.by_index,
             slots,
             torch.tensor(ends, device=segment.device),
             torch.tensor(segment.waiting, device=segment.device),
@@ -243,9 +262,9 @@ class Forward:
         if fine:
             return {}
         found: dict[int, tuple[int, int]] = {}
-        for index, layer in enumerate(self.stack):
+        for layer in self.stack:
             for row, column in layer.unfinite(self.plan).items():
-                found.setdefault(row, (index, column))
+                found.setdefault(row, (layer.spec.index, column))
         return found
 
     def _record_failures(self, failed: dict[int, tuple[int, int]]) -> WeirError:
@@ -281,8 +300,9 @@ class SecondReading(Forward):
     ) -> Tensor:
         """Compute one layer's attention for the repeated tokens, which are not stored."""
         plan = self.plan.on(queries.device)
+        parts = self.stack.by_index[layer]
         with torch.no_grad():
-            return self.stack[layer].reread(queries, keys, values, params, plan, self.rows)
+            return parts.answer(Layer.reread, queries, keys, values, params, plan, self.rows)
 
     def step(self) -> None:
         """Return None: a second reading is no step."""
@@ -359,26 +379,38 @@ class LayerStep:
     """The cache in one layer of a compiled forward of one token a row.
 
     Attributes:
-        slots: the layer's.
-        ends: the slot of each row's token [batch], int64.
+        slots: of each part of the layer.
+        ends: the slot of each row's token [batch], int64, of each part.
         waiting: tokens in each row's tail before it [batch], int64.
-        largest: output; the largest absolute key or value of each row [batch], float32.
+        largest: output; the largest absolute key or value of each row [batch], float32, of each
+            part.
+        split: which heads each part holds; None if there is one part.
     """
 
-    def __init__(self, slots: DecodeSlots, ends: Tensor, waiting: Tensor, largest: Tensor) -> None:
+    def __init__(
+        self,
+        slots: Sequence[DecodeSlots],
+        ends: Tensor,
+        waiting: Tensor,
+        largest: Tensor,
+        split: HeadSplit | None,
+    ) -> None:
         self.slots = slots
-        self.ends = ends
+        self.ends = ends.unbind()
         self.waiting = waiting
-        self.largest = largest
+        self.largest = largest.unbind()
+        self.split = None if split is None else split.on(waiting.device)
 
     @property
     def sizes(self) -> Hashable:
         """The key of the layer's slots: shapes and types, each with a program of its own."""
-        return self.slots.sizes
+        return tuple(part.sizes for part in self.slots)
 
     def tensors(self) -> list[Tensor]:
         """Return all that the layer's program may read or write."""
-        return [*self.slots.tensors(), self.ends, self.waiting, self.largest]
+        held = [t for part in self.slots for t in part.tensors()]
+        split = () if self.split is None else (*self.split.heads, self.split.order)
+        return [*held, *self.ends, self.waiting, *self.largest, *split]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -390,8 +422,13 @@ class LayerStep:
         self, layer: None, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
     ) -> Tensor:
         """Compute attention for one token a row; see `Forward.attend`."""
-        rows = self.ends, self.waiting, self.largest
-        return self.slots.attend(queries, keys, values, params, *rows)
+        calls = [
+            partial(part.attend, ends=ends, waiting=self.waiting, largest=largest)
+            for part, ends, largest in zip(self.slots, self.ends, self.largest, strict=True)
+        ]
+        if self.split is None:
+            return calls[0](queries, keys, values, params)
+        return self.split.answer(calls, queries, keys, values, params)
 
 
 class Step(Cache):
@@ -402,12 +439,13 @@ class Step(Cache):
         waiting: tokens in each row's tail before it [batch], int64.
         positions: each row's place in the stream [batch or 1, 1], int64.
         rotaries: the rotary embedding of each type of layers that has one.
-        largest: output; the largest absolute key or value of each layer and row [layers, batch],
-            float32.
+        largest: output; the largest absolute key or value of each part of a layer and row
+            [parts, batch], float32.
     """
 
     def __init__(
         self,
+        layers: Sequence[LayerParts],
         slots: list[DecodeSlots],
         ends: Tensor,
         waiting: Tensor,
@@ -415,14 +453,16 @@ class Step(Cache):
         rotaries: dict[str | None, Rotary],
     ) -> None:
         super().__init__(layers=[])
+        self.layers: list[Any] = []
         self.waiting = waiting
         self.positions = positions
         self.rotaries = rotaries
         self.largest = torch.zeros(ends.shape, device=ends.device)
-        self.layers: list[Any] = [
-            LayerStep(held, ends[layer], waiting, self.largest[layer])
-            for layer, held in enumerate(slots)
-        ]
+        stop = 0
+        for layer in layers:
+            start, stop = stop, stop + len(layer.parts)
+            part = slots[start:stop], ends[start:stop], waiting, self.largest[start:stop]
+            self.layers.append(LayerStep(*part, layer.split))
 
     @property
     def sizes(self) -> tuple[Hashable, ...]:

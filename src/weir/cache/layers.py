@@ -21,12 +21,12 @@ from weir.slab import Heads, Slab, SlabSpec
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One layer of a cache, and the sizes of its attention.
+    """One layer of a cache, or a part of one for some of its KV heads.
 
     Attributes:
         spec: the layer.
-        heads: the heads in the model's configuration; if a model is spread over devices by heads,
-            the device's share of them.
+        heads: the sizes of the attention of its heads; if a model is spread over devices by heads,
+            of the device's share of them.
     """
 
     spec: LayerSpec
@@ -43,16 +43,20 @@ class LayerPlan:
         return self if heads == self.heads else replace(self, heads=heads)
 
 
-def pipes_of(policy: Policy, facts: ModelSpec) -> list[Pipe]:
-    """Return the pipe of each layer, before layers with windows of their own are considered.
+def pipes_of(policy: Policy, facts: ModelSpec) -> list[tuple[Pipe, ...]]:
+    """Return the pipes of each layer's KV heads, before layers with windows of their own are
+    considered.
 
     In a model with full layers, sliding layers keep their window; the policy covers the full ones.
     """
     count = len(facts.layers)
     full = [index for index, layer in enumerate(facts.layers) if layer.positions.window is None]
     served = full or list(range(count))
-    asked = [policy.for_layer(place, len(served)) for place in range(len(served))]
-    return [asked[served.index(index) if index in served else 0] for index in range(count)]
+    asked = {
+        index: policy.for_heads(place, len(served), facts.layers[index].heads.kv_heads)
+        for place, index in enumerate(served)
+    }
+    return [asked[index if index in asked else served[0]] for index in range(count)]
 
 
 def three_axes(plans: Sequence[LayerPlan]) -> bool:
@@ -65,26 +69,27 @@ def reads_twice(plans: Sequence[LayerPlan]) -> bool:
     return any(plan.spec.pipe.needs_second_reading for plan in plans)
 
 
-def reach_of(pipes: list[Pipe], chunk: int, *, rolling: bool) -> int | None:
+def reach_of(pipes: list[tuple[Pipe, ...]], chunk: int, *, rolling: bool) -> int | None:
     """Return the highest position that attention will see; None if there is no limit."""
-    if not rolling or any(pipe.slots is None for pipe in pipes):
+    sizes = [pipe.slots for each in pipes for pipe in each]
+    if not rolling or None in sizes:
         return None
-    return max(pipe.slots or 0 for pipe in pipes) + chunk
+    return max(slots or 0 for slots in sizes) + chunk
 
 
 def plan_layers(
-    facts: ModelSpec, pipes: list[Pipe], chunk: int, *, seed: int, rolling: bool
+    facts: ModelSpec, pipes: list[tuple[Pipe, ...]], chunk: int, *, seed: int, rolling: bool
 ) -> list[LayerPlan]:
-    """Plan every layer of a cache, given the pipe of each (`pipes_of`) and facts read for their
-    reach.
+    """Plan every layer of a cache, given its pipes (`pipes_of`) and facts read for their reach.
+
+    Heads of a layer with the same pipe are one plan; a layer may have several, one after another.
 
     Raises WeirError if every layer slides over fewer tokens than the policy has slots, or the slots
     of a layer cannot have the policy's format.
     """
-    limited = all(pipe.slots is not None for pipe in pipes)
-    everywhere = facts.sliding is not None and limited
-    most = max(pipe.slots or 0 for pipe in pipes) + chunk
-    if everywhere and facts.sliding is not None and most > facts.sliding:
+    most = reach_of(pipes, chunk, rolling=True)
+    everywhere = facts.sliding is not None and most is not None
+    if facts.sliding is not None and most is not None and most > facts.sliding:
         room = facts.sliding - chunk
         raise WeirError(
             f"every layer of this model sees only {facts.sliding} tokens, fewer than the "
@@ -92,25 +97,51 @@ def plan_layers(
             + (f", {room} slots at most" if room > 0 else " and a smaller chunk")
         )
     plans = []
-    for index, (layer, pipe) in enumerate(zip(facts.layers, pipes, strict=True)):
+    for index, (layer, asked) in enumerate(zip(facts.layers, pipes, strict=True)):
         window = None if everywhere else layer.positions.window
-        own = pipe if window is None else Pipe((Recent(window),))
         positions = replace(layer.positions, window=window, rolling=rolling)
+        own = asked if window is None else (Pipe((Recent(window),)),) * len(asked)
         draws = CounterRNG(seed, index, first=layer.first_head)
         output = OutputProjection(facts.attentions[index], layer.heads)
-        spec = LayerSpec(own, positions, chunk, draws, index, len(pipes), output)
-        if own.needs_second_reading and own.slots_of(own.run) < chunk:
-            raise WeirError(
-                f"reconstruct judges the last {chunk} tokens once they are folded, so the pools in "
-                f"front of it hold as many: write recent({chunk}) | reconstruct(...), or fold "
-                "smaller chunks"
-            )
-        if own.format is not None:
-            wrong = own.format.wrong(layer.heads.key_dim, layer.heads.value_dim)
-            if wrong is not None:
-                raise WeirError(f"layer {index} of this model has no such slots: {wrong}")
-        plans.append(LayerPlan(spec, layer.heads))
+        for pipe in [pipe for place, pipe in enumerate(own) if pipe not in own[:place]]:
+            _check_pipe(pipe, chunk, index, layer.heads)
+            spec = LayerSpec(pipe, positions, chunk, draws, index, len(pipes), output=output)
+            members = tuple(head for head, one in enumerate(own) if one == pipe)
+            if members != tuple(range(len(own))):
+                spec = _of_heads(spec, members, len(own))
+            plans.append(LayerPlan(spec, replace(layer.heads, kv_heads=len(members))))
     return plans
+
+
+def _of_heads(spec: LayerSpec, heads: tuple[int, ...], count: int) -> LayerSpec:
+    """Cut the description of a layer down to some of its `count` KV heads."""
+    if spec.pipe.needs_gates:
+        raise WeirError("gated reads all KV heads of a layer, so they all have the same policy")
+    positions, alibi = spec.positions, spec.positions.alibi
+    if alibi is not None:
+        slopes = alibi.slopes.view(count, -1)[list(heads)].flatten()
+        positions = replace(positions, alibi=replace(alibi, slopes=slopes))
+    assert isinstance(spec.output, OutputProjection)
+    return replace(
+        spec,
+        heads=heads,
+        positions=positions,
+        draws=replace(spec.draws, heads=heads),
+        output=spec.output.of_heads(heads),
+    )
+
+
+def _check_pipe(pipe: Pipe, chunk: int, layer: int, heads: Heads) -> None:
+    """Refuse a pipe that a layer cannot have (WeirError)."""
+    if pipe.needs_second_reading and pipe.slots_of(pipe.run) < chunk:
+        raise WeirError(
+            f"reconstruct judges the last {chunk} tokens once they are folded, so the pools in "
+            f"front of it hold as many: write recent({chunk}) | reconstruct(...), or fold "
+            "smaller chunks"
+        )
+    wrong = None if pipe.format is None else pipe.format.wrong(heads.key_dim, heads.value_dim)
+    if wrong is not None:
+        raise WeirError(f"layer {layer} of this model has no such slots: {wrong}")
 
 
 def with_gates(plans: list[LayerPlan], facts: ModelSpec) -> list[LayerPlan]:
@@ -135,11 +166,12 @@ def check_memory(
     """Refuse slots of `batch` rows that exceed the free memory of a device (WeirError)."""
     if any(plan.spec.pipe.slots is None for plan in plans):
         return  # it grows without a limit
+    layers = plans[-1].spec.index + 1
     needed = sum(plan.slab.nbytes(batch) for plan in plans)
     free = free_memory(device)
     if free is not None and needed > free:
         raise WeirError(
-            f"the slots of {shorten(str(policy))} in {len(plans)} layers take {needed:,} bytes "
+            f"the slots of {shorten(str(policy))} in {layers} layers take {needed:,} bytes "
             f"for {batch} row{'s' * (batch > 1)}, and {free:,} are free on {device}; take a "
             "smaller budget or chunk, or fewer rows"
         )

@@ -216,7 +216,7 @@ def check_row(
         with located(f"layer {layer}" if row is None else f"row {row}, layer {layer}"):
             sizes = {name: (tuple(t.shape), t.dtype) for name, t in own.items()}
             _check_sizes(plan, sizes, facts["lengths"][layer])
-            _check_numbers(plan, own, facts, origin)
+            _check_numbers(plan, own, facts, facts["lengths"][layer], origin)
 
 
 def _by_layer(tensors: Mapping[str, Tensor], layers: int) -> list[dict[str, Tensor]]:
@@ -280,13 +280,16 @@ def _check_sizes(plan: LayerPlan, found: Mapping[str, Size], lengths: Sequence[i
 
 
 def _check_numbers(
-    plan: LayerPlan, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], origin: int
+    plan: LayerPlan,
+    tensors: Mapping[str, Tensor],
+    facts: Mapping[str, Any],
+    lengths: Sequence[int],
+    origin: int,
 ) -> None:
     """Refuse tensors [1, kv_heads, ...] of a layer, of the right sizes, with numbers no stream
     produces.
     """
     pipe, chunk = plan.spec.pipe, plan.spec.chunk
-    lengths = facts["lengths"][plan.spec.index]
     lies = lay_out(pipe, lengths).packed
     used = lies.used
     ahead = origin + facts["seen"] - facts["waiting"]
@@ -466,7 +469,7 @@ def cut_rows(
     Facts and tensors are unchecked; if the facts are those of no row, nothing is cut.
     """
     try:
-        held = [plan.spec.held(facts["lengths"][plan.spec.index]) for plan in plans]
+        held = [p.spec.held(used) for p, used in zip(plans, facts["lengths"], strict=True)]
         parts = {f"{n}.{name}": cut for n, layer in enumerate(held) for name, cut in layer.items()}
         return {name: cut_slots(t, parts.get(name)) for name, t in tensors.items()}
     except (LookupError, TypeError, ValueError):

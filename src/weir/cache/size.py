@@ -10,7 +10,7 @@ from weir.cache.default_policy import DEFAULT, check_origin, fit_to_model
 from weir.cache.layers import pipes_of, plan_layers, reach_of
 from weir.errors import WeirError
 from weir.models import describe, stored_bytes
-from weir.policies import Policy, parse_policy, resolve_chunk, with_slots
+from weir.policies import Pipe, Policy, parse_policy, resolve_chunk, with_slots
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Size:
     Attributes:
         policy: the policy of the streams.
         dtype: the dtype of weights, keys and values.
-        slots: slots of each layer, without those of new tokens.
+        slots: slots of each layer, in a KV head on average, without those of new tokens.
         weights: bytes of the model's parameters and buffers.
         stream: bytes of one stream, with everything that is kept of it.
         step_weights: bytes of weights that a decode step reads.
@@ -70,8 +70,7 @@ def size_of(
     chunk = resolve_chunk(wanted, chunk)
     check_origin(wanted, model)
     pipes = pipes_of(wanted, describe(model))
-    limits = [pipe.slots for pipe in pipes]
-    if None in limits:
+    if reach_of(pipes, chunk, rolling=True) is None:
         raise WeirError(
             f"{wanted} has no limit, so nobody knows how much a stream will take; "
             "size is for policies of a fixed size"
@@ -79,6 +78,9 @@ def size_of(
     facts = describe(model, reach=reach_of(pipes, chunk, rolling=True))
     plans = plan_layers(facts, pipes, chunk, seed=0, rolling=True)
     slabs = [plan.slab for plan in plans]
+    held: list[list[Pipe]] = [[] for _ in pipes]
+    for plan in plans:
+        held[plan.spec.index] += [plan.spec.pipe] * plan.heads.kv_heads
     weights = stored_bytes(model)
     # A step reads one row of the input embedding, unless the output embedding is tied to it.
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -87,7 +89,7 @@ def size_of(
     return Size(
         policy=str(wanted),
         dtype=str(facts.layers[0].heads.dtype).removeprefix("torch."),
-        slots=tuple(plan.spec.pipe.slots or 0 for plan in plans),
+        slots=tuple(sum(pipe.slots or 0 for pipe in each) // len(each) for each in held),
         weights=weights,
         stream=sum(slab.nbytes() for slab in slabs),
         step_weights=weights - unread,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,10 +48,40 @@ class Contents:
         return f"<weir.cache.Contents of {rows} x {heads} x {slots} slots: {', '.join(counts)}>"
 
 
-def contents_of(layer: Layer, waiting: list[int]) -> Contents:
-    """Copy the slots of `layer`, with `waiting` tokens in each row's tail; WeirError before the
+def contents_of(parts: Sequence[Layer], waiting: list[int]) -> Contents:
+    """Copy the slots of a layer, with `waiting` tokens in each row's tail; WeirError before the
     first.
+
+    In a layer of several parts, heads with fewer slots than others end with empty ones.
     """
+    each = [_contents_of(part, waiting) for part in parts]
+    if len(each) == 1:
+        return each[0]
+    pools = each[0].pools
+    if any(one.pools != pools for one in each):
+        known = dict.fromkeys(name for one in each for name in one.pools if name != WAITING)
+        pools = (*known, WAITING)
+        for place, one in enumerate(each):
+            number = torch.tensor([*map(pools.index, one.pools), -1])  # the last for no pool, -1
+            each[place] = replace(one, pool=number.to(one.pool.device)[one.pool])
+    order = torch.tensor([head for part in parts for head in part.spec.heads or ()]).argsort()
+    slots = max(one.position.shape[2] for one in each)
+    empty = {"position": -1, "a": -torch.inf, "b": -torch.inf, "keys": 0, "values": 0, "pool": -1}
+    if all(one.mass is not None for one in each):
+        empty["mass"] = 0
+
+    def join(name: str) -> Tensor:
+        tensors = [getattr(one, name) for one in each]
+        padded = []
+        for t in tensors:
+            more = t.new_full((*t.shape[:2], slots - t.shape[2], *t.shape[3:]), empty[name])
+            padded.append(torch.cat([t, more], dim=2))
+        return torch.cat(padded, dim=1).index_select(1, order.to(tensors[0].device))
+
+    return Contents(**{name: join(name) for name in empty}, pools=pools)
+
+
+def _contents_of(layer: Layer, waiting: list[int]) -> Contents:
     if layer.state.slab is None:
         raise WeirError("nothing was fed to this cache yet")
     ends = layer.state.ends(waiting)
@@ -88,7 +118,34 @@ def pools_of(lies: Layout, end: int) -> Tensor:
     return pools
 
 
-def layer_report(layer: Layer, row: int, waiting: int) -> dict[str, Any]:
+def layer_report(parts: Sequence[Layer], row: int, waiting: int) -> dict[str, Any]:
+    """Report a layer (`_report`), or the mean over its heads and each part under "heads"."""
+    each = [_report(part, row, waiting) for part in parts]
+    if len(each) == 1:
+        return each[0]
+    counts = [len(part.spec.heads or ()) for part in parts]
+    names = dict.fromkeys(name for one in each for name in one["slots"])
+    slots = {
+        name: round(
+            sum(n * one["slots"].get(name, 0) for n, one in zip(counts, each, strict=True))
+            / sum(counts)
+        )
+        for name in names
+    }
+    by_head = {head: part for part in parts for head in part.spec.heads or ()}
+    return {
+        "policy": f"[{', '.join(str(by_head[head].spec.pipe) for head in sorted(by_head))}]",
+        "slots": slots,
+        "held": sum(slots.values()),
+        "bytes": sum(one["bytes"] for one in each),
+        "heads": [
+            {"of": list(part.spec.heads or ()), **one}
+            for part, one in zip(parts, each, strict=True)
+        ],
+    }
+
+
+def _report(layer: Layer, row: int, waiting: int) -> dict[str, Any]:
     """Report a layer's pipe, its bytes, a row's slots, and its pools' reports, as JSON.
 
     "slots" are by pool, "held" is their sum; "pools" is there only if a pool has a report.
@@ -202,7 +259,9 @@ class Holding:
 
 
 Part = tuple[LayerSpec, Layout, Sequence[Tensor]]
-"""A layer of a row, and its buffers `position`, `a` and `b` [kv_heads, slots] in that layout."""
+"""A layer of a row, or a part of one, and its buffers `position`, `a` and `b` [kv_heads, slots] in
+that layout.
+"""
 
 
 def snapshot_row(
@@ -227,8 +286,8 @@ def holding_in(plans: Sequence[LayerPlan], state: RowState) -> Holding:
     """
     facts = state.facts
     parts: list[Part] = []
-    for plan, lengths in zip(plans, facts["lengths"], strict=True):
-        names = (f"{plan.spec.index}.{name}" for name in ("position", "a", "b"))
+    for part, (plan, lengths) in enumerate(zip(plans, facts["lengths"], strict=True)):
+        names = (f"{part}.{name}" for name in ("position", "a", "b"))
         lies = lay_out(plan.spec.pipe, lengths).packed
         parts.append((plan.spec, lies, [state.tensors[name][0] for name in names]))
     return _join_layers(parts, facts["seen"], facts["waiting"], state.kind["origin"])
@@ -239,14 +298,16 @@ def _join_layers(layers: Sequence[Part], seen: int, waiting: int, origin: int) -
     names = (*(name for name in known if name != WAITING), WAITING)
     parts: list[tuple[Tensor, ...]] = []
     pairs = 0
-    for index, (spec, lies, buffers) in enumerate(layers):
+    for spec, lies, buffers in layers:
         end = lies.used + waiting
         place, a, b = (t[:, :end].cpu() for t in buffers)
         used = place >= 0
         number = torch.tensor([names.index(name) for name in pool_names(spec)])
         pool = number[pools_of(lies, end)].expand(place.shape)
         head = used.nonzero()[:, 0]
-        here = torch.full_like(head, index)
+        if spec.heads is not None:
+            head = torch.tensor(spec.heads)[head]
+        here = torch.full_like(head, spec.index)
         parts.append((here, head, place[used] - origin, pool[used], a[used], b[used]))
         pairs += place.shape[0]
     layer_of, head, token, pool, a, b = (torch.cat(part) for part in zip(*parts, strict=True))

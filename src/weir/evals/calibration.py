@@ -31,6 +31,7 @@ from weir.policies import (
     expand_home,
     format_policy_file,
     is_file,
+    is_weir,
     parse_policy,
     share_slots,
 )
@@ -409,8 +410,15 @@ def _plans(
         raise WeirError("recompute caches nothing, so there are no slots to share out")
     if any(pipe.slots is None for pipe in policy.pipes):
         raise WeirError(f"{policy} has no limit, so there is nothing to share out")
+    if is_weir(policy) and policy.called is not None and "heads" not in policy.called.given:
+        policy = parse_policy(policy.called.with_arguments(heads="alike"))
     cache = StreamingCache(model, policy, chunk=chunk)
     cache.detach()
+    if len(cache.plans) > len(cache):
+        raise WeirError(
+            "slots are shared out between layers, and this policy has KV heads of one layer with "
+            "different slots; for weir write heads=alike"
+        )
     plans = enumerate(cache.plans)
     held = {layer: plan for layer, plan in plans if plan.spec.positions.window is None}
     return held, cache.attachment.facts.sliding

@@ -14,6 +14,7 @@ from weir.models.attention_sinks import (
 from weir.models.embedding import embed
 from weir.models.fingerprints import fingerprint, weights_of
 from weir.models.gates import Gate, features, load_gates, save_gates
+from weir.models.head_facts import HeadFacts, find_head_facts, measure_heads
 from weir.models.hooks import Attachment, attach, compile_steps, detach
 from weir.models.images import MOST_OFFSET, OFFSETS, PICTURES, Images, images_of, offsets
 from weir.models.linear_kernels import choose_products
@@ -29,7 +30,6 @@ from weir.models.loading import (
     sidecar_path,
     skeleton,
 )
-from weir.models.lookup_layers import find_lookup_layers, lookup_scores
 from weir.models.memory import free_memory, stored_bytes
 from weir.models.model_spec import (
     DROPPING,
@@ -55,6 +55,7 @@ __all__ = [
     "PICTURES",
     "Attachment",
     "Gate",
+    "HeadFacts",
     "Images",
     "ModelLayerSpec",
     "ModelSink",
@@ -71,7 +72,7 @@ __all__ = [
     "detach",
     "embed",
     "features",
-    "find_lookup_layers",
+    "find_head_facts",
     "fingerprint",
     "free_memory",
     "from_where",
@@ -83,7 +84,7 @@ __all__ = [
     "load_encoder",
     "load_gates",
     "load_processor",
-    "lookup_scores",
+    "measure_heads",
     "offsets",
     "out_of_range",
     "output_weight",

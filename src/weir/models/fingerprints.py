@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -81,6 +81,16 @@ def _digest(model: nn.Module, settings: str) -> str:
     return digest.hexdigest()[:16]
 
 
+def digest_rows(modules: Iterable[nn.Module]) -> str:
+    """Return a checksum over a number of every row of all weights in some modules."""
+    digest = hashlib.sha256()
+    for module in (inner for outer in modules for inner in outer.modules()):
+        for own, weight in sorted(_weights(module)):
+            for part in _parts(weight, module, own):
+                digest.update(_bytes(part[..., 0] if part.ndim > 1 else part))
+    return digest.hexdigest()[:16]
+
+
 def _weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield a module's own parameters and saved buffers; some quantizers use buffers."""
     yield from module.named_parameters(recurse=False)
@@ -117,5 +127,9 @@ def _waiting(module: nn.Module, name: str) -> Tensor | None:
 
 def _numbers(t: Tensor) -> bytes:
     """Return the bytes of a tensor's first numbers."""
-    some = t.detach().reshape(-1)[:SOME].cpu().contiguous()
+    return _bytes(t.reshape(-1)[:SOME])
+
+
+def _bytes(t: Tensor) -> bytes:
+    some = t.detach().reshape(-1).cpu().contiguous()
     return some.view(torch.uint8).numpy().tobytes()

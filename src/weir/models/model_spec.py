@@ -57,11 +57,13 @@ class ModelLayerSpec:
         heads: attention sizes; with heads split over processes (`tp_plan`), of this process's
             share.
         first_head: the first KV head of that share.
+        shares: over how many processes the heads are split.
     """
 
     positions: LayerPositions
     heads: Heads
     first_head: int = 0
+    shares: int = 1
 
 
 @dataclass(frozen=True)
@@ -277,8 +279,10 @@ def _sink(config: Any) -> ModelSink:
     return sink_at_work(config)
 
 
-def _heads(config: Any, module: Any, dtype: torch.dtype) -> tuple[Heads, int]:
-    """Return the sizes of an attention module's keys and values in weir, and its first KV head."""
+def _heads(config: Any, module: Any, dtype: torch.dtype) -> tuple[Heads, int, int]:
+    """Return the sizes of an attention module's keys and values in weir, its first KV head, and how
+    many processes share the heads.
+    """
     names = ("num_attention_heads", "num_heads", "n_heads", "n_head")
     heads = next(int(n) for name in names if (n := getattr(config, name, None)) is not None)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -291,7 +295,8 @@ def _heads(config: Any, module: Any, dtype: torch.dtype) -> tuple[Heads, int]:
         heads, kv_heads = heads // shares, kv_heads // shares
     else:
         mine = 0
-    return Heads(kv_heads, heads // kv_heads, int(dim), int(dim), dtype), mine * kv_heads
+    sizes = Heads(kv_heads, heads // kv_heads, int(dim), int(dim), dtype)
+    return sizes, mine * kv_heads, shares
 
 
 def _shares(module: nn.Module) -> tuple[int, int]:

@@ -25,11 +25,19 @@ class OutputProjection:
     """The output projection of one attention module, for a pool.
 
     Does not keep the model alive. The factors are computed once per device and kept.
+
+    Args:
+        attention: the module.
+        heads: the sizes of its attention.
+        kept: the KV heads whose parts are wanted; None for all.
     """
 
-    def __init__(self, attention: nn.Module, heads: Heads) -> None:
+    def __init__(
+        self, attention: nn.Module, heads: Heads, kept: tuple[int, ...] | None = None
+    ) -> None:
         self._attention = weakref.ref(attention)
         self._heads = heads
+        self._kept = slice(None) if kept is None else list(kept)
         self._known: dict[torch.device, Tensor | None] = {}
 
     def __call__(self, value_dim: int, device: torch.device) -> Tensor | None:
@@ -44,15 +52,20 @@ class OutputProjection:
         return self._known[device]
 
     def parts(self, value_dim: int, device: torch.device) -> Tensor | None:
-        """Return W_o of each query head [kv_heads, group, hidden, value_dim], a view of the weight,
-        or None.
+        """Return W_o of each query head [kv_heads, group, hidden, value_dim]; None where
+        the weights cannot be read.
         """
         attention = self._attention()
         weight = None if attention is None else output_weight(attention)
         sizes = self._heads.kv_heads, self._heads.group, value_dim
         if weight is None or weight.shape[1] != math.prod(sizes):
             return None
-        return weight.to(device).unflatten(1, sizes).movedim(0, 2)
+        return weight.to(device).unflatten(1, sizes).movedim(0, 2)[self._kept]
+
+    def of_heads(self, heads: tuple[int, ...]) -> OutputProjection | None:
+        """Return the projection of some KV heads alone; None where the module is gone."""
+        attention = self._attention()
+        return None if attention is None else OutputProjection(attention, self._heads, heads)
 
     @torch.no_grad()
     def _factors(self, value_dim: int) -> Tensor | None:

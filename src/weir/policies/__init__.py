@@ -3,7 +3,7 @@
 from weir.policies.file import check_regular, expand_home, format_policy_file, is_file
 from weir.policies.grammar import NUMBER, Parser, parse_call, parse_policy, policy, saved_policy
 from weir.policies.library import Recompute
-from weir.policies.pipe import Layered, Origin, Pipe, Policy, resolve_chunk
+from weir.policies.pipe import ByHead, Layered, Origin, Pipe, Policy, resolve_chunk
 from weir.policies.registry import (
     NAMED,
     VARIABLE,
@@ -13,7 +13,7 @@ from weir.policies.registry import (
     load_plugins,
     named,
 )
-from weir.policies.weir import fit_budgets, is_weir, measures_layers
+from weir.policies.weir import fit_budgets, is_weir
 from weir.policies.wrappers import (
     EXACT,
     Pinned,
@@ -30,6 +30,7 @@ __all__ = [
     "NAMED",
     "NUMBER",
     "VARIABLE",
+    "ByHead",
     "Layered",
     "NamedPolicy",
     "Origin",
@@ -50,7 +51,6 @@ __all__ = [
     "is_file",
     "is_weir",
     "load_plugins",
-    "measures_layers",
     "named",
     "parse_call",
     "parse_policy",

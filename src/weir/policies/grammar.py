@@ -18,13 +18,15 @@ from typing import Any, ClassVar
 from weir.errors import PolicyError, WeirError, find_nearest, quote
 from weir.policies.checks import check_format, check_place
 from weir.policies.file import is_file, read_policy_file
-from weir.policies.pipe import Layered, Origin, Pipe, Policy
+from weir.policies.pipe import ByHead, Layered, Origin, Pipe, Policy
 from weir.policies.registry import NAMED, PolicyCall, load_plugins
 from weir.pools import CONSTANTS, POOLS, WORD, Pool, argument_hints, convert_argument
 from weir.slab import FORMATS
 
 OLD_NAMES = {"quantised": "quantized"}
 """Old names in saved sessions, results and policy files."""
+OLD_PARAMETERS = {("weir", "layers"): "heads"}
+"""Old names of parameters there."""
 NUMBER = re.compile(r"[-+]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 LIST = "["
 """Begins a list with a policy for each layer."""
@@ -197,7 +199,7 @@ class Parser:
         """Make the policy of what was read."""
         if part.layers:
             with self._pointing(part.at):
-                return Layered(tuple(map(self._make_policy, part.layers)), part.text)
+                return Layered(tuple(map(self._make_layer, part.layers)), part.text)
         first = part.calls[0]
         if len(part.calls) == 1 and _is_named(first) and not part.formats[0]:
             made: Policy = self.make(first, NAMED[first.name].make)
@@ -210,6 +212,12 @@ class Parser:
             pools.append(self._pool(call, tuple(pools)))
         with self._pointing(part.at):
             return Pipe(tuple(pools), part.text, tuple(part.formats))
+
+    def _make_layer(self, part: ParsedPolicy) -> Policy:
+        """Make the policy of a layer, in a list for layers; a list in it is for KV heads."""
+        if not part.layers:
+            return self._make_policy(part)
+        return ByHead(tuple(map(self._make_policy, part.layers)), part.text)
 
     def _check_ambiguous(self, call: CallSyntax) -> None:
         """Refuse a pool by itself whose author may have meant the policy of the same name.
@@ -322,7 +330,9 @@ class Parser:
             while not self.take(")"):
                 if call.arguments and not self.take(","):
                     raise self.wrong("expected ',' or ')'")
-                call.arguments.append(self._argument())
+                given = self._argument()
+                new = OLD_PARAMETERS.get((name, given.name or ""))
+                call.arguments.append(given._replace(name=new) if new else given)
                 stop = self.at
             call.inside = self.text[start:stop].strip()
         return call

@@ -59,6 +59,10 @@ class Policy(ABC):
     def for_layer(self, layer: int, layers: int) -> Pipe:
         """Return the pipe of one layer of a model that has `layers` of them."""
 
+    def for_heads(self, layer: int, layers: int, heads: int) -> tuple[Pipe, ...]:
+        """Return the pipe of each of a layer's `heads` KV heads."""
+        return (self.for_layer(layer, layers),) * heads
+
     @property
     def pipes(self) -> tuple[Pipe, ...]:
         """The pipes known without a model: a layer's on average, or that of each layer."""
@@ -290,16 +294,29 @@ class Layered(Policy):
             return self.text
         sizes = sorted({pipe.slots for pipe in self.pipes if pipe.slots is not None})
         some = " to ".join(f"{slots:,}" for slots in dict.fromkeys(sizes[:1] + sizes[-1:]))
-        return f"a policy for each of {len(self.policies)} layers, {some or 'any number of'} slots"
+        by_head = any(isinstance(policy, ByHead) for policy in self.policies)
+        each = "policies for the KV heads of" if by_head else "a policy for each of"
+        return f"{each} {len(self.policies)} layers, {some or 'any number of'} slots"
 
     @property
     def pipes(self) -> tuple[Pipe, ...]:
-        """The pipe of every layer."""
+        """The pipe of every layer, or of every KV head of one whose heads have their own."""
         count = len(self.policies)
-        return tuple(policy.for_layer(layer, count) for layer, policy in enumerate(self.policies))
+        each = (
+            policy.pipes if isinstance(policy, ByHead) else (policy.for_layer(layer, count),)
+            for layer, policy in enumerate(self.policies)
+        )
+        return tuple(pipe for pipes in each for pipe in pipes)
 
     def for_layer(self, layer: int, layers: int) -> Pipe:
         """Return the pipe of a layer, if the model has as many layers."""
+        return self._of(layer, layers).for_layer(layer, layers)
+
+    def for_heads(self, layer: int, layers: int, heads: int) -> tuple[Pipe, ...]:
+        """Return the pipes of a layer's KV heads, if the model has as many layers and heads."""
+        return self._of(layer, layers).for_heads(layer, layers, heads)
+
+    def _of(self, layer: int, layers: int) -> Policy:
         if layers != len(self.policies):
             source, told = quote(self.text), ""
             if self.origin is not None:
@@ -308,4 +325,24 @@ class Layered(Policy):
                 f"{source} has policies for {len(self.policies)} layers, and this model has "
                 f"{layers} that a policy holds{told}"
             )
-        return self.policies[layer].for_layer(layer, layers)
+        return self.policies[layer]
+
+
+class ByHead(Layered):
+    """A policy for each KV head of one layer, in the list of a `Layered`."""
+
+    def for_layer(self, layer: int, layers: int) -> Pipe:
+        """Refuse to give one pipe for the whole layer (WeirError)."""
+        raise WeirError(
+            f"{quote(self.text)} in a list is for the KV heads of a layer, and one policy for the "
+            "whole of it is wanted here"
+        )
+
+    def for_heads(self, layer: int, layers: int, heads: int) -> tuple[Pipe, ...]:
+        """Return the pipes, if the layer has as many KV heads."""
+        if heads != len(self.policies):
+            raise WeirError(
+                f"{quote(self.text)} has policies for {len(self.policies)} KV heads, and layer "
+                f"{layer} of this model has {heads} here"
+            )
+        return tuple(policy.for_layer(layer, layers) for policy in self.policies)

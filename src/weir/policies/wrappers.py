@@ -86,6 +86,10 @@ class PolicyWrapper(Policy):
         """Return the other policy's pipe of a layer, rewritten."""
         return self.rewrite(self.policy.for_layer(layer, layers))
 
+    def for_heads(self, layer: int, layers: int, heads: int) -> tuple[Pipe, ...]:
+        """Return the other policy's pipes of a layer's KV heads, rewritten."""
+        return tuple(map(self.rewrite, self.policy.for_heads(layer, layers, heads)))
+
 
 @dataclass(frozen=True, repr=False)
 class Pinned(PolicyWrapper):

@@ -57,12 +57,14 @@ class CounterRNG:
         layer: the number of the layer.
         pool: the place of the pool in its pipe, so that two pools draw different numbers.
         first: the layer's first KV head in this process, where tensor parallelism splits the heads.
+        heads: the KV heads that draw, counted from there; None for all of the layer.
     """
 
     seed: int | tuple[int, ...]
     layer: int = 0
     pool: int = 0
     first: int = 0
+    heads: tuple[int, ...] | None = None
 
     def of_rows(self, rows: Sequence[int]) -> CounterRNG:
         """Return the generator of some rows of the batch, in this order."""
@@ -72,7 +74,7 @@ class CounterRNG:
 
     def of_layer(self) -> CounterRNG:
         """Return a generator that all heads of the layer share, in every process."""
-        return replace(self, first=0)
+        return replace(self, first=0, heads=None)
 
     def uniform(self, purpose: int, position: Tensor, index: int | Tensor = 0) -> Tensor:
         """Draw uniform numbers in [0, 1), float64, one for each entry of `position`.
@@ -92,7 +94,8 @@ class CounterRNG:
 
     def uniforms(self, purpose: int, position: Tensor, count: int) -> Tensor:
         """Draw `uniform` with each index below `count` [batch, kv_heads or 1, n, count]."""
-        if (kernel := kernels.draw_uniform(position.device)) is not None:
+        kernel = kernels.draw_uniform(position.device)
+        if kernel is not None and self.heads is None:
             starts = self._start_rows(purpose, position.shape[0])
             made: Tensor = kernel(starts, self.first, position, count)
             return made
@@ -101,7 +104,10 @@ class CounterRNG:
 
     def _mix_tokens(self, purpose: int, position: Tensor) -> Tensor:
         """Mix all parts of a key but the index [batch, kv_heads, n]."""
-        heads = torch.arange(position.shape[1], device=position.device)[None, :, None] + self.first
+        heads = torch.arange(position.shape[1], device=position.device)
+        if self.heads is not None:
+            heads = torch.tensor(self.heads[: len(heads)], device=position.device)
+        heads = heads[None, :, None] + self.first
         started = self._start_rows(purpose, position.shape[0])
         if len(set(started)) == 1:
             rows = position.new_full((1,), started[0])

@@ -8,8 +8,9 @@ from weir.errors import WeirError
 
 MEMORY_OF_BYTE = 24
 """Bytes of memory for one byte of a body, where each is a token of its own and waits for a row."""
-NODE = 16
-"""Bytes of a body that an object, list or field counts for beside its own."""
+NODE = 64
+"""Bytes of a body that an object, list or field counts for beside its own: for its memory, and for
+the time that the collector of garbage takes to look at it."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,11 @@ from weir.serve.messages import Message, hash_prefixes
 from weir.serve.sessions import SessionStore, TurnRecord
 from weir.serve.tools import CallFormat, Tool, describe_tools, format_of
 from weir.stream import ChatTemplate, PromptEncoder, PromptTooLong
+
+LONG = 262_144
+"""Characters of a history that is worked on apart from short ones."""
+BESIDE = 64
+"""Characters that a message counts for beside its own."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +185,16 @@ class PromptMatcher:
         self._limits = limits
         self._root = root
         self._vocabulary = vocabulary
+        self._short, self._long = threading.Lock(), threading.Lock()
+
+    def turn(self, messages: Sequence[Message]) -> threading.Lock:
+        """The lock to hold while a history is worked on.
+
+        Were all threads to hash and render at once, the engine's would wait for the interpreter
+        behind each of them. So one works on a long history, and another on a short one.
+        """
+        size = sum(len(message.content) for message in messages) + BESIDE * len(messages)
+        return self._short if size < LONG else self._long
 
     def match(
         self,
@@ -196,7 +212,8 @@ class PromptMatcher:
             PromptTooLong: it has more tokens than a request may feed.
             WeirError: the template refuses the messages, or they make no tokens.
         """
-        hashes = self.hash_prefixes(messages, tools)
+        with self.turn(messages):
+            hashes = self.hash_prefixes(messages, tools)
         for at in range(len(messages) - 2, -1, -1):
             if messages[at].role != "assistant":
                 continue
@@ -205,7 +222,8 @@ class PromptMatcher:
                 continue
             if prompt := self.extend(parent, messages[at + 1 :], session, tools):
                 return prompt
-        rendered = self._renderer.render(messages, tools)
+        with self.turn(messages):
+            rendered = self._renderer.render(messages, tools)
         return self._check(
             replace(
                 rendered,
@@ -241,16 +259,18 @@ class PromptMatcher:
         Raises:
             PromptTooLong: it has more tokens than a request may feed.
         """
-        rendered = self._renderer.render_next(messages, parent.last, tools)
-        if rendered is None:
-            return None
+        with self.turn(messages):
+            rendered = self._renderer.render_next(messages, parent.last, tools)
+            if rendered is None:
+                return None
+            hashed = hash_prefixes(parent.chain, messages)[-1]
         return self._check(
             replace(
                 rendered,
                 owner=parent.owner,
                 parent=parent,
                 session=session or parent.session,
-                hash=hash_prefixes(parent.chain, messages)[-1],
+                hash=hashed,
                 messages=tuple(messages),
             )
         )

@@ -206,7 +206,8 @@ def check_schema(schema: Any) -> None:
     if _depth(schema) > MAX_DEPTH:
         raise BadSchema(f"it is nested deeper than {MAX_DEPTH} levels")
     try:
-        size = len(json.dumps(schema, allow_nan=False))
+        # In parts: written at once, a large one would keep the interpreter from all other threads.
+        size = sum(map(len, json.JSONEncoder(allow_nan=False).iterencode(schema)))
     except (ValueError, TypeError):
         raise BadSchema("it has numbers that JSON does not have") from None
     if size > MAX_BYTES:

@@ -22,7 +22,7 @@ from weir.slab.positions import (
     rotation_tables,
     shift_spans,
 )
-from weir.slab.quantization import FORMATS, Format, block_size
+from weir.slab.quantization import FORMATS, Format, as_read, block_size
 from weir.slab.quantized_slots import CODED, QuantizedSlots, QuantizedStorage, quantized_buffers
 from weir.slab.selection import AT_ONCE, AttendedSlots, Observe, compute_attention
 from weir.slab.slab import (
@@ -63,6 +63,7 @@ __all__ = [
     "Slab",
     "SlabSpec",
     "Slots",
+    "as_read",
     "attend_in_loops",
     "attention_mass",
     "attention_shares",

@@ -206,6 +206,11 @@ def dequantize(numbers: Tensor, peaks: Tensor, code: Code, dtype: torch.dtype) -
     return (levels * steps(peaks, code)[..., None]).flatten(-2).to(dtype)
 
 
+def as_read(x: Tensor, code: Code) -> Tensor:
+    """Return vectors [..., dim] as slots of a code hold them, in their dtype."""
+    return dequantize(*quantize(x, code), code, x.dtype)
+
+
 def dequantize_into(numbers: Tensor, peaks: Tensor, code: Code, out: Tensor) -> None:
     """`dequantize` into a tensor of four dimensions [..., dim]."""
     read = None

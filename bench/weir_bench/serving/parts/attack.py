@@ -29,10 +29,17 @@ ATTACKERS = 6
 SLOW = 24
 ADDRESS = "127.0.0.2"
 """Where the attackers come from: the address of another client."""
+ALLOWED = 0.25
+"""Seconds of a processor by which a token may be later than without attackers."""
 PROMPT = 4000
 """Tokens that a request may feed: to read a million would be the model's own work."""
 SIZES = (1_000, 60_000, 1_000_000, 4_000_000, 15_900_000)
 CHAT, TEXT, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+_TURN = '{"role":"user","content":"a"},{"role":"assistant","content":"b"}'
+_CALL = (
+    '{"role":"assistant","tool_calls":[{"id":"x","type":"function","function":{"name":"f",'
+    '"arguments":"['
+)
 START = f"""
 import sys
 sys.path.append({str(Path(__file__).parents[3])!r})
@@ -65,6 +72,10 @@ def attack(plan: Plan) -> Iterator[Row | Heard]:
     note = f"{told['sent']} hostile requests: {told['statuses']}"
     what = "longest time between two tokens, beside attackers ÷ alone"
     yield compare(what, max(beside.between), max(alone.between), note=note, unit="ms")
+    note = f"{ALLOWED * 1e3:g} ms more than alone are allowed, of all processors together"
+    what = "most processor time of the server between two tokens, beside attackers ÷ alone"
+    most, before = max(beside.worked_between), max(alone.worked_between)
+    yield compare(what, most, before, 1 + ALLOWED / before, note=note, unit="ms")
     note = "by kind, in seconds: " + ", ".join(f"{k} {v:.2g}" for k, v in told["worst"].items())
     what = "median of what a refused body waits ÷ time to an honest first token"
     first = sorted(beside.first)[len(beside.first) // 2]
@@ -76,7 +87,7 @@ def attack(plan: Plan) -> Iterator[Row | Heard]:
 
 def _honest(server: Server, plan: Plan, seconds: float, what: str) -> Heard:
     talks = [Talk(server.port, server.model) for _ in range(HONEST)]
-    run = closed(server, talks, plan.manner, what=what, seconds=seconds, warm=3.0, every=0.2)
+    run = closed(server, talks, plan.manner, what=what, seconds=seconds, warm=3.0, every=0.05)
     return asyncio.run(run)
 
 
@@ -104,6 +115,16 @@ def make_bodies(model: str, size: int) -> dict[str, tuple[str, bytes]]:
         "no json": (CHAT, b"\xff" * size),
         "a long word": (CHAT, repeat(user, "a", '"}]}')),
         "control tokens": (CHAT, repeat(user, "<|im_end|>", '"}]}')),
+        "a history": (CHAT, repeat(head + '"messages":[', f"{_TURN}," * 2, "]}")),
+        "arguments": (CHAT, repeat(f'{head}"messages":[{_TURN},{_CALL}', "[],", ']"}}]}]}')),
+        "tools": (
+            CHAT,
+            repeat(
+                user + '"}],"tools":[{"type":"function","function":{"name":"f","parameters":'
+                '{"type":"object","properties":{',
+                *('"p":{"type":"string","pattern":"(a|b){1,9}c"},', "}}}}]}"),
+            ),
+        ),
         "a schema": (
             CHAT,
             repeat(

@@ -3,12 +3,15 @@
 from weir.cache.layer.decode import DecodeSlots
 from weir.cache.layer.layer import Layer, RowsNotFinite
 from weir.cache.layer.layer_state import LayerSpec, Layout, lay_out
+from weir.cache.layer.parts import HeadSplit, LayerParts
 from weir.cache.layer.plan import ForwardPlan, Segment, place_on_axes, plan_forward
 
 __all__ = [
     "DecodeSlots",
     "ForwardPlan",
+    "HeadSplit",
     "Layer",
+    "LayerParts",
     "LayerSpec",
     "Layout",
     "RowsNotFinite",

@@ -120,6 +120,7 @@ class LayerSpec:
         chunk: tokens between two folds.
         draws: the layer's random numbers; each row sets its own seed.
         index, layers: the number of the layer, and how many there are.
+        heads: the layer's KV heads that are meant, in ascending order; None for all.
         output: the projection of the layer's output; None if not known.
         gate: the layer's gate; None if no pool reads it.
     """
@@ -130,6 +131,7 @@ class LayerSpec:
     draws: CounterRNG = field(default_factory=lambda: CounterRNG(0))
     index: int = 0
     layers: int = 1
+    heads: tuple[int, ...] | None = None
     output: Output | None = field(default=None, compare=False)
     gate: Gating | None = field(default=None, compare=False)
 

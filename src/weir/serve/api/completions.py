@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from weir.serve.api.logprobs import LogprobFormatter, clip
 from weir.serve.api.models import check_model
 from weir.serve.api.openapi import describe_body
 from weir.serve.api.output_format import ToolUse, add_constraint, check_tools
-from weir.serve.api.requests import SESSION_HEADER, named_session, read_body
+from weir.serve.api.requests import SESSION_HEADER, named_session, read_body, work_on_body
 from weir.serve.api.schemas.chat import ChatBody, CompletionBody, TextBody
 from weir.serve.api.sse import DONE, EventTemplate, encode_event
 from weir.serve.client import EngineClient, Generation
@@ -47,7 +47,8 @@ async def chat(request: Request, client: Client, owner: Owner) -> Response:
     if body.max_completion_tokens is not None:
         limit = ("max_completion_tokens", body.max_completion_tokens)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    match = partial(_match, client, body, owner, session, tools)
+    messages = await work_on_body(request, getattr, body, "history")  # there may be many
+    match = partial(_match, client, messages, owner, session, tools)
     job = make_request(client, body, match, limit, logprobs, client.limits.answer_default)
     param = "response_format.json_schema.schema"
     job = await add_constraint(request, body.response_format, tools, job, param)
@@ -58,11 +59,15 @@ async def chat(request: Request, client: Client, owner: Owner) -> Response:
 
 
 def _match(
-    client: EngineClient, body: ChatBody, owner: str, session: str | None, tools: ToolUse
+    client: EngineClient,
+    messages: Sequence[Message],
+    owner: str,
+    session: str | None,
+    tools: ToolUse,
 ) -> Prompt:
     """Find the prompt of a chat."""
     try:
-        linked = link_results([message.message() for message in body.messages])
+        linked = link_results(messages)
     except StrayResult as error:
         param = f"messages[{error.number}].tool_call_id"
         raise APIError(400, str(error), param=param) from None
@@ -76,7 +81,7 @@ def _match(
 @router.post("/v1/completions", openapi_extra=describe_body(TextBody, streams=True))
 async def complete(request: Request, client: Client, owner: Owner) -> Response:
     """Complete a text or token ids. Nothing is saved."""
-    body = await read_body(request, TextBody, owner)
+    body = await read_body(request, TextBody, owner, client.limits.prompt)
     check_model(client, body.model)
     match = partial(client.matcher.complete, owner, body.only_prompt)
     limit = ("max_tokens", body.max_tokens)

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from email.message import Message
 from typing import Any, TypeVar
 
+import numpy as np
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
@@ -34,7 +35,7 @@ SLOW_SECONDS = 0.5
 SLOW_RATE = 10_000
 """A body is slow if it has come for longer, and with fewer bytes a second."""
 LARGE = 65_536
-"""Bytes of a body that is parsed and validated in a thread, so that no other client waits."""
+"""Bytes of a body that is worked on in a thread, so that no other client waits."""
 
 
 class ClientGone(Exception):
@@ -48,7 +49,7 @@ class BodyLimiter:
         limits: of the server.
 
     Attributes:
-        worker: the one thread that parses large bodies.
+        worker: the one thread that works on large bodies.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -216,10 +217,13 @@ def _check_headers(request: Request, media_type: str) -> None:
         )
 
 
-async def read_body(request: Request, kind: type[Body], owner: str) -> Body:
+async def read_body(request: Request, kind: type[Body], owner: str, numbers: int = 0) -> Body:
     """Read and validate the body of a request, which counts as one of its owner's from now on.
 
     No body at all is an empty object, if no field is required.
+
+    Args:
+        numbers: entries of lists that are allowed beside `MAX_NODES`, for prompts of token ids.
 
     Raises:
         APIError: the owner has too many requests, or the body is too large, slow or wrong.
@@ -227,7 +231,7 @@ async def read_body(request: Request, kind: type[Body], owner: str) -> Body:
     """
     limits = begin_request(request, owner).limits
     limiter: BodyLimiter = request.app.state.bodies
-    read, counter = bytearray(), NodeCounter(limits.prompt)
+    read, counter = bytearray(), NodeCounter(numbers)
     optional = not any(field.is_required() for field in kind.model_fields.values())
     if not (optional and _has_no_body(request)):
         async for chunk in read_chunks(request, JSON, limits.body, limits.stall):
@@ -237,14 +241,25 @@ async def read_body(request: Request, kind: type[Body], owner: str) -> Body:
             read += chunk
     if not read and optional:
         read += b"{}"
-    if len(read) < LARGE:
-        return parse_body(read, kind)
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(limiter.worker, parse_body, read, kind)
+    request.state.is_large = len(read) >= LARGE
+    return await work_on_body(request, parse_body, read, kind, counter)
 
 
-def parse_body(data: bytes | bytearray, kind: type[Body]) -> Body:
+async def work_on_body(request: Request, work: Callable[..., Result], *given: Any) -> Result:
+    """Work on the body of a request: if it is large, in the one thread for such."""
+    if not request.state.is_large:
+        return work(*given)
+    limiter: BodyLimiter = request.app.state.bodies
+    return await asyncio.get_running_loop().run_in_executor(limiter.worker, work, *given)
+
+
+def parse_body(
+    data: bytes | bytearray, kind: type[Body], counter: NodeCounter | None = None
+) -> Body:
     """Parse and validate the body of a request.
+
+    Args:
+        counter: of the body, which counts the JSON in its texts too.
 
     Raises:
         APIError: it is wrong.
@@ -254,9 +269,12 @@ def parse_body(data: bytes | bytearray, kind: type[Body]) -> Body:
     except ValueError as error:
         raise invalid_json(str(error)) from None
     try:
-        return kind.model_validate(value)
+        return kind.model_validate(value, context=counter and counter.feed_text)
     except ValidationError as error:
         raise invalid_body(error) from None
+
+
+_NO_MARKS = bytes(set(range(256)) - set(b'"{[:,'))
 
 
 class NodeCounter:
@@ -276,6 +294,15 @@ class NodeCounter:
         self._in_string = False
         self._backslash = b""
 
+    def feed_text(self, text: str) -> None:
+        """Count what is JSON in a text, and in none before it.
+
+        Raises:
+            APIError: there is too much in all texts together.
+        """
+        self._in_string, self._backslash = False, b""
+        self.feed(text.encode("utf-8", "replace"))
+
     def feed(self, chunk: bytes) -> None:
         """Count what is outside of strings in the next part.
 
@@ -285,11 +312,13 @@ class NodeCounter:
         chunk = self._backslash + chunk
         self._backslash = b"\\" * ((len(chunk) - len(chunk.rstrip(b"\\"))) % 2)
         chunk = chunk[: len(chunk) - len(self._backslash)]
-        parts = chunk.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
-        outside = b"".join(parts[self._in_string :: 2])
-        self._in_string ^= len(parts) % 2 == 0
-        self.nodes += sum(outside.count(mark) for mark in b"{[:")
-        self.commas += outside.count(b",")
+        marks = chunk.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NO_MARKS)
+        found = np.frombuffer(marks, np.uint8)
+        inside = np.logical_xor.accumulate(found == ord('"')) ^ self._in_string
+        self._in_string ^= marks.count(b'"') % 2 == 1
+        counts = np.bincount(found[~inside], minlength=128)
+        self.nodes += int(counts[list(b"{[:")].sum())
+        self.commas += int(counts[ord(",")])
         if self.nodes > MAX_NODES or self.commas > self._most:
             raise APIError(
                 413,

@@ -25,7 +25,7 @@ from weir.serve.api.models import check_model
 from weir.serve.api.openapi import describe_body
 from weir.serve.api.output_format import add_constraint, check_tools
 from weir.serve.api.output_items import ItemEvent, OutputItems
-from weir.serve.api.requests import SESSION_HEADER, named_session, read_body
+from weir.serve.api.requests import SESSION_HEADER, named_session, read_body, work_on_body
 from weir.serve.api.schemas.responses import ResponseBody, result_param
 from weir.serve.api.sessions import look_up, run_in_thread
 from weir.serve.api.sse import DONE
@@ -52,7 +52,7 @@ async def respond(request: Request, client: Client, owner: Owner) -> Response:
     turn = ResponseTurn(
         client,
         owner,
-        await asyncio.to_thread(getattr, body, "items"),  # there may be many
+        await work_on_body(request, getattr, body, "items"),  # there may be many
         body.instructions,
         body.previous_response_id,
         body.named,

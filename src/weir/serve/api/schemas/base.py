@@ -13,6 +13,7 @@ from pydantic import (
     ConfigDict,
     Field,
     StringConstraints,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -96,8 +97,13 @@ class KnownFields(Strict):
         return value
 
 
-def _check_arguments(value: str) -> str:
-    """Check the arguments of a call. Invalid JSON is accepted: the model may have been cut off."""
+def _check_arguments(value: str, info: ValidationInfo) -> str:
+    """Check the arguments of a call. Invalid JSON is accepted: the model may have been cut off.
+
+    What they hold is JSON in a text of JSON, and counts as part of the body (`parse_body`).
+    """
+    if info.context is not None:
+        info.context(value)
     try:
         found = json.loads(value)
     except (ValueError, RecursionError):

@@ -215,6 +215,11 @@ class ChatBody(CompletionBody):
     parallel_tool_calls: bool | None = None
 
     @property
+    def history(self) -> list[Message]:
+        """The messages, as the server's own."""
+        return [message.message() for message in self.messages]
+
+    @property
     def offer(self) -> ToolOffer:
         """The tools of the request."""
         tools = [tool.tool() for tool in self.tools or ()]

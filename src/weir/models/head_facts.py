@@ -1,0 +1,197 @@
+"""What each KV head of a model does, measured once by one reading of random tokens.
+
+Some heads look for an earlier occurrence of a token, or of its context, and copy what followed
+(Olsson et al. 2022, "In-context Learning and Induction Heads", arXiv:2209.11895). And in some
+models a few channels of the keys are so large that slots of 4 bits lose the others.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import repeat_kv
+from transformers.masking_utils import sdpa_mask
+
+from weir.errors import WeirError
+from weir.models.cache_folder import cache_folder, read_json, write_json
+from weir.models.fingerprints import digest_rows, fingerprint
+from weir.models.forward_lock import forward_lock_of
+from weir.models.model_spec import (
+    OWN_FAMILIES,
+    attention_modules,
+    describe,
+    input_device,
+    window_of,
+)
+from weir.slab import FORMATS, as_read
+
+REPEATED = 128
+"""Random tokens that are read twice."""
+FILE = "head_facts.json"
+"""The facts of some models, in weir's assets; a file of this name in `cache_folder` has others."""
+_SHIPPED = Path(str(files("weir"))) / "assets" / FILE
+ATTENTION = "weir_head_facts"
+"""The name under which transformers finds `_attend`."""
+_FIRST = 8
+"""Tokens at the beginning that are not counted: many heads look at them for no reason."""
+EXACT = 4
+"""Tokens at the beginning that a policy keeps exact, as sinks."""
+
+
+@dataclass(frozen=True)
+class HeadFacts:
+    """What was measured of the layers that a policy holds.
+
+    Attributes:
+        lookup: of each KV head of each layer, how much it looks up earlier tokens, from 0 to 1.
+        error: how far answers of attention are off with keys and values in 4 bits, relative to
+            their size, in the worst layer.
+    """
+
+    lookup: tuple[tuple[float, ...], ...]
+    error: float
+
+
+_KNOWN: weakref.WeakKeyDictionary[PreTrainedModel, HeadFacts | None] = weakref.WeakKeyDictionary()
+
+
+def find_head_facts(model: PreTrainedModel) -> HeadFacts | None:
+    """Find the facts of a model's heads (`measure_heads`).
+
+    None for a model without weights, or where they cannot be measured. They are kept by the model's
+    weights in `cache_folder`.
+    """
+    if model not in _KNOWN:
+        _KNOWN[model] = _find(model)
+    return _KNOWN[model]
+
+
+def _find(model: PreTrainedModel) -> HeadFacts | None:
+    if any(weight.is_meta for weight in model.parameters()):
+        return None
+    name, kept = _name(model), cache_folder() / FILE
+    for file in (_SHIPPED, kept):
+        known = _read(read_json(file).get(name))
+        if known is not None:
+            return known
+    found = measure_heads(model)
+    if found is not None:
+        write_json(kept, read_json(kept) | {name: asdict(found)})
+    return found
+
+
+def _name(model: PreTrainedModel) -> str:
+    """Return the name of a model's facts: its fingerprint, and a checksum of its attention."""
+    modules = attention_modules(describe(model).decoder)
+    return f"{fingerprint(model)['weights']}-{digest_rows(modules)}"
+
+
+def _read(kept: Any) -> HeadFacts | None:
+    """Read the facts of one model from JSON; None where they are none."""
+    try:
+        lookup = tuple(tuple(float(score) for score in layer) for layer in kept["lookup"])
+        return HeadFacts(lookup, float(kept["error"]))
+    except (LookupError, TypeError, ValueError):
+        return None
+
+
+def measure_heads(model: PreTrainedModel) -> HeadFacts | None:
+    """Measure the KV heads of each layer that a policy holds.
+
+    The model reads random tokens twice. Of each KV head, every token's largest share of attention
+    from the second reading is averaged over the tokens, as KVzip (Kim et al. 2025, section 3.2;
+    arXiv:2505.23416) scores them. None where the model is too small to be asked, outside
+    transformers' attention interface, or spread over processes by heads.
+    """
+    spec = describe(model)
+    window, config = window_of(model.config), model.config.get_text_config(decoder=True)
+    count = min(REPEATED, (window or 2 * REPEATED) // 2)
+    own = config.model_type in OWN_FAMILIES  # whose attention would not come to `_attend`
+    if own or count <= 2 * _FIRST or config.vocab_size < REPEATED:
+        return None
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(config.vocab_size // 16, config.vocab_size, (1, count), generator=draw)
+    modules = attention_modules(spec.decoder)
+    training = [module for module in model.modules() if module.training]
+    found: dict[int, tuple[tuple[float, ...], float]] = {}
+    with forward_lock_of(config), torch.no_grad():
+        previous = config._attn_implementation
+        try:
+            model.eval()
+            config._attn_implementation = {"": ATTENTION}
+            for module in modules:
+                vars(module)[_FOUND] = found
+            spec.decoder(input_ids=ids.repeat(1, 2).to(input_device(model)), use_cache=False)
+        except WeirError:
+            return None
+        finally:
+            for module in modules:
+                vars(module).pop(_FOUND, None)
+            config._attn_implementation = {"": previous}
+            for each in training:
+                each.training = True
+    layers = list(zip(modules, spec.layers, strict=True))
+    held = [layer for layer in layers if layer[1].positions.window is None] or layers
+    if any(layer.shares > 1 or id(module) not in found for module, layer in held):
+        return None
+    lookup, errors = zip(*(found[id(module)] for module, _ in held), strict=True)
+    return HeadFacts(lookup, max(errors))
+
+
+_FOUND = "_weir_head_facts"
+"""Attribute of a module of attention that is being measured: what was found, by the module's id."""
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention for transformers, by its formula in float32, that measures its layer."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    half, group = query.shape[2] // 2, query.shape[1] // key.shape[1]
+
+    def answer(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        logits = query.float() @ repeat_kv(key, group).float().transpose(2, 3) * scale
+        if softcap is not None:
+            logits = (logits / softcap).tanh() * softcap
+        later = torch.ones(logits.shape[2:], dtype=torch.bool, device=key.device).triu(1)
+        logits = logits.masked_fill(later, -torch.inf)
+        if s_aux is not None:
+            sink = s_aux.float()[None, :, None, None].expand(*logits.shape[:3], 1)
+            logits = torch.cat([logits, sink], dim=3)
+        shares = logits.softmax(dim=-1)[..., : key.shape[2]]
+        return shares, shares.to(value.dtype) @ repeat_kv(value, group)
+
+    shares, out = answer(key, value)
+    largest = shares[0, :, half:, _FIRST:half].unflatten(0, (-1, group)).amax(dim=(1, 2))
+    form, error = FORMATS["int4"], math.inf
+    if form.wrong(key.shape[3], value.shape[3]) is None:
+        held = [
+            torch.cat([t[:, :, :EXACT], as_read(t[:, :, EXACT:], code)], dim=2)
+            for t, code in ((key, form.keys), (value, form.values))
+        ]
+        off = answer(*held)[1].float() - out.float()
+        error = round(float(off.norm() / out.float().norm().clamp_min(1e-30)), 4)
+    scores = tuple(round(score, 4) for score in largest.mean(dim=-1).tolist())
+    vars(module)[_FOUND][id(module)] = scores, error
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(ATTENTION, _attend)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)

@@ -1,0 +1,147 @@
+"""What KV heads do: found where they are, once, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from pathlib import Path
+
+import pytest
+import torch
+from reference.models import make
+
+import weir
+from weir.cache import fit_to_model
+from weir.models import find_head_facts, head_facts, measure_heads
+from weir.policies.weir import LOOKS_UP, SPOILED
+
+
+@pytest.fixture
+def kept(monkeypatch, tmp_path):
+    """A folder for what is kept, and nothing shipped."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(head_facts, "_SHIPPED", tmp_path / "none.json")
+    return tmp_path / "weir" / head_facts.FILE
+
+
+def test_what_is_shipped_is_what_is_measured():
+    model, _ = weir.load("nano")
+    found, shipped = measure_heads(model), find_head_facts(model)
+    assert [len(layer) for layer in found.lookup] == [2] * 4
+    assert found.lookup[2][0] > 0.9 and sum(map(sum, found.lookup)) < 1.5
+    assert torch.tensor(found.lookup).allclose(torch.tensor(shipped.lookup), atol=1e-3)
+    assert found.error == pytest.approx(shipped.error, abs=1e-2) and found.error < SPOILED
+
+
+def test_scores_are_those_of_the_models_own_attention():
+    """Against the weights that transformers' eager attention returns."""
+    model, _ = weir.load("nano")
+    draw, size = torch.Generator().manual_seed(0), model.config.vocab_size
+    ids = torch.randint(size // 16, size, (1, 128), generator=draw).repeat(1, 2)
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        shares = model(ids, output_attentions=True).attentions
+    model.set_attn_implementation(before)
+    wanted = [
+        layer[0, :, 128:, 8:128].unflatten(0, (2, -1)).amax(dim=(1, 2)).mean(-1) for layer in shares
+    ]
+    assert torch.tensor(measure_heads(model).lookup).allclose(torch.stack(wanted), atol=1e-4)
+    assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-oss", "qwen3", "phi3", "bloom", "mpt"])
+def test_models_without_training_look_nothing_up(name, kept):
+    try:
+        model = make(name, vocab_size=200)
+    except Exception as error:  # a family that this transformers does not have
+        pytest.skip(str(error))
+    found = find_head_facts(model)
+    if name in ("bloom", "mpt"):  # attention of their own, which is not measured
+        assert found is None and not kept.exists()
+    else:
+        held = 1 if name in ("gemma2", "gpt-oss") else 2
+        assert len(found.lookup) == held and max(map(max, found.lookup)) < LOOKS_UP
+    assert weir.Stream(model, "weir(60)").capacity == 60
+
+
+def test_a_model_in_training_stays_as_it_is(fresh_llama):
+    model = fresh_llama().train()
+    model.lm_head.eval()
+    measure_heads(model)
+    assert model.training and model.model.training and not model.lm_head.training
+
+
+def test_what_was_found_is_kept_by_the_weights(kept, monkeypatch):
+    model, _ = weir.load("nano")
+    head_facts._KNOWN.clear()
+    found = find_head_facts(model)
+    assert len(json.loads(kept.read_text())) == 1
+    head_facts._KNOWN.clear()
+    monkeypatch.setattr(head_facts, "measure_heads", None)
+    assert find_head_facts(model) == found
+    for broken in ('{"broken": ', kept.read_text().replace("lookup", "looked")):
+        kept.write_text(broken)
+        head_facts._KNOWN.clear()
+        with pytest.raises(TypeError):  # measured anew
+            find_head_facts(model)
+    head_facts._KNOWN.clear()
+
+
+PAIRS = (1, 4, 9, 20)
+"""Pairs of channels that are rotated together."""
+
+
+def spoil(model, factor):
+    """Make some channels of all keys so much larger, and those of queries smaller."""
+    dim = model.config.head_dim
+    for layer in model.model.layers:
+        for projection, times in (
+            (layer.self_attn.k_proj, factor),
+            (layer.self_attn.q_proj, 1 / factor),
+        ):
+            rows = projection.weight.data.view(-1, dim, projection.in_features)
+            rows[:, [*PAIRS, *(pair + dim // 2 for pair in PAIRS)]] *= times
+    return model
+
+
+def test_keys_that_4_bits_would_spoil_get_8(kept):
+    """What channels are multiplied by, its queries undo: the model is the same."""
+    (model, tokenizer), (plain, _) = weir.load("nano"), weir.load("nano")
+    spoil(model, 50)
+    packaged = Path(weir.__file__).parent / "assets" / "war-and-peace.txt.xz"
+    ids = tokenizer(lzma.decompress(packaged.read_bytes()).decode()[20_000:24_000])["input_ids"]
+    losses = {
+        policy: float(weir.Stream(model, policy).score(ids)[0, 1:].mean())
+        for policy in ("weir(120)", "weir(120, slots=exact)", "weir(120, slots=int4)")
+    }
+    exact = float(weir.Stream(plain, "weir(120, slots=exact)").score(ids)[0, 1:].mean())
+    assert losses["weir(120, slots=exact)"] == pytest.approx(exact, abs=1e-3)
+    assert losses["weir(120)"] == pytest.approx(exact, abs=0.02)
+    assert losses["weir(120, slots=int4)"] > exact + 0.1
+    assert find_head_facts(plain).error < SPOILED < find_head_facts(model).error
+    assert "slots=int8" in str(weir.Stream(model, "weir(120)").policy)
+    assert ":int4" in fit_to_model(weir.policy("weir(120, slots=int4)"), model).stands_for
+
+
+def test_heads_with_an_odd_number_of_channels_get_8_bits(fresh_llama):
+    one_head = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 200}
+    odd, wide = (fresh_llama(head_dim=dim, **one_head) for dim in (6, 256))
+    assert measure_heads(wide).error < SPOILED
+    assert measure_heads(odd).error < SPOILED
+
+
+def test_weir_gives_them_what_the_others_leave():
+    model, _ = weir.load("nano")
+    fitted = fit_to_model(weir.policy("weir(320)"), model)
+    slots = [[pipe.slots for pipe in fitted.for_heads(n, 4, 2)] for n in range(4)]
+    far = min(448, 8 * 320 - 7 * 256)
+    assert slots == [[near := (8 * 320 - far) // 7] * 2, [near] * 2, [far, near], [near] * 2]
+    assert str(weir.Stream(model, "weir(320)").policy) == str(fitted)
+    pinned = fit_to_model(weir.policy("pinned(weir(320), 8, 4)"), model)
+    # No more than the window holds.
+    assert pinned.for_heads(2, 4, 2)[0].slots == 448
+    whole = weir.policy("pinned(weir(436), 8, 4)")  # with 64 new tokens all that the window holds
+    assert fit_to_model(whole, model) is whole
+    assert weir.Stream(model, str(fitted)).policy == fitted
+    assert fit_to_model(weir.policy("weir(320, layers=alike)"), model).slots == 320
