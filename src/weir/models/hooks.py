@@ -93,7 +93,9 @@ class Attachment:
         layers = layers_of(self.facts.decoder, self.facts.attentions)
         own = self._forward.own
         self._compiled = None if compiling is None else Compiled(own, layers, compiling)
-        known = compiling is not None and compiling.native and hasattr(self.facts.decoder, "layers")
+        parts = ("layers", "norm", "embed_tokens")
+        known = compiling is not None and compiling.native
+        known = known and all(hasattr(self.facts.decoder, name) for name in parts)
         if not known or kernels.decode_step(torch.device("cpu")) is None:
             self._native = None
         else:

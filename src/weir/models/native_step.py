@@ -355,10 +355,10 @@ class _StepProgram:
         return self._table.hold(slots.keys, slots.values, *more)
 
     def _add_mlp(self, layer: Any) -> None:
-        table, mlp = self._table, layer.mlp
+        table, mlp = self._table, getattr(layer, "mlp", None)
         names = ("gate", "up", "down")
         *pair, down = (_weight(getattr(mlp, f"{name}_proj", None)) for name in names)
-        activation = _ACTIVATIONS.get(type(mlp.act_fn).__name__)
+        activation = _ACTIVATIONS.get(type(getattr(mlp, "act_fn", None)).__name__)
         if activation is None or pair[0][3:] != pair[1][3:]:
             raise Unknown
         *outs, gated = (table.memory(table.rows, pair[0].outputs) for _ in range(3))
