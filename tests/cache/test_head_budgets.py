@@ -158,7 +158,7 @@ def test_lists_are_two_deep():
     assert weir.policy(f"pinned({CUT}, 3, 2)").for_heads(1, 2, 2)[0] == weir.policy(
         "pinned(recent(9), 3, 2)"
     ).for_layer(0, 1)
-    with pytest.raises(PolicyError, match="is for the KV heads of a layer"):
+    with pytest.raises(PolicyError, match="two deep at most"):
         weir.policy("[[[window(4)]]]")
     with pytest.raises(WeirError, match="is for the KV heads of a layer"):
         found.for_layer(0, 2)

@@ -331,6 +331,11 @@ class Layered(Policy):
 class ByHead(Layered):
     """A policy for each KV head of one layer, in the list of a `Layered`."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if any(isinstance(policy, Layered) for policy in self.policies):
+            raise WeirError("lists of policies are two deep at most: for layers, and for KV heads")
+
     def for_layer(self, layer: int, layers: int) -> Pipe:
         """Refuse to give one pipe for the whole layer (WeirError)."""
         raise WeirError(
