@@ -140,9 +140,12 @@ class Blocks:
 def write_out(codes: Tensor, scales: Tensor, outputs: int, which: Tensor | None = None) -> Tensor:
     """Return rows of a weight in blocks as float32 [rows, inputs]; see `Blocks`."""
     bits = codes.shape[2] // 64
-    quads = codes.unflatten(2, (-1, PANEL, 4)).movedim(3, 1).flatten(0, 1)
-    steps = scales.view(torch.float16).movedim(3, 1).flatten(0, 1)
-    quads, steps = (t[:outputs] if which is None else t[which] for t in (quads, steps))
+    quads = codes.unflatten(2, (-1, PANEL, 4)).movedim(3, 1)  # [panels, 16, blocks, groups, 4]
+    steps = scales.view(torch.float16).movedim(3, 1)
+    if which is None:
+        quads, steps = (t.flatten(0, 1)[:outputs] for t in (quads, steps))
+    else:
+        quads, steps = (t[which // PANEL, which % PANEL] for t in (quads, steps))
     if bits == 4:
         quads = torch.cat([quads & 15, quads >> 4], dim=2)
     numbers = quads.flatten(2).float()
