@@ -116,8 +116,8 @@ class Fold:
 class Pool(ABC):
     """A rule that decides which tokens keep a slot, for each KV head.
 
-    Its properties have the answer of most pools. A class with another says `needs_mass = True`, or
-    has a property where a parameter decides.
+    Its properties are defaults. A class that differs says `needs_mass = True`, or has a property
+    where a parameter decides.
 
     Attributes:
         name: its name in a policy, set by the decorator `pool`.
