@@ -145,7 +145,7 @@ $(PEERS)/models/.made: $(PEERS)/llamacpp/.installed bench/weir_bench/peers/sides
 	$(PEERS)/llamacpp/bin/python bench/weir_bench/peers/sides/convert.py $(PEERS)/models
 	@touch $@
 
-# The models that policies are compared on beside nano; docs/results.md says what each is for. Where
+# The models that policies are compared on beside nano; bench/results/choosing-weir.md says what each is for. Where
 # one was broken off it goes on from its last checkpoint.
 BOOKS ?= books.txt.xz
 MODELS ?= five qknorm alibi seed2
@@ -158,7 +158,7 @@ train-alibi := --preset small --shape alibi --optimizer muon --rate 4e-3 --sink 
 train-seed2 := --width 160 --heads 4 --kv-heads 2 --length 320 --rows 8 \
 	--tokens 16000000 --seed 5 --vocabulary 3100 --exercises on
 
-models: $(MODELS:%=models/%/config.json) ## the models of docs/results.md, hours: make models BOOKS=books.txt.xz
+models: $(MODELS:%=models/%/config.json) ## the small models of bench/results, hours: make models BOOKS=books.txt.xz
 
 models/%/config.json: | $(VENV)/.installed
 	$(call stage,$*)
