@@ -121,12 +121,12 @@ def test_tables_are_written_between_the_marks_of_a_page(tmp_path):
     facts = {"date": "today", "command": "weir bench peers", "versions": {}}
     found = Results(None, {**facts, "machine": {"processor": "P", "cores": 2}})
     for threads in (1, 2):
-        for who, seconds in ((f"weir int8{COMPILED}", 0.03 / threads), ("llama.cpp Q8_0", 0.04)):
+        for who, seconds in ((f"weir q8_0{COMPILED}", 0.03 / threads), ("llama.cpp Q8_0", 0.04)):
             named = {"who": who, "threads": threads, "behind": 1024, "compiled": True}
             found.add("step", named, {"seconds": seconds})
     found.miss("OpenVINO", "it is not installed")
     text = markdown(found)
-    assert "| step of weir int8, compiled ÷ llama.cpp Q8_0 | **0.75** | 0.375 |" in text
+    assert "| step of weir q8_0, compiled ÷ llama.cpp Q8_0 | **0.75** | 0.375 |" in text
     assert "| llama.cpp Q8_0 | 40 | 40 |" in text
     assert "- Not measured: OpenVINO: it is not installed." in text
     page = tmp_path / "page.md"

@@ -64,7 +64,10 @@ def test_results_say_how_their_model_was_loaded_and_do_not_go_on_with_another(
         (("--dtype", "float31"), "dtype must be 'auto', 'float32'"),
         (("--device", "nosuch"), "cannot be put on the device 'nosuch'"),
         (("--device", "cpu", "--device-map", "auto"), "give one of them"),
-        (("--weights", "int3"), "weights must be 'int8' or 'int4', not 'int3'"),
+        (
+            ("--weights", "int3"),
+            "weights must be one of int8, int4, q8_0, q4_0, q4_1, gguf, not 'int3'",
+        ),
         (("--weights", "int8", "--device-map", "auto"), "for a model on one device"),
     ],
 )

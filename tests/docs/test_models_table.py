@@ -1,4 +1,4 @@
-"""The models of docs/results.md are those that `make models` makes."""
+"""The models of bench/results/choosing-weir.md are those that `make models` makes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 def rows() -> dict[str, list[str]]:
     """The cells of the page's table, by model."""
-    page = (ROOT / "docs" / "results.md").read_text("utf-8")
+    page = (ROOT / "bench" / "results" / "choosing-weir.md").read_text("utf-8")
     page = page.split("\n## The models\n")[1].split("\n## ")[0]
     found = re.findall(r"^\| `(\w+)` \|(.+)\|$", page, re.MULTILINE)
     return {name: [cell.strip() for cell in cells.split("|")] for name, cells in found}

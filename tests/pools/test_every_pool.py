@@ -301,7 +301,7 @@ def test_a_budget_is_kept_or_refused_with_a_reason(name):
         try:
             made = policy(f"{name}(budget={budget})")
         except PolicyError as refusal:
-            assert refusal.at == 0
+            assert refusal.at in (0, len(f"{name}(budget="))  # the call's, or the number's place
             assert str(refusal).count("\n") == 0
             continue
         kept.append(budget)

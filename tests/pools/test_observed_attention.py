@@ -128,7 +128,7 @@ for name in ("llama-yarn", "gemma2", "gpt-oss", "falcon-alibi", "bloom"):
 
 
 @pytest.mark.parametrize(("name", "pipe", "mode", "prefill"), ANSWERED)
-def test_what_a_fold_says_is_what_every_family_has_answered(name, pipe, mode, prefill):
+def test_what_a_fold_says_is_what_every_family_has_answered(name, pipe, mode, prefill, monkeypatch):
     """The answers of a layer to its tail, as the model got them; once from the shares alone."""
     model, chunk = shared(name), 8
     found: dict[int, list[Tensor]] = {0: [], 1: []}
@@ -140,19 +140,15 @@ def test_what_a_fold_says_is_what_every_family_has_answered(name, pipe, mode, pr
             out = torch.einsum("bhgln,bhnd->bhgld", fold.read.attention(slots), slots.values)
         found[fold.draws.layer].append(out)
 
-    def listen(layer: Layer) -> None:
-        own = layer.attend
+    own = Layer.attend
 
-        def attend(*args: Any) -> Tensor:
-            answers[layer.spec.index].append(own(*args))
-            return answers[layer.spec.index][-1]
+    def attend(layer: Layer, *args: Any) -> Tensor:
+        answers[layer.spec.index].append(own(layer, *args))
+        return answers[layer.spec.index][-1]
 
-        layer.attend = attend  # type: ignore[method-assign]
-
+    monkeypatch.setattr(Layer, "attend", attend)
     pools = PIPES[pipe](Probe(17, chunk, look))
     cache = weir.StreamingCache(model, pools, chunk=chunk, positions=mode, prefill=prefill)
-    for layer in cache.stack:
-        listen(layer)
     with torch.no_grad():
         for part in tokens(2, 68).split([20, 32, 16], dim=1):
             model(input_ids=part, past_key_values=cache)
@@ -167,7 +163,7 @@ def test_what_a_fold_says_is_what_every_family_has_answered(name, pipe, mode, pr
             close_runs(out, wanted, model)
 
 
-def test_images_on_three_axes_are_read_where_attention_reads_them():
+def test_images_on_three_axes_are_read_where_attention_reads_them(monkeypatch):
     model = seeing("qwen2-vl")
     found: list[Tensor] = []
 
@@ -179,9 +175,15 @@ def test_images_on_three_axes_are_read_where_attention_reads_them():
         return torch.einsum("bhgln,bhnd->bhgld", fold.read.attention(slots), slots.values)
 
     cache = weir.StreamingCache(model, Pipe((Probe(17, 8, look),)), chunk=8)
-    layer, answers = cache.stack[0], []
-    own = layer.attend
-    layer.attend = lambda *args: answers.append(own(*args)) or answers[-1]
+    first, answers, own = cache.stack[0], [], Layer.attend
+
+    def attend(layer: Layer, *args: Any) -> Tensor:
+        out = own(layer, *args)
+        if layer is first:
+            answers.append(out)
+        return out
+
+    monkeypatch.setattr(Layer, "attend", attend)
     asked = prompt("qwen2-vl", [9, 0, 3, 0, 0, 11, 0, 4])
     with torch.no_grad():
         model(**asked.given, past_key_values=cache)

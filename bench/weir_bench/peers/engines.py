@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from weir.errors import WeirError, suggest
+from weir.models import BITS
 from weir_bench.peers.process import HOME, PeerProcess
 
 POLICY = "weir(budget={window})"
@@ -43,7 +44,7 @@ class EngineSetup:
     def start(self, threads: int, window: int, ids: Sequence[int] = (), **more: Any) -> PeerProcess:
         """Start its process."""
         environment = dict(more.pop("environment", {}))
-        if "weights" in self.given:
+        if self.given.get("weights") in BITS:  # torchao's
             paths = (str(HOME / "torchao"), os.environ.get("PYTHONPATH", ""))
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         wanted = {
@@ -73,7 +74,7 @@ def _torch(name: str, bits: int, **given: Any) -> EngineSetup:
     ours = name.startswith("weir")
     if ours:
         given["policy"] = POLICY
-    main = name in ("weir float32", "weir int8", "transformers float32")
+    main = name in ("weir float32", "weir q8_0", "transformers float32")
     return EngineSetup(name, "", "torch_side.py", bits, "Q4_1", given, main, ours)
 
 
@@ -95,9 +96,11 @@ ENGINES = (
     *(_llamacpp("F32", 32, flash=flash) for flash in (True, False)),
     _torch("weir bfloat16", 16, dtype="bfloat16"),
     _torch("transformers bfloat16", 16, dtype="bfloat16"),
+    _torch("weir q8_0", 8, dtype="float32", weights="q8_0"),
     _torch("weir int8", 8, dtype="float32", weights="int8"),
     *(_llamacpp("Q8_0", 8, flash=flash) for flash in (True, False)),
     *(_openvino("Q8_0", 8, evict=evict) for evict in (False, True)),
+    _torch("weir q4_1", 4, dtype="float32", weights="gguf"),
     _torch("weir int4", 4, dtype="bfloat16", weights="int4"),
     *(_llamacpp("Q4_1", 4, flash=flash) for flash in (True, False)),
     *(_openvino("Q4_1", 4, evict=evict) for evict in (False, True)),

@@ -16,14 +16,14 @@ from weir_bench.report import number
 BEGIN, END = "<!-- weir bench peers: begin -->", "<!-- weir bench peers: end -->"
 """Marks of what is written into a page."""
 NEAREST = (
-    (f"weir int8{COMPILED}", "llama.cpp Q8_0", 0.5, 0.7),
-    (f"weir int4{COMPILED}", "llama.cpp Q4_1", 0.5, 0.7),
-    (f"weir float32{COMPILED}", "llama.cpp Q4_1", None, None),
-    (f"weir int8{COMPILED}", "OpenVINO Q8_0", None, None),
+    (f"weir q8_0{COMPILED}", "llama.cpp Q8_0", 0.5, 0.7),
+    (f"weir q4_1{COMPILED}", "llama.cpp Q4_1", 0.5, 0.7),
+    (f"weir float32{COMPILED}", "llama.cpp F32", None, None),
+    (f"weir q8_0{COMPILED}", "OpenVINO Q8_0", None, None),
     (f"weir float32{COMPILED}", "transformers float32", None, None),
 )
 """Steps that stand beside each other, and what one and all threads are to reach."""
-READ = (("weir float32", "llama.cpp Q4_1"), ("weir int8", "llama.cpp Q8_0"))
+READ = (("weir q4_1", "llama.cpp Q4_1"), ("weir q8_0", "llama.cpp Q8_0"))
 """Prompts that stand beside each other."""
 
 
@@ -124,7 +124,7 @@ def _ratios(results: Results, threads: list[int]) -> list[list[str]]:
             ]
             add(f"prompt of {tokens:,}, time of {who} ÷ {peer}", values, [0.4] * len(threads))
     none = [None] * (len(threads) - 1)
-    for kind in ("float32", "int8", "int4") if none else ():
+    for kind in ("float32", "q8_0", "q4_1") if none else ():
         for how in ("", COMPILED):
             who = f"weir {kind}{how}"
             value = _ratio(*(step(who, threads[at], bool(how)) for at in (-1, 0)))

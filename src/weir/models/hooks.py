@@ -248,9 +248,6 @@ def _refuse(decoder: Any) -> None:
             "gradient checkpointing runs layers twice, which a stream cannot; "
             "model.gradient_checkpointing_disable() or model.eval()"
         )
-
-
-def _refuse_weightless(decoder: Any) -> None:
     weight = decoder.get_input_embeddings()._parameters.get("weight")
     if weight is not None and weight.is_meta:
         input_device(decoder)  # raises unless the weights are offloaded
