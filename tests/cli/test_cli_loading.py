@@ -66,7 +66,7 @@ def test_results_say_how_their_model_was_loaded_and_do_not_go_on_with_another(
         (("--device", "cpu", "--device-map", "auto"), "give one of them"),
         (
             ("--weights", "int3"),
-            "weights must be one of int8, int4, q8_0, q4_0, q4_1, gguf, not 'int3'",
+            "q8_0, q4_0, q4_1, gguf, not 'int3'",
         ),
         (("--weights", "int8", "--device-map", "auto"), "for a model on one device"),
     ],
