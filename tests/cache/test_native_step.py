@@ -242,7 +242,7 @@ def test_tokens_come_uncompiled_until_the_kernel_is_there(taken, monkeypatch, ca
         model(ids[:, PROMPT : PROMPT + 1], past_key_values=cache)
         assert not taken
         ready.set()
-        held = next(iter(hooks._ATTACHED.values()))._native
+        held = hooks._ATTACHED[model.model]._native
         held._compiling.join()
         model(ids[:, PROMPT + 1 : PROMPT + 2], past_key_values=cache)
     compile_steps(model, on=False)

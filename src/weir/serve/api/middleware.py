@@ -56,11 +56,17 @@ class RequestMiddleware:
         UNDER_WAY.add(number)
         status = 0
 
+        def end() -> None:
+            while at_end:
+                at_end.pop(0)()
+
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", number.encode())]
+            elif not message.get("more_body"):
+                end()  # who has read the last byte may ask again
             await send(message)
 
         try:
@@ -75,8 +81,7 @@ class RequestMiddleware:
                 await server_error().response()(scope, receive, send_with_id)
         finally:
             UNDER_WAY.discard(number)
-            for call in at_end:
-                call()
+            end()
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.requests.labels(route, str(status or "gone")).inc()
             log_event(
@@ -125,7 +130,7 @@ def host_of(scope: Scope) -> str:
 
 
 def at_end(scope: Scope, call: Callable[[], None]) -> None:
-    """Call something when a request is over, however it ends."""
+    """Call something when a request is over, however it ends, before its last byte is sent."""
     scope["state"]["at_end"].append(call)
 
 
