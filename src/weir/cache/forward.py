@@ -371,7 +371,7 @@ class StepRows:
 
 @dataclass(frozen=True, eq=False)
 class HeldPart:
-    """What a part of a layer holds, as a native step reads it.
+    """A part of a layer, as a native step reads it.
 
     Attributes:
         slots: of its KV heads.

@@ -163,21 +163,19 @@ class _InBlocks(nn.Module):
     codes: Tensor
     scales: Tensor
     kept_dtype: torch.dtype
+    outputs: int
 
     def take(self, blocks: Blocks, dtype: torch.dtype) -> None:
         """Replace the layer's weight."""
         del self._parameters["weight"]
         self.register_buffer("codes", blocks.codes)
         self.register_buffer("scales", blocks.scales)
-        self.kept_dtype = dtype
-
-    def _outputs(self) -> int:
-        raise NotImplementedError
+        self.kept_dtype, self.outputs = dtype, blocks.outputs
 
     @property
     def weight(self) -> Tensor:
         """The weight written out, in the model's dtype."""
-        return write_out(self.codes, self.scales, self._outputs()).to(self.kept_dtype)
+        return write_out(self.codes, self.scales, self.outputs).to(self.kept_dtype)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
@@ -197,9 +195,6 @@ class _InBlocks(nn.Module):
 class BlockLinear(_InBlocks, nn.Linear):  # type: ignore[override]  # read only
     """Linear layer with a weight in blocks."""
 
-    def _outputs(self) -> int:
-        return self.out_features
-
     def forward(self, input: Tensor) -> Tensor:
         """Multiply as `nn.Linear` does: [..., in_features] to [..., out_features]."""
         if torch.compiler.is_compiling():
@@ -214,9 +209,6 @@ class BlockLinear(_InBlocks, nn.Linear):  # type: ignore[override]  # read only
 
 class BlockEmbedding(_InBlocks, nn.Embedding):  # type: ignore[override]  # read only
     """Embedding whose table is in blocks, which it may share with the head."""
-
-    def _outputs(self) -> int:
-        return self.num_embeddings
 
     def forward(self, input: Tensor) -> Tensor:
         """Look up as `nn.Embedding` does: ids [...] to [..., embedding_dim]."""
