@@ -162,7 +162,7 @@ class _Watch:
         weights: list[Any] = []
         for module in (decoder, *decoder.layers.modules(), decoder.norm):
             own = vars(module)
-            for held in (module._modules, module._parameters):
+            for held in (module._modules, module._parameters, module._buffers):
                 self._dicts += [held] * len(held)
                 self._names += held
             names = {"forward", *own.keys() & _READ}
