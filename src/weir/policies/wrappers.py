@@ -18,9 +18,8 @@ from fractions import Fraction
 from typing import ClassVar, Self
 
 from weir.errors import WeirError
-from weir.policies.checks import check_format
 from weir.policies.library import Recompute, kcenter, streaming_llm
-from weir.policies.pipe import Origin, Pipe, Policy
+from weir.policies.pipe import Origin, Pipe, Policy, check_format
 from weir.policies.registry import NAMED, PolicyCall, named
 from weir.pools import Beginning, Frame, Header, Pool, Snap
 
