@@ -43,10 +43,10 @@ _KERNELS = {
     ("numba", "causal"): ("weir.kernels.cpu.causal", "causal"),
     ("numba", "causal_and_received"): ("weir.kernels.cpu.causal", "causal_and_received"),
     ("numba", "rotate_keys"): ("weir.kernels.cpu.rotation", "rotate_keys"),
-    ("numba", "dequantize_int8"): ("weir.kernels.cpu.int8_codec", "dequantize_int8"),
-    ("numba", "quantize_int8"): ("weir.kernels.cpu.int8_codec", "quantize_int8"),
-    ("numba", "dequantize_int4"): ("weir.kernels.cpu.int4_codec", "dequantize_int4"),
-    ("numba", "quantize_int4"): ("weir.kernels.cpu.int4_codec", "quantize_int4"),
+    ("numba", "dequantize_int8"): ("weir.kernels.cpu.slot_codec", "dequantize_int8"),
+    ("numba", "quantize_int8"): ("weir.kernels.cpu.slot_codec", "quantize_int8"),
+    ("numba", "dequantize_int4"): ("weir.kernels.cpu.slot_codec", "dequantize_int4"),
+    ("numba", "quantize_int4"): ("weir.kernels.cpu.slot_codec", "quantize_int4"),
     ("numba", "linear"): ("weir.kernels.cpu.linear", "linear"),
     ("numba", "linear_int8"): ("weir.kernels.cpu.linear", "linear_int8"),
     ("numba", "decode_step"): ("weir.kernels.cpu.step", "StepTable"),
@@ -158,7 +158,7 @@ def rotate_keys(keys: torch.Tensor) -> Callable[..., Any] | None:
 
 def dequantize(name: str, out: torch.Tensor) -> Callable[..., Any] | None:
     """The kernel that reads vectors of a format, int8 or int4, into such a tensor (see
-    `weir.kernels.cpu.int8_codec`, `int4_codec`); None for PyTorch.
+    `weir.kernels.cpu.slot_codec`); None for PyTorch.
     """
     return _for_floats(f"dequantize_{name}", out)
 

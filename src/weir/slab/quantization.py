@@ -179,7 +179,7 @@ def quantize_into(x: Tensor, code: Code, numbers: Tensor, peaks: Tensor) -> None
     elif code.rotated:
         write = kernels.quantize("int4", x)
         most, high = _rotated_range(x)
-        bounds = block_size(x.shape[-1]), _LEAST, high, most
+        bounds = _LEAST, high, most, block_size(x.shape[-1])
     if write is not None:
         write(x, numbers, peaks, code.levels, *bounds)
         return
