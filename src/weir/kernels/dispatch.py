@@ -25,6 +25,8 @@ LEAST_LANES = 16
 """Queries, and numbers of a value, that a kernel for segments of a prompt takes at least."""
 LEAST_WIDE = 32
 """Numbers of a head from which on vectors of a processor fit into it."""
+BLOCK, PANEL = 32, 16
+"""Of a weight in GGUF's blocks: numbers that share a scale, and outputs that lie side by side."""
 QuantizedVectors = tuple[torch.Tensor, torch.Tensor, int]
 """Quantized vectors: numbers as they are stored, their peaks, and how many steps make a peak."""
 VARIABLE = "WEIR_KERNELS"
@@ -200,10 +202,7 @@ def linear_blocks(x: torch.Tensor) -> Callable[..., Any] | None:
         return None
     if x.requires_grad or is_compiling():
         return None
-    kernel = _kernel(_library(x.device), "linear_blocks")
-    if kernel is None or not import_module(kernel.__module__).SUPPORTED:
-        return None
-    return kernel
+    return _kernel(_library(x.device), "linear_blocks")
 
 
 def is_compiling() -> bool:
@@ -278,8 +277,9 @@ def _library(device: torch.device) -> str:
 def _kernel(library: str, name: str) -> Callable[..., Any] | None:
     if (library, name) not in _KERNELS or find_spec(library) is None:
         return None
-    module, function = _KERNELS[library, name]
+    file, function = _KERNELS[library, name]
     try:
-        return getattr(import_module(module), function)
+        module = import_module(file)
     except ImportError:  # installed, but not for this Python, NumPy, PyTorch or processor
         return None
+    return getattr(module, function) if getattr(module, "SUPPORTED", True) else None

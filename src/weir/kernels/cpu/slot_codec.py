@@ -212,8 +212,8 @@ def _read_int4(
                     above[i] = np.float32(np.int32(vector[i] >> 4) - 8) * step
 
 
-_compiled_write_int8, _compiled_read_int8 = map(compile_kernel, (_write_int8, _read_int8))
-_compiled_write_int4, _compiled_read_int4 = map(compile_kernel, (_write_int4, _read_int4))
+_compiled_write_int8, _compiled_read_int8 = compile_kernel(_write_int8), compile_kernel(_read_int8)
+_compiled_write_int4, _compiled_read_int4 = compile_kernel(_write_int4), compile_kernel(_read_int4)
 
 
 def quantize_int8(
