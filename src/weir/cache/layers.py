@@ -1,4 +1,4 @@
-"""Which pipe, window and positions each layer of a model gets, and whether its slots fit."""
+"""Plans of a cache's layers: the pipe, window and positions of each, and checks that they fit."""
 
 from __future__ import annotations
 

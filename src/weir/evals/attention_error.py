@@ -79,7 +79,7 @@ class ErrorSetup:
 
 @dataclass(frozen=True)
 class SizedPolicy:
-    """A policy as it was asked for, with its budget, and the `rate` of the middle that made it."""
+    """A policy as given, its budget, and the `rate` of the middle that determined it."""
 
     name: str
     policy: Policy

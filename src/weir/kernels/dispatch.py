@@ -1,4 +1,4 @@
-"""Selection of a kernel, by where tensors are, what is installed and what the user asks for.
+"""Selection of a kernel by device, installed libraries and the environment.
 
 A kernel is chosen by the device of the tensors and by what is installed: numba on the CPU, Triton
 on a GPU, and the reference (`weir.pools.balance.halving.walk`, `weir.slab.attention`) everywhere

@@ -157,7 +157,7 @@ def write_out(codes: Tensor, scales: Tensor, outputs: int, which: Tensor | None 
 
 
 class _InBlocks(nn.Module):
-    """What layers with a weight in blocks share; `weight` is written out when it is asked for."""
+    """Base of layers with a weight in blocks; `weight` is written out when it is read."""
 
     codes: Tensor
     scales: Tensor

@@ -1,4 +1,4 @@
-"""Policies, and the usual one: a pipe of pools, one after the other.
+"""Policies and pipes: pools one after the other.
 
 Tokens enter the first pool of a pipe, what overflows a pool flows into the next, what overflows the
 last is gone. `grammar` reads policies from text; the named ones are in `library`.
@@ -29,7 +29,7 @@ CHUNK = 64
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a policy was measured.
+    """Provenance of a measured policy.
 
     Attributes:
         file: the policy file that it was read from.
@@ -72,7 +72,7 @@ class Policy(ABC):
 
     @property
     def origin(self) -> Origin | None:
-        """Where it was measured; None for most policies."""
+        """Its provenance, if it was measured; None for most policies."""
         return None
 
     @property

@@ -1,4 +1,4 @@
-"""What was said in a conversation: token ids turn by turn, in a small file that grows as it goes.
+"""Transcript of a conversation: token ids turn by turn, appended to a small file.
 
 It says which turns are gone from the cache, finds what was said, and lets a conversation go on
 without a saved stream. A file has one JSON object a line: facts about the conversation, then a turn
@@ -53,7 +53,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Passage:
-    """Consecutive turns, of all of which as much is held.
+    """Consecutive turns of which an equal share is held.
 
     Attributes:
         turns: numbers of its first and last turn, from 1.
@@ -142,14 +142,14 @@ class Transcript:
         return self.turns[-1].end if self.turns else 0
 
     def after(self, seen: int) -> Iterator[Turn]:
-        """The turns that a stream has not seen, the first without what it has seen of it."""
+        """Return the turns that a stream has not seen; of the first, only the unseen rest."""
         for turn in self.turns:
             if turn.end > seen:
                 cut = max(0, seen - turn.start)
                 yield Turn(turn.by_user, turn.start + cut, turn.text, turn.ids[cut:])
 
     def passages(self, holding: Holding) -> list[Passage]:
-        """Consecutive turns of which as much is held, oldest first."""
+        """Return consecutive turns of which an equal share is held, oldest first."""
         shares = held_shares(holding)
         found: list[Passage] = []
         for number, turn in enumerate(self.turns, 1):

@@ -475,7 +475,7 @@ Answer = Callable[[Tensor, Tensor, Tensor, AttentionParams], Tensor]
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """Which KV heads of a layer each of its parts holds.
+    """Assignment of a layer's KV heads to its parts.
 
     Attributes:
         heads: of each part, its KV heads [n], int64.

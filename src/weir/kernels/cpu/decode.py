@@ -1,4 +1,4 @@
-"""Attention of one query a head on a CPU, over exact slots and, before them, slots of few bits.
+"""Attention of one query a head on a CPU, over quantized slots and the exact ones behind them.
 
 PyTorch's fused attention is made for many queries. With one, it takes several times as long as it
 takes to read keys and values. Here each is read once, for three query heads that share it, whose
@@ -333,7 +333,7 @@ def decode_exact(
     scale: float,
     slots: tuple[int, int],
 ) -> Tensor:
-    """The answers [batch, kv_heads, group, 1, value_dim]; zero for a query that sees nothing.
+    """Compute answers [batch, kv_heads, group, 1, value_dim]; zero for a query that sees nothing.
 
     Args:
         queries: [batch, kv_heads, group, 1, key_dim].

@@ -1,4 +1,4 @@
-"""Attention of one query a head over slots of which the first are in 8 bits or 4, on a CPU.
+"""Attention of one query a head over slots, the first of them in 8 or 4 bits, on a CPU.
 
 Whole numbers of 8 bits with one peak a vector go to `decode`. The others, bytes of floating point
 and two numbers to a byte, are widened here slot by slot, and the steps go into logits and weights:
@@ -135,7 +135,7 @@ def decode_quantized(
     scale: float,
     slots: tuple[int, int],
 ) -> Tensor:
-    """The answers [batch, kv_heads, group, 1, value_dim]; zero for a query that sees nothing.
+    """Compute answers [batch, kv_heads, group, 1, value_dim]; zero for a query that sees nothing.
 
     Args:
         queries: [batch, kv_heads, group, 1, key_dim].
