@@ -210,14 +210,14 @@ def held_shares(holding: Holding) -> np.ndarray[Any, np.dtype[np.float64]]:
     return held
 
 
-def repeats(ids: Sequence[int], least: int = 4, longest: int = 64) -> int:
-    """The period in which the end of an answer repeats itself; 0 if it does not.
+def repeats(ids: Sequence[int]) -> int:
+    """Return the period of a loop at the end of an answer, up to 64 tokens; 0 without a loop.
 
-    It has come at least `least` times, over 24 tokens or more; none over `longest` is looked for.
+    A loop has come round four times at least, over 24 tokens or more.
     """
-    tail = np.asarray(ids[-least * longest :])
-    for period in range(1, min(longest, len(tail) // least) + 1):
-        length = max(least * period, 24)
+    tail = np.asarray(ids[-4 * 64 :])
+    for period in range(1, len(tail) // 4 + 1):
+        length = max(4 * period, 24)
         if length <= len(tail) and (tail[-length:-period] == tail[-length + period :]).all():
             return period
     return 0
