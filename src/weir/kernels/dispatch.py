@@ -60,9 +60,31 @@ _KERNELS = {
 """The module and the function of each kernel of each library."""
 
 
-def walk(device: torch.device) -> Callable[..., Any] | None:
-    """The kernel for `weir.pools.balance.halving.walk`; None for the reference."""
-    return _kernel(_library(device), "walk")
+def _by_device(name: str) -> Callable[[torch.device], Callable[..., Any] | None]:
+    """Make a function that returns the kernel for a device; None for the reference or PyTorch."""
+    return lambda device: _kernel(_library(device), name)
+
+
+walk = _by_device("walk")
+"""For `weir.pools.balance.halving.walk`."""
+decode = _by_device("decode")
+"""For `weir.slab.attention.two_weight_attention` with one query a head."""
+decode_quantized = _by_device("decode_quantized")
+"""For one query a head over slots of which the first are quantized."""
+decode_step = _by_device("decode_step")
+"""The class of tables that run a whole decode step."""
+farthest_first = _by_device("farthest_first")
+"""For `weir.pools.kcenter.farthest_first`."""
+draw_uniform = _by_device("draw_uniform")
+"""For random numbers by name, as in `weir.pools.counter_rng`."""
+distances = _by_device("distances")
+"""For Euclidean `torch.cdist`."""
+resample = _by_device("resample")
+"""For `weir.pools.subgen.resample`."""
+linear = _by_device("linear")
+"""For `torch.nn.functional.linear` with few rows."""
+linear_int8 = _by_device("linear_int8")
+"""For products of few rows with a weight of 8 bits."""
 
 
 def walk_pairs(keys: torch.Tensor) -> Callable[..., Any] | None:
@@ -70,13 +92,6 @@ def walk_pairs(keys: torch.Tensor) -> Callable[..., Any] | None:
     `weir.kernels.cpu.walk`); None for PyTorch's products and `walk`.
     """
     return _for_floats("walk_pairs", keys)
-
-
-def decode(device: torch.device) -> Callable[..., Any] | None:
-    """The kernel for `weir.slab.attention.two_weight_attention` with one query a head; None for
-    PyTorch.
-    """
-    return _kernel(_library(device), "decode")
 
 
 def decode_exact(device: torch.device, dtype: torch.dtype) -> Callable[..., Any] | None:
@@ -91,13 +106,6 @@ def decode_exact(device: torch.device, dtype: torch.dtype) -> Callable[..., Any]
     return kernel if known else None
 
 
-def decode_quantized(device: torch.device) -> Callable[..., Any] | None:
-    """The kernel for one query a head over slots of which the first are quantized (see
-    `weir.kernels.cpu.decode_quantized`); None where they are dequantized before they are read.
-    """
-    return _kernel(_library(device), "decode_quantized")
-
-
 def decode_int4(queries: torch.Tensor, width: int) -> Callable[..., Any] | None:
     """The kernel for one query a head over slots of which the first have 4 bits, rotated (see
     `weir.kernels.cpu.decode`); None where they are dequantized before they are read.
@@ -109,30 +117,6 @@ def decode_int4(queries: torch.Tensor, width: int) -> Callable[..., Any] | None:
     if queries.device.type != "cpu" or min(queries.shape[-1], width) < LEAST_WIDE:
         return None
     return _kernel(_library(queries.device), "decode_int4")
-
-
-def farthest_first(device: torch.device) -> Callable[..., Any] | None:
-    """The kernel for `weir.pools.kcenter.farthest_first`; None for the reference."""
-    return _kernel(_library(device), "farthest_first")
-
-
-def draw_uniform(device: torch.device) -> Callable[..., Any] | None:
-    """The kernel for random numbers by name (see `weir.kernels.cpu.counter_rng`); None for
-    `weir.pools.draws` alone.
-    """
-    return _kernel(_library(device), "draw_uniform")
-
-
-def distances(device: torch.device) -> Callable[..., Any] | None:
-    """The kernel for Euclidean distances (see `weir.kernels.cpu.distances`); None for
-    `torch.cdist`.
-    """
-    return _kernel(_library(device), "distances")
-
-
-def resample(device: torch.device) -> Callable[..., Any] | None:
-    """The kernel for `weir.pools.subgen.resample`; None for the reference."""
-    return _kernel(_library(device), "resample")
 
 
 def causal(queries: torch.Tensor, values: torch.Tensor) -> Callable[..., Any] | None:
@@ -168,27 +152,6 @@ def dequantize(name: str, out: torch.Tensor) -> Callable[..., Any] | None:
 def quantize(name: str, x: torch.Tensor) -> Callable[..., Any] | None:
     """The kernel that quantizes such vectors to a format, int8 or int4; None for PyTorch."""
     return _for_floats(f"quantize_{name}", x)
-
-
-def linear(device: torch.device) -> Callable[..., Any] | None:
-    """The kernel for `torch.nn.functional.linear` with few rows (see `weir.kernels.cpu.linear`);
-    None for PyTorch.
-    """
-    return _kernel(_library(device), "linear")
-
-
-def linear_int8(device: torch.device) -> Callable[..., Any] | None:
-    """The kernel for products of few rows with a weight of 8 bits (see `weir.kernels.cpu.linear`);
-    None for none.
-    """
-    return _kernel(_library(device), "linear_int8")
-
-
-def decode_step(device: torch.device) -> Callable[..., Any] | None:
-    """The class of tables that run a whole decode step (see `weir.kernels.cpu.step`); None for the
-    model's own modules.
-    """
-    return _kernel(_library(device), "decode_step")
 
 
 def linear_blocks(x: torch.Tensor) -> Callable[..., Any] | None:
