@@ -93,6 +93,10 @@ def chat(
             min=0.0, max=1.0, help="Sample from the likeliest tokens of this total probability."
         ),
     ] = 0.95,
+    min_p: Annotated[
+        float | None,
+        Option(min=0.0, max=1.0, help="Leave out tokens below this share of the likeliest's."),
+    ] = None,
     repetition_penalty: Annotated[
         float, Option(min=0.01, help="Values over 1 make tokens of the same answer less likely.")
     ] = 1.0,
@@ -117,7 +121,9 @@ def chat(
 
     if temperature == 0:
         options.say_unused(
-            context, ("top_k", "top_p"), "at a temperature of 0 the likeliest token is taken"
+            context,
+            ("top_k", "top_p", "min_p"),
+            "at a temperature of 0 the likeliest token is taken",
         )
     system = system or None  # an empty message needs no slots
     # Refuse a wrong policy before anything is loaded.
@@ -173,7 +179,7 @@ def chat(
             with waiting(f"reading {tokens:,} tokens again"):
                 conversation.read_again(left)
         say(f"{stream.seen:,} tokens seen before")
-    how = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     how["repetition_penalty"] = repetition_penalty
     with interruptible(noted=math.inf) as interrupt:
         try:

@@ -76,7 +76,7 @@ def _list_allowed(schema: dict[str, Any], kind: type[BaseModel]) -> None:
 
 
 class KnownFields(Strict):
-    """An object with unsupported fields, which are accepted only with values that ask for nothing.
+    """An object with fields of unsupported features, which must be unset or at their default.
 
     Attributes:
         unserved: the unsupported fields, and the values that each may have.

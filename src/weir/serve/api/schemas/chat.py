@@ -1,7 +1,7 @@
 """Bodies of chat and text completions.
 
-As with OpenAI, unknown fields are refused. Fields of type `Any` are accepted without effect, but
-those in `unserved` only with values that ask for nothing.
+As with OpenAI, unknown fields are refused. Fields of type `Any` have no effect. Those in `unserved`
+ask for what weir does not do, so only the values listed there are accepted, such as null.
 """
 
 from __future__ import annotations
