@@ -2,6 +2,8 @@
 
 from weir.kernels.compiled_ops import dot_products, materialize, register_operator, weighted_sums
 from weir.kernels.dispatch import (
+    BLOCK,
+    PANEL,
     VARIABLE,
     QuantizedVectors,
     causal,
@@ -29,6 +31,8 @@ from weir.kernels.dispatch import (
 )
 
 __all__ = [
+    "BLOCK",
+    "PANEL",
     "VARIABLE",
     "QuantizedVectors",
     "causal",

@@ -1,4 +1,4 @@
-"""Selection of a kernel, by where tensors are, what is installed and what the user asks for.
+"""Selection of a kernel by device, installed libraries and the environment.
 
 A kernel is chosen by the device of the tensors and by what is installed: numba on the CPU, Triton
 on a GPU, and the reference (`weir.pools.balance.halving.walk`, `weir.slab.attention`) everywhere
@@ -25,6 +25,8 @@ LEAST_LANES = 16
 """Queries, and numbers of a value, that a kernel for segments of a prompt takes at least."""
 LEAST_WIDE = 32
 """Numbers of a head from which on vectors of a processor fit into it."""
+BLOCK, PANEL = 32, 16
+"""Of a weight in GGUF's blocks: numbers that share a scale, and outputs that lie side by side."""
 QuantizedVectors = tuple[torch.Tensor, torch.Tensor, int]
 """Quantized vectors: numbers as they are stored, their peaks, and how many steps make a peak."""
 VARIABLE = "WEIR_KERNELS"
@@ -43,10 +45,10 @@ _KERNELS = {
     ("numba", "causal"): ("weir.kernels.cpu.causal", "causal"),
     ("numba", "causal_and_received"): ("weir.kernels.cpu.causal", "causal_and_received"),
     ("numba", "rotate_keys"): ("weir.kernels.cpu.rotation", "rotate_keys"),
-    ("numba", "dequantize_int8"): ("weir.kernels.cpu.int8_codec", "dequantize_int8"),
-    ("numba", "quantize_int8"): ("weir.kernels.cpu.int8_codec", "quantize_int8"),
-    ("numba", "dequantize_int4"): ("weir.kernels.cpu.int4_codec", "dequantize_int4"),
-    ("numba", "quantize_int4"): ("weir.kernels.cpu.int4_codec", "quantize_int4"),
+    ("numba", "dequantize_int8"): ("weir.kernels.cpu.slot_codec", "dequantize_int8"),
+    ("numba", "quantize_int8"): ("weir.kernels.cpu.slot_codec", "quantize_int8"),
+    ("numba", "dequantize_int4"): ("weir.kernels.cpu.slot_codec", "dequantize_int4"),
+    ("numba", "quantize_int4"): ("weir.kernels.cpu.slot_codec", "quantize_int4"),
     ("numba", "linear"): ("weir.kernels.cpu.linear", "linear"),
     ("numba", "linear_int8"): ("weir.kernels.cpu.linear", "linear_int8"),
     ("numba", "decode_step"): ("weir.kernels.cpu.step", "StepTable"),
@@ -158,7 +160,7 @@ def rotate_keys(keys: torch.Tensor) -> Callable[..., Any] | None:
 
 def dequantize(name: str, out: torch.Tensor) -> Callable[..., Any] | None:
     """The kernel that reads vectors of a format, int8 or int4, into such a tensor (see
-    `weir.kernels.cpu.int8_codec`, `int4_codec`); None for PyTorch.
+    `weir.kernels.cpu.slot_codec`); None for PyTorch.
     """
     return _for_floats(f"dequantize_{name}", out)
 
@@ -200,10 +202,7 @@ def linear_blocks(x: torch.Tensor) -> Callable[..., Any] | None:
         return None
     if x.requires_grad or is_compiling():
         return None
-    kernel = _kernel(_library(x.device), "linear_blocks")
-    if kernel is None or not import_module(kernel.__module__).SUPPORTED:
-        return None
-    return kernel
+    return _kernel(_library(x.device), "linear_blocks")
 
 
 def is_compiling() -> bool:
@@ -278,8 +277,9 @@ def _library(device: torch.device) -> str:
 def _kernel(library: str, name: str) -> Callable[..., Any] | None:
     if (library, name) not in _KERNELS or find_spec(library) is None:
         return None
-    module, function = _KERNELS[library, name]
+    file, function = _KERNELS[library, name]
     try:
-        return getattr(import_module(module), function)
+        module = import_module(file)
     except ImportError:  # installed, but not for this Python, NumPy, PyTorch or processor
         return None
+    return getattr(module, function) if getattr(module, "SUPPORTED", True) else None

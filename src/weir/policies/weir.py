@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from typing import Literal, get_args
 
 from weir.errors import WeirError, quote
+from weir.policies.layered import ByHead, Layered
 from weir.policies.library import check_room, ends
-from weir.policies.pipe import ByHead, Layered, Pipe, Policy
+from weir.policies.pipe import Pipe, Policy
 from weir.policies.registry import PolicyCall, named
 from weir.policies.wrappers import EXACT, Quantized
 from weir.pools import KCenter

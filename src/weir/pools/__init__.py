@@ -1,4 +1,4 @@
-"""Rules for who keeps a slot, one file or one folder each."""
+"""Rules that decide which tokens keep a slot, one file or one folder each."""
 
 from weir.pools.balance import Balance, Halves, Sums
 from weir.pools.base import MOST_WEIGHT, Fold, Marks, Pool, SizedPool, find_outside, split

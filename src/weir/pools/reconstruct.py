@@ -1,4 +1,4 @@
-"""Tokens stay that the model needs to repeat what it has read.
+"""Context reconstruction: tokens that the model needs to repeat what it has read stay.
 
 KVzip (Kim et al. 2025, "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction",
 arXiv:2505.23416), section 3: once the prompt is read, the model is asked to repeat it, and a slot's

@@ -31,7 +31,7 @@ from weir.kernels.cpu.compilation import (
     floats_at,
     with_unit_stride,
 )
-from weir.kernels.cpu.int8_codec import read_head
+from weir.kernels.cpu.slot_codec import read_head
 from weir.kernels.cpu.softmax import LEAST, LN2_HIGH, LN2_LOW, LOG2E, POLYNOMIAL
 from weir.kernels.cpu.threads import run_in_threads
 from weir.kernels.cpu.vectors import (

@@ -1,4 +1,4 @@
-"""Attention of one query a head on a CPU, over exact slots and, before them, slots of few bits.
+"""Attention of one query a head on a CPU, over quantized slots and the exact ones behind them.
 
 PyTorch's fused attention is made for many queries. With one, it takes several times as long as it
 takes to read keys and values. Here each is read once, for three query heads that share it, whose
@@ -41,8 +41,6 @@ from weir.kernels.cpu.threads import TeamKernel, take_part, threads_for
 from weir.kernels.cpu.vectors import as_float, lanes
 from weir.kernels.dispatch import QuantizedVectors
 
-LEAST = 8 * VECTORS
-"""Numbers of a head from which on vectors fit into it."""
 HELD = np.dtype(
     [
         (name, np.int64)
@@ -335,7 +333,7 @@ def decode_exact(
     scale: float,
     slots: tuple[int, int],
 ) -> Tensor:
-    """The answers [batch, kv_heads, group, 1, value_dim]; zero for a query that sees nothing.
+    """Compute answers [batch, kv_heads, group, 1, value_dim]; zero for a query that sees nothing.
 
     Args:
         queries: [batch, kv_heads, group, 1, key_dim].
@@ -361,7 +359,7 @@ def decode_int8(
     """As `decode_exact`, float32, with quantized slots before the exact ones.
 
     Args:
-        queries, keys, values, mask, scale: as there; dims of `LEAST` or more.
+        queries, keys, values, mask, scale: as there; dims of `LEAST_WIDE` or more.
         coded: keys and values of the quantized slots, whole numbers of 8 bits; None for none.
         slots: the first quantized slot that is read, and which exact ones.
     """
@@ -381,7 +379,7 @@ def decode_int4(
     """As `decode_exact`, float32, with rotated slots of 4 bits before the exact ones.
 
     Args:
-        queries, keys, values, mask, scale: as there; dims of `LEAST` or more.
+        queries, keys, values, mask, scale: as there; dims of `LEAST_WIDE` or more.
         coded: of keys and of values their numbers [batch, kv_heads, coded, dim / 2], two to a byte,
             the peaks [batch, kv_heads, coded, 1], bfloat16, and how many steps make a peak.
         blocks: neighbors of a key and of a value that are rotated together.

@@ -42,11 +42,8 @@ from weir.kernels.cpu.vectors import (
     store_at,
     switch,
 )
+from weir.kernels.dispatch import BLOCK, PANEL
 
-BLOCK = 32
-"""Numbers that share a scale."""
-PANEL = 16
-"""Outputs side by side."""
 TOGETHER = 8
 """Rows multiplied at once, at most: as many whole and as many float sums fit into registers."""
 _GROUPS = BLOCK // 4
