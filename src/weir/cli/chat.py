@@ -17,13 +17,12 @@ from weir.cli import options
 from weir.cli.app import command
 from weir.cli.common import (
     messages,
+    prepare_model,
     say,
     say_set_aside,
     say_window,
     size,
     waiting,
-    with_compiled_steps,
-    with_products,
 )
 from weir.cli.kept_chats import Keeper, begin, find_newest, session_of
 from weir.cli.loading import Loading, load_model, loads_model
@@ -146,10 +145,7 @@ def chat(
         model_name, system = kept.facts["model"], kept.facts["system"]
         loading = kept.facts["loading"] | loading
     model, tokenizer = load_model(model_name, loading)
-    if compiled:
-        with_compiled_steps(model, compiled)  # chooses products, too
-    else:
-        with_products(model)
+    prepare_model(model, compiled=compiled)
     reason = ""
     if kept is not None:
         stream = _restore(model, kept)

@@ -117,21 +117,23 @@ async def _found(client: EngineClient, owner: str, name: str) -> StoredResponse:
 
 def _check(body: ResponseBody, session: str | None) -> None:
     """Refuse fields that exclude each other."""
-    if body.named is not None and body.previous_response_id is not None:
+    if body.named is None:
+        return
+    if body.previous_response_id is not None:
         raise APIError(
             400,
             "previous_response_id and conversation exclude each other",
             param="previous_response_id",
             code="mutually_exclusive_parameters",
         )
-    if body.named is not None and session not in (None, body.named):
+    if session not in (None, body.named):
         raise APIError(
             400,
             f"the turns of a conversation are in the session of its id: leave {SESSION_HEADER} out",
             param=SESSION_HEADER,
             code="mutually_exclusive_parameters",
         )
-    if body.named is not None and not body.is_stored:
+    if not body.is_stored:
         raise APIError(
             400, "a conversation keeps what is said in it: leave store out", param="store"
         )
