@@ -4,6 +4,8 @@ from weir.kernels.compiled_ops import dot_products, materialize, register_operat
 from weir.kernels.dispatch import (
     VARIABLE,
     QuantizedVectors,
+    WindowChunk,
+    attend_window,
     causal,
     causal_and_received,
     decode,
@@ -31,6 +33,8 @@ from weir.kernels.dispatch import (
 __all__ = [
     "VARIABLE",
     "QuantizedVectors",
+    "WindowChunk",
+    "attend_window",
     "causal",
     "causal_and_received",
     "decode",
