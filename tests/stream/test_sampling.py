@@ -59,7 +59,9 @@ def test_a_vast_temperature_draws_from_all_that_can_be_drawn(temperature):
     assert {row[0] for row in drawn(Sampling(temperature), logits)} == {0, 1, 3}
 
 
-@pytest.mark.parametrize("more", [{"temperature": True}, {"temperature": False}, {"top_p": True}])
+@pytest.mark.parametrize(
+    "more", [{"temperature": True}, {"temperature": False}, {"top_p": True}, {"min_p": True}]
+)
 def test_true_and_false_are_no_numbers(more):
     with pytest.raises(WeirError, match=f"{next(iter(more))} must be a number from 0"):
         Sampling(**more)

@@ -37,7 +37,6 @@ class Gated(Tallied):
             in the middle: an odd number; 1 for none.
     """
 
-    is_stochastic = False
     needs_gates = True
 
     n: int

@@ -48,7 +48,6 @@ class Snap(Asking):
             all tokens that are in the pool or arrive at it, at their places in the stream.
     """
 
-    is_stochastic = False
     needs_shares = False
 
     budget: int

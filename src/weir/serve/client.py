@@ -68,14 +68,6 @@ class ServerClosing(WeirError):
     """The server ends before the answer does."""
 
 
-class GenerationFailed(Exception):
-    """An answer failed."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
 @dataclass(eq=False)
 class Generation:
     """The answers to a request while they are made."""
@@ -113,7 +105,7 @@ class Generation:
         """Events until all answers have ended; `start` comes before.
 
         Raises:
-            GenerationFailed: one of the answers failed.
+            Exception: whatever one of the answers failed with.
         """
         events = self._first
         while True:
@@ -123,7 +115,7 @@ class Generation:
                     continue  # a failure of the whole server came after its end
                 if isinstance(event, FailureEvent):
                     self.running.discard(event.answer)
-                    raise GenerationFailed(event.error)
+                    raise event.error
                 if isinstance(event, FinishEvent):
                     self.running.discard(event.answer)
                     self.finished[event.answer] = event

@@ -32,6 +32,8 @@ class Ladder(SizedPool):
         of: how many neighbors a group has.
     """
 
+    is_stochastic = False
+
     n: int
     keep: int = 1
     of: int = 2

@@ -171,7 +171,7 @@ class ChatRenderer(CompletionRenderer):
         async for several in events:
             for event in several:
                 parts[event.answer] += self._parse(event)
-                logprobs[event.answer] += self._logprobs_of(event)
+                logprobs[event.answer] += self._logprobs.entries_of(event)
         choices = [
             {
                 "index": answer,
@@ -195,7 +195,7 @@ class ChatRenderer(CompletionRenderer):
     def _encode(self, event: TokenEvent | FinishEvent) -> bytes:
         if isinstance(event, TokenEvent) and not (self._parsers or self._with_logprobs):
             return self._templates[event.answer].encode(event.text) if event.text else b""
-        logprobs = self._logprobs_of(event)
+        logprobs = self._logprobs.entries_of(event)
         make_id = self._generation.call_id(event.answer)
         deltas = [delta for part in self._parse(event) for delta in _deltas(part, make_id)]
         if logprobs and not deltas:
@@ -236,11 +236,6 @@ class ChatRenderer(CompletionRenderer):
             "logprobs": {"content": logprobs, "refusal": None} if logprobs else None,
             "finish_reason": reason,
         }
-
-    def _logprobs_of(self, event: TokenEvent | FinishEvent) -> list[dict[str, Any]]:
-        if not self._with_logprobs or isinstance(event, FinishEvent):
-            return []
-        return self._logprobs.entries(event.token)
 
 
 def _message(message: Message) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from weir.serve.engine import SampledToken
+from weir.serve.engine import FinishEvent, SampledToken, TokenEvent
 
 REPLACEMENT = "\ufffd"
 """Stands in a decoded token for bytes that are no whole character."""
@@ -29,6 +29,10 @@ class LogprobFormatter:
     def text(self, token: int) -> str:
         """A token decoded by itself."""
         return str(self._tokenizer.decode([token]))
+
+    def entries_of(self, event: TokenEvent | FinishEvent) -> list[dict[str, Any]]:
+        """The entries of an event's token; none if it has no token, or nobody asked for them."""
+        return [] if isinstance(event, FinishEvent) else self.entries(event.token)
 
     def entries(self, token: SampledToken) -> list[dict[str, Any]]:
         """A token with the most likely ones beside it; none for one that ends the answer."""

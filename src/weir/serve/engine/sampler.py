@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from weir.errors import WeirError
+from weir.pools import fits
 from weir.stream import RepetitionPenalty, Sampling, check_penalty
 
 LOGITS_AT_ONCE = 2**17
@@ -77,8 +78,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         check_penalty(self.repetition)
         for name in ("presence", "frequency"):
-            if not math.isfinite(getattr(self, name)):
-                raise WeirError(f"{name}_penalty must be a number, not {getattr(self, name)!r}")
+            penalty = getattr(self, name)
+            if not fits(penalty, float) or not math.isfinite(penalty):
+                raise WeirError(f"{name}_penalty must be a number, not {penalty!r}")
 
 
 class Sampler:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, StringConstraints, Tag, field_validator, model_validator
 
@@ -11,6 +11,7 @@ from weir.serve.api.schemas.base import (
     Arguments,
     Lenient,
     ListOf,
+    Only,
     Strict,
     Whole,
     bounded_dict,
@@ -188,12 +189,6 @@ class ConversationName(Strict):
 class ResponseBody(GenerationBody):
     """Request body of `POST /v1/responses`."""
 
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "background": (None, False),
-        "moderation": (None,),
-        "prompt": (None,),
-    }
-
     input: str | ListOf[AnyItem] | None = None
     instructions: str | None = None
     previous_response_id: Name | None = None
@@ -220,9 +215,9 @@ class ResponseBody(GenerationBody):
     stream_options: Any = None
     user: Any = None
 
-    background: Any = None
-    moderation: Any = None
-    prompt: Any = None
+    background: Annotated[Any, Only(None, False)] = None
+    moderation: Annotated[Any, Only(None)] = None
+    prompt: Annotated[Any, Only(None)] = None
 
     @property
     def is_stored(self) -> bool:
