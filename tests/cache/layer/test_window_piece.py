@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor
 
 from weir import kernels
 from weir.cache.layer import Layer, LayerSpec
+from weir.cache.layer import layer as module
 from weir.cache.layer.plan import plan_forward
 from weir.policies.grammar import policy
 from weir.slab import AttentionParams, LayerPositions, Rotary
@@ -116,18 +115,18 @@ def test_a_forward_that_fails_leaves_no_trace():
     assert torch.equal(found, wanted)
 
 
+def count_folds(text, length, monkeypatch):
+    """How often a layer folds while it reads one forward."""
+    folds, fold = [], module.fold_rows
+    monkeypatch.setattr(module, "fold_rows", lambda *a: folds.append(1) or fold(*a))
+    feed(make(text, 16), [length])
+    return len(folds)
+
+
 @pytest.mark.parametrize("text", ["h2o(40)", "snap(16, 4, 5)", "sink(4) | uniform(30)"])
 def test_other_pools_fold_behind_each_chunk(text, monkeypatch):
-    layer, folds = make(text, 16), []
-    fold = layer.folding.fold
-    monkeypatch.setattr(type(layer.folding), "fold", lambda self, *a: folds.append(1) or fold(*a))
-    feed(layer, [64])
-    assert len(folds) == 4
+    assert count_folds(text, 64, monkeypatch) == 4
 
 
 def test_a_window_folds_once(monkeypatch):
-    layer, folds = make("streaming_llm(40)", 16), []
-    fold = copy.copy(layer.folding).fold
-    monkeypatch.setattr(type(layer.folding), "fold", lambda self, *a: folds.append(1) or fold(*a))
-    feed(layer, [70])
-    assert len(folds) == 1
+    assert count_folds("streaming_llm(40)", 70, monkeypatch) == 1
