@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,6 +27,27 @@ LEAST_WIDE = 32
 """Numbers of a head from which on vectors of a processor fit into it."""
 BLOCK, PANEL = 32, 16
 """Of a weight in GGUF's blocks: numbers that share a scale, and outputs that lie side by side."""
+
+
+class WindowChunk(NamedTuple):
+    """Queries of a piece of a prompt between two folds, and what they see.
+
+    Attributes:
+        first, queries: the first query in the piece, and how many there are.
+        front: slots of the front that are in use.
+        start, boundary: the first token that is seen, and the first that is seen exact, among those
+            that are handed over.
+        own: the token of the first query.
+    """
+
+    first: int
+    queries: int
+    front: int
+    start: int
+    boundary: int
+    own: int
+
+
 QuantizedVectors = tuple[torch.Tensor, torch.Tensor, int]
 """Quantized vectors: numbers as they are stored, their peaks, and how many steps make a peak."""
 VARIABLE = "WEIR_KERNELS"
@@ -43,6 +64,7 @@ _KERNELS = {
     ("numba", "distances"): ("weir.kernels.cpu.distances", "distances"),
     ("numba", "resample"): ("weir.kernels.cpu.resample", "resample"),
     ("numba", "causal"): ("weir.kernels.cpu.causal", "causal"),
+    ("numba", "attend_window"): ("weir.kernels.cpu.window", "attend_window"),
     ("numba", "causal_and_received"): ("weir.kernels.cpu.causal", "causal_and_received"),
     ("numba", "rotate_keys"): ("weir.kernels.cpu.rotation", "rotate_keys"),
     ("numba", "dequantize_int8"): ("weir.kernels.cpu.slot_codec", "dequantize_int8"),
@@ -151,6 +173,15 @@ def causal_and_received(queries: torch.Tensor, values: torch.Tensor) -> Callable
     return _for_segment("causal_and_received", queries, values)
 
 
+def attend_window(queries: torch.Tensor, values: torch.Tensor) -> Callable[..., Any] | None:
+    """The kernel for attention of a piece of a prompt over a window that moves on meanwhile (see
+    `weir.kernels.cpu.window`), also for bfloat16; None for none. Arguments as for `causal`.
+    """
+    if values.shape[3] < LEAST_LANES or values.dtype != queries.dtype:
+        return None
+    return _for_floats("attend_window", queries, torch.float32, torch.bfloat16)
+
+
 def rotate_keys(keys: torch.Tensor) -> Callable[..., Any] | None:
     """The kernel for `weir.slab.positions.Rotary.move` (see `weir.kernels.cpu.rotation`); None for
     PyTorch.
@@ -248,9 +279,11 @@ def _for_segment(
     return _for_floats(name, queries) if values.dtype == queries.dtype else None
 
 
-def _for_floats(name: str, t: torch.Tensor) -> Callable[..., Any] | None:
-    """A kernel for float32 on the CPU; None for gradients and while PyTorch compiles or traces."""
-    if t.device.type != "cpu" or t.dtype != torch.float32 or t.requires_grad:
+def _for_floats(name: str, t: torch.Tensor, *dtypes: torch.dtype) -> Callable[..., Any] | None:
+    """A kernel for some dtypes (none for float32) on the CPU; None for gradients and while PyTorch
+    compiles or traces.
+    """
+    if t.device.type != "cpu" or t.dtype not in (dtypes or (torch.float32,)) or t.requires_grad:
         return None
     if is_compiling():
         return None

@@ -345,16 +345,6 @@ def _matching(model: PreTrainedModel, blocks: Blocks, weight: Tensor) -> Blocks 
     return None
 
 
-def refuse_plain_weights(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
-    """Refuse to load ordinary weights into a model with weights in blocks."""
-    for name, part in module.named_modules():
-        if isinstance(part, _InBlocks) and f"{prefix}{name}.weight" in state:
-            raise WeirError(
-                f"this model has weights of few bits, and {prefix}{name}.weight is to be loaded "
-                "with others: load the model anew, from a folder with the new weights"
-            )
-
-
 def warn_without_kernel(model: PreTrainedModel) -> None:
     """Warn where products of blocks are slower than those of plain weights."""
     if kernels.linear_blocks(torch.empty(1, BLOCK, device=model.device)) is None:

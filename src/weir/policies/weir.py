@@ -116,8 +116,9 @@ def fit_budgets(
         return policy
     given["heads"] = "alike"
     layers: list[Policy] = []
+    long, short = (weir(**{**given, "budget": size}) for size in (far, near))
     for layer in lookup:
-        each = [weir(**{**given, "budget": far if s >= LOOKS_UP else near}) for s in layer]
+        each = [long if s >= LOOKS_UP else short for s in layer]
         layers.append(each[0] if len(set(each)) == 1 else ByHead(tuple(each)))
     return Layered(tuple(layers))
 

@@ -22,7 +22,7 @@ from weir.slab import Slots
 @pool("reconstruct")
 @dataclass(frozen=True)
 class Reconstruct(Ranked):
-    """Keep the tokens that a second reading of their chunk attends to most, by KV head.
+    """Keep the tokens most attended to in a second reading of their chunk, each KV head its own.
 
     The score is taken once, while the pools in front still hold the chunk: they need as many slots
     for the newest tokens as a chunk has. It is averaged over neighboring places. Of equal scores a

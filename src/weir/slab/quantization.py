@@ -207,8 +207,13 @@ def dequantize(numbers: Tensor, peaks: Tensor, code: Code, dtype: torch.dtype) -
 
 
 def as_read(x: Tensor, code: Code) -> Tensor:
-    """Return vectors [..., dim] as slots of a code hold them, in their dtype."""
-    return dequantize(*quantize(x, code), code, x.dtype)
+    """Return vectors [batch, heads, n, dim] as slots of a code hold them, in their dtype."""
+    shape, dim = x.shape[:3], x.shape[3]
+    numbers = x.new_empty((*shape, code.stored(dim)), dtype=code.dtype)
+    peaks, out = x.new_empty((*shape, code.peaks(dim)), dtype=PEAK), torch.empty_like(x)
+    quantize_into(x, code, numbers, peaks)
+    dequantize_into(numbers, peaks, code, out)
+    return out
 
 
 def dequantize_into(numbers: Tensor, peaks: Tensor, code: Code, out: Tensor) -> None:

@@ -21,9 +21,9 @@ from weir.stream.inputs import Inputs, Tokens, is_count, pieces_of, read_inputs,
 from weir.stream.recomputation import Recomputation
 from weir.stream.sampling import RepetitionPenalty, Sampling, check_penalty
 
-PIECE = 512
-"""Tokens per forward; memory grows with it. A prompt in pieces of 256 takes 1.12 times as long as
-in pieces of 512, of 1,024 0.96, of 128 1.33 (`weir bench --only prompts`, see docs/speed.md)."""
+PIECE = 1024
+"""Tokens per forward; memory grows with it. A prompt of 1,024 tokens in pieces of 512 takes 1.08
+times as long, of 256 1.24 times (SmolLM2 with weights in 8 bits, one thread)."""
 MOST_LOGITS = 1 << 25
 """Logits written out at once, 128 MB in float32."""
 

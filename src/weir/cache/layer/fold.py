@@ -54,62 +54,73 @@ class Pending:
 @torch.inference_mode()
 def fold_rows(state: LayerState, pending: Pending) -> None:
     """Fold the rows that are due; rows of the same layout fold together."""
-    spec, slab, lengths = state.spec, state.slab, state.lengths
-    segment, params = pending.segment, pending.params
-    arrivals = pending.arrivals
+    pipe, slab, segment = state.spec.pipe, state.slab, pending.segment
     assert slab is not None
     groups: dict[tuple[tuple[int, ...], int, tuple[Any, ...]], list[int]] = {}
     for row in segment.due:
         arrived = segment.waiting[row] + segment.counts[row]
-        key = _marks_key(spec.pipe, segment, row, arrived)
-        groups.setdefault((tuple(lengths[row]), arrived, key), []).append(row)
-    for (lengths_of, arrived, _), rows in groups.items():
-        lies = lay_out(spec.pipe, lengths_of)
-        end, every = lies.used, len(rows) == slab.keys.shape[0]
+        key = tuple(state.lengths[row]), arrived, _marks_key(pipe, segment, row, arrived)
+        groups.setdefault(key, []).append(row)
+    for (lengths, arrived, _), rows in groups.items():
+        every = len(rows) == slab.keys.shape[0]
         index = None if every else torch.tensor(rows, device=slab.keys.device)
-        part = _rows(spec.pipe, slab, rows, index)
-        if arrivals is not None:
-            source = arrivals if index is None else arrivals.of_rows(index)
-            new = source.part(0, arrived)
-        else:
-            new = part.run(end, end + arrived)
-        if arrivals is None and part.mass is not None and spec.pipe.needs_mass:
-            received = pending.mass
-            if received is None or index is not None:
-                tail = tail_of(segment, rows, spec.chunk)
-                received = mass_from_tail(part, spec, params, tail, end + arrived)
-            part.mass[:, :, : received.shape[2]] += received
-        queries = last_queries(part, spec.pipe.needs_queries)
-        # Pools may keep these, and the next tokens' queries will overwrite the buffer.
-        queries = None if queries is None else queries.clone()
-        ahead, clock = segment.after, segment.clock
-        if index is not None:
-            ahead, clock = ahead[index], clock[index]
-        observed = pending.observed if index is None else None
-        seeds = tuple(state.seeds[row] for row in rows)
-        fold = Fold(
-            draws=replace(
-                spec.draws,
-                seed=seeds[0] if len(set(seeds)) == 1 else seeds,
-            ),
-            seen=ahead - segment.origin,  # a copy, so a pool may write to it
-            queries=queries,
-            read=_reading(spec, part, lies, new, queries, ahead, params, observed),
-            prompt=arrivals is not None,
-            origin=segment.origin,
-            form=params,
-            alibi=spec.positions.alibi,
-            **_marks(spec.pipe, segment, rows),
-        )
-        kept = _fold(spec, part, lies, new, fold, ahead, clock)
-        keep_older_queries(part, spec.chunk)
+        part = _rows(pipe, slab, rows, index)
+        kept = _fold_alike(state, pending, part, lay_out(pipe, lengths), arrived, rows, index)
+        keep_older_queries(part, state.spec.chunk)
         if index is not None and part.keys.data_ptr() != slab.keys[rows[0]].data_ptr():
-            if spec.pipe.slots is None:
+            if pipe.slots is None:
                 slab.grow(len(part), 0 if part.masters is None else part.masters.shape[2])
             slab.put_rows(index, part)
         for row in rows:
-            lengths[row] = kept
+            state.lengths[row] = kept
     state.refresh()
+
+
+def _fold_alike(
+    state: LayerState,
+    pending: Pending,
+    slab: Slab,
+    lies: Layout,
+    arrived: int,
+    rows: list[int],
+    index: Tensor | None,
+) -> list[int]:
+    """Fold `rows` of one layout, the only ones in `slab`; returns the new lengths.
+
+    `index` has the same rows as a tensor, None for all of the batch.
+    """
+    spec, segment, params, prompt = state.spec, pending.segment, pending.params, pending.arrivals
+    if prompt is not None:
+        new = (prompt if index is None else prompt.of_rows(index)).part(0, arrived)
+    else:
+        end = lies.used + arrived
+        new = slab.run(lies.used, end)
+        if slab.mass is not None and spec.pipe.needs_mass:
+            received = pending.mass if index is None else None
+            if received is None:
+                tail = tail_of(segment, rows, spec.chunk)
+                received = mass_from_tail(slab, spec, params, tail, end)
+            slab.mass[:, :, : received.shape[2]] += received
+    queries = last_queries(slab, spec.pipe.needs_queries)
+    # Pools may keep these, and the next tokens' queries will overwrite the buffer.
+    queries = None if queries is None else queries.clone()
+    ahead, clock = segment.after, segment.clock
+    if index is not None:
+        ahead, clock = ahead[index], clock[index]
+    observed = pending.observed if index is None else None
+    seeds = tuple(state.seeds[row] for row in rows)
+    fold = Fold(
+        draws=replace(spec.draws, seed=seeds[0] if len(set(seeds)) == 1 else seeds),
+        seen=ahead - segment.origin,  # a copy, so a pool may write to it
+        queries=queries,
+        read=_reading(spec, slab, lies, new, queries, ahead, params, observed),
+        prompt=prompt is not None,
+        origin=segment.origin,
+        form=params,
+        alibi=spec.positions.alibi,
+        **_marks(spec.pipe, segment, rows),
+    )
+    return _fold_slab(spec, slab, lies, new, fold, ahead, clock)
 
 
 def _marks_key(pipe: Pipe, segment: Segment, row: int, arrived: int) -> tuple[Any, ...]:
@@ -166,7 +177,7 @@ def _reading(
     )
 
 
-def _fold(
+def _fold_slab(
     spec: LayerSpec,
     slab: Slab,
     before: Layout,

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weir import kernels
 from weir.cache.layer.attention import (
     attend_prompt,
     mask_of_piece,
@@ -34,6 +35,7 @@ from weir.cache.layer.decode import DecodeSlots
 from weir.cache.layer.fold import Pending, fold_rows
 from weir.cache.layer.layer_state import LayerSpec, LayerState
 from weir.cache.layer.plan import ForwardPlan, Segment, plan_forward
+from weir.cache.layer.window import WindowPiece
 from weir.errors import WeirError
 from weir.slab import (
     AttentionParams,
@@ -156,6 +158,9 @@ class Layer:
         if plan.regular and len(plan.segments) == 1:
             return take(queries, keys, values, params, plan.segments[0]).flatten(1, 2)
         if plan.regular:
+            together = self._attend_together(queries, keys, values, params, plan)
+            if together is not None:
+                return together.flatten(1, 2)
             parts, done = [], 0
             for segment in plan.segments:
                 columns = slice(done, done + segment.width)
@@ -373,6 +378,34 @@ class Layer:
                 observed = result._replace(shares=None) if segment is last else result
         self._pending = Pending(segment, params, mass=mass, observed=observed)
         return result.answers
+
+    def _attend_together(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        params: AttentionParams,
+        plan: ForwardPlan,
+    ) -> Tensor | None:
+        """Attend all segments of a forward in one call, and fold once; None if that cannot be."""
+        kernel = kernels.attend_window(queries, values)
+        if kernel is None or params.softcap is not None or params.sinks is not None:
+            return None
+        if self._pending is not None:
+            return None
+        piece = WindowPiece.of(self.state, keys, values, plan.segments)
+        if piece is None:
+            return None
+        answers = piece.answer(kernel, queries, params)
+        segment, arrivals = piece.folded()
+        self._pending = Pending(segment, params, arrivals)
+        self._commit_early()
+        rest = piece.rest()
+        if rest is not None:
+            assert self.state.slab is not None
+            self.state.slab.append(*rest, self.state.used[0])
+            self._pending = Pending(plan.segments[-1], params)
+        return answers
 
     def reread(
         self,

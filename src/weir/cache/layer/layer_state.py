@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
 from weir.errors import WeirError
 from weir.policies import Pipe
-from weir.pools import CounterRNG, Gating, Output
+from weir.pools import CounterRNG, Gating, Output, Recent, Sink
 from weir.slab import (
     CODED,
     SLOT_BUFFERS,
@@ -150,6 +150,20 @@ class LayerSpec:
     def moves_on_axes(self) -> bool:
         """Whether tokens of the front move and have places on three axes."""
         return self.front_moves and self.three_axes
+
+    @cached_property
+    def keeps_window(self) -> bool:
+        """Whether it keeps the first tokens and the newest, which depends on their number alone."""
+        pipe, positions = self.pipe, self.positions
+        return (
+            all(type(pool) in (Sink, Recent) for pool in pipe.pools)
+            and pipe.slots is not None
+            and not set(pipe.quantized) & set(pipe.front)
+            and positions.window is None
+            and positions.alibi is None
+            and (positions.rotary is None or positions.placed)
+            and not self.three_axes
+        )
 
     @property
     def keeps_queries(self) -> int:

@@ -84,7 +84,7 @@ def _answer(
 
 
 @llvm_function
-def _weigh(
+def weigh(
     builder: ir.IRBuilder,
     logits: Any,
     mask: Any,
@@ -308,7 +308,7 @@ def _attend(
                 for ahead in range(1, lanes):
                     for lane in range(ahead):
                         logits[own + ahead, lane] = -np.inf
-                _weigh(to_logits, to_mask, to_above, to_below, seen, to_share, apart, lanes)
+                weigh(to_logits, to_mask, to_above, to_below, seen, to_share, apart, lanes)
                 answers = out[row, head, member, start].ctypes.data
                 for part in range(0, width, lanes):
                     place = 4 * min(part, width - lanes)

@@ -343,27 +343,8 @@ def decode_exact(
         scale: factor of the logits.
         slots: the first that is read, and behind the last.
     """
-    out = decode_int8(queries, None, keys, values, mask, scale, (0, *slots))
+    out = decode_stored(queries, None, keys, values, mask, scale, (0, *slots))
     return out.to(values.dtype)
-
-
-def decode_int8(
-    queries: Tensor,
-    coded: tuple[QuantizedVectors, QuantizedVectors] | None,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    slots: tuple[int, int, int],
-) -> Tensor:
-    """As `decode_exact`, float32, with quantized slots before the exact ones.
-
-    Args:
-        queries, keys, values, mask, scale: as there; dims of `LEAST_WIDE` or more.
-        coded: keys and values of the quantized slots, whole numbers of 8 bits; None for none.
-        slots: the first quantized slot that is read, and which exact ones.
-    """
-    return _decode(queries, coded, keys, values, mask, scale, slots)
 
 
 def decode_int4(
@@ -386,10 +367,10 @@ def decode_int4(
         slots: of all slots, from the first that is read to behind the last.
     """
     span = slots[0], 0, slots[1] - coded[0][0].shape[2]
-    return _decode(queries, coded, keys, values, mask, scale, span, blocks)
+    return decode_stored(queries, coded, keys, values, mask, scale, span, blocks)
 
 
-def _decode(
+def decode_stored(
     queries: Tensor,
     coded: tuple[QuantizedVectors, QuantizedVectors] | None,
     keys: Tensor,
@@ -399,6 +380,15 @@ def _decode(
     slots: tuple[int, int, int],
     blocks: tuple[int, int] = (0, 0),
 ) -> Tensor:
+    """As `decode_exact`, float32, with quantized slots before the exact ones.
+
+    Args:
+        queries, keys, values, mask, scale: as there; dims of `LEAST_WIDE` or more.
+        coded: keys and values of the quantized slots, whole numbers of 8 bits, or of 4 as in
+            `decode_int4`; None for none.
+        slots: the first quantized slot that is read, and which exact ones.
+        blocks: of 4 bits, the neighbors that are rotated together; zeros for 8 bits.
+    """
     batch, heads, group, _, dim = queries.shape
     asked, quantized = queries.detach().float().contiguous(), 0
     if keys.dtype not in (torch.float32, torch.bfloat16):

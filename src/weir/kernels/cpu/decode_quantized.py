@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weir.kernels.cpu.compilation import compile_kernel
-from weir.kernels.cpu.decode import decode_int8
+from weir.kernels.cpu.decode import decode_stored
 from weir.kernels.cpu.softmax import ATTENTION_MATH, softmax
 from weir.kernels.cpu.vectors import as_float
 from weir.kernels.dispatch import LEAST_WIDE, QuantizedVectors
@@ -152,7 +152,7 @@ def decode_quantized(
     """
     exact, width = slots[1] - coded[0][0].shape[2], values.shape[3]
     if _is_int8(coded) and min(keys.shape[3], width) >= LEAST_WIDE:
-        out = decode_int8(queries, coded, keys, values, mask, scale, (slots[0], 0, exact))
+        out = decode_stored(queries, coded, keys, values, mask, scale, (slots[0], 0, exact))
         return out.to(values.dtype)
     out = torch.empty(*queries.shape[:4], width, dtype=torch.float32, device="cpu")
     stored = [
