@@ -39,7 +39,7 @@ from weir.serve.messages import Message, call_id, hash_prefixes
 from weir.serve.prompts import Prompt, PromptMatcher, PromptRenderer
 from weir.serve.sessions import ResponseStore, TurnRecord, pack_ids
 from weir.serve.sessions.manager import SessionManager
-from weir.serve.tools import Tool, read_calls
+from weir.serve.tools import CallParser, Tool, join_parts
 from weir.stream import Detokenizer
 
 
@@ -310,15 +310,9 @@ class EngineClient:
         assert isinstance(sequence.listener, OutputProcessor)
         text, stats = sequence.listener.finish(), sequence.listener.stats
         answer = Message("assistant", text)
-        if request.tools:
-            answer = read_calls(
-                self.renderer.call_format,
-                request.tools,
-                text,
-                partial(call_id, sequence.id),
-                cut=reason == "length",
-                calls_only=request.calls_only,
-            )
+        if parser := self.make_parser(request):
+            parts = [*parser.feed(text), *parser.finish(cut=reason == "length")]
+            answer = join_parts(parts, partial(call_id, sequence.id))
         return TurnRecord(
             node=sequence.id,
             owner=prompt.owner,
@@ -336,6 +330,13 @@ class EngineClient:
             },
             ids=pack_ids([*prompt.ids, *sequence.output_ids]),
         )
+
+    def make_parser(self, request: GenerationRequest) -> CallParser | None:
+        """A parser of the calls in one answer; None if there are no tools to call."""
+        if not request.tools:
+            return None
+        names = {tool.name for tool in request.tools}
+        return CallParser(self.renderer.call_format, names, request.calls_only)
 
     def _trim(self, prompt: Prompt) -> None:
         """Drop the owner's oldest session if a turn that is saved has begun one too many."""

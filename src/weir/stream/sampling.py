@@ -107,7 +107,7 @@ def _draw(chances: Tensor, generator: torch.Generator | Sequence[torch.Generator
 
 def _check(chances: Tensor) -> None:
     if not bool(chances.sum().isfinite()):
-        raise WeirError("no token can be drawn: the logits are no numbers")
+        raise WeirError("no token can be drawn: the logits are not finite")
 
 
 def _nucleus(logits: Tensor, part: float) -> Tensor:

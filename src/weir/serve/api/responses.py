@@ -34,7 +34,6 @@ from weir.serve.messages import StrayResult
 from weir.serve.prompts import Prompt
 from weir.serve.response_turn import HistoryNotKept, PreviousNotFound, ResponseTurn, node_of
 from weir.serve.sessions import Item, StoredResponse
-from weir.serve.tools import CallParser
 
 router = APIRouter()
 
@@ -179,11 +178,7 @@ class ResponseRenderer(Renderer):
         self._generation = generation
         self._model = client.name
         self._logprobs = LogprobFormatter(client.tokenizer, request.stop_ids)
-        parser = None
-        if request.tools:
-            names = {tool.name for tool in request.tools}
-            parser = CallParser(client.renderer.call_format, names, request.calls_only)
-        self._items = OutputItems(parser, generation.call_id(0))
+        self._items = OutputItems(client.make_parser(request), generation.call_id(0))
         self._created = int(time.time())
         self._number = 0
 

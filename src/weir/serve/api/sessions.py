@@ -199,11 +199,7 @@ def session_object(session: SessionSummary) -> dict[str, Any]:
 
 
 def turn_object(record: TurnRecord, current: bool) -> dict[str, Any]:
-    """A turn as JSON.
-
-    Args:
-        current: whether it is the newest turn, or leads to it.
-    """
+    """A turn as JSON; the newest turn is current, and those that lead to it."""
     return {
         "id": f"resp_{record.node}",
         "object": "session.turn",

@@ -148,7 +148,7 @@ class Sampler:
             WeirError: no token was left to draw, or the constraint does not take this one.
         """
         if adjusted is not logits and adjusted[token] == -math.inf:
-            raise WeirError("no token is left that this answer may go on with")
+            raise WeirError("the format and bias of this answer leave no token to choose from")
         params = self.params
         if params.presence or params.frequency:
             self._counts[token] += 1

@@ -210,13 +210,10 @@ class SessionStore:
 
     def get_session(self, owner: str, session: str) -> SessionSummary | None:
         """A session of the owner's."""
-        return next(iter(self._summaries(owner, session)), None)
+        return next(iter(self.list_sessions(owner, session)), None)
 
-    def list_sessions(self, owner: str) -> list[SessionSummary]:
-        """All sessions of the owner, the least recently used first."""
-        return self._summaries(owner)
-
-    def _summaries(self, owner: str, session: str | None = None) -> list[SessionSummary]:
+    def list_sessions(self, owner: str, session: str | None = None) -> list[SessionSummary]:
+        """All sessions of the owner, or one of them, the least recently used first."""
         found: dict[str, SessionSummary] = {}
         for place in self._places:
             for new in place.summaries(owner, session):

@@ -265,16 +265,7 @@ class ResponseBody(GenerationBody):
 
 
 def result_param(field: str, items: Sequence[Item], error: StrayResult) -> str | None:
-    """The path of a stray result, for errors.
-
-    Args:
-        field: field of the request with the items.
-        items: the items that were checked last.
-        error: the error, with the number of results that follow.
-
-    Returns:
-        None if the result comes before these items.
-    """
+    """The path of a stray result in a field of the request; None if it comes before its items."""
     results = [n for n, item in enumerate(items) if item["type"] == "function_call_output"]
     at = len(results) - 1 - error.behind
     return None if at < 0 else f"{field}[{results[at]}].call_id"
