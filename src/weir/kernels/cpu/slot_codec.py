@@ -14,7 +14,9 @@ import math
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import njit
+from numba.core.cgutils import for_range
 from torch import Tensor
 
 from weir.kernels.cpu.compilation import (
@@ -27,13 +29,46 @@ from weir.kernels.cpu.compilation import (
     shorts_at,
     with_unit_stride,
 )
-from weir.kernels.cpu.vectors import as_float
+from weir.kernels.cpu.vectors import (
+    LONG,
+    as_float,
+    floats,
+    llvm_function,
+    load_at,
+    shuffle,
+    store_at,
+)
 
 _SIGN = np.int32(0x7FFFFFFF)
 _UP = np.float32(12582912.0)
 """A sum with this number has no places behind the point, so it rounds, of two equally near ones to
 the even one.
 """
+
+
+_TOGETHER = 8
+"""Numbers of a vector in which neighbors are added."""
+
+
+@llvm_function
+def _add_neighbors(builder: ir.IRBuilder, x: Any, count: Any) -> None:
+    """The first three steps of the rotation, in which `i` and `i + 1`, `i + 2` and `i + 4` meet.
+
+    Args:
+        builder: of the code.
+        x: address of float32 [count, 8], written over.
+        count: vectors.
+    """
+    numbers = floats(builder, x)
+    with for_range(builder, count) as loop:
+        place = builder.mul(loop.index, LONG(_TOGETHER))
+        vector = load_at(builder, numbers, place, _TOGETHER)
+        for width in (1, 2, 4):
+            other = shuffle(builder, vector, vector, [i ^ width for i in range(_TOGETHER)])
+            sums, rest = builder.fadd(vector, other), builder.fsub(other, vector)
+            places = [i + _TOGETHER if i & width else i for i in range(_TOGETHER)]
+            vector = shuffle(builder, sums, rest, places)
+        store_at(builder, vector, numbers, place)
 
 
 def _write_int8(
@@ -97,7 +132,7 @@ def _write_int4(
     batch, heads, count, dim = shape
     x, codes = floats_at(x_at, WHOLE)[0], bytes_at(codes_at, WHOLE)[0].view(np.uint8)
     peaks, wide, half = shorts_at(peaks_at, WHOLE)[0], np.empty(dim, np.float32), dim // 2
-    peak = np.empty(1, np.float32)
+    peak, bits = np.empty(1, np.float32), wide.view(np.int32)
     for row in range(batch):
         for head in range(heads):
             for n in range(count):
@@ -105,17 +140,22 @@ def _write_int4(
                 for i in range(dim):
                     wide[i] = min(max(x[at + i], -most), most) / block
                 width = 1
+                if block >= _TOGETHER:
+                    _add_neighbors(wide.ctypes.data, dim // _TOGETHER)
+                    width = _TOGETHER
                 while width < block:
                     for first in range(0, dim, 2 * width):
                         for i in range(first, first + width):
                             one, other = wide[i], wide[i + width]
                             wide[i], wide[i + width] = one + other, one - other
                     width *= 2
-                largest = np.float32(0.0)
                 for i in range(dim):
                     wide[i] = min(max(wide[i] * root, -high), high)
-                    largest = max(largest, abs(wide[i]))
-                mantissa, exponent = math.frexp(min(max(largest, low), high))
+                largest = np.int32(0)
+                for i in range(dim):
+                    largest = max(largest, bits[i] & _SIGN)
+                peak.view(np.int32)[0] = largest
+                mantissa, exponent = math.frexp(min(max(peak[0], low), high))
                 peak[0] = math.ldexp(np.rint(mantissa * 16) / 16, exponent)
                 top = row * peak_steps[0] + head * peak_steps[1] + n * peak_steps[2]
                 peaks[top] = peak.view(np.int32)[0] >> np.int32(16)  # exact: it has five bits
