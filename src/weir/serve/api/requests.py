@@ -301,7 +301,8 @@ class NodeCounter:
             APIError: there is too much in all texts together.
         """
         self._in_string, self._backslash = False, b""
-        self.feed(text.encode("utf-8", "replace"))
+        for at in range(0, len(text), LARGE):
+            self.feed(text[at : at + LARGE].encode("utf-8", "replace"))
 
     def feed(self, chunk: bytes) -> None:
         """Count what is outside of strings in the next part.
