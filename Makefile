@@ -117,7 +117,7 @@ bench: $(VENV)/.installed ## perplexity, memory and pace of a long stream, polic
 # precisions that they read; nothing is compiled.
 PEERS := .peers
 
-peers: $(PEERS)/llamacpp/.installed $(PEERS)/openvino/.installed $(PEERS)/kvpress/.installed $(PEERS)/torchao/.installed $(PEERS)/models/.made ## what weir bench measures weir beside: llama.cpp, OpenVINO GenAI, kvpress
+peers: $(PEERS)/llamacpp/.installed $(PEERS)/openvino/.installed $(PEERS)/kvpress/.installed $(PEERS)/keys_values/.installed $(PEERS)/torchao/.installed $(PEERS)/models/.made ## what weir bench measures weir beside: llama.cpp, OpenVINO GenAI, kvpress, keys_values
 
 define environment
 $(call stage,$(2))
@@ -134,6 +134,9 @@ $(PEERS)/openvino/.installed:
 
 $(PEERS)/kvpress/.installed:
 	$(call environment,kvpress,kvpress 'transformers<5.3')
+
+$(PEERS)/keys_values/.installed:
+	$(call environment,keys_values,keys-vals litgpt safetensors)
 
 $(PEERS)/torchao/.installed:  # beside weir's environment: where it is installed, transformers imports it always
 	$(call stage,torchao)

@@ -121,6 +121,20 @@ def test_too_little_memory_is_refused_with_what_it_takes(nano):
         advise(*nano, str(BOOK), 10_000)
 
 
+def test_a_budget_takes_the_place_of_memory(nano):
+    found = advise(*nano, str(BOOK), budget=100, policies="weir, h2o, window(40)", tokens=300)
+    assert {one.policy: one.budget for one in found.tries} == {
+        "weir(budget=100)": 100, "h2o(budget=100)": 100, "window(40)": 40,
+    }  # fmt: skip
+    assert not found.everything
+
+
+def test_either_memory_or_a_budget_is_given(nano):
+    for given in ({}, {"memory": 10**6, "budget": 100}):
+        with pytest.raises(WeirError, match="either the memory of a stream or a budget of slots"):
+            advise(*nano, str(BOOK), **given)
+
+
 def test_a_chunk_that_leaves_no_room_in_the_window_is_named(nano):
     with pytest.raises(WeirError, match=r"a chunk of 600 .* than the model's window of 512"):
         advise(*nano, str(BOOK), 10**9, chunk=600)

@@ -155,3 +155,10 @@ def test_defaults_of_device_and_dtype_are_no_matter(llama, ids, policy):
         torch.set_default_device(None)
         torch.set_default_dtype(torch.float32)
     assert torch.equal(found, wanted)
+
+
+def test_blocks_have_no_kernel_on_a_processor_without_their_instruction(monkeypatch) -> None:
+    blocks = pytest.importorskip("weir.kernels.cpu.linear_blocks")
+    monkeypatch.setattr(blocks, "SUPPORTED", False)
+    assert kernels.linear_blocks(torch.zeros(1, 32)) is None
+    assert kernels.paths(CPU)["linear_blocks"] == "reference"

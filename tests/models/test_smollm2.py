@@ -43,8 +43,8 @@ def dense(smollm2, text):
 
 @pytest.mark.parametrize("name", sorted(set(NAMED) - APART))
 def test_inside_its_budget_a_policy_is_dense(smollm2, text, dense, name):
-    given = {"dense": "dense", "weir": "weir(budget=2048, slots=exact)"}
-    policy = given.get(name, f"{name}(budget=2048)")
+    exact = ", slots=exact" if name in {"weir", "centers"} else ""
+    policy = "dense" if name == "dense" else f"{name}(budget=2048{exact})"
     got = weir.Stream(smollm2[0], policy).feed(text[:INSIDE], all_logits=True)[0]
     close_runs(got, dense, smollm2[0])
 

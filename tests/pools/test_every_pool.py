@@ -240,6 +240,18 @@ def test_a_row_with_a_seed_of_its_own_holds_what_it_would_hold_alone(text):
             ]
 
 
+@pytest.mark.parametrize("name", PIPES)
+def test_seeds_change_what_is_held_by_stochastic_pools_only(name):
+    text = PIPES[name][0]
+    parts = [random(1, 2, LENGTH, n) for n in (7, 7, 5)]
+    places = []
+    for seed in (1, 2):
+        _, layer = fed(text, *parts, seed=seed)
+        places.append(layer.state.slab.run(0, sum(layer.state.lengths[0])).position)
+    stochastic = any(pool.is_stochastic for pool in policy(text).pools)
+    assert torch.equal(*places) != stochastic
+
+
 # --- too little room
 
 TOO_SMALL = {

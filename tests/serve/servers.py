@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from weir.serve import Engine, EngineClient, Limits, ResponseStore, SessionStore
 from weir.serve.api import Keys, bind, make_app
-from weir.serve.api.schemas.base import KnownFields
+from weir.serve.api.schemas.base import Only, Strict
 from weir.serve.sessions import DiskTurns, RowFormat
 
 POLICY = "sink(2) | recent(6) | heavy(4)"
@@ -166,7 +166,13 @@ def raw(
     return connection
 
 
-def ignored_fields(kind: type[KnownFields]) -> list[str]:
-    """The fields that are accepted without effect: those of any type, but for `unserved`."""
-    known = kind.model_fields.items()
-    return [name for name, field in known if field.annotation is Any and name not in kind.unserved]
+def fields_without_effect(kind: type[Strict]) -> tuple[dict[str, Any], list[str]]:
+    """The fields of features that are not served, with a value that is accepted; those ignored."""
+    known = {name: field for name, field in kind.model_fields.items() if field.annotation is Any}
+    unserved = {
+        name: only.allowed[-1]
+        for name, field in known.items()
+        for only in field.metadata
+        if isinstance(only, Only)
+    }
+    return unserved, [name for name in known if name not in unserved]

@@ -28,7 +28,6 @@ from weir.serve.tools import (
     Tool,
     format_of,
     join_parts,
-    read_calls,
 )
 from weir.serve.tools.grammar import tool_grammar
 from weir.stream import Sampling
@@ -57,6 +56,12 @@ WRITTEN = {
     "args": ('[TOOL_CALLS]get_weather[ARGS]{"city": "Rome"}[TOOL_CALLS]clock[ARGS]{}', 2),
     "mistral": (f'[TOOL_CALLS] [{ROME}, {{"name": "clock", "arguments": {{}}}}]', 2),
 }
+
+
+def read_calls(form, tools, text, make_id, *, cut=False, calls_only=False) -> Message:
+    """The message of a whole answer."""
+    parser = CallParser(form, {tool.name for tool in tools}, calls_only)
+    return join_parts([*parser.feed(text), *parser.finish(cut=cut)], make_id)
 
 
 def parts_of(form: CallFormat, text: str, size: int) -> tuple[list, CallParser]:

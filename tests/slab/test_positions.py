@@ -11,7 +11,7 @@ from roundings import close, largest, off, within
 from torch import Tensor
 
 from weir.cache.layer import lay_out
-from weir.cache.layer.fold import Folding
+from weir.cache.layer.fold import roll
 from weir.cache.layer.layer_state import LayerSpec
 from weir.policies.grammar import policy
 from weir.slab.positions import LayerPositions, Rotary, roll_positions, rotation_tables, shift_spans
@@ -204,13 +204,13 @@ def test_a_thousand_folds_cost_a_survivor_no_more_precision_than_one(dtype):
     # What attention reads is made anew from the master at each fold, so after any number of folds a
     # sink is its master rotated once: to the bit what one move of that length gives.
     spec = LayerSpec(policy("sink(2) | recent(3)"), LayerPositions(rotary()), 4)
-    folding, slab = Folding(spec), Slab(spec.slab(Heads(1, 1, DIM, DIM, dtype)), 1)
+    slab = Slab(spec.slab(Heads(1, 1, DIM, DIM, dtype)), 1)
     sinks = normal(1, 1, 2, DIM).to(dtype)
     slab.masters[:] = sinks
     slab.position[..., :2] = torch.tensor([0, 1])
     for folds in range(1, 1001):
         run = 2 + 4 * folds
-        folding.roll(slab, lay_out(spec.pipe, [2, 3]), torch.tensor([run + 3]))
+        roll(spec, slab, lay_out(spec.pipe, [2, 3]), torch.tensor([run + 3]))
     assert torch.equal(slab.masters, sinks)
     by = torch.tensor([[[run - 2, run - 2]]])
     assert torch.equal(slab.keys[:, :, :2], rotary().move(sinks, by))

@@ -39,7 +39,7 @@ def given_of(name: str, given: Prompt, start: int, stop: int | None) -> dict[str
     return these
 
 
-@pytest.mark.parametrize(("name", "policy"), zip(FAMILIES, cycle(POLICIES), strict=False))
+@pytest.mark.parametrize(("name", "policy"), [*zip(FAMILIES, cycle(POLICIES), strict=False)])
 def test_a_stream_cut_anywhere_also_inside_an_image_is_one_stream(name: str, policy: str) -> None:
     model, given = seeing(name), asked(name)
     whole = Stream(model, policy, chunk=5)

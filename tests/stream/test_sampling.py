@@ -59,7 +59,9 @@ def test_a_vast_temperature_draws_from_all_that_can_be_drawn(temperature):
     assert {row[0] for row in drawn(Sampling(temperature), logits)} == {0, 1, 3}
 
 
-@pytest.mark.parametrize("more", [{"temperature": True}, {"temperature": False}, {"top_p": True}])
+@pytest.mark.parametrize(
+    "more", [{"temperature": True}, {"temperature": False}, {"top_p": True}, {"min_p": True}]
+)
 def test_true_and_false_are_no_numbers(more):
     with pytest.raises(WeirError, match=f"{next(iter(more))} must be a number from 0"):
         Sampling(**more)
@@ -145,7 +147,7 @@ def test_logits_that_are_no_numbers_are_refused_in_a_sentence(wrong):
     logits = torch.tensor([[1.0, wrong, 2.0]])
     for temperature in (1e-40, 0.5, 1.0):
         for more in ({}, {"top_p": 0.1}, {"top_k": 1}, {"min_p": 0.9}):
-            with pytest.raises(WeirError, match="no token can be drawn: the logits are no numbers"):
+            with pytest.raises(WeirError, match="no token can be drawn: the logits are not finite"):
                 Sampling(temperature, **more).pick(logits, torch.Generator())
 
 

@@ -197,6 +197,7 @@ def continued(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float = 0.0,
 ) -> list[int]:
     """Plain sampling with the whole text read anew for every token."""
     generator = torch.Generator().manual_seed(seed)
@@ -209,6 +210,8 @@ def continued(
             chances, order = logits.softmax(-1).sort(descending=True)
             before = chances.cumsum(-1) - chances
             logits[order[before >= top_p]] = -torch.inf
+        chances = logits.softmax(-1)
+        logits[chances < min_p * chances.max()] = -torch.inf
         token = torch.multinomial(logits.softmax(-1), 1, generator=generator)
         text = torch.cat([text, token[None]], dim=1)
     return text[0, prompt.shape[1] :].tolist()
@@ -232,6 +235,7 @@ def test_greedy_generation_is_that_of_plain_transformers(llama, ids):
         {"temperature": 3.0, "top_k": 5},
         {"temperature": 2.0, "top_p": 0.7},
         {"temperature": 1.5, "top_k": 20, "top_p": 0.9},
+        {"temperature": 2.0, "min_p": 0.3},
     ],
 )
 def test_sampling_is_that_of_a_plain_loop_with_the_same_seed(llama, ids, how):

@@ -46,7 +46,8 @@ def bench_peers(
 ) -> None:
     """Time weir, llama.cpp, OpenVINO GenAI and transformers in turns on SmolLM2.
 
-    Parts: steps, chat, prompts, rows, start. `make peers` installs the others.
+    Parts: steps, chat, prompts, rows, start, and quality beside kvpress and
+    keys_values. `make peers` installs the others.
     """
     from weir_bench.peers.report import markdown, write_page
     from weir_bench.peers.results import Results, read_results

@@ -1,4 +1,4 @@
-"""The parts of `weir bench peers`: steps and prompts, many rows, starts and endless chats.
+"""The parts of `weir bench peers`: steps and prompts, rows, starts, endless chats and quality.
 
 Engines of as many bits take turns, a few steps each, so that what else the machine does meets all.
 """
@@ -20,6 +20,7 @@ from weir_bench.figure import check_names
 from weir_bench.peers.chat import endless_chats
 from weir_bench.peers.engines import COMPILED, EngineSetup, model_file
 from weir_bench.peers.process import PeerProcess
+from weir_bench.peers.quality import TASKS, read_tasks
 from weir_bench.peers.results import Results
 
 CLOCK = 8
@@ -44,6 +45,7 @@ class PeerPlan:
         rows: conversations at once.
         held: tokens of each of those.
         turns: of a chat, past its window.
+        tasks: of quality.
     """
 
     engines: Sequence[EngineSetup]
@@ -58,6 +60,7 @@ class PeerPlan:
     rows: tuple[int, ...] = (1, 4, 16)
     held: int = 256
     turns: int = 40
+    tasks: tuple[str, ...] = TASKS
 
 
 QUICK: dict[str, Any] = {
@@ -69,6 +72,7 @@ QUICK: dict[str, Any] = {
     "rows": (1, 2),
     "held": 32,
     "turns": 2,
+    "tasks": ("near",),
 }
 """Sizes for a run of a few minutes."""
 
@@ -257,12 +261,19 @@ def chats(plan: PeerPlan, results: Results) -> None:
             results.miss(f"{name}: chat", error)
 
 
+def quality(plan: PeerPlan, results: Results) -> None:
+    """What caches of as many slots still know, with all threads."""
+    plan.say("what caches of as many slots still know")
+    read_tasks(results, plan.threads[-1], plan.tasks)
+
+
 PARTS: dict[str, Callable[[PeerPlan, Results], None]] = {
     "steps": steps,
     "chat": chats,
     "prompts": long_prompts,
     "rows": rows,
     "start": starts,
+    "quality": quality,
 }
 """In the order in which they are measured; "steps" has short prompts and memory too."""
 

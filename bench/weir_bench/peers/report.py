@@ -10,6 +10,7 @@ from weir.cli.common import writing
 from weir.errors import WeirError
 from weir.evals.report import TextTable
 from weir_bench.peers.engines import COMPILED, ENGINES
+from weir_bench.peers.quality import quality_tables
 from weir_bench.peers.results import Results
 from weir_bench.report import number
 
@@ -46,7 +47,7 @@ def write_page(results: Results, page: Path) -> None:
 
 
 def _tables(results: Results) -> Iterator[TextTable]:
-    threads = sorted({each["threads"] for each in results.figures})
+    threads = sorted({each["threads"] for each in results.figures if "threads" in each})
     yield TextTable(
         ["÷, the smaller the better", *map(_threads, threads), "target"],
         _ratios(results, threads),
@@ -83,6 +84,7 @@ def _tables(results: Results) -> Iterator[TextTable]:
         rows.append([name, *cells])
     yield _without_gaps(TextTable(heads, rows, markup=True))
     yield _chats(results)
+    yield from quality_tables(results)
 
 
 def _ratios(results: Results, threads: list[int]) -> list[list[str]]:

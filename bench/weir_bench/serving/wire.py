@@ -27,15 +27,20 @@ class Wire:
         reader, status, headers = await self._asked("POST", path, body)
         if status != 200 or "event-stream" not in headers.get("content-type", ""):
             raise WeirError(f"{path} answers {status}: {quote(await _whole(reader, headers))}")
-        rest = b""
-        async for part in _chunks(reader):
-            now = time.perf_counter()
-            *events, rest = (rest + part).split(b"\n\n")
-            for event in events:
-                for line in event.split(b"\n"):
-                    data = line.removeprefix(b"data:").strip()
-                    if line.startswith(b"data:") and data != b"[DONE]":
-                        yield now, json.loads(data)
+        rest, whole = b"", False
+        try:
+            async for part in _chunks(reader):
+                now = time.perf_counter()
+                *events, rest = (rest + part).split(b"\n\n")
+                for event in events:
+                    for line in event.split(b"\n"):
+                        data = line.removeprefix(b"data:").strip()
+                        if line.startswith(b"data:") and data != b"[DONE]":
+                            yield now, json.loads(data)
+            whole = True
+        finally:
+            if not whole:  # what is left of the answer would be taken for the next
+                self.close()
 
     def close(self) -> None:
         """Hang up."""

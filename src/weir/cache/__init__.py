@@ -14,7 +14,7 @@ from weir.cache.default_policy import (
 from weir.cache.cache import Positions, Prefill, StreamingCache
 from weir.cache.forward import Folded, Forward
 from weir.cache.generating import generate
-from weir.cache.layers import LayerPlan, describe_window_excess, pipes_of, plan_layers
+from weir.cache.layers import LayerPlan, describe_window_excess
 from weir.cache.row_state import (
     FARTHEST,
     Kind,
@@ -64,8 +64,6 @@ __all__ = [
     "integer",
     "list_of",
     "optional",
-    "pipes_of",
-    "plan_layers",
     "read_bytes",
     "record",
     "row_facts",

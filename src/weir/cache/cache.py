@@ -20,9 +20,7 @@ from weir.cache.layers import (
     LayerPlan,
     check_memory,
     keep_freed_memory,
-    pipes_of,
     plan_layers,
-    reach_of,
     reads_twice,
     three_axes,
     warn_of_window,
@@ -35,7 +33,6 @@ from weir.errors import WeirError, quote, shorten
 from weir.models import (
     DROPPING,
     attach,
-    describe,
     detach,
     input_device,
     transformers_model,
@@ -146,11 +143,10 @@ class StreamingCache(Cache):
         self._on_fold: Callable[[Folded], None] | None = None
         check_origin(self.policy, served)
         rolling = positions == "rolling"
-        pipes = pipes_of(self.policy, describe(served))
+        facts, plans = plan_layers(served, self.policy, chunk, seed=seed, rolling=rolling)
         self._device = input_device(served)
-        facts = describe(served, reach=reach_of(pipes, chunk, rolling=rolling))
         self._rotaries = facts.rotations
-        self.plans = with_gates(plan_layers(facts, pipes, chunk, seed=seed, rolling=rolling), facts)
+        self.plans = with_gates(plans, facts)
         self._twice = reads_twice(self.plans)
         self._repeating = False
         if self._twice and prefill == "full":

@@ -1,4 +1,4 @@
-"""Which pipe, window and positions each layer of a model gets, and whether its slots fit."""
+"""Plans of a cache's layers: the pipe, window and positions of each, and checks that they fit."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LayerPlan:
         return self if heads == self.heads else replace(self, heads=heads)
 
 
-def pipes_of(policy: Policy, facts: ModelSpec) -> list[tuple[Pipe, ...]]:
+def _pipes_of(policy: Policy, facts: ModelSpec) -> list[tuple[Pipe, ...]]:
     """Return the pipes of each layer's KV heads, before layers with windows of their own are
     considered.
 
@@ -69,25 +69,25 @@ def reads_twice(plans: Sequence[LayerPlan]) -> bool:
     return any(plan.spec.pipe.needs_second_reading for plan in plans)
 
 
-def reach_of(pipes: list[tuple[Pipe, ...]], chunk: int, *, rolling: bool) -> int | None:
-    """Return the highest position that attention will see; None if there is no limit."""
+def _reach_of(pipes: list[tuple[Pipe, ...]], chunk: int) -> int | None:
+    """Return the most slots of a KV head, with those of a chunk; None if there is no limit."""
     sizes = [pipe.slots for each in pipes for pipe in each]
-    if not rolling or None in sizes:
-        return None
-    return max(slots or 0 for slots in sizes) + chunk
+    return None if None in sizes else max(slots or 0 for slots in sizes) + chunk
 
 
 def plan_layers(
-    facts: ModelSpec, pipes: list[tuple[Pipe, ...]], chunk: int, *, seed: int, rolling: bool
-) -> list[LayerPlan]:
-    """Plan every layer of a cache, given its pipes (`pipes_of`) and facts read for their reach.
+    model: PreTrainedModel, policy: Policy, chunk: int, *, seed: int = 0, rolling: bool = True
+) -> tuple[ModelSpec, list[LayerPlan]]:
+    """Describe a model as far as a policy reaches, and plan every layer of its cache.
 
     Heads of a layer with the same pipe are one plan; a layer may have several, one after another.
 
     Raises WeirError if every layer slides over fewer tokens than the policy has slots, or the slots
     of a layer cannot have the policy's format.
     """
-    most = reach_of(pipes, chunk, rolling=True)
+    pipes = _pipes_of(policy, describe(model))
+    most = _reach_of(pipes, chunk)
+    facts = describe(model, reach=most if rolling else None)
     everywhere = facts.sliding is not None and most is not None
     if facts.sliding is not None and most is not None and most > facts.sliding:
         room = facts.sliding - chunk
@@ -110,7 +110,7 @@ def plan_layers(
             if members != tuple(range(len(own))):
                 spec = _of_heads(spec, members, len(own))
             plans.append(LayerPlan(spec, replace(layer.heads, kv_heads=len(members))))
-    return plans
+    return facts, plans
 
 
 def _of_heads(spec: LayerSpec, heads: tuple[int, ...], count: int) -> LayerSpec:
@@ -186,10 +186,10 @@ def describe_window_excess(model: PreTrainedModel, policy: Policy, chunk: int) -
     """
     window = window_of(model.config)
     try:
-        pipes = pipes_of(policy, describe(model))
+        pipes = _pipes_of(policy, describe(model))
     except WeirError:
         return None
-    most = reach_of(pipes, chunk, rolling=True)
+    most = _reach_of(pipes, chunk)
     if window is None or most is None or most <= window:
         return None
     return (

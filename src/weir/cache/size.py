@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from weir.cache.default_policy import DEFAULT, check_origin, fit_to_model
-from weir.cache.layers import pipes_of, plan_layers, reach_of
+from weir.cache.layers import plan_layers
 from weir.errors import WeirError
-from weir.models import describe, stored_bytes
+from weir.models import stored_bytes
 from weir.policies import Pipe, Policy, parse_policy, resolve_chunk, with_slots
 
 
@@ -69,16 +69,14 @@ def size_of(
     wanted = fit_to_model(with_slots(parse_policy(policy), slots), model)
     chunk = resolve_chunk(wanted, chunk)
     check_origin(wanted, model)
-    pipes = pipes_of(wanted, describe(model))
-    if reach_of(pipes, chunk, rolling=True) is None:
+    facts, plans = plan_layers(model, wanted, chunk)
+    if any(plan.spec.pipe.slots is None for plan in plans):
         raise WeirError(
             f"{wanted} has no limit, so nobody knows how much a stream will take; "
             "size is for policies of a fixed size"
         )
-    facts = describe(model, reach=reach_of(pipes, chunk, rolling=True))
-    plans = plan_layers(facts, pipes, chunk, seed=0, rolling=True)
     slabs = [plan.slab for plan in plans]
-    held: list[list[Pipe]] = [[] for _ in pipes]
+    held: list[list[Pipe]] = [[] for _ in facts.layers]
     for plan in plans:
         held[plan.spec.index] += [plan.spec.pipe] * plan.heads.kv_heads
     weights = stored_bytes(model)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weir.cache.layer import Layer, LayerSpec, Layout, lay_out
+from weir.cache.layer import Layer, LayerSpec, Layout, lay_out, states_of
 from weir.cache.layers import LayerPlan
 from weir.cache.row_state import RowState
 from weir.errors import WeirError
@@ -165,7 +165,7 @@ def _report(layer: Layer, row: int, waiting: int) -> dict[str, Any]:
     }
     if layer.state.slab is None:
         return facts
-    states = layer.folding.states(layer.state.slab)
+    states = states_of(layer.spec.pipe, layer.state.slab)
     texts = [pool.report(state, row) for pool, state in zip(pools, states, strict=True)]
     reports = {f"{pools[index].name} {index}": text for index, text in enumerate(texts) if text}
     return {**facts, "pools": reports} if reports else facts

@@ -20,7 +20,13 @@ if TYPE_CHECKING:
 @loads_model()
 def advise(
     text: options.TextPath,
-    memory: Annotated[str, Option(help="Memory for the cache of one stream: 2GB, 500MB.")],
+    memory: Annotated[
+        str | None, Option(help="Memory for the cache of one stream: 2GB, 500MB.")
+    ] = None,
+    budget: Annotated[
+        int | None,
+        Option(min=1, help="Instead of --memory, slots that policies without a budget keep."),
+    ] = None,
     model_name: options.ModelName = "nano",
     policies: Annotated[
         str | None,
@@ -33,11 +39,11 @@ def advise(
     *,
     loading: Loading,
 ) -> None:
-    """Try policies on the beginning of a text, within a memory limit, and recommend one."""
+    """Try policies on the beginning of a text, within some memory or slots, and recommend one."""
     from weir.cache import read_bytes
     from weir.evals import advice
 
-    allowed = read_bytes(memory)
+    allowed = None if memory is None else read_bytes(memory)
     model, tokenizer = load_model(model_name, loading)
     with show_progress("trying", 1) as show:
         found = advice.advise(
@@ -45,6 +51,7 @@ def advise(
             tokenizer,
             str(text),
             allowed,
+            budget=budget,
             policies=policies,
             tokens=tokens,
             chunk=chunk,
@@ -52,7 +59,12 @@ def advise(
             on_step=lambda policy, share: show(completed=share, note=policy),
         )
     if as_json:
-        facts = {"model": model_name, "memory": allowed, "best": found.best.policy}
+        facts = {
+            "model": model_name,
+            "memory": allowed,
+            "budget": budget,
+            "best": found.best.policy,
+        }
         print_json({**facts, **asdict(found)})
         return
     _print(model_name, found)

@@ -17,13 +17,12 @@ from weir.cli import options
 from weir.cli.app import command
 from weir.cli.common import (
     messages,
+    prepare_model,
     say,
     say_set_aside,
     say_window,
     size,
     waiting,
-    with_compiled_steps,
-    with_products,
 )
 from weir.cli.kept_chats import Keeper, begin, find_newest, session_of
 from weir.cli.loading import Loading, load_model, loads_model
@@ -93,6 +92,10 @@ def chat(
             min=0.0, max=1.0, help="Sample from the likeliest tokens of this total probability."
         ),
     ] = 0.95,
+    min_p: Annotated[
+        float | None,
+        Option(min=0.0, max=1.0, help="Leave out tokens below this share of the likeliest's."),
+    ] = None,
     repetition_penalty: Annotated[
         float, Option(min=0.01, help="Values over 1 make tokens of the same answer less likely.")
     ] = 1.0,
@@ -117,7 +120,9 @@ def chat(
 
     if temperature == 0:
         options.say_unused(
-            context, ("top_k", "top_p"), "at a temperature of 0 the likeliest token is taken"
+            context,
+            ("top_k", "top_p", "min_p"),
+            "at a temperature of 0 the likeliest token is taken",
         )
     system = system or None  # an empty message needs no slots
     # Refuse a wrong policy before anything is loaded.
@@ -140,10 +145,7 @@ def chat(
         model_name, system = kept.facts["model"], kept.facts["system"]
         loading = kept.facts["loading"] | loading
     model, tokenizer = load_model(model_name, loading)
-    if compiled:
-        with_compiled_steps(model, compiled)  # chooses products, too
-    else:
-        with_products(model)
+    prepare_model(model, compiled=compiled)
     reason = ""
     if kept is not None:
         stream = _restore(model, kept)
@@ -173,7 +175,7 @@ def chat(
             with waiting(f"reading {tokens:,} tokens again"):
                 conversation.read_again(left)
         say(f"{stream.seen:,} tokens seen before")
-    how = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     how["repetition_penalty"] = repetition_penalty
     with interruptible(noted=math.inf) as interrupt:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -12,7 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weir.errors import WeirError
+from weir.errors import WeirError, format_value
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -152,23 +153,28 @@ def say_set_aside(
         )
 
 
-def with_products(model: PreTrainedModel) -> PreTrainedModel:
-    """Choose the faster matrix products for a model; timing takes seconds, once a machine."""
-    from weir.models import choose_products
+def prepare_model(model: PreTrainedModel, *, compiled: bool = False) -> None:
+    """Choose the faster matrix products for a model, and compile its decode steps if wanted.
+
+    Timing products takes seconds, once a machine.
+    """
+    from weir.models import choose_products, compile_steps
 
     with waiting("timing matrix products"):
-        choose_products(model)
-    return model
+        (compile_steps if compiled else choose_products)(model)
 
 
-def with_compiled_steps(model: PreTrainedModel, wanted: bool) -> PreTrainedModel:
-    """Compile a model's decode steps if wanted."""
-    if wanted:
-        from weir.models import compile_steps
+def describe_parameters(make: Any) -> str:
+    """Return the parameters of a policy, pool or task with their defaults, as one writes them."""
+    return ", ".join(
+        name if p.default is p.empty else f"{name}={format_value(p.default)}"
+        for name, p in inspect.signature(make).parameters.items()
+    )
 
-        with waiting("timing matrix products"):
-            compile_steps(model)
-    return model
+
+def first_paragraph(make: Any) -> str:
+    """Return the first paragraph of a docstring, in one line."""
+    return " ".join((inspect.getdoc(make) or "").split("\n\n")[0].split())
 
 
 @contextmanager

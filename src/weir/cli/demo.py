@@ -27,6 +27,8 @@ from weir.cli.runtime import interruptible
 from weir.errors import WeirError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
     from rich.table import Table
     from torch import Tensor
@@ -105,7 +107,7 @@ def demo(
         def show(meters: list[PerplexityMeter]) -> bool:
             done = meters[0].reading.tokens
             bar.update(task, completed=done)
-            live.update(Group(_table(meters, window), bar))
+            live.update(Group(_table(policies, meters, window), bar))
             last[:] = meters
             return bool(interrupt)
 
@@ -116,7 +118,7 @@ def demo(
         result = demonstration.read_book(
             model, ids, story, name=model_name, policies=policies, on_step=show, on_ask=ask
         )
-        live.update(_table(last, window), refresh=True)  # without the bar
+        live.update(_table(policies, last, window), refresh=True)  # without the bar
     if not console.is_terminal:
         console.line()
     _tell(result, console)
@@ -150,7 +152,7 @@ def _tell(result: dict[str, Any], console: Console) -> None:
                 print_line(f"  {policy['policy']:<{widest}}  {right}", console)
 
 
-def _table(meters: list[PerplexityMeter], window: int) -> Table:
+def _table(policies: Sequence[str], meters: list[PerplexityMeter], window: int) -> Table:
     from rich.table import Table
 
     done = meters[0].reading.tokens
@@ -158,9 +160,9 @@ def _table(meters: list[PerplexityMeter], window: int) -> Table:
     table.add_column("policy", no_wrap=True)
     for head in ("perplexity", "last block", "cache", "tokens/s"):
         table.add_column(head, justify="right", min_width=8, no_wrap=True)
-    for meter in meters:
+    for policy, meter in zip(policies, meters, strict=True):
         now = meter.reading
         last = f"{now.ppl_by_block[-1]:.1f}" if now.ppl_by_block else ""
         figures = f"{now.ppl:.1f}", last, size(now.kv_bytes), f"{now.tokens_per_s:,.0f}"
-        table.add_row(now.policy, *figures)
+        table.add_row(policy, *figures)
     return table

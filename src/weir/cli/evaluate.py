@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +13,8 @@ from weir.cli.app import command
 from weir.cli.common import (
     WIDE,
     RemainingTime,
+    describe_parameters,
+    first_paragraph,
     in_lines,
     output,
     print_json,
@@ -24,7 +25,6 @@ from weir.cli.common import (
 )
 from weir.cli.loading import Loading, loads_model
 from weir.cli.runtime import Terminated, freeze_imports
-from weir.errors import format_value
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -299,8 +299,8 @@ def _list(as_json: bool) -> None:
     found: list[dict[str, Any]] = [
         {
             "name": name,
-            "parameters": _parameters(kind),
-            "about": " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split()),
+            "parameters": describe_parameters(kind),
+            "about": first_paragraph(kind),
             "metrics": dict(kind.metrics),
         }
         for name, kind in sorted(TASKS.items())
@@ -317,13 +317,3 @@ def _list(as_json: bool) -> None:
     for row in papers:
         output().print(Text(f"  {row['name']}", "cyan"))
         output().print(Text(f"      {row['about']}"), soft_wrap=True)
-
-
-def _parameters(make: Any) -> str:
-    """Return parameters with their defaults, as they are written in a task."""
-    parts = []
-    for name, parameter in inspect.signature(make).parameters.items():
-        default = parameter.default
-        known = default is not parameter.empty
-        parts.append(f"{name}={format_value(default)}" if known else name)
-    return ", ".join(parts)

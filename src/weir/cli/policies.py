@@ -11,9 +11,9 @@ from typing import Any
 from typer import BadParameter, Context
 
 from weir.cli.app import command
-from weir.cli.common import output, print_json
+from weir.cli.common import describe_parameters, first_paragraph, output, print_json
 from weir.cli.options import AsJson
-from weir.errors import format_value, suggest
+from weir.errors import suggest
 
 SHARED = {
     "budget": "slots of each KV head, in each layer.",
@@ -138,13 +138,9 @@ def list_entries() -> tuple[list[Entry], list[Entry]]:
 
 
 def _describe(name: str, make: Any, paper: str | None = None, pipe: str | None = None) -> Entry:
-    parameters = ", ".join(
-        key if p.default is p.empty else f"{key}={format_value(p.default)}"
-        for key, p in inspect.signature(make).parameters.items()
-    )
-    doc = inspect.getdoc(make) or ""
-    about = " ".join(doc.split("\n\n")[0].split())
-    return Entry(name, parameters, about, paper, pipe, _read_parameters(doc))
+    explains = _read_parameters(inspect.getdoc(make) or "")
+    about = first_paragraph(make)
+    return Entry(name, describe_parameters(make), about, paper, pipe, explains)
 
 
 def _read_parameters(doc: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ from typer import Argument, Context, Option
 
 from weir.cli import options
 from weir.cli.app import command
-from weir.cli.common import say, say_set_aside, say_window, size, waiting, with_products
+from weir.cli.common import prepare_model, say, say_set_aside, say_window, size, waiting
 from weir.cli.loading import Loading, load_model, loads_model
 from weir.errors import WeirError
 
@@ -207,8 +207,9 @@ def serve(
         store = ending.enter_context(SessionStore(place, keep=memory.kept))
         book = ResponseStore(None if data is None else Path(data) / "book.db", limits.texts)
         ending.callback(book.close)
+        prepare_model(model)
         engine = Engine(
-            with_products(model),
+            model,
             wanted,
             rows,
             store,

@@ -10,6 +10,7 @@ from weir.cli import options
 from weir.cli.app import command
 from weir.cli.common import (
     in_lines,
+    prepare_model,
     print_json,
     print_line,
     print_table,
@@ -18,7 +19,6 @@ from weir.cli.common import (
     show_progress,
     size,
     waiting,
-    with_compiled_steps,
 )
 from weir.cli.loading import Loading, load_model, loads_model
 from weir.cli.runtime import interruptible
@@ -66,7 +66,8 @@ def stream(
         options.say_unused(context, unused, "recompute reads its window anew and draws nothing")
     words = read_text(text)
     model, tokenizer = load_model(model_name, loading)
-    with_compiled_steps(model, compiled)
+    if compiled:
+        prepare_model(model, compiled=True)
     source = "standard input" if str(text) == STANDARD_INPUT else str(text)
     with waiting(f"tokenizing {source}"):
         ids = encode(tokenizer, words, tokens, start)

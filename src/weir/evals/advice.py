@@ -87,28 +87,36 @@ def advise(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     text: str,
-    memory: int,
+    memory: int | None = None,
     *,
+    budget: int | None = None,
     policies: str | None = None,
     tokens: int | None = None,
     chunk: int = 64,
     seed: int = 0,
     on_step: Callable[[str, float], None] = lambda policy, share: None,
 ) -> Advice:
-    """Try policies, each as large as the memory allows, on the beginning of a text.
+    """Try policies, each as large as the memory allows or of one budget, on a text's beginning.
 
-    A budget plus a chunk never exceeds the model's window, however much memory there is.
+    A budget found by memory plus a chunk never exceeds the model's window.
 
     Args:
         model, tokenizer, text: the text is a file, UTF-8, plain or .xz.
         memory: bytes that the cache of one stream may take.
+        budget: instead, slots of each KV head for policies that are given without a budget.
         policies: comma-separated policies and policy files. A policy that takes a budget and has
-            none gets the largest that fits; a policy that does not fit is left out. None for
-            `CANDIDATES`.
+            none gets `budget`, or the largest that fits; a policy that does not fit is left out.
+            None for `CANDIDATES`.
         tokens: length of the sample; by default four times the largest budget, 4,096 at least.
         chunk, seed: tokens between two folds, and the seed of all random draws.
         on_step: called with the policy under trial and the share of all work that is done.
+
+    Raises:
+        WeirError: neither `memory` nor `budget` is given, or both; no policy fits, or the text is
+            too short.
     """
+    if (memory is None) == (budget is None):
+        raise WeirError("give either the memory of a stream or a budget of slots")
     named = None if policies is None else _list_policies(model, policies)
     ids = read_stream(tokenizer, text).ids
     if tokens is not None and tokens > len(ids):
@@ -126,12 +134,18 @@ def advise(
         evicted = min(held) < found.tokens
         return Trial(policy, budget, found.kv_bytes, found.ppl, found.tokens_per_s, evicted)
 
-    if window is None or len(ids) <= window:
+    if (window is None or len(ids) <= window) and (budget is None or len(ids) <= budget):
         whole = attempt("dense", len(ids), ids)
-        if whole.kv_bytes <= memory:
+        if memory is None or whole.kv_bytes <= memory:
             return Advice((whole,), len(ids), len(ids), window, everything=True)
     left_out: dict[str, str] = {}
-    if named is None:
+    if memory is None:
+        assert budget is not None
+        fits = dict(
+            _with_slots(model, one, budget, chunk)
+            for one in (CANDIDATES if named is None else named)
+        )
+    elif named is None:
         fits = _candidates(model, memory, chunk, window)
     else:
         fits, left_out = _fitting(model, named, memory, chunk)
@@ -166,6 +180,15 @@ def _fitting(
     if not fits:
         raise WeirError(next(iter(left_out.values())))
     return fits, left_out
+
+
+def _with_slots(model: PreTrainedModel, policy: str, budget: int, chunk: int) -> tuple[str, int]:
+    """A policy with a budget, its own if it has one, and the number of slots."""
+    if is_file(policy) or not takes_budget(policy):
+        return policy, max(size_of(model, policy, chunk=chunk).slots)
+    policy = with_budget(policy, budget)
+    size_of(model, policy, chunk=chunk)  # raises where no pipe can be made of so few slots
+    return policy, budget
 
 
 def _fit_policy(model: PreTrainedModel, policy: str, memory: int, chunk: int) -> tuple[str, int]:

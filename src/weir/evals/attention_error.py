@@ -8,9 +8,8 @@ between is compressed once; here a policy can also read the text as a stream, ch
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
 from statistics import fmean, median, pstdev
@@ -25,8 +24,7 @@ from weir.evals.capture import LayerInputs, capture
 from weir.evals.report import line_style
 from weir.models import window_of
 from weir.policies import Pipe, Policy, Recompute, parse_call, parse_policy
-from weir.pools import CounterRNG, Fold, Recent
-from weir.slab import Slots
+from weir.pools import CounterRNG, Recent
 
 RATES = (1 / 2, 1 / 4, 1 / 8, 1 / 16)
 """Those of the paper's Figure 1."""
@@ -79,7 +77,7 @@ class ErrorSetup:
 
 @dataclass(frozen=True)
 class SizedPolicy:
-    """A policy as it was asked for, with its budget, and the `rate` of the middle that made it."""
+    """A policy as given, its budget, and the `rate` of the middle that determined it."""
 
     name: str
     policy: Policy
@@ -95,7 +93,7 @@ class LayerError:
         rate: the share of the middle that its budget is made for; None where it has its own.
         errors: the error for each seed.
         kept: share of the tokens before the queries that hold a slot at the end.
-        seconds: time spent in the pools (median over the seeds).
+        seconds: time spent folding (median over the seeds).
     """
 
     policy: str
@@ -281,12 +279,11 @@ def _answer(
 
     Returns:
         Their outputs [1, heads, queries, value_dim], the share of the tokens before them that hold
-        a slot at the end, and the seconds spent in the pools.
+        a slot at the end, and the seconds spent folding.
     """
-    timed = _TimedPipe(pipe.pools, pipe.text, pipe.formats)
     chunk = setup.queries + 1 if setup.whole else setup.chunk
     draws = CounterRNG(seed, inputs.layer)
-    layer = Layer(LayerSpec(timed, inputs.positions, chunk, draws, inputs.layer, inputs.layers))
+    layer = Layer(LayerSpec(pipe, inputs.positions, chunk, draws, inputs.layer, inputs.layers))
     before = setup.tokens - setup.queries
 
     def feed(start: int, stop: int, **how: bool) -> Tensor:
@@ -300,23 +297,7 @@ def _answer(
         out = feed(0, setup.tokens)[:, :, before:]
     assert layer.state.slab is not None
     held = layer.state.slab.position[0, :, : layer.state.used[0]] >= 0
-    return out.float(), float(held.sum(dim=1).float().mean()) / before, sum(timed.spent)
-
-
-@dataclass(frozen=True)
-class _TimedPipe(Pipe):
-    """A pipe that records how long its pools take."""
-
-    spent: list[float] = field(default_factory=list, compare=False)
-
-    def fold(
-        self, held: list[Slots], new: Slots, fold: Fold, states: list[dict[str, Tensor]]
-    ) -> list[Slots]:
-        """Fold, and add up the seconds."""
-        begin = time.perf_counter()
-        kept = super().fold(held, new, fold, states)
-        self.spent.append(time.perf_counter() - begin)
-        return kept
+    return out.float(), float(held.sum(dim=1).float().mean()) / before, layer.take_fold_seconds()
 
 
 KINDS = (".svg", ".png", ".pdf")

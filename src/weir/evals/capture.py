@@ -22,7 +22,7 @@ from weir.slab import AttentionParams, LayerPositions
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What a layer's attention received in one forward, and what it answered.
+    """One call of a layer's attention: its inputs and its output.
 
     Attributes:
         layer, held: index of the layer, and the layer of the cache.

@@ -1,4 +1,4 @@
-"""Gates are trained: what KVzip scores, as a linear map of keys and values.
+"""Training of gates: KVzip's scores as a linear map of keys and values.
 
 The text is read in passages, and each passage twice in one go, so that every layer's attention from
 the second time to the first gives the scores (Kim et al. 2025, arXiv:2505.23416, section 3). Ridge

@@ -50,16 +50,15 @@ class TextTable:
     rows: Sequence[Sequence[str]]
     markup: bool = False
 
-    def html(self, classes: str = "") -> str:
-        """The table as HTML with CSS classes, in a box that scrolls sideways on a narrow screen."""
+    def html(self) -> str:
+        """The table as HTML, in a box that scrolls sideways on a narrow screen."""
         shown = str if self.markup else html.escape
         heads = "".join(f"<th>{shown(head)}</th>" for head in self.heads)
         body = "\n".join(
             f"<tr>{''.join(f'<td>{shown(cell)}</td>' for cell in row)}</tr>" for row in self.rows
         )
-        kind = f' class="{classes}"' if classes else ""
         return (
-            f'<div class="scroll"><table{kind}>\n<thead><tr>{heads}</tr></thead>\n'
+            f'<div class="scroll"><table>\n<thead><tr>{heads}</tr></thead>\n'
             f"<tbody>\n{body}\n</tbody></table></div>"
         )
 

@@ -92,7 +92,7 @@ class Subject:
 
 
 class Task(ABC):
-    """Something to measure. Subclasses are frozen dataclasses of their parameters.
+    """A measurement. Subclasses are frozen dataclasses of their parameters.
 
     Attributes:
         name: name of the task.

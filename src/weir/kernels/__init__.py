@@ -2,8 +2,12 @@
 
 from weir.kernels.compiled_ops import dot_products, materialize, register_operator, weighted_sums
 from weir.kernels.dispatch import (
+    BLOCK,
+    PANEL,
     VARIABLE,
     QuantizedVectors,
+    WindowChunk,
+    attend_window,
     causal,
     causal_and_received,
     decode,
@@ -29,8 +33,12 @@ from weir.kernels.dispatch import (
 )
 
 __all__ = [
+    "BLOCK",
+    "PANEL",
     "VARIABLE",
     "QuantizedVectors",
+    "WindowChunk",
+    "attend_window",
     "causal",
     "causal_and_received",
     "decode",

@@ -1,4 +1,4 @@
-"""Decode steps of a CPU, written so that PyTorch's compiler makes loops of them.
+"""Operations of CPU decode steps, written so that PyTorch's compiler makes loops of them.
 
 A step reads much and computes little, and a library's function that is made for many queries or
 rows does so at a fraction of the pace of memory. What stands here is a multiplication and a sum for

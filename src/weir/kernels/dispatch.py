@@ -1,4 +1,4 @@
-"""Selection of a kernel, by where tensors are, what is installed and what the user asks for.
+"""Selection of a kernel by device, installed libraries and the environment.
 
 A kernel is chosen by the device of the tensors and by what is installed: numba on the CPU, Triton
 on a GPU, and the reference (`weir.pools.balance.halving.walk`, `weir.slab.attention`) everywhere
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,6 +25,29 @@ LEAST_LANES = 16
 """Queries, and numbers of a value, that a kernel for segments of a prompt takes at least."""
 LEAST_WIDE = 32
 """Numbers of a head from which on vectors of a processor fit into it."""
+BLOCK, PANEL = 32, 16
+"""Of a weight in GGUF's blocks: numbers that share a scale, and outputs that lie side by side."""
+
+
+class WindowChunk(NamedTuple):
+    """Queries of a piece of a prompt between two folds, and what they see.
+
+    Attributes:
+        first, queries: the first query in the piece, and how many there are.
+        front: slots of the front that are in use.
+        start, boundary: the first token that is seen, and the first that is seen exact, among those
+            that are handed over.
+        own: the token of the first query.
+    """
+
+    first: int
+    queries: int
+    front: int
+    start: int
+    boundary: int
+    own: int
+
+
 QuantizedVectors = tuple[torch.Tensor, torch.Tensor, int]
 """Quantized vectors: numbers as they are stored, their peaks, and how many steps make a peak."""
 VARIABLE = "WEIR_KERNELS"
@@ -41,12 +64,13 @@ _KERNELS = {
     ("numba", "distances"): ("weir.kernels.cpu.distances", "distances"),
     ("numba", "resample"): ("weir.kernels.cpu.resample", "resample"),
     ("numba", "causal"): ("weir.kernels.cpu.causal", "causal"),
+    ("numba", "attend_window"): ("weir.kernels.cpu.window", "attend_window"),
     ("numba", "causal_and_received"): ("weir.kernels.cpu.causal", "causal_and_received"),
     ("numba", "rotate_keys"): ("weir.kernels.cpu.rotation", "rotate_keys"),
-    ("numba", "dequantize_int8"): ("weir.kernels.cpu.int8_codec", "dequantize_int8"),
-    ("numba", "quantize_int8"): ("weir.kernels.cpu.int8_codec", "quantize_int8"),
-    ("numba", "dequantize_int4"): ("weir.kernels.cpu.int4_codec", "dequantize_int4"),
-    ("numba", "quantize_int4"): ("weir.kernels.cpu.int4_codec", "quantize_int4"),
+    ("numba", "dequantize_int8"): ("weir.kernels.cpu.slot_codec", "dequantize_int8"),
+    ("numba", "quantize_int8"): ("weir.kernels.cpu.slot_codec", "quantize_int8"),
+    ("numba", "dequantize_int4"): ("weir.kernels.cpu.slot_codec", "dequantize_int4"),
+    ("numba", "quantize_int4"): ("weir.kernels.cpu.slot_codec", "quantize_int4"),
     ("numba", "linear"): ("weir.kernels.cpu.linear", "linear"),
     ("numba", "linear_int8"): ("weir.kernels.cpu.linear", "linear_int8"),
     ("numba", "decode_step"): ("weir.kernels.cpu.step", "StepTable"),
@@ -58,9 +82,31 @@ _KERNELS = {
 """The module and the function of each kernel of each library."""
 
 
-def walk(device: torch.device) -> Callable[..., Any] | None:
-    """The kernel for `weir.pools.balance.halving.walk`; None for the reference."""
-    return _kernel(_library(device), "walk")
+def _by_device(name: str) -> Callable[[torch.device], Callable[..., Any] | None]:
+    """Make a function that returns the kernel for a device; None for the reference or PyTorch."""
+    return lambda device: _kernel(_library(device), name)
+
+
+walk = _by_device("walk")
+"""For `weir.pools.balance.halving.walk`."""
+decode = _by_device("decode")
+"""For `weir.slab.attention.two_weight_attention` with one query a head."""
+decode_quantized = _by_device("decode_quantized")
+"""For one query a head over slots of which the first are quantized."""
+decode_step = _by_device("decode_step")
+"""The class of tables that run a whole decode step."""
+farthest_first = _by_device("farthest_first")
+"""For `weir.pools.kcenter.farthest_first`."""
+draw_uniform = _by_device("draw_uniform")
+"""For random numbers by name, as in `weir.pools.counter_rng`."""
+distances = _by_device("distances")
+"""For Euclidean `torch.cdist`."""
+resample = _by_device("resample")
+"""For `weir.pools.subgen.resample`."""
+linear = _by_device("linear")
+"""For `torch.nn.functional.linear` with few rows."""
+linear_int8 = _by_device("linear_int8")
+"""For products of few rows with a weight of 8 bits."""
 
 
 def walk_pairs(keys: torch.Tensor) -> Callable[..., Any] | None:
@@ -68,13 +114,6 @@ def walk_pairs(keys: torch.Tensor) -> Callable[..., Any] | None:
     `weir.kernels.cpu.walk`); None for PyTorch's products and `walk`.
     """
     return _for_floats("walk_pairs", keys)
-
-
-def decode(device: torch.device) -> Callable[..., Any] | None:
-    """The kernel for `weir.slab.attention.two_weight_attention` with one query a head; None for
-    PyTorch.
-    """
-    return _kernel(_library(device), "decode")
 
 
 def decode_exact(device: torch.device, dtype: torch.dtype) -> Callable[..., Any] | None:
@@ -89,13 +128,6 @@ def decode_exact(device: torch.device, dtype: torch.dtype) -> Callable[..., Any]
     return kernel if known else None
 
 
-def decode_quantized(device: torch.device) -> Callable[..., Any] | None:
-    """The kernel for one query a head over slots of which the first are quantized (see
-    `weir.kernels.cpu.decode_quantized`); None where they are dequantized before they are read.
-    """
-    return _kernel(_library(device), "decode_quantized")
-
-
 def decode_int4(queries: torch.Tensor, width: int) -> Callable[..., Any] | None:
     """The kernel for one query a head over slots of which the first have 4 bits, rotated (see
     `weir.kernels.cpu.decode`); None where they are dequantized before they are read.
@@ -107,30 +139,6 @@ def decode_int4(queries: torch.Tensor, width: int) -> Callable[..., Any] | None:
     if queries.device.type != "cpu" or min(queries.shape[-1], width) < LEAST_WIDE:
         return None
     return _kernel(_library(queries.device), "decode_int4")
-
-
-def farthest_first(device: torch.device) -> Callable[..., Any] | None:
-    """The kernel for `weir.pools.kcenter.farthest_first`; None for the reference."""
-    return _kernel(_library(device), "farthest_first")
-
-
-def draw_uniform(device: torch.device) -> Callable[..., Any] | None:
-    """The kernel for random numbers by name (see `weir.kernels.cpu.counter_rng`); None for
-    `weir.pools.draws` alone.
-    """
-    return _kernel(_library(device), "draw_uniform")
-
-
-def distances(device: torch.device) -> Callable[..., Any] | None:
-    """The kernel for Euclidean distances (see `weir.kernels.cpu.distances`); None for
-    `torch.cdist`.
-    """
-    return _kernel(_library(device), "distances")
-
-
-def resample(device: torch.device) -> Callable[..., Any] | None:
-    """The kernel for `weir.pools.subgen.resample`; None for the reference."""
-    return _kernel(_library(device), "resample")
 
 
 def causal(queries: torch.Tensor, values: torch.Tensor) -> Callable[..., Any] | None:
@@ -149,6 +157,15 @@ def causal_and_received(queries: torch.Tensor, values: torch.Tensor) -> Callable
     return _for_segment("causal_and_received", queries, values)
 
 
+def attend_window(queries: torch.Tensor, values: torch.Tensor) -> Callable[..., Any] | None:
+    """The kernel for attention of a piece of a prompt over a window that moves on meanwhile (see
+    `weir.kernels.cpu.window`), also for bfloat16; None for none. Arguments as for `causal`.
+    """
+    if values.shape[3] < LEAST_LANES or values.dtype != queries.dtype:
+        return None
+    return _for_floats("attend_window", queries, torch.float32, torch.bfloat16)
+
+
 def rotate_keys(keys: torch.Tensor) -> Callable[..., Any] | None:
     """The kernel for `weir.slab.positions.Rotary.move` (see `weir.kernels.cpu.rotation`); None for
     PyTorch.
@@ -158,7 +175,7 @@ def rotate_keys(keys: torch.Tensor) -> Callable[..., Any] | None:
 
 def dequantize(name: str, out: torch.Tensor) -> Callable[..., Any] | None:
     """The kernel that reads vectors of a format, int8 or int4, into such a tensor (see
-    `weir.kernels.cpu.int8_codec`, `int4_codec`); None for PyTorch.
+    `weir.kernels.cpu.slot_codec`); None for PyTorch.
     """
     return _for_floats(f"dequantize_{name}", out)
 
@@ -166,27 +183,6 @@ def dequantize(name: str, out: torch.Tensor) -> Callable[..., Any] | None:
 def quantize(name: str, x: torch.Tensor) -> Callable[..., Any] | None:
     """The kernel that quantizes such vectors to a format, int8 or int4; None for PyTorch."""
     return _for_floats(f"quantize_{name}", x)
-
-
-def linear(device: torch.device) -> Callable[..., Any] | None:
-    """The kernel for `torch.nn.functional.linear` with few rows (see `weir.kernels.cpu.linear`);
-    None for PyTorch.
-    """
-    return _kernel(_library(device), "linear")
-
-
-def linear_int8(device: torch.device) -> Callable[..., Any] | None:
-    """The kernel for products of few rows with a weight of 8 bits (see `weir.kernels.cpu.linear`);
-    None for none.
-    """
-    return _kernel(_library(device), "linear_int8")
-
-
-def decode_step(device: torch.device) -> Callable[..., Any] | None:
-    """The class of tables that run a whole decode step (see `weir.kernels.cpu.step`); None for the
-    model's own modules.
-    """
-    return _kernel(_library(device), "decode_step")
 
 
 def linear_blocks(x: torch.Tensor) -> Callable[..., Any] | None:
@@ -200,10 +196,7 @@ def linear_blocks(x: torch.Tensor) -> Callable[..., Any] | None:
         return None
     if x.requires_grad or is_compiling():
         return None
-    kernel = _kernel(_library(x.device), "linear_blocks")
-    if kernel is None or not import_module(kernel.__module__).SUPPORTED:
-        return None
-    return kernel
+    return _kernel(_library(x.device), "linear_blocks")
 
 
 def is_compiling() -> bool:
@@ -249,9 +242,11 @@ def _for_segment(
     return _for_floats(name, queries) if values.dtype == queries.dtype else None
 
 
-def _for_floats(name: str, t: torch.Tensor) -> Callable[..., Any] | None:
-    """A kernel for float32 on the CPU; None for gradients and while PyTorch compiles or traces."""
-    if t.device.type != "cpu" or t.dtype != torch.float32 or t.requires_grad:
+def _for_floats(name: str, t: torch.Tensor, *dtypes: torch.dtype) -> Callable[..., Any] | None:
+    """A kernel for some dtypes (none for float32) on the CPU; None for gradients and while PyTorch
+    compiles or traces.
+    """
+    if t.device.type != "cpu" or t.dtype not in (dtypes or (torch.float32,)) or t.requires_grad:
         return None
     if is_compiling():
         return None
@@ -278,8 +273,9 @@ def _library(device: torch.device) -> str:
 def _kernel(library: str, name: str) -> Callable[..., Any] | None:
     if (library, name) not in _KERNELS or find_spec(library) is None:
         return None
-    module, function = _KERNELS[library, name]
+    file, function = _KERNELS[library, name]
     try:
-        return getattr(import_module(module), function)
+        module = import_module(file)
     except ImportError:  # installed, but not for this Python, NumPy, PyTorch or processor
         return None
+    return getattr(module, function) if getattr(module, "SUPPORTED", True) else None

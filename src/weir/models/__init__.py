@@ -14,8 +14,8 @@ from weir.models.attention_sinks import (
 from weir.models.embedding import embed
 from weir.models.fingerprints import fingerprint, weights_of
 from weir.models.gates import Gate, features, load_gates, save_gates
-from weir.models.head_facts import HeadFacts, find_head_facts, measure_heads
-from weir.models.hooks import Attachment, attach, compile_steps, detach
+from weir.models.head_facts import find_head_facts, measure_heads
+from weir.models.hooks import attach, compile_steps, detach
 from weir.models.images import MOST_OFFSET, OFFSETS, PICTURES, Images, images_of, offsets
 from weir.models.linear_kernels import choose_products
 from weir.models.loading import (
@@ -33,7 +33,6 @@ from weir.models.loading import (
 from weir.models.memory import free_memory, stored_bytes
 from weir.models.model_spec import (
     DROPPING,
-    ModelLayerSpec,
     ModelSpec,
     StopTokens,
     check_ids,
@@ -53,11 +52,8 @@ __all__ = [
     "MOST_OFFSET",
     "OFFSETS",
     "PICTURES",
-    "Attachment",
     "Gate",
-    "HeadFacts",
     "Images",
-    "ModelLayerSpec",
     "ModelSink",
     "ModelSpec",
     "OutputProjection",

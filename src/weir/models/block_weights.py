@@ -22,10 +22,9 @@ from transformers import PreTrainedModel
 
 from weir import kernels
 from weir.errors import WeirError
+from weir.kernels import BLOCK, PANEL
 from weir.models.gguf import read_header
 
-BLOCK, PANEL = 32, 16
-"""Numbers that share a scale; outputs that lie side by side."""
 BLOCK_FORMATS = {"q8_0": (8, False), "q4_0": (4, False), "q4_1": (4, True)}
 """Bits of a code, and whether blocks have a minimum, by the name of the format in GGUF."""
 STORED_FORMATS = {"Q8_0": "q8_0", "Q4_0": "q4_0", "Q4_1": "q4_1", "Q4_K": "q4_1"}
@@ -158,7 +157,7 @@ def write_out(codes: Tensor, scales: Tensor, outputs: int, which: Tensor | None 
 
 
 class _InBlocks(nn.Module):
-    """What layers with a weight in blocks share; `weight` is written out when it is asked for."""
+    """Base of layers with a weight in blocks; `weight` is written out when it is read."""
 
     codes: Tensor
     scales: Tensor
@@ -344,16 +343,6 @@ def _matching(model: PreTrainedModel, blocks: Blocks, weight: Tensor) -> Blocks 
         if numbers.shape == wanted.shape and (numbers - wanted).abs().amax() <= limit:
             return found
     return None
-
-
-def refuse_plain_weights(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
-    """Refuse to load ordinary weights into a model with weights in blocks."""
-    for name, part in module.named_modules():
-        if isinstance(part, _InBlocks) and f"{prefix}{name}.weight" in state:
-            raise WeirError(
-                f"this model has weights of few bits, and {prefix}{name}.weight is to be loaded "
-                "with others: load the model anew, from a folder with the new weights"
-            )
 
 
 def warn_without_kernel(model: PreTrainedModel) -> None:

@@ -18,7 +18,7 @@ from weir.models.method_patch import MethodPatch
 
 
 class LayerSnapshot:
-    """What the modules of some layers hold, and PyTorch's settings.
+    """Snapshot of what the modules of some layers hold, and of PyTorch's settings.
 
     Attributes:
         tensors: all that they hold, by their `id`.

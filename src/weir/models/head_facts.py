@@ -1,4 +1,4 @@
-"""What each KV head of a model does, measured once by one reading of random tokens.
+"""Facts about each KV head of a model, measured in one reading of random tokens and kept.
 
 Some heads look for an earlier occurrence of a token, or of its context, and copy what followed
 (Olsson et al. 2022, "In-context Learning and Induction Heads", arXiv:2209.11895). And in some
@@ -48,7 +48,7 @@ EXACT = 4
 
 @dataclass(frozen=True)
 class HeadFacts:
-    """What was measured of the layers that a policy holds.
+    """Measurements of the layers that a policy holds.
 
     Attributes:
         lookup: of each KV head of each layer, how much it looks up earlier tokens, from 0 to 1.

@@ -114,13 +114,12 @@ class Attachment:
         with self._lock:
             given = self._named(args, kwargs)
             cache: Any = given.get("past_key_values")
-            if self.running is not None or not isinstance(
-                getattr(cache, "attachment", None), Attachment
-            ):
+            attachment = getattr(cache, "attachment", None)
+            if self.running is not None or not isinstance(attachment, Attachment):
                 return own(*args, **kwargs)
-            if cache.attachment.running is not None:
+            if attachment.running is not None:
                 return own(*args, **kwargs)  # an enclosing module has begun this call
-            if cache.attachment is not self:
+            if attachment is not self:
                 raise WeirError(
                     "this cache was made for another model; a cache serves one model only"
                 )
@@ -133,22 +132,10 @@ class Attachment:
                 wait_for_others(self.facts.decoder, Attachment._call.__code__)
                 self._alone = True
             previous = self.facts.config._attn_implementation
-            running: Any = cache.begin(given)
+            running = cache.begin(given)
             try:
                 self._set_attention(self._attention)
-                while running is not None:
-                    self.running = running
-                    try:
-                        output = self._answer(own, running)
-                    except BaseException as error:
-                        running = running.abandon(error)
-                        if running is None:
-                            refusal = mismatch(error)
-                            if refusal is not None:
-                                raise refusal from None
-                            raise
-                    else:
-                        running = running.finish()
+                output = self._finish(own, running)
             finally:
                 self.running = None
                 self._set_attention(previous)
@@ -156,6 +143,24 @@ class Attachment:
                 output.past_key_values = cache
             cache.end()
             return output
+
+    def _finish(self, own: Callable[..., Any], running: Any) -> Any:
+        """Run a call that has begun, again and again without the rows that fail."""
+        while True:
+            self.running = running
+            try:
+                output = self._answer(own, running)
+            except BaseException as error:
+                running = running.abandon(error)
+                if running is not None:
+                    continue
+                refusal = mismatch(error)
+                if refusal is not None:
+                    raise refusal from None
+                raise
+            running = running.finish()
+            if running is None:
+                return output
 
     def _answer(self, own: Callable[..., Any], running: Any) -> Any:
         """Run the decoder, by a compiled step where possible."""

@@ -22,11 +22,12 @@ from weir.errors import WeirError, describe_missing, quote
 from weir.models.block_weights import (
     AS_STORED,
     BLOCK_FORMATS,
+    BlockEmbedding,
+    BlockLinear,
     check_stored,
     fits_blocks,
     put_blocks,
     put_stored_blocks,
-    refuse_plain_weights,
     stored_formats,
     warn_without_kernel,
 )
@@ -91,9 +92,9 @@ def quantize_weights(model: PreTrainedModel, weights: str, path: Path | None = N
         else:
             put_blocks(model, list(bits), weights)
         warn_without_kernel(model)
-        model.register_load_state_dict_pre_hook(refuse_plain_weights)
     else:
         _quantize_by_torchao(model, bits)
+    model.register_load_state_dict_pre_hook(_refuse_plain_weights)
     model.config.tie_word_embeddings = False
     model.requires_grad_(False)
 
@@ -127,7 +128,6 @@ def _quantize_by_torchao(model: PreTrainedModel, bits: dict[str, int]) -> None:
             if module.numbers is not None and module.numbers.device.type == "cpu":
                 numbers.append(module.numbers)
     move_to_huge_pages(numbers)
-    model.register_load_state_dict_pre_hook(_refuse_plain_weights)
 
 
 def shrink(skeleton: PreTrainedModel, weights: str, path: Path | None = None) -> None:
@@ -318,10 +318,14 @@ def _refuse_plain_weights(
     module: nn.Module, state: dict[str, Any], prefix: str, *args: Any
 ) -> None:
     """Refuse to load ordinary weights into a quantized model."""
-    for name, weight in module.named_parameters():
-        given = state.get(prefix + name)
-        if given is not None and type(given.data) is not type(weight.data):
+    for name, part in module.named_modules():
+        given = state.get(f"{prefix}{name}.weight")
+        if given is None:
+            continue
+        blocks = isinstance(part, BlockLinear | BlockEmbedding)
+        torchao = isinstance(part, QuantizedLinear)
+        if blocks or (torchao and type(given.data) is not type(part.weight.data)):
             raise WeirError(
-                f"this model has weights of few bits, and {prefix + name} is to be loaded with "
-                "others: load the model anew, from a folder with the new weights"
+                f"this model has weights of few bits, and {prefix}{name}.weight is to be loaded "
+                "with others: load the model anew, from a folder with the new weights"
             )

@@ -1,14 +1,13 @@
-"""Policies: what they are, how they are written, and every one that has a name."""
+"""Policies: their classes, their grammar, and the named ones."""
 
 from weir.policies.file import check_regular, expand_home, format_policy_file, is_file
 from weir.policies.grammar import NUMBER, Parser, parse_call, parse_policy, policy, saved_policy
+from weir.policies.layered import Layered
 from weir.policies.library import Recompute
-from weir.policies.pipe import ByHead, Layered, Origin, Pipe, Policy, resolve_chunk
+from weir.policies.pipe import Pipe, Policy, resolve_chunk
 from weir.policies.registry import (
     NAMED,
     VARIABLE,
-    NamedPolicy,
-    PolicyCall,
     import_plugin,
     load_plugins,
     named,
@@ -30,15 +29,11 @@ __all__ = [
     "NAMED",
     "NUMBER",
     "VARIABLE",
-    "ByHead",
     "Layered",
-    "NamedPolicy",
-    "Origin",
     "Parser",
     "Pinned",
     "Pipe",
     "Policy",
-    "PolicyCall",
     "PolicyWrapper",
     "Pyramid",
     "Quantized",

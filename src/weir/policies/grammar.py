@@ -16,9 +16,9 @@ from os import PathLike, fspath
 from typing import Any, ClassVar
 
 from weir.errors import PolicyError, WeirError, find_nearest, quote
-from weir.policies.checks import check_format, check_place
 from weir.policies.file import is_file, read_policy_file
-from weir.policies.pipe import ByHead, Layered, Origin, Pipe, Policy
+from weir.policies.layered import ByHead, Layered
+from weir.policies.pipe import Origin, Pipe, Policy, check_format, check_place
 from weir.policies.registry import NAMED, PolicyCall, load_plugins
 from weir.pools import CONSTANTS, POOLS, WORD, Pool, argument_hints, convert_argument
 from weir.slab import FORMATS

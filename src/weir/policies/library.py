@@ -1,4 +1,4 @@
-"""The named policies, but `weir` and those around another: `pinned`, `pyramid`, `quantized`.
+"""The named policies, except `weir` and the wrappers: `pinned`, `pyramid`, `quantized`.
 
 A named policy, `streaming_llm(budget=256)`, is a function that returns a policy, mostly a pipe.
 """

@@ -1,7 +1,10 @@
-"""Policies, and the usual one: a pipe of pools, one after the other.
+"""Policies and pipes: pools one after the other.
 
 Tokens enter the first pool of a pipe, what overflows a pool flows into the next, what overflows the
 last is gone. `grammar` reads policies from text; the named ones are in `library`.
+
+Anyone may write a pool, so what one says and returns is checked before it reaches the slab: its
+place in the pipe, and the types, shapes and numbers of slots, never the contents.
 """
 
 from __future__ import annotations
@@ -15,11 +18,10 @@ from typing import Any, ClassVar, Self, cast
 
 from torch import Tensor
 
-from weir.errors import LONGEST, WeirError, format_value, quote
-from weir.policies.checks import check_fold, check_formats, check_mass, check_place, check_state
+from weir.errors import WeirError, format_value, quote
 from weir.policies.registry import NAMED, PolicyCall
-from weir.pools import Fold, Pool
-from weir.slab import FORMATS, Format, Slots
+from weir.pools import Fold, Pool, fits
+from weir.slab import FORMATS, Format, QuantizedSlots, Slots, is_longer
 
 CHUNK = 64
 """Tokens between two folds by default."""
@@ -27,7 +29,7 @@ CHUNK = 64
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a policy was measured.
+    """Provenance of a measured policy.
 
     Attributes:
         file: the policy file that it was read from.
@@ -70,7 +72,7 @@ class Policy(ABC):
 
     @property
     def origin(self) -> Origin | None:
-        """Where it was measured; None for most policies."""
+        """Its provenance, if it was measured; None for most policies."""
         return None
 
     @property
@@ -137,8 +139,8 @@ class Pipe(Policy):
         for place, pool in enumerate(self.pools):
             check_place(pool, self.pools[:place])
         object.__setattr__(self, "formats", self.formats or ("",) * len(self.pools))
-        check_formats(self.pools, self.formats, self.run)
-        check_mass(self.pools)
+        _check_formats(self.pools, self.formats, self.run)
+        _check_mass(self.pools)
         if not self.text:
             object.__setattr__(self, "text", self.stands_for)
 
@@ -234,8 +236,8 @@ class Pipe(Policy):
             )
             arrived, before = new, dict(states[place])
             folded = pool.fold(held[place], new, own)
-            stays, new = check_fold(pool, folded, held[place], arrived, like)
-            check_state(pool, before, own.state)
+            stays, new = _check_fold(pool, folded, held[place], arrived, like)
+            _check_state(pool, before, own.state)
             kept.append(stays)
         return kept
 
@@ -257,97 +259,150 @@ def _format_pool(pool: Pool, alone: bool = False) -> str:
     return f"{pool.name}({', '.join(words)})"
 
 
-@dataclass(frozen=True, repr=False)
-class Layered(Policy):
-    """A policy for each layer.
-
-    Layers that slide over a window of their own keep it under any policy, and are not counted.
-
-    Attributes:
-        policies: the policy of each layer, bottom up.
-        origin: where they were measured; None for those that were written by hand. It is no part
-            of what the policy is: its text can be read on any model of so many layers.
-    """
-
-    policies: tuple[Policy, ...]
-    text: str = field(default="", compare=False)
-    origin: Origin | None = field(default=None, compare=False)
-
-    def __post_init__(self) -> None:
-        if not self.policies or not all(isinstance(policy, Policy) for policy in self.policies):
-            raise WeirError(
-                "a policy for each layer is a list of one policy or more, [h2o(96), h2o(160)]"
-            )
-        self.pipes  # noqa: B018  (raises where a policy has no pipe for its layer)
-        if not self.text:
-            object.__setattr__(self, "text", f"[{', '.join(map(str, self.policies))}]")
-
-    @property
-    def stands_for(self) -> str:
-        """The same list in pools."""
-        return f"[{', '.join(policy.stands_for for policy in self.policies)}]"
-
-    @property
-    def brief(self) -> str:
-        """The text; of a long list the number of layers, and their slots."""
-        if len(self.text) <= LONGEST or len(self.policies) == 1:
-            return self.text
-        sizes = sorted({pipe.slots for pipe in self.pipes if pipe.slots is not None})
-        some = " to ".join(f"{slots:,}" for slots in dict.fromkeys(sizes[:1] + sizes[-1:]))
-        by_head = any(isinstance(policy, ByHead) for policy in self.policies)
-        each = "policies for the KV heads of" if by_head else "a policy for each of"
-        return f"{each} {len(self.policies)} layers, {some or 'any number of'} slots"
-
-    @property
-    def pipes(self) -> tuple[Pipe, ...]:
-        """The pipe of every layer, or of every KV head of one whose heads have their own."""
-        count = len(self.policies)
-        each = (
-            policy.pipes if isinstance(policy, ByHead) else (policy.for_layer(layer, count),)
-            for layer, policy in enumerate(self.policies)
-        )
-        return tuple(pipe for pipes in each for pipe in pipes)
-
-    def for_layer(self, layer: int, layers: int) -> Pipe:
-        """Return the pipe of a layer, if the model has as many layers."""
-        return self._of(layer, layers).for_layer(layer, layers)
-
-    def for_heads(self, layer: int, layers: int, heads: int) -> tuple[Pipe, ...]:
-        """Return the pipes of a layer's KV heads, if the model has as many layers and heads."""
-        return self._of(layer, layers).for_heads(layer, layers, heads)
-
-    def _of(self, layer: int, layers: int) -> Policy:
-        if layers != len(self.policies):
-            source, told = quote(self.text), ""
-            if self.origin is not None:
-                source, told = self.origin.file, self.origin.told
-            raise WeirError(
-                f"{source} has policies for {len(self.policies)} layers, and this model has "
-                f"{layers} that a policy holds{told}"
-            )
-        return self.policies[layer]
-
-
-class ByHead(Layered):
-    """A policy for each KV head of one layer, in the list of a `Layered`."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if any(isinstance(policy, Layered) for policy in self.policies):
-            raise WeirError("lists of policies are two deep at most: for layers, and for KV heads")
-
-    def for_layer(self, layer: int, layers: int) -> Pipe:
-        """Refuse to give one pipe for the whole layer (WeirError)."""
+def check_place(pool: Pool, before: tuple[Pool, ...]) -> None:
+    """Refuse a pool in a place of a pipe that makes no sense behind the pools `before`."""
+    if not isinstance(getattr(pool, "name", None), str):
+        kind = type(pool).__name__
+        raise WeirError(f'{kind} has no name in policies; write @pool("a_name") above its class')
+    slots = pool.slots()
+    if not fits(slots, int | None) or (slots is not None and slots < 0):
         raise WeirError(
-            f"{quote(self.text)} in a list is for the KV heads of a layer, and one policy for the "
-            "whole of it is wanted here"
+            f"slots() of the pool {pool.name} is a whole number from 0 on, or None for no limit, "
+            f"not {quote(slots)}"
+        )
+    for earlier in before:
+        if earlier.ends_pipe:
+            raise WeirError(
+                f"{pool.name} would get no tokens: what {earlier.name} keeps is all that came, or "
+                f"stands for it, so nothing flows on and {earlier.name} stands last in a pipe"
+            )
+    pool.check(before)
+
+
+def check_format(name: object) -> str:
+    """Return the name of a format of slots, if there is such a format."""
+    if not isinstance(name, str) or name not in FORMATS:
+        raise WeirError(
+            f"slots can be {' or '.join(FORMATS)}, not {quote(name)}; without any they are exact"
+        )
+    return name
+
+
+def _check_formats(pools: tuple[Pool, ...], formats: tuple[str, ...], run: tuple[int, ...]) -> None:
+    """Refuse formats of slots that a slab cannot have, "" for exact slots.
+
+    `run` are the pools that hold the newest tokens, by place, the oldest tokens' pool first.
+    """
+    if len(formats) != len(pools):
+        raise WeirError(f"{len(pools)} pools have {len(pools)} formats, not {len(formats)}")
+    different = {check_format(name) for name in formats if name}
+    if len(different) > 1:
+        both = " and ".join(sorted(different))
+        raise WeirError(f"the quantized slots of a pipe are all of one format, not {both}")
+    for pool, name in zip(pools, formats, strict=True):
+        if name and pool.synthetic:
+            raise WeirError(
+                f"the slots of {pool.name} change at every fold and would be quantized again each "
+                f"time, so they stay exact: write {pool.name} without :{name}"
+            )
+    if different and any(pool.slots() is None for pool in pools):
+        raise WeirError("a pipe without a limit has no quantized slots; give each pool a size")
+    quantized = [bool(formats[place]) for place in run]
+    if quantized != sorted(quantized, reverse=True):
+        raise WeirError(
+            "of the newest tokens the older are quantized and the newer exact: write "
+            "recent(64) | recent(64):int8, and not the other way round"
         )
 
-    def for_heads(self, layer: int, layers: int, heads: int) -> tuple[Pipe, ...]:
-        """Return the pipes, if the layer has as many KV heads."""
-        if heads != len(self.policies):
+
+def _check_mass(pools: tuple[Pool, ...]) -> None:
+    """Refuse a pipe in which `Slots.mass` would have to be a sum and a largest share at once."""
+    twice = [pool.name for pool in pools if pool.needs_second_reading]
+    sums = [pool.name for pool in pools if pool.needs_mass]
+    if twice and sums:
+        raise WeirError(
+            f"{twice[0]} judges by a second reading and {sums[0]} by all attention received, and a "
+            "slot has one number for both; leave one of them out"
+        )
+
+
+def _check_fold(
+    pool: Pool, folded: Any, held: Slots, new: Slots, like: Mapping[str, Tensor]
+) -> tuple[Slots, Slots]:
+    """Return what a pool's `fold` returned, (kept, overflow), if it is such a pair of slots.
+
+    `like` are tensors of the shapes that all slots of the layer have, by name.
+    """
+    name = pool.name
+    parts = folded if isinstance(folded, tuple) else ()
+    if len(parts) != 2 or not all(isinstance(part, Slots) for part in parts):
+        found = f"({', '.join(type(part).__name__ for part in parts)})"
+        found = found if isinstance(folded, tuple) else type(folded).__name__
+        raise WeirError(
+            f"the fold of the pool {name} returns two Slots, (kept, overflow), not {found}"
+        )
+    kept, overflow = parts
+    for what, slots in (("kept", kept), ("let go of", overflow)):
+        if slots is not held and slots is not new:
+            _check_tensors(f"what the pool {name} {what}", slots, held, like)
+    limit = pool.slots()
+    if limit is not None and len(kept) > limit:
+        raise WeirError(f"the pool {name} kept {len(kept)} slots and may hold {limit}")
+    return kept, overflow
+
+
+def _check_tensors(owner: str, slots: Slots, held: Slots, like: Mapping[str, Tensor]) -> None:
+    """Refuse slots that lack tensors shaped as `like`, or have another dtype than it and `held`.
+
+    Keys and values that are still as stored are not read; they are parts of slots that were there.
+    """
+    there = slots.others() if _is_stored(slots) else like
+    count = slots.position.shape[2:3] if isinstance(slots.position, Tensor) else ()
+    for name, wanted in like.items():
+        if name not in there:
+            continue
+        shape = (*wanted.shape[:2], *count, *wanted.shape[3:])
+        found = getattr(slots, name)
+        if not isinstance(found, Tensor):
+            raise WeirError(f"{name} of {owner} is no tensor")
+        if found.shape != shape:
             raise WeirError(
-                f"{quote(self.text)} has policies for {len(self.policies)} KV heads, and layer "
-                f"{layer} of this model has {heads} here"
+                f"{name} of {owner} has the shape {list(found.shape)} instead of {list(shape)}"
             )
-        return tuple(policy.for_layer(layer, layers) for policy in self.policies)
+        if found.dtype == wanted.dtype and found.device == wanted.device:
+            continue
+        before = held.others() if _is_stored(held) else held.tensors()
+        if found.dtype != before.get(name, wanted).dtype or found.device != wanted.device:
+            raise WeirError(
+                f"{name} of {owner} is {found.dtype} on {found.device} instead of {wanted.dtype} "
+                f"on {wanted.device}"
+            )
+    if "mass" not in like and slots.mass is not None:
+        raise WeirError(f"mass of {owner} is not kept here; the class says needs_mass = True")
+
+
+def _is_stored(slots: Slots) -> bool:
+    """Whether keys and values are still as they are stored."""
+    return isinstance(slots, QuantizedSlots) and slots.pieces is not None
+
+
+def _check_state(pool: Pool, before: Mapping[str, Tensor], after: Mapping[str, Any]) -> None:
+    """Refuse a pool's state with other names, dtypes, devices or shapes than `Pool.state` gave; a
+    pool without a limit may lengthen its tensors.
+    """
+    if before.keys() != after.keys():
+        now, was = (", ".join(sorted(names)) or "nothing" for names in (after, before))
+        raise WeirError(f"the pool {pool.name} remembers {now} instead of {was}")
+    for name, old in before.items():
+        new = after[name]
+        if not isinstance(new, Tensor) or (new.dtype, new.device) != (old.dtype, old.device):
+            kind = f"{new.dtype}" if isinstance(new, Tensor) else type(new).__name__
+            raise WeirError(
+                f"the pool {pool.name} remembers {name} as {kind} instead of {old.dtype} on "
+                f"{old.device}"
+            )
+        if new.shape != old.shape and not (pool.slots() is None and is_longer(new, old)):
+            raise WeirError(
+                f"the pool {pool.name} remembers {name} of shape {list(new.shape)} instead of "
+                f"{list(old.shape)}"
+            )

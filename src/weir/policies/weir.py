@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from typing import Literal, get_args
 
 from weir.errors import WeirError, quote
+from weir.policies.layered import ByHead, Layered
 from weir.policies.library import check_room, ends
-from weir.policies.pipe import ByHead, Layered, Pipe, Policy
+from weir.policies.pipe import Pipe, Policy
 from weir.policies.registry import PolicyCall, named
 from weir.policies.wrappers import EXACT, Quantized
 from weir.pools import KCenter
@@ -115,8 +116,9 @@ def fit_budgets(
         return policy
     given["heads"] = "alike"
     layers: list[Policy] = []
+    long, short = (weir(**{**given, "budget": size}) for size in (far, near))
     for layer in lookup:
-        each = [weir(**{**given, "budget": far if s >= LOOKS_UP else near}) for s in layer]
+        each = [long if s >= LOOKS_UP else short for s in layer]
         layers.append(each[0] if len(set(each)) == 1 else ByHead(tuple(each)))
     return Layered(tuple(layers))
 

@@ -18,9 +18,8 @@ from fractions import Fraction
 from typing import ClassVar, Self
 
 from weir.errors import WeirError
-from weir.policies.checks import check_format
 from weir.policies.library import Recompute, kcenter, streaming_llm
-from weir.policies.pipe import Origin, Pipe, Policy
+from weir.policies.pipe import Origin, Pipe, Policy, check_format
 from weir.policies.registry import NAMED, PolicyCall, named
 from weir.pools import Beginning, Frame, Header, Pool, Snap
 
@@ -41,12 +40,12 @@ class PolicyWrapper(Policy):
 
     @abstractmethod
     def rewrite(self, pipe: Pipe) -> Pipe:
-        """Return what stands in place of a pipe of the other policy."""
+        """Return the pipe that replaces one of the other policy."""
 
     @property
     @abstractmethod
     def options(self) -> str:
-        """Its own arguments, as they are written: `n=64, header=16`."""
+        """Its own arguments as text: `n=64, header=16`."""
 
     def around(self, policy: Policy) -> Self:
         """The same wrapper around another policy."""
@@ -79,7 +78,7 @@ class PolicyWrapper(Policy):
 
     @property
     def origin(self) -> Origin | None:
-        """Where the other policy was measured."""
+        """The provenance of the other policy."""
         return self.policy.origin
 
     def for_layer(self, layer: int, layers: int) -> Pipe:

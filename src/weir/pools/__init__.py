@@ -1,7 +1,7 @@
-"""Rules for who keeps a slot, one file or one folder each."""
+"""Rules that decide which tokens keep a slot, one file or one folder each."""
 
 from weir.pools.balance import Balance, Halves, Sums
-from weir.pools.base import MOST_WEIGHT, Fold, Marks, Pool, split
+from weir.pools.base import MOST_WEIGHT, Fold, Marks, Pool, SizedPool, find_outside, split
 from weir.pools.beginning import Beginning
 from weir.pools.counter_rng import CounterRNG
 from weir.pools.defend import Defend
@@ -97,6 +97,7 @@ __all__ = [
     "Residue",
     "Scissorhands",
     "Sink",
+    "SizedPool",
     "Snap",
     "SubGen",
     "Sums",
@@ -113,6 +114,7 @@ __all__ = [
     "check_name",
     "convert_argument",
     "farthest_first",
+    "find_outside",
     "fits",
     "pool",
     "pool_neighbors",

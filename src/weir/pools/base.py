@@ -30,12 +30,13 @@ FINITE, FROM_0, LOG_WEIGHT = (-MOST, MOST), (0.0, MOST), (-torch.inf, MOST_WEIGH
 
 @dataclass(frozen=True)
 class Marks:
-    """The places of a row's stream that its tokens do not show.
+    """Where a row's system turn ends and its running turn begins, which its tokens do not show.
 
     Attributes:
-        beginning: tokens of the stream's beginning, such as its system turn; None if not known.
+        beginning: number of tokens at the start of the stream that belong together, such as its
+            system turn; None if not known.
         turn: the place in the stream where the running turn begins.
-        header: tokens that begin the turn: those that a template puts in front of the answer.
+        header: number of tokens that the chat template puts in front of the answer.
 
     Raises:
         WeirError: one of them is not a number of tokens.

@@ -28,6 +28,7 @@ class Beginning(SizedPool):
     """
 
     in_order = True
+    is_stochastic = False
     needs_marks = True
 
     n: int = 64

@@ -1,4 +1,4 @@
-"""Tokens stay that a trained gate expects to be needed.
+"""Gates: tokens that a trained map expects to be needed stay.
 
 KVzap (Jégou and Jeblick 2026, "KVzap: Fast, Adaptive, and Faithful KV Cache Pruning",
 arXiv:2601.07891) and Fast KVzip (arXiv:2601.17668): a small map a layer, trained on the model at
@@ -26,7 +26,7 @@ MOST = 20.0
 @pool("gated")
 @dataclass(frozen=True)
 class Gated(Tallied):
-    """Keep the tokens of which the layer's gate expects most, by KV head.
+    """Keep the tokens with the highest score by the layer's gate, each KV head its own.
 
     A token is judged once, when it arrives. Its score is averaged over neighboring places. Of equal
     scores a token's own decides, and then its age: the older stays. Weights stay with their tokens.
@@ -37,7 +37,6 @@ class Gated(Tallied):
             in the middle: an odd number; 1 for none.
     """
 
-    is_stochastic = False
     needs_gates = True
 
     n: int

@@ -30,7 +30,6 @@ class Heavy(Ranked):
         n: how many tokens are kept.
     """
 
-    is_stochastic = False
     needs_mass = True
 
     n: int

@@ -45,6 +45,8 @@ class Outliers(SizedPool):
             code. None to keep as many as there are slots.
     """
 
+    is_stochastic = False
+
     n: int
     over: Annotated[int, Bounds(2)] = 1024
     dilate: Natural = 0

@@ -22,7 +22,12 @@ Make = TypeVar("Make", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Bounds:
-    """The numbers that a parameter may be, from `low` to `high`, but for one end of them."""
+    """The range of a parameter, from `low` to `high`.
+
+    Attributes:
+        without: an end of the range that is not part of it.
+        odd: whether only odd numbers are allowed.
+    """
 
     low: float
     high: float = sys.float_info.max

@@ -25,8 +25,10 @@ class Ranked(SizedPool):
     """Keep the tokens of the highest score, as many as its first parameter says, by KV head.
 
     Of equal scores the older token stays. Weights stay as they came. While there is room nothing is
-    scored, and everything stays.
+    scored, and everything stays. A score that draws random numbers says `is_stochastic = True`.
     """
+
+    is_stochastic = False
 
     @abstractmethod
     def score(self, slots: Slots, fold: Fold) -> Tensor | tuple[Tensor, ...]:

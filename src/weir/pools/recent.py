@@ -1,4 +1,4 @@
-"""The window: the newest tokens stay.
+"""A sliding window: the newest tokens stay.
 
 The rolling part of StreamingLLM (Xiao et al. 2024, arXiv:2309.17453, section 3.2). Alone, it is
 window attention (Beltagy et al. 2020, "Longformer"), the baseline that fails in that paper.

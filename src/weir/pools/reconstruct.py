@@ -1,4 +1,4 @@
-"""Tokens stay that the model needs to repeat what it has read.
+"""Context reconstruction: tokens that the model needs to repeat what it has read stay.
 
 KVzip (Kim et al. 2025, "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction",
 arXiv:2505.23416), section 3: once the prompt is read, the model is asked to repeat it, and a slot's
@@ -22,7 +22,7 @@ from weir.slab import Slots
 @pool("reconstruct")
 @dataclass(frozen=True)
 class Reconstruct(Ranked):
-    """Keep the tokens that a second reading of their chunk attends to most, by KV head.
+    """Keep the tokens most attended to in a second reading of their chunk, each KV head its own.
 
     The score is taken once, while the pools in front still hold the chunk: they need as many slots
     for the newest tokens as a chunk has. It is averaged over neighboring places. Of equal scores a

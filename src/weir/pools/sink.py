@@ -1,4 +1,4 @@
-"""Attention sinks: the first tokens of the stream stay for ever.
+"""Attention sinks: the first tokens of the stream are never evicted.
 
 StreamingLLM (Xiao et al. 2024, "Efficient Streaming Language Models with Attention Sinks",
 arXiv:2309.17453), section 3.2: models put attention they have no use for on the first tokens. While

@@ -1,4 +1,4 @@
-"""Snapshots: the last queries vote on who stays.
+"""Snapshots: the last queries vote on which tokens stay.
 
 SnapKV (Li et al. 2024, "SnapKV: LLM Knows What You Are Looking for Before Generation",
 arXiv:2404.14469), section 4 and Listing 1: the attention of the last queries, the *observation
@@ -48,7 +48,6 @@ class Snap(Asking):
             all tokens that are in the pool or arrive at it, at their places in the stream.
     """
 
-    is_stochastic = False
     needs_shares = False
 
     budget: int

@@ -36,7 +36,7 @@ _ROOM = 16
 @pool("subgen")
 @dataclass(frozen=True)
 class SubGen(Pool):
-    """Keep what Algorithm 1 samples of all that arrives, each KV head its own.
+    """Keep the samples that Algorithm 1 draws from all arrivals, each KV head its own.
 
     A token drawn several times holds one slot, and what it stands for is added up in its weights; a
     token may stand in one of the two sums or in both. Tokens that come with weights count for as

@@ -39,7 +39,7 @@ from weir.serve.messages import Message, call_id, hash_prefixes
 from weir.serve.prompts import Prompt, PromptMatcher, PromptRenderer
 from weir.serve.sessions import ResponseStore, TurnRecord, pack_ids
 from weir.serve.sessions.manager import SessionManager
-from weir.serve.tools import Tool, read_calls
+from weir.serve.tools import CallParser, Tool, join_parts
 from weir.stream import Detokenizer
 
 
@@ -66,14 +66,6 @@ class GenerationRequest:
 
 class ServerClosing(WeirError):
     """The server ends before the answer does."""
-
-
-class GenerationFailed(Exception):
-    """An answer failed."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
 
 
 @dataclass(eq=False)
@@ -113,7 +105,7 @@ class Generation:
         """Events until all answers have ended; `start` comes before.
 
         Raises:
-            GenerationFailed: one of the answers failed.
+            Exception: whatever one of the answers failed with.
         """
         events = self._first
         while True:
@@ -123,7 +115,7 @@ class Generation:
                     continue  # a failure of the whole server came after its end
                 if isinstance(event, FailureEvent):
                     self.running.discard(event.answer)
-                    raise GenerationFailed(event.error)
+                    raise event.error
                 if isinstance(event, FinishEvent):
                     self.running.discard(event.answer)
                     self.finished[event.answer] = event
@@ -318,15 +310,9 @@ class EngineClient:
         assert isinstance(sequence.listener, OutputProcessor)
         text, stats = sequence.listener.finish(), sequence.listener.stats
         answer = Message("assistant", text)
-        if request.tools:
-            answer = read_calls(
-                self.renderer.call_format,
-                request.tools,
-                text,
-                partial(call_id, sequence.id),
-                cut=reason == "length",
-                calls_only=request.calls_only,
-            )
+        if parser := self.make_parser(request):
+            parts = [*parser.feed(text), *parser.finish(cut=reason == "length")]
+            answer = join_parts(parts, partial(call_id, sequence.id))
         return TurnRecord(
             node=sequence.id,
             owner=prompt.owner,
@@ -344,6 +330,13 @@ class EngineClient:
             },
             ids=pack_ids([*prompt.ids, *sequence.output_ids]),
         )
+
+    def make_parser(self, request: GenerationRequest) -> CallParser | None:
+        """A parser of the calls in one answer; None if there are no tools to call."""
+        if not request.tools:
+            return None
+        names = {tool.name for tool in request.tools}
+        return CallParser(self.renderer.call_format, names, request.calls_only)
 
     def _trim(self, prompt: Prompt) -> None:
         """Drop the owner's oldest session if a turn that is saved has begun one too many."""

@@ -157,37 +157,24 @@ def find_stray_results(messages: Sequence[Message]) -> list[StrayResult]:
 def _link(
     messages: Sequence[Message], before: Sequence[Message] = ()
 ) -> Iterator[Message | StrayResult]:
-    calls = _OpenCalls()
-    for message in before:
-        calls.take(message)
-    for number, message in enumerate(messages):
-        place = calls.take(message)
+    made: Sequence[Call] = ()  # the calls made last
+    waiting: list[int] = []  # the places of those that have no result yet
+    for number, message in enumerate([*before, *messages], -len(before)):
+        if message.calls:
+            made, waiting = message.calls, list(range(len(message.calls)))
+        place = next((at for at in waiting if made[at].id == message.result), None)
+        if place is not None:
+            waiting.remove(place)
+        if number < 0:
+            continue
         if message.result is None:
             yield message
         elif place is None:
             behind = sum(later.result is not None for later in messages[number + 1 :])
-            twice = message.result in [call.id for call in calls.made]
+            twice = message.result in [call.id for call in made]
             yield StrayResult(number, behind, message.result, twice=twice)
         else:
-            yield replace(message, name=calls.made[place].name, place=place)
-
-
-class _OpenCalls:
-    """The calls made last, and the places of those that have no result yet."""
-
-    def __init__(self) -> None:
-        self.made: Sequence[Call] = ()
-        self._open: list[int] = []
-
-    def take(self, message: Message) -> int | None:
-        """Take the next message; return the place of the call whose result it is."""
-        if message.calls:
-            self.made, self._open = message.calls, list(range(len(message.calls)))
-        for place in self._open:
-            if self.made[place].id == message.result:
-                self._open.remove(place)
-                return place
-        return None
+            yield replace(message, name=made[place].name, place=place)
 
 
 def hash_prefixes(root: str, messages: Sequence[Message]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Slots, where they stand, and the one formula that reads them."""
+"""Slots, their positions, and the attention formula that reads them."""
 
 from weir.slab.attention import (
     AttentionParams,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AttentionParams:
-    """How one layer of a model attends.
+    """Parameters of one layer's attention.
 
     Attributes:
         scale: factor of the logits, usually 1/sqrt(key_dim).

@@ -39,7 +39,7 @@ could move its peak to a neighbor (see `_coarse`)."""
 
 @dataclass(frozen=True)
 class Code:
-    """How the numbers of a vector are written.
+    """Encoding of a vector's numbers.
 
     Attributes:
         levels: the largest number there is; a step is a `levels`-th of the peak.
@@ -61,7 +61,7 @@ class Code:
     rotated: bool = False
 
     def stored(self, dim: int) -> int:
-        """How many numbers of `dtype` a vector of `dim` numbers takes."""
+        """Return how many numbers of `dtype` a vector of `dim` numbers takes."""
         return dim // 2 if self.halves else dim
 
     def numbers(self, stored: int) -> int:
@@ -83,7 +83,7 @@ a step if that is more. Stored as bytes, because hardly any operation takes the 
 
 @dataclass(frozen=True)
 class Format:
-    """How the keys and the values of quantized slots are written.
+    """Encoding of the keys and values of quantized slots.
 
     Attributes:
         name: as it stands in a policy behind a colon, `kcenter(64):int8`.
@@ -179,7 +179,7 @@ def quantize_into(x: Tensor, code: Code, numbers: Tensor, peaks: Tensor) -> None
     elif code.rotated:
         write = kernels.quantize("int4", x)
         most, high = _rotated_range(x)
-        bounds = block_size(x.shape[-1]), _LEAST, high, most
+        bounds = _LEAST, high, most, block_size(x.shape[-1])
     if write is not None:
         write(x, numbers, peaks, code.levels, *bounds)
         return
@@ -207,8 +207,13 @@ def dequantize(numbers: Tensor, peaks: Tensor, code: Code, dtype: torch.dtype) -
 
 
 def as_read(x: Tensor, code: Code) -> Tensor:
-    """Return vectors [..., dim] as slots of a code hold them, in their dtype."""
-    return dequantize(*quantize(x, code), code, x.dtype)
+    """Return vectors [batch, heads, n, dim] as slots of a code hold them, in their dtype."""
+    shape, dim = x.shape[:3], x.shape[3]
+    numbers = x.new_empty((*shape, code.stored(dim)), dtype=code.dtype)
+    peaks, out = x.new_empty((*shape, code.peaks(dim)), dtype=PEAK), torch.empty_like(x)
+    quantize_into(x, code, numbers, peaks)
+    dequantize_into(numbers, peaks, code, out)
+    return out
 
 
 def dequantize_into(numbers: Tensor, peaks: Tensor, code: Code, out: Tensor) -> None:
@@ -249,7 +254,7 @@ def _store(levels: Tensor, code: Code) -> Tensor:
 
 
 def block_size(dim: int) -> int:
-    """How many neighboring numbers of a vector of `dim` are rotated together: a power of two."""
+    """Return how many neighbors of `dim` numbers are rotated together: a power of two."""
     return min(dim & -dim, _LARGEST_BLOCK)
 
 

@@ -52,7 +52,7 @@ class QuantizedStorage:
     def of(
         cls, format: Format | None, named: dict[str, Tensor], dtype: torch.dtype
     ) -> QuantizedStorage | None:
-        """Those among a slab's buffers; None where there are none."""
+        """Select the quantized slots among a slab's buffers; None if there are none."""
         found = quantized_buffers(named)
         return cls(format, found, dtype) if format is not None and found else None
 
@@ -74,7 +74,7 @@ class QuantizedStorage:
         return self._read(VALUES, start, stop, behind)
 
     def masters(self, start: int, stop: int) -> Tensor:
-        """Keys as they were said, or as attention reads them where they never move."""
+        """Keys as they came, or as attention reads them where they never move."""
         return self._read(MASTERS if MASTERS in self.buffers else KEYS, start, stop)
 
     def write(self, start: int, keys: Tensor, values: Tensor, *, front: bool) -> None:
@@ -115,7 +115,7 @@ class QuantizedStorage:
         )
 
     def write_keys(self, start: int, keys: Tensor) -> None:
-        """Quantize what attention is to read in place of the keys of slots from `start` on."""
+        """Quantize the keys that attention reads in slots from `start` on; masters stay."""
         self._write(KEYS, start, keys)
 
     @property
@@ -200,7 +200,7 @@ Piece = QuantizedStorage | tuple[Tensor, Tensor]
 
 
 class QuantizedSlots(Slots):
-    """Slots that are made of pieces; to pools they are slots like any other.
+    """Slots of which some are quantized, as a list of pieces; pools use them like any others.
 
     Attributes:
         pieces: keys and values as they are stored; None once others were put in their place.

@@ -338,8 +338,8 @@ class Slab:
 
 
 def slot_lines(slots: Tensor, kv_heads: int, size: int) -> Tensor:
-    """The line of one slot [batch] of each row in a buffer of `size` slots a row, seen as a list of
-    lines [batch * kv_heads], int64.
+    """Return the line of one slot [batch] of each row in a buffer of `size` slots a row, seen as a
+    list of lines [batch * kv_heads], int64.
     """
     heads = torch.arange(slots.shape[0] * kv_heads, device=slots.device).view(-1, kv_heads)
     return (heads * size + slots[:, None]).flatten()

@@ -1,4 +1,4 @@
-"""Slots: what pools pass around, a view of a slab's rows or tokens on their way between pools."""
+"""Slots as pools pass them around: views of a slab, or tokens on their way between pools."""
 
 from __future__ import annotations
 

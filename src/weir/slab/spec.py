@@ -114,11 +114,11 @@ class SlabSpec:
             math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors(batch).values()
         )
 
-    def step_bytes(self, batch: int = 1) -> int:
-        """Return the bytes of keys and values that a decode step reads with every slot in use."""
+    def step_bytes(self) -> int:
+        """Return the bytes of keys and values that a step of one row reads, every slot in use."""
         read = ("keys", "values", *(f"{CODED}{n}{p}" for n in (KEYS, VALUES) for p in _BOTH))
         return sum(
             math.prod(shape) * dtype.itemsize
-            for name, (shape, dtype) in self.tensors(batch).items()
+            for name, (shape, dtype) in self.tensors().items()
             if name in read
         )

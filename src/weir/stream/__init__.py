@@ -9,7 +9,7 @@ from weir.stream.chat_template import (
 )
 from weir.stream.conversation import Conversation, count_beginning
 from weir.stream.detokenizer import Detokenizer, count_stop_prefix, cut_at_stop, describe_tokens
-from weir.stream.inputs import Tokens, is_count, read_ids, read_stops
+from weir.stream.inputs import Tokens
 from weir.stream.sampling import RepetitionPenalty, Sampling, check_penalty
 from weir.stream.session import replace_atomically
 from weir.stream.stream import MOST_LOGITS, PIECE, Stream
@@ -41,10 +41,7 @@ __all__ = [
     "describe_tokens",
     "encode",
     "held_shares",
-    "is_count",
     "read_books",
-    "read_ids",
-    "read_stops",
     "read_stream",
     "read_text",
     "render_chat",

@@ -150,7 +150,7 @@ class PromptEncoder:
 
 
 def _find_cuts(pattern: re.Pattern[str], text: str) -> Iterator[int]:
-    """Where to cut a text so that nothing matches a pattern: after the first letter of a match."""
+    """Find where to cut a text so that no pattern matches: after the first letter of a match."""
     after = 0
     for start in range(0, len(text), WINDOW):
         for found in pattern.finditer(text, max(start, after), start + WINDOW + LONGEST):

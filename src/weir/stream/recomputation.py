@@ -1,4 +1,4 @@
-"""Recomputation: the window of a stream is read anew for each new token, and nothing is cached.
+"""Recomputation of the window for each new token, without a cache.
 
 StreamingLLM's quality oracle, sliding window with re-computation (Xiao et al. 2024, Figure 1c):
 plain forwards over the last `budget` tokens, or the first and the last, at positions 0 to

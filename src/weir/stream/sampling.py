@@ -5,22 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from numbers import Real
 
 import torch
 from torch import Tensor
 
 from weir.errors import WeirError, quote
+from weir.pools import fits
 from weir.stream.inputs import is_count
 
 GENTLE = 1e-6
-"""Temperatures below may make infinite logits of finite ones, and are divided by in float64."""
+"""Logits are divided in float64 by lower temperatures, which may make them infinite in float32."""
 HOTTEST = float(torch.finfo(torch.float32).max)
-"""Temperatures above are taken for this one: they make all tokens equally likely, as it does."""
+"""The highest temperature that is divided by; a higher one would change no draw."""
 FEW = 64
-"""Tokens that are looked at first for those that make up a probability."""
+"""Number of likeliest tokens that `_nucleus` looks at first."""
 MORE = 16
-"""Times as many that are looked at next, where they were not enough."""
+"""How many times as many it looks at next, if those do not add up to `top_p`."""
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,15 @@ class Sampling:
     min_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not (_is_number(self.temperature) and 0 <= self.temperature < math.inf):
+        if not (fits(self.temperature, float) and 0 <= self.temperature < math.inf):
             raise WeirError(
                 f"temperature must be a number from 0 on, not {quote(self.temperature)}"
             )
         if self.top_k is not None and not (is_count(self.top_k) and self.top_k):
             raise WeirError(f"top_k must be a whole number from 1 on, not {quote(self.top_k)}")
-        if self.top_p is not None and not (_is_number(self.top_p) and 0 <= self.top_p <= 1):
-            raise WeirError(f"top_p must be a number from 0 to 1, not {quote(self.top_p)}")
-        if self.min_p is not None and not (isinstance(self.min_p, Real) and 0 <= self.min_p <= 1):
-            raise WeirError(f"min_p must be a number from 0 to 1, not {quote(self.min_p)}")
+        for name, share in (("top_p", self.top_p), ("min_p", self.min_p)):
+            if share is not None and not (fits(share, float) and 0 <= share <= 1):
+                raise WeirError(f"{name} must be a number from 0 to 1, not {quote(share)}")
 
     def pick(
         self, logits: Tensor, generator: torch.Generator | Sequence[torch.Generator]
@@ -108,15 +107,18 @@ def _draw(chances: Tensor, generator: torch.Generator | Sequence[torch.Generator
 
 def _check(chances: Tensor) -> None:
     if not bool(chances.sum().isfinite()):
-        raise WeirError("no token can be drawn: the logits are no numbers")
+        raise WeirError("no token can be drawn: the logits are not finite")
 
 
 def _nucleus(logits: Tensor, part: float) -> Tensor:
-    """Logits [rows, vocabulary] with -inf for all but the likeliest that make up `part` (Holtzman
-    et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1), without sorting all.
+    """Set the logits [rows, vocabulary] of all but a row's nucleus to -inf: the fewest likeliest
+    tokens whose probabilities add up to `part`.
+
+    Nucleus sampling of Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration",
+    section 3.1. Most nuclei are small, so the vocabulary is not sorted.
     """
     chances = logits.softmax(dim=-1)
-    _check(chances)  # of no numbers some might stay that are
+    _check(chances)  # before tokens that are NaN are masked
     size = logits.shape[-1]
     kept = torch.zeros_like(logits, dtype=torch.bool)
     rows, count = torch.arange(len(logits)), min(FEW, size)
@@ -126,15 +128,10 @@ def _nucleus(logits: Tensor, part: float) -> Tensor:
         stays = summed - likely < part
         stays[:, 0] = True
         kept[rows] = kept[rows].scatter(1, index, stays)
-        # Of rows whose first tokens all stay, more may.
+        # Where all tokens looked at are in the nucleus, later ones may be too.
         rows = rows[stays[:, -1]] if count < size else rows[:0]
         count = min(MORE * count, size)
     return logits.masked_fill(~kept, -math.inf)
-
-
-def _is_number(value: object) -> bool:
-    """Whether it is a number; True and False are none."""
-    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _cool(logits: Tensor, temperature: float) -> Tensor:
@@ -150,7 +147,7 @@ def _cool(logits: Tensor, temperature: float) -> Tensor:
 
 def check_penalty(penalty: object) -> None:
     """Refuse a penalty that is not a number over 0 (WeirError)."""
-    if not _is_number(penalty) or not 0 < float(penalty) < math.inf:  # type: ignore[arg-type]
+    if not fits(penalty, float) or not 0 < float(penalty) < math.inf:  # type: ignore[arg-type]
         raise WeirError(f"repetition_penalty must be a number over 0, not {quote(penalty)}")
 
 

@@ -63,7 +63,7 @@ _Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Session:
-    """What a stream has come to, apart from its model and what it was made with.
+    """State of a stream, apart from its model and the arguments it was made with.
 
     Attributes:
         last: the last token of each row.
@@ -202,7 +202,7 @@ class SessionFile:
             raise WeirError(f"{self.path} is a session of another model ({what})")
 
     def policy(self, expected: str | Policy | None) -> Policy:
-        """The policy it was saved under; its pools, if its name stands for others by now.
+        """Return the policy it was saved under, by its pools if the name stands for others by now.
 
         A file of an earlier weir does not say which pools those were: it goes on under what the
         name stands for now, and logs that of `weir`. Raises WeirError if another policy was
@@ -294,7 +294,7 @@ class SessionFile:
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
-        """Say of what is wrong which file it is in."""
+        """Name the file in errors."""
         try:
             yield
         except (ValidationError, WeirError) as error:

@@ -1,4 +1,4 @@
-"""What was said in a conversation: token ids turn by turn, in a small file that grows as it goes.
+"""Transcript of a conversation: token ids turn by turn, appended to a small file.
 
 It says which turns are gone from the cache, finds what was said, and lets a conversation go on
 without a saved stream. A file has one JSON object a line: facts about the conversation, then a turn
@@ -53,7 +53,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Passage:
-    """Consecutive turns, of all of which as much is held.
+    """Consecutive turns of which an equal share is held.
 
     Attributes:
         turns: numbers of its first and last turn, from 1.
@@ -142,14 +142,14 @@ class Transcript:
         return self.turns[-1].end if self.turns else 0
 
     def after(self, seen: int) -> Iterator[Turn]:
-        """The turns that a stream has not seen, the first without what it has seen of it."""
+        """Return the turns that a stream has not seen; of the first, only the unseen rest."""
         for turn in self.turns:
             if turn.end > seen:
                 cut = max(0, seen - turn.start)
                 yield Turn(turn.by_user, turn.start + cut, turn.text, turn.ids[cut:])
 
     def passages(self, holding: Holding) -> list[Passage]:
-        """Consecutive turns of which as much is held, oldest first."""
+        """Return consecutive turns of which an equal share is held, oldest first."""
         shares = held_shares(holding)
         found: list[Passage] = []
         for number, turn in enumerate(self.turns, 1):
@@ -210,14 +210,14 @@ def held_shares(holding: Holding) -> np.ndarray[Any, np.dtype[np.float64]]:
     return held
 
 
-def repeats(ids: Sequence[int], least: int = 4, longest: int = 64) -> int:
-    """The period in which the end of an answer repeats itself; 0 if it does not.
+def repeats(ids: Sequence[int]) -> int:
+    """Return the period of a loop at the end of an answer, up to 64 tokens; 0 without a loop.
 
-    It has come at least `least` times, over 24 tokens or more; none over `longest` is looked for.
+    A loop has come round four times at least, over 24 tokens or more.
     """
-    tail = np.asarray(ids[-least * longest :])
-    for period in range(1, min(longest, len(tail) // least) + 1):
-        length = max(least * period, 24)
+    tail = np.asarray(ids[-4 * 64 :])
+    for period in range(1, len(tail) // 4 + 1):
+        length = max(4 * period, 24)
         if length <= len(tail) and (tail[-length:-period] == tail[-length + period :]).all():
             return period
     return 0

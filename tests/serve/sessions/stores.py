@@ -234,7 +234,7 @@ def kill(store: SessionStore) -> None:
     folder_file.os = Cut(0)  # type: ignore[attr-defined]
     try:
         place.db._writer.set_authorizer(lambda *given: 1)  # SQLITE_DENY
-        writer.close()
+        writer.shutdown()
     finally:
         folder_file.os = os  # type: ignore[attr-defined]
     place.db.close()

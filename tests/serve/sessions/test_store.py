@@ -487,7 +487,7 @@ class Stores(RuleBasedStateMachine):
             self.its.save(NODES[n], made, told.append)
             # To the end, or where it was cut off: what is known afterwards is a matter of what was
             # drawn, never of how fast this machine is.
-            self.its._writer.close()
+            self.its._writer.shutdown()
         finally:
             kill(self.its)
         self.its = store(self.folder)

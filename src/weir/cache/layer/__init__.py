@@ -1,9 +1,9 @@
 """One layer's stream: append, attend, fold."""
 
 from weir.cache.layer.decode import DecodeSlots
-from weir.cache.layer.layer import Layer, RowsNotFinite
+from weir.cache.layer.fold import states_of
+from weir.cache.layer.layer import HeadSplit, Layer, LayerParts, RowsNotFinite
 from weir.cache.layer.layer_state import LayerSpec, Layout, lay_out
-from weir.cache.layer.parts import HeadSplit, LayerParts
 from weir.cache.layer.plan import ForwardPlan, Segment, place_on_axes, plan_forward
 
 __all__ = [
@@ -19,4 +19,5 @@ __all__ = [
     "lay_out",
     "place_on_axes",
     "plan_forward",
+    "states_of",
 ]

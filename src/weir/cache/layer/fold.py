@@ -18,7 +18,7 @@ from weir.cache.layer.attention import (
 )
 from weir.cache.layer.layer_state import LayerSpec, LayerState, Layout, lay_out
 from weir.cache.layer.plan import Segment
-from weir.errors import WeirError
+from weir.policies import Pipe
 from weir.pools import Fold, ObservedAttention
 from weir.slab import (
     AttentionParams,
@@ -26,7 +26,6 @@ from weir.slab import (
     Slab,
     Slots,
     copy_if_shared,
-    is_longer,
     roll_positions,
     shift_spans,
 )
@@ -51,235 +50,243 @@ class Pending:
     observed: AttentionResult | None = None
 
 
-@dataclass(frozen=True)
-class Folding:
-    """The fold of a layer described by `spec`."""
+# A fold makes hundreds of small tensors, and each costs less without gradients.
+@torch.inference_mode()
+def fold_rows(state: LayerState, pending: Pending) -> None:
+    """Fold the rows that are due; rows of the same layout fold together."""
+    pipe, slab, segment = state.spec.pipe, state.slab, pending.segment
+    assert slab is not None
+    groups: dict[tuple[tuple[int, ...], int, tuple[Any, ...]], list[int]] = {}
+    for row in segment.due:
+        arrived = segment.waiting[row] + segment.counts[row]
+        key = tuple(state.lengths[row]), arrived, _marks_key(pipe, segment, row, arrived)
+        groups.setdefault(key, []).append(row)
+    for (lengths, arrived, _), rows in groups.items():
+        every = len(rows) == slab.keys.shape[0]
+        index = None if every else torch.tensor(rows, device=slab.keys.device)
+        part = _rows(pipe, slab, rows, index)
+        kept = _fold_alike(state, pending, part, lay_out(pipe, lengths), arrived, rows, index)
+        keep_older_queries(part, state.spec.chunk)
+        if index is not None and part.keys.data_ptr() != slab.keys[rows[0]].data_ptr():
+            if pipe.slots is None:
+                slab.grow(len(part), 0 if part.masters is None else part.masters.shape[2])
+            slab.put_rows(index, part)
+        for row in rows:
+            state.lengths[row] = kept
+    state.refresh()
 
-    spec: LayerSpec
 
-    # A fold makes hundreds of small tensors, and each costs less without gradients.
-    @torch.inference_mode()
-    def fold(self, state: LayerState, pending: Pending) -> None:
-        """Fold the rows that are due; rows of the same layout fold together."""
-        slab, lengths, segment, params = state.slab, state.lengths, pending.segment, pending.params
-        arrivals = pending.arrivals
-        assert slab is not None
-        groups: dict[tuple[tuple[int, ...], int, tuple[Any, ...]], list[int]] = {}
-        for row in segment.due:
-            arrived = segment.waiting[row] + segment.counts[row]
-            key = self._marks_key(segment, row, arrived)
-            groups.setdefault((tuple(lengths[row]), arrived, key), []).append(row)
-        for (lengths_of, arrived, _), rows in groups.items():
-            lies = lay_out(self.spec.pipe, lengths_of)
-            end, every = lies.used, len(rows) == slab.keys.shape[0]
-            index = None if every else torch.tensor(rows, device=slab.keys.device)
-            part = self._rows(slab, rows, index)
-            if arrivals is not None:
-                source = arrivals if index is None else arrivals.of_rows(index)
-                new = source.part(0, arrived)
-            else:
-                new = part.run(end, end + arrived)
-            if arrivals is None and part.mass is not None and self.spec.pipe.needs_mass:
-                received = pending.mass
-                if received is None or index is not None:
-                    tail = tail_of(segment, rows, self.spec.chunk)
-                    received = mass_from_tail(part, self.spec, params, tail, end + arrived)
-                part.mass[:, :, : received.shape[2]] += received
-            queries = last_queries(part, self.spec.pipe.needs_queries)
-            # Pools may keep these, and the next tokens' queries will overwrite the buffer.
-            queries = None if queries is None else queries.clone()
-            ahead, clock = segment.after, segment.clock
-            if index is not None:
-                ahead, clock = ahead[index], clock[index]
-            observed = pending.observed if index is None else None
-            seeds = tuple(state.seeds[row] for row in rows)
-            fold = Fold(
-                draws=replace(
-                    self.spec.draws,
-                    seed=seeds[0] if len(set(seeds)) == 1 else seeds,
-                ),
-                seen=ahead - segment.origin,  # a copy, so a pool may write to it
-                queries=queries,
-                read=self._reading(part, lies, new, queries, ahead, params, observed),
-                prompt=arrivals is not None,
-                origin=segment.origin,
-                form=params,
-                alibi=self.spec.positions.alibi,
-                **self._marks(segment, rows),
-            )
-            kept = self._fold(part, lies, new, fold, ahead, clock)
-            keep_older_queries(part, self.spec.chunk)
-            if index is not None and part.keys.data_ptr() != slab.keys[rows[0]].data_ptr():
-                if self.spec.pipe.slots is None:
-                    slab.grow(len(part), 0 if part.masters is None else part.masters.shape[2])
-                slab.put_rows(index, part)
-            for row in rows:
-                lengths[row] = kept
-        state.refresh()
+def _fold_alike(
+    state: LayerState,
+    pending: Pending,
+    slab: Slab,
+    lies: Layout,
+    arrived: int,
+    rows: list[int],
+    index: Tensor | None,
+) -> list[int]:
+    """Fold `rows` of one layout, the only ones in `slab`; returns the new lengths.
 
-    def _marks_key(self, segment: Segment, row: int, arrived: int) -> tuple[Any, ...]:
-        """Return the part of a row's marks that decides how many tokens its pools keep."""
-        pipe = self.spec.pipe
-        if not pipe.needs_marks:
-            return ()
-        marks = segment.marks[row]
-        after = segment.origin + segment.seen[row] + segment.counts[row]
-        far = math.inf if pipe.slots is None else pipe.slots + arrived + marks.header
-        since, before = after - marks.turn, marks.turn - segment.origin
-        return marks.beginning, marks.header, min(since, far), min(before, far)
+    `index` has the same rows as a tensor, None for all of the batch.
+    """
+    spec, segment, params, prompt = state.spec, pending.segment, pending.params, pending.arrivals
+    if prompt is not None:
+        new = (prompt if index is None else prompt.of_rows(index)).part(0, arrived)
+    else:
+        end = lies.used + arrived
+        new = slab.run(lies.used, end)
+        if slab.mass is not None and spec.pipe.needs_mass:
+            received = pending.mass if index is None else None
+            if received is None:
+                tail = tail_of(segment, rows, spec.chunk)
+                received = mass_from_tail(slab, spec, params, tail, end)
+            slab.mass[:, :, : received.shape[2]] += received
+    queries = last_queries(slab, spec.pipe.needs_queries)
+    # Pools may keep these, and the next tokens' queries will overwrite the buffer.
+    queries = None if queries is None else queries.clone()
+    ahead, clock = segment.after, segment.clock
+    if index is not None:
+        ahead, clock = ahead[index], clock[index]
+    observed = pending.observed if index is None else None
+    seeds = tuple(state.seeds[row] for row in rows)
+    fold = Fold(
+        draws=replace(spec.draws, seed=seeds[0] if len(set(seeds)) == 1 else seeds),
+        seen=ahead - segment.origin,  # a copy, so a pool may write to it
+        queries=queries,
+        read=_reading(spec, slab, lies, new, queries, ahead, params, observed),
+        prompt=prompt is not None,
+        origin=segment.origin,
+        form=params,
+        alibi=spec.positions.alibi,
+        **_marks(spec.pipe, segment, rows),
+    )
+    return _fold_slab(spec, slab, lies, new, fold, ahead, clock)
 
-    def _marks(self, segment: Segment, rows: list[int]) -> dict[str, Any]:
-        """Return the marks of rows that fold together, as arguments of `Fold`."""
-        if not self.spec.pipe.needs_marks:
-            return {}
-        of_rows = [segment.marks[row] for row in rows]
-        turn = torch.tensor([marks.turn for marks in of_rows], device=segment.device)
-        return {"beginning": of_rows[0].beginning, "turn": turn, "header": of_rows[0].header}
 
-    def _rows(self, slab: Slab, rows: list[int], index: Tensor | None) -> Slab:
-        """Return rows of a slab: a view if they are adjacent, otherwise copies."""
-        if index is None:
-            return slab
-        if self.spec.pipe.slots is not None and rows[-1] - rows[0] == len(rows) - 1:
-            return slab.view(rows[0], rows[-1] + 1)
-        return slab.rows(index)
+def _marks_key(pipe: Pipe, segment: Segment, row: int, arrived: int) -> tuple[Any, ...]:
+    """Return the part of a row's marks that decides how many tokens its pools keep."""
+    if not pipe.needs_marks:
+        return ()
+    marks = segment.marks[row]
+    after = segment.origin + segment.seen[row] + segment.counts[row]
+    far = math.inf if pipe.slots is None else pipe.slots + arrived + marks.header
+    since, before = after - marks.turn, marks.turn - segment.origin
+    return marks.beginning, marks.header, min(since, far), min(before, far)
 
-    def _reading(
-        self,
-        slab: Slab,
-        lies: Layout,
-        new: Slots,
-        queries: Tensor | None,
-        ahead: Tensor,
-        params: AttentionParams,
-        observed: AttentionResult | None,
-    ) -> ObservedAttention:
-        """The attention of the last queries over a slab of one layout, computed if a pool asks."""
-        spec = self.spec
-        return ObservedAttention(
-            partial(_join_all, slab, lies, new),
-            lambda: self.frame(slab, lies, ahead - len(new)),
-            queries,
-            ahead,
-            params,
-            spec.positions,
-            spec.output,
-            len(new),
-            observed,
-            spec.gate,
+
+def _marks(pipe: Pipe, segment: Segment, rows: list[int]) -> dict[str, Any]:
+    """Return the marks of rows that fold together, as arguments of `Fold`."""
+    if not pipe.needs_marks:
+        return {}
+    of_rows = [segment.marks[row] for row in rows]
+    turn = torch.tensor([marks.turn for marks in of_rows], device=segment.device)
+    return {"beginning": of_rows[0].beginning, "turn": turn, "header": of_rows[0].header}
+
+
+def _rows(pipe: Pipe, slab: Slab, rows: list[int], index: Tensor | None) -> Slab:
+    """Return rows of a slab: a view if they are adjacent, otherwise copies."""
+    if index is None:
+        return slab
+    if pipe.slots is not None and rows[-1] - rows[0] == len(rows) - 1:
+        return slab.view(rows[0], rows[-1] + 1)
+    return slab.rows(index)
+
+
+def _reading(
+    spec: LayerSpec,
+    slab: Slab,
+    lies: Layout,
+    new: Slots,
+    queries: Tensor | None,
+    ahead: Tensor,
+    params: AttentionParams,
+    observed: AttentionResult | None,
+) -> ObservedAttention:
+    """The attention of the last queries over a slab of one layout, computed if a pool asks."""
+    return ObservedAttention(
+        partial(_join_all, slab, lies, new),
+        lambda: _frame(spec, slab, lies, ahead - len(new)),
+        queries,
+        ahead,
+        params,
+        spec.positions,
+        spec.output,
+        len(new),
+        observed,
+        spec.gate,
+    )
+
+
+def _fold_slab(
+    spec: LayerSpec,
+    slab: Slab,
+    before: Layout,
+    new: Slots,
+    fold: Fold,
+    ahead: Tensor,
+    clock: Tensor,
+) -> list[int]:
+    """Fold a slab whose rows have one layout; returns the new lengths.
+
+    `ahead` [batch] is each row's next place in the stream, `clock` [batch] that on three axes.
+    """
+    pipe, chunk = spec.pipe, spec.chunk
+    held: list[Slots] = [new] * len(before.order)
+    for pool, start in before.starts.items():
+        view = slab.front if pool in pipe.front else slab.run
+        held[pool] = view(start, start + before.lengths[pool])
+    states = states_of(pipe, slab)
+    kept = pipe.fold(held, new, fold, states)
+    _remember_states(slab, states)
+    after = lay_out(pipe, [len(slots) for slots in kept])
+    moves, shared = [], slab.storages()
+    for pool, start in after.starts.items():
+        slots = kept[pool]
+        # Slots that a pool returns unchanged, or as a view of the run, need no copy if they
+        # are already in their new place.
+        untouched = slots is held[pool] or (slots.slab is slab and pool in pipe.run)
+        was = slots.place if slots.slab is slab else before.starts[pool]
+        if not (untouched and was == start) and len(slots):
+            moves.append((start, copy_if_shared(slots, shared), pool in pipe.front))
+    if after.used + chunk > len(slab):
+        slab.grow(2 * (after.used + chunk))
+    in_front = after.front - after.first
+    if slab.masters is not None and in_front > slab.masters.shape[2]:
+        slab.grow(0, masters=2 * in_front)
+    for place, slots, to_front in moves:
+        slab.write(place, slots, front=to_front)
+    slab.empty(after.quantized, before.quantized)
+    roll(spec, slab, after, ahead, clock)
+    slab.open_tail(after.used, ahead, chunk)
+    return [len(slots) for slots in kept]
+
+
+def states_of(pipe: Pipe, slab: Slab) -> list[dict[str, Tensor]]:
+    """Return the state of each pool, by the pool's own names."""
+    states: list[dict[str, Tensor]] = [{} for _ in pipe.pools]
+    for name, t in slab.state.items():
+        index, _, own = name.partition(".")
+        states[int(index)][own] = t
+    return states
+
+
+def _remember_states(slab: Slab, states: list[dict[str, Tensor]]) -> None:
+    """Write the state of each pool into the slab."""
+    for name, t in slab.state.items():
+        index, _, own = name.partition(".")
+        after = states[int(index)][own]
+        if after.shape != t.shape:  # of a pool without a limit, which may lengthen it
+            with torch.inference_mode(False):
+                slab.state[name] = after.clone()
+        elif after is not t:
+            t.copy_(after)
+
+
+def roll(
+    spec: LayerSpec, slab: Slab, lies: Layout, ahead: Tensor, clock: Tensor | None = None
+) -> None:
+    """Move the front of rows of one layout up to the run, in the rolling frame.
+
+    `ahead` is each row's next place in the stream [batch], int64; `clock` that on three axes,
+    read if slots have spans.
+    """
+    exact, quantized = slice(lies.first, lies.front), slice(0, lies.quantized_front)
+    position = _in_front(slab.position, lies)
+    frame = _frame(spec, slab, lies, ahead, clock)
+    rotary = spec.positions.rotary
+    count = lies.front - lies.first
+    if spec.positions.rolling and rotary is not None:
+        shift = frame - position
+        if slab.masters is not None and count:
+            masters = slab.masters[:, :, :count]
+            rotary.move(masters, shift[:, :, :count], slab.keys[:, :, :count])
+        if slab.quantized is not None and lies.quantized_front:
+            masters = slab.quantized.masters(0, lies.quantized_front)
+            slab.quantized.write_keys(0, rotary.move(masters, shift[:, :, count:]))
+    if slab.frame is not None:
+        slab.frame[:, :, exact], slab.frame[:, :, quantized] = frame.split(
+            [count, lies.quantized_front], dim=2
         )
+        for run in (slice(lies.quantized_front, lies.quantized), slice(lies.front, lies.used)):
+            slab.frame[:, :, run] = slab.position[:, :, run]
 
-    def _fold(
-        self,
-        slab: Slab,
-        before: Layout,
-        new: Slots,
-        fold: Fold,
-        ahead: Tensor,
-        clock: Tensor,
-    ) -> list[int]:
-        """Fold a slab whose rows have one layout; returns the new lengths.
 
-        `ahead` [batch] is each row's next place in the stream, `clock` [batch] that on three axes.
-        """
-        pipe, chunk = self.spec.pipe, self.spec.chunk
-        held: list[Slots] = [new] * len(before.order)
-        for pool, start in before.starts.items():
-            view = slab.front if pool in pipe.front else slab.run
-            held[pool] = view(start, start + before.lengths[pool])
-        states = self.states(slab)
-        kept = pipe.fold(held, new, fold, states)
-        self._remember_states(slab, states)
-        after = lay_out(pipe, [len(slots) for slots in kept])
-        moves, shared = [], slab.storages()
-        for pool, start in after.starts.items():
-            slots = kept[pool]
-            # Slots that a pool returns unchanged, or as a view of the run, need no copy if they
-            # are already in their new place.
-            untouched = slots is held[pool] or (slots.slab is slab and pool in pipe.run)
-            was = slots.place if slots.slab is slab else before.starts[pool]
-            if not (untouched and was == start) and len(slots):
-                moves.append((start, copy_if_shared(slots, shared), pool in pipe.front))
-        if after.used + chunk > len(slab):
-            slab.grow(2 * (after.used + chunk))
-        in_front = after.front - after.first
-        if slab.masters is not None and in_front > slab.masters.shape[2]:
-            slab.grow(0, masters=2 * in_front)
-        for place, slots, to_front in moves:
-            slab.write(place, slots, front=to_front)
-        slab.empty(after.quantized, before.quantized)
-        self.roll(slab, after, ahead, clock)
-        slab.open_tail(after.used, ahead, chunk)
-        return [len(slots) for slots in kept]
-
-    def states(self, slab: Slab) -> list[dict[str, Tensor]]:
-        """Return the state of each pool, by the pool's own names."""
-        states: list[dict[str, Tensor]] = [{} for _ in self.spec.pipe.pools]
-        for name, t in slab.state.items():
-            index, _, own = name.partition(".")
-            states[int(index)][own] = t
-        return states
-
-    def _remember_states(self, slab: Slab, states: list[dict[str, Tensor]]) -> None:
-        """Write the state of each pool into the slab."""
-        for name, t in slab.state.items():
-            index, _, own = name.partition(".")
-            after = states[int(index)][own]
-            pool = self.spec.pipe.pools[int(index)]
-            if after.shape == t.shape:
-                if after is not t:
-                    t.copy_(after)
-            elif pool.slots() is None and is_longer(after, t):
-                with torch.inference_mode(False):
-                    slab.state[name] = after.clone()
-            else:
-                raise WeirError(
-                    f"the pool {pool.name} remembers {own} of shape {list(after.shape)} instead of "
-                    f"{list(t.shape)}"
-                )
-
-    def roll(self, slab: Slab, lies: Layout, ahead: Tensor, clock: Tensor | None = None) -> None:
-        """Move the front of rows of one layout up to the run, in the rolling frame.
-
-        `ahead` is each row's next place in the stream [batch], int64; `clock` that on three axes,
-        read if slots have spans.
-        """
-        exact, quantized = slice(lies.first, lies.front), slice(0, lies.quantized_front)
-        position = _in_front(slab.position, lies)
-        frame = self.frame(slab, lies, ahead, clock)
-        rotary = self.spec.positions.rotary
-        count = lies.front - lies.first
-        if self.spec.positions.rolling and rotary is not None:
-            shift = frame - position
-            if slab.masters is not None and count:
-                masters = slab.masters[:, :, :count]
-                rotary.move(masters, shift[:, :, :count], slab.keys[:, :, :count])
-            if slab.quantized is not None and lies.quantized_front:
-                masters = slab.quantized.masters(0, lies.quantized_front)
-                slab.quantized.write_keys(0, rotary.move(masters, shift[:, :, count:]))
-        if slab.frame is not None:
-            slab.frame[:, :, exact], slab.frame[:, :, quantized] = frame.split(
-                [count, lies.quantized_front], dim=2
-            )
-            for run in (slice(lies.quantized_front, lies.quantized), slice(lies.front, lies.used)):
-                slab.frame[:, :, run] = slab.position[:, :, run]
-
-    def frame(self, slab: Slab, lies: Layout, ahead: Tensor, clock: Tensor | None = None) -> Tensor:
-        """Compute the front's positions in the frame [batch, kv_heads, front]: exact slots, then
-        quantized.
-        """
-        position = _in_front(slab.position, lies)
-        if slab.span is not None and position.shape[2]:
-            if lies.run or clock is None:
-                # of the first of the run, or of what arrived
-                newest = (
-                    lies.quantized_front if lies.quantized > lies.quantized_front else lies.front
-                )
-                clock = slab.span[:, 0, newest, 0]
-            return position + shift_spans(position, _in_front(slab.span, lies), clock)
-        if self.spec.positions.rolling and position.shape[2]:
-            return roll_positions(position, ahead - lies.run)
-        return position
+def _frame(
+    spec: LayerSpec, slab: Slab, lies: Layout, ahead: Tensor, clock: Tensor | None = None
+) -> Tensor:
+    """Compute the front's positions in the frame [batch, kv_heads, front]: exact slots, then
+    quantized.
+    """
+    position = _in_front(slab.position, lies)
+    if slab.span is not None and position.shape[2]:
+        if lies.run or clock is None:
+            # of the first of the run, or of what arrived
+            newest = lies.quantized_front if lies.quantized > lies.quantized_front else lies.front
+            clock = slab.span[:, 0, newest, 0]
+        return position + shift_spans(position, _in_front(slab.span, lies), clock)
+    if spec.positions.rolling and position.shape[2]:
+        return roll_positions(position, ahead - lies.run)
+    return position
 
 
 def _join_all(slab: Slab, lies: Layout, new: Slots) -> Slots:

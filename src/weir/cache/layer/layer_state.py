@@ -7,15 +7,16 @@ empty ones. The exact slots follow without a gap: front, run and tail.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
 from weir.errors import WeirError
 from weir.policies import Pipe
-from weir.pools import CounterRNG, Gating, Output
+from weir.pools import CounterRNG, Gating, Output, Recent, Sink
 from weir.slab import (
     CODED,
     SLOT_BUFFERS,
@@ -150,6 +151,20 @@ class LayerSpec:
         """Whether tokens of the front move and have places on three axes."""
         return self.front_moves and self.three_axes
 
+    @cached_property
+    def keeps_window(self) -> bool:
+        """Whether it keeps the first tokens and the newest, which depends on their number alone."""
+        pipe, positions = self.pipe, self.positions
+        return (
+            all(type(pool) in (Sink, Recent) for pool in pipe.pools)
+            and pipe.slots is not None
+            and not set(pipe.quantized) & set(pipe.front)
+            and positions.window is None
+            and positions.alibi is None
+            and (positions.rotary is None or positions.placed)
+            and not self.three_axes
+        )
+
     @property
     def keeps_queries(self) -> int:
         """Number of queries that wait in the slab: the last ones, or those of the whole tail if the
@@ -227,25 +242,6 @@ class LayerSpec:
         }
 
 
-@dataclass(frozen=True)
-class WholeRows:
-    """All rows of a layer that is narrowed to some rows.
-
-    Attributes:
-        slab, lengths, seeds, plain, first: as in `LayerState`, for all rows.
-        view: view of the rows `start` to `stop`.
-    """
-
-    slab: Slab
-    lengths: list[list[int]]
-    seeds: list[int]
-    plain: bool
-    first: int
-    view: Slab
-    start: int
-    stop: int
-
-
 class LayerState:
     """The slots of one layer, and their use by each row of the batch.
 
@@ -270,7 +266,8 @@ class LayerState:
         self.seeds: list[int] = []
         self.plain = True
         self.first = self.spec.pipe.quantized_slots
-        self._whole: WholeRows | None = None
+        # While narrowed: the state of all rows, the view of some of them, and which those are.
+        self._whole: tuple[LayerState, Slab, slice] | None = None
 
     def allocate(
         self,
@@ -313,11 +310,9 @@ class LayerState:
     def narrow(self, start: int, stop: int) -> None:
         """Hold only the rows `start` to `stop` until `widen`; for pipes with a limit."""
         assert self.slab is not None
-        view = self.slab.view(start, stop)
-        as_it_was = (self.slab, self.lengths, self.seeds, self.plain, self.first)
-        self._whole = WholeRows(*as_it_was, view, start, stop)
-        self.slab, self.lengths = view, self.lengths[start:stop]
-        self.seeds = self.seeds[start:stop]
+        view, rows = self.slab.view(start, stop), slice(start, stop)
+        self._whole = copy(self), view, rows
+        self.slab, self.lengths, self.seeds = view, self.lengths[rows], self.seeds[rows]
         self.first = self._read_from
 
     @property
@@ -334,18 +329,16 @@ class LayerState:
 
     def widen(self) -> None:
         """Hold all rows again, with the changes made to some of them since `narrow`."""
-        whole, self._whole = self._whole, None
-        assert whole is not None
+        assert self._whole is not None
         assert self.slab is not None
-        if self.slab is not whole.view:  # a forward was undone: this is its backup
-            for name, t in whole.view.tensors().items():
+        (whole, view, rows), self._whole = self._whole, None
+        if self.slab is not view:  # a forward was undone: this is its backup
+            for name, t in view.tensors().items():
                 t.copy_(self.slab.tensors()[name])
         lengths, seeds = list(whole.lengths), list(whole.seeds)
-        lengths[whole.start : whole.stop] = self.lengths
-        seeds[whole.start : whole.stop] = self.seeds
+        lengths[rows], seeds[rows] = self.lengths, self.seeds
         self.slab, self.lengths, self.seeds = whole.slab, lengths, seeds
-        same = self.first == whole.first
-        self.plain = self.plain and whole.plain and same
+        self.plain = self.plain and whole.plain and self.first == whole.first
         self.first = min(self.first, whole.first)
 
     def select_rows(self, index: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Tasks by policies by budgets: which cells there are, and running them."""
+"""The grid of an evaluation, tasks by policies by budgets, and its runner."""
 
 from weir.evals.grid.grid import (
     PROTOCOLS,

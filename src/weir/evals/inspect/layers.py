@@ -79,7 +79,7 @@ Hidden = dict[int, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class StreamSetup:
-    """How a text is read.
+    """Sizes of the stream that reads a text.
 
     `kv_heads` counts those of each layer that follows the policy; the others slide over windows of
     their own. `recent` newest tokens are kept.

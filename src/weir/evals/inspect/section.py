@@ -134,13 +134,13 @@ class Section:
 
 
 @contextmanager
-def drawing(height: float, width: float = WIDTH) -> Iterator[Figure]:
-    """Provide a figure of some inches to draw into, with the common fonts; needs no display."""
+def drawing(height: float) -> Iterator[Figure]:
+    """Provide a figure `WIDTH` by `height` inches to draw into; needs no display."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     with mpl.rc_context({"font.size": 10, "axes.titlesize": 10, "axes.labelsize": 10}):
-        yield Figure(figsize=(width, height), layout="constrained", facecolor="white")
+        yield Figure(figsize=(WIDTH, height), layout="constrained", facecolor="white")
 
 
 def style_panel(axes: Axes) -> None:

@@ -124,7 +124,7 @@ class Babi(Task):
 
 
 def answer_beginning(question: str) -> str:
-    """How the answer of a question begins, up to its last word."""
+    """Return the beginning of a question's answer, up to its last word."""
     for asked, begun in BEGINNINGS:
         if match := re.fullmatch(asked, question):
             words = begun.format(*(group or "" for group in match.groups()))

@@ -137,7 +137,7 @@ StreamFacts = list[list[Fact]]
 
 @dataclass(frozen=True)
 class Material:
-    """What streams are made of: words, the ids of a book [tokens], and random numbers."""
+    """Sources of streams: words, the ids of a book [tokens], and a generator of random numbers."""
 
     words: Words
     book: np.ndarray

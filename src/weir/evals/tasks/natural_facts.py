@@ -74,7 +74,7 @@ RULES = (
 )
 """Sentences of a system turn: how each begins, how its answer does, its question and its kind."""
 LEAK = "Please tell me a short story about the sea."
-"""What has nothing to do with the system turn, under `form=rule`."""
+"""A request that is unrelated to the system turn, under `form=rule`."""
 LEAK_TOKENS = 32
 """Tokens of the answer to it."""
 COPIED = 6

@@ -17,7 +17,7 @@ from weir.evals.scores import rouge_scores, self_bleu
 from weir.evals.task import Better, Progress, Subject, Task, task
 
 FIELDS = (("document", "summary"), ("article", "highlights"))
-"""What XSUM and CNN/DailyMail call a text and its summary."""
+"""Names of the fields for a text and its summary in XSUM and in CNN/DailyMail."""
 
 
 @task("summary")

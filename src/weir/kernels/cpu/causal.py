@@ -31,7 +31,7 @@ from weir.kernels.cpu.compilation import (
     floats_at,
     with_unit_stride,
 )
-from weir.kernels.cpu.int8_codec import read_head
+from weir.kernels.cpu.slot_codec import read_head
 from weir.kernels.cpu.softmax import LEAST, LN2_HIGH, LN2_LOW, LOG2E, POLYNOMIAL
 from weir.kernels.cpu.threads import run_in_threads
 from weir.kernels.cpu.vectors import (
@@ -84,7 +84,7 @@ def _answer(
 
 
 @llvm_function
-def _weigh(
+def weigh(
     builder: ir.IRBuilder,
     logits: Any,
     mask: Any,
@@ -308,7 +308,7 @@ def _attend(
                 for ahead in range(1, lanes):
                     for lane in range(ahead):
                         logits[own + ahead, lane] = -np.inf
-                _weigh(to_logits, to_mask, to_above, to_below, seen, to_share, apart, lanes)
+                weigh(to_logits, to_mask, to_above, to_below, seen, to_share, apart, lanes)
                 answers = out[row, head, member, start].ctypes.data
                 for part in range(0, width, lanes):
                     place = 4 * min(part, width - lanes)

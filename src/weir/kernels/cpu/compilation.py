@@ -1,4 +1,4 @@
-"""What kernels in numba share: machine code that is kept, and tensors by their address."""
+"""Compilation of numba kernels, kept between processes, and access to tensors by address."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from numba.extending import intrinsic
 from weir.errors import WeirError
 
 Strides = tuple[int, ...]
-"""How many numbers apart the rows, heads, slots and so on of a buffer are."""
+"""Strides of a buffer, in numbers: of rows, heads, slots and so on."""
 
 
 def compile_kernel(
@@ -160,7 +160,7 @@ def with_unit_stride(t: torch.Tensor, *, writable: bool = False) -> torch.Tensor
 
 
 def address_of(t: torch.Tensor) -> tuple[int, Strides]:
-    """Where a tensor of `with_unit_stride` begins in memory, and how far its lines are apart.
+    """Return the address of a tensor of `with_unit_stride`, and its strides.
 
     To hand an array to numba takes several times as long as to hand it numbers; and to numba an
     array of several dimensions with gaps between its lines may have gaps within lines too, and

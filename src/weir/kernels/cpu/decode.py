@@ -1,4 +1,4 @@
-"""Attention of one query a head on a CPU, over exact slots and, before them, slots of few bits.
+"""Attention of one query a head on a CPU, over quantized slots and the exact ones behind them.
 
 PyTorch's fused attention is made for many queries. With one, it takes several times as long as it
 takes to read keys and values. Here each is read once, for three query heads that share it, whose
@@ -41,8 +41,6 @@ from weir.kernels.cpu.threads import TeamKernel, take_part, threads_for
 from weir.kernels.cpu.vectors import as_float, lanes
 from weir.kernels.dispatch import QuantizedVectors
 
-LEAST = 8 * VECTORS
-"""Numbers of a head from which on vectors fit into it."""
 HELD = np.dtype(
     [
         (name, np.int64)
@@ -335,7 +333,7 @@ def decode_exact(
     scale: float,
     slots: tuple[int, int],
 ) -> Tensor:
-    """The answers [batch, kv_heads, group, 1, value_dim]; zero for a query that sees nothing.
+    """Compute answers [batch, kv_heads, group, 1, value_dim]; zero for a query that sees nothing.
 
     Args:
         queries: [batch, kv_heads, group, 1, key_dim].
@@ -345,27 +343,8 @@ def decode_exact(
         scale: factor of the logits.
         slots: the first that is read, and behind the last.
     """
-    out = decode_int8(queries, None, keys, values, mask, scale, (0, *slots))
+    out = decode_stored(queries, None, keys, values, mask, scale, (0, *slots))
     return out.to(values.dtype)
-
-
-def decode_int8(
-    queries: Tensor,
-    coded: tuple[QuantizedVectors, QuantizedVectors] | None,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    slots: tuple[int, int, int],
-) -> Tensor:
-    """As `decode_exact`, float32, with quantized slots before the exact ones.
-
-    Args:
-        queries, keys, values, mask, scale: as there; dims of `LEAST` or more.
-        coded: keys and values of the quantized slots, whole numbers of 8 bits; None for none.
-        slots: the first quantized slot that is read, and which exact ones.
-    """
-    return _decode(queries, coded, keys, values, mask, scale, slots)
 
 
 def decode_int4(
@@ -381,17 +360,17 @@ def decode_int4(
     """As `decode_exact`, float32, with rotated slots of 4 bits before the exact ones.
 
     Args:
-        queries, keys, values, mask, scale: as there; dims of `LEAST` or more.
+        queries, keys, values, mask, scale: as there; dims of `LEAST_WIDE` or more.
         coded: of keys and of values their numbers [batch, kv_heads, coded, dim / 2], two to a byte,
             the peaks [batch, kv_heads, coded, 1], bfloat16, and how many steps make a peak.
         blocks: neighbors of a key and of a value that are rotated together.
         slots: of all slots, from the first that is read to behind the last.
     """
     span = slots[0], 0, slots[1] - coded[0][0].shape[2]
-    return _decode(queries, coded, keys, values, mask, scale, span, blocks)
+    return decode_stored(queries, coded, keys, values, mask, scale, span, blocks)
 
 
-def _decode(
+def decode_stored(
     queries: Tensor,
     coded: tuple[QuantizedVectors, QuantizedVectors] | None,
     keys: Tensor,
@@ -401,6 +380,15 @@ def _decode(
     slots: tuple[int, int, int],
     blocks: tuple[int, int] = (0, 0),
 ) -> Tensor:
+    """As `decode_exact`, float32, with quantized slots before the exact ones.
+
+    Args:
+        queries, keys, values, mask, scale: as there; dims of `LEAST_WIDE` or more.
+        coded: keys and values of the quantized slots, whole numbers of 8 bits, or of 4 as in
+            `decode_int4`; None for none.
+        slots: the first quantized slot that is read, and which exact ones.
+        blocks: of 4 bits, the neighbors that are rotated together; zeros for 8 bits.
+    """
     batch, heads, group, _, dim = queries.shape
     asked, quantized = queries.detach().float().contiguous(), 0
     if keys.dtype not in (torch.float32, torch.bfloat16):

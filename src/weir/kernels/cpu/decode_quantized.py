@@ -1,4 +1,4 @@
-"""Attention of one query a head over slots of which the first are in 8 bits or 4, on a CPU.
+"""Attention of one query a head over slots, the first of them in 8 or 4 bits, on a CPU.
 
 Whole numbers of 8 bits with one peak a vector go to `decode`. The others, bytes of floating point
 and two numbers to a byte, are widened here slot by slot, and the steps go into logits and weights:
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from weir.kernels.cpu.compilation import compile_kernel
-from weir.kernels.cpu.decode import LEAST, decode_int8
+from weir.kernels.cpu.decode import decode_stored
 from weir.kernels.cpu.softmax import ATTENTION_MATH, softmax
 from weir.kernels.cpu.vectors import as_float
-from weir.kernels.dispatch import QuantizedVectors
+from weir.kernels.dispatch import LEAST_WIDE, QuantizedVectors
 
 _BYTES = torch.from_numpy(np.arange(256, dtype=np.uint8))  # on the CPU, whatever the default is
 _E4M3 = _BYTES.view(torch.float8_e4m3fn).float().numpy()
@@ -135,7 +135,7 @@ def decode_quantized(
     scale: float,
     slots: tuple[int, int],
 ) -> Tensor:
-    """The answers [batch, kv_heads, group, 1, value_dim]; zero for a query that sees nothing.
+    """Compute answers [batch, kv_heads, group, 1, value_dim]; zero for a query that sees nothing.
 
     Args:
         queries: [batch, kv_heads, group, 1, key_dim].
@@ -151,8 +151,8 @@ def decode_quantized(
         slots: of all slots, from the first that is read to behind the last.
     """
     exact, width = slots[1] - coded[0][0].shape[2], values.shape[3]
-    if _is_int8(coded) and min(keys.shape[3], width) >= LEAST:
-        out = decode_int8(queries, coded, keys, values, mask, scale, (slots[0], 0, exact))
+    if _is_int8(coded) and min(keys.shape[3], width) >= LEAST_WIDE:
+        out = decode_stored(queries, coded, keys, values, mask, scale, (slots[0], 0, exact))
         return out.to(values.dtype)
     out = torch.empty(*queries.shape[:4], width, dtype=torch.float32, device="cpu")
     stored = [

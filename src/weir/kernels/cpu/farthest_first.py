@@ -275,8 +275,7 @@ _compiled_pick, _compiled_pick_of_pairs = compile_kernel(_pick), compile_kernel(
 
 
 def farthest_first(keys: Tensor, among: Tensor, k: int, weight: Tensor | None = None) -> Tensor:
-    """The order in which keys are picked [batch, kv_heads, n], int64, -1 for those
-    that are not.
+    """Return the order in which keys are picked [batch, kv_heads, n], int64; -1 for the others.
 
     Args:
         keys: [batch, kv_heads, n, key_dim].

@@ -135,7 +135,7 @@ _ONE, _TILES, _FEW, _FEW_INT8 = range(4)
 
 
 def way_of(rows: int, bits: int, outputs: int) -> tuple[int, int]:
-    """How to multiply some rows with a weight, and the first argument of that way's kernel."""
+    """Choose the kernel for some rows and a weight, and its first argument."""
     if rows == 1:
         return _ONE, bits
     if rows >= _SOME and outputs >= LINES:
@@ -158,7 +158,7 @@ def multiply_part(
     part: int,
     parts: int,
 ) -> tuple[int, int]:
-    """Multiply with one of some parts of a weight; returns which outputs those are.
+    """Multiply with one of `parts` parts of a weight; returns the range of its outputs.
 
     `way` and `first` are from `way_of`, the others as for `_one_row`.
     """

@@ -25,7 +25,7 @@ from numba import njit
 from numba.core.cgutils import alloca_once_value, for_range
 from torch import Tensor
 
-from weir.kernels.cpu.compilation import bytes_at, compile_kernel, floats_at, longs_at
+from weir.kernels.cpu.compilation import compile_kernel, floats_at, longs_at
 from weir.kernels.cpu.threads import TeamKernel, take_part, threads_for
 from weir.kernels.cpu.vectors import (
     BYTE,
@@ -33,20 +33,19 @@ from weir.kernels.cpu.vectors import (
     INT,
     LONG,
     broadcast,
+    call_for_each,
     constant,
     floats,
     lanes,
     llvm_function,
+    load_at,
     multiply_add,
     prefetch,
     store_at,
     switch,
 )
+from weir.kernels.dispatch import BLOCK, PANEL
 
-BLOCK = 32
-"""Numbers that share a scale."""
-PANEL = 16
-"""Outputs side by side."""
 TOGETHER = 8
 """Rows multiplied at once, at most: as many whole and as many float sums fit into registers."""
 _GROUPS = BLOCK // 4
@@ -187,6 +186,38 @@ def _multiply_panel(
     switch(builder, kind, (4, 5, 8), for_kind)
 
 
+@llvm_function
+def _round_block(
+    builder: ir.IRBuilder, x: Any, numbers: Any, step: Any, sum_at: Any, zero: Any
+) -> None:
+    """Round a block of 32 numbers to 8 bits by its largest; arguments as for `_quantize`."""
+    wide = ir.VectorType(INT, BLOCK)
+    read = load_at(builder, floats(builder, x), LONG(0), BLOCK)
+    # Of numbers without signs the largest has the largest bits; those of NaN are above all others.
+    bits = builder.and_(builder.bitcast(read, wide), constant(0x7FFFFFFF, BLOCK, INT))
+    most = builder.bitcast(_reduce(builder, "smax", bits), FLOAT)
+    worth = builder.fdiv(most, FLOAT(127.0))
+    some = builder.fcmp_ordered(">", most, FLOAT(0.0))
+    factor = builder.select(some, builder.fdiv(FLOAT(127.0), most), FLOAT(0.0))
+    scaled = call_for_each(builder, "rint", builder.fmul(read, broadcast(builder, factor, BLOCK)))
+    whole = builder.fptosi(scaled, wide)
+    bytes_ = builder.inttoptr(numbers, ir.VectorType(BYTE, BLOCK).as_pointer())
+    builder.store(builder.trunc(whole, bytes_.type.pointee), bytes_, align=1)
+    total = _reduce(builder, "add", whole)
+    above = builder.mul(total, builder.sub(INT(0), builder.trunc(zero, INT)))
+    below = builder.bitcast(builder.fmul(worth, builder.sitofp(total, FLOAT)), INT)
+    found = builder.select(builder.icmp_unsigned("!=", zero, LONG(0)), above, below)
+    builder.store(worth, floats(builder, step))
+    builder.store(found, builder.inttoptr(sum_at, INT.as_pointer()))
+
+
+def _reduce(builder: ir.IRBuilder, name: str, x: Any) -> Any:
+    """One number of all those of a vector of whole ones."""
+    kind = ir.FunctionType(INT, [x.type])
+    full = f"llvm.vector.reduce.{name}.v{x.type.count}i32"
+    return builder.call(builder.module.declare_intrinsic(full, (), kind), [x])
+
+
 def _quantize(
     rows: int, blocks: int, zero: int, x: int, numbers: int, steps: int, sums: int
 ) -> None:
@@ -198,24 +229,8 @@ def _quantize(
         x: address of float32.
         numbers, steps, sums: addresses of what is written; see `_multiply_panel`.
     """
-    given, found = floats_at(x, (rows * blocks, BLOCK)), bytes_at(numbers, (rows * blocks, BLOCK))
-    step, floats_ = floats_at(steps, (1, rows * blocks))[0], floats_at(sums, (1, rows * blocks))[0]
-    whole = floats_.view(np.int32)
     for i in range(rows * blocks):
-        most = np.float32(0.0)
-        for j in range(BLOCK):
-            most = max(most, abs(given[i, j]))
-        step[i] = most / np.float32(127.0)
-        factor = np.float32(127.0) / most if most > 0 else np.float32(0.0)
-        total = np.int32(0)
-        for j in range(BLOCK):
-            number = np.int32(np.rint(given[i, j] * factor))
-            found[i, j] = number
-            total += number
-        if zero:
-            whole[i] = -zero * total
-        else:
-            floats_[i] = step[i] * np.float32(total)
+        _round_block(x + 4 * BLOCK * i, numbers + BLOCK * i, steps + 4 * i, sums + 4 * i, zero)
 
 
 def _multiply(

@@ -1,4 +1,4 @@
-"""Products of some rows with a weight on the CPU, so many that arithmetic takes as long as reading.
+"""Products of 5 and more rows with a weight on the CPU, tile by tile.
 
 For each number of a weight that is read there is a multiplication and an addition for every row. To
 make them at the pace of the processor, sums have to stay in its registers: a *tile* is the product

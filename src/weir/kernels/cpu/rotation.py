@@ -89,7 +89,7 @@ _compiled_turn = compile_kernel(_turn, fastmath=("contract",))
 
 
 def rotate_keys(keys: Tensor, by: Tensor, per_turn: Tensor, out: Tensor | None = None) -> Tensor:
-    """Rotated keys moved on.
+    """Rotate keys that are rotated already, by some more positions.
 
     Args:
         keys: [batch, heads, n, dim], float32.

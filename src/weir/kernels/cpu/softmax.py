@@ -1,4 +1,4 @@
-"""The softmax of one row of logits, as kernels of decode attention take it."""
+"""Softmax of one row of logits, for the kernels of decode attention."""
 
 from __future__ import annotations
 

@@ -31,10 +31,11 @@ from weir.kernels.cpu.compilation import (
 )
 from weir.kernels.cpu.decode import attend, held_at, hold, merge, scratch_size
 from weir.kernels.cpu.linear import multiply_part, way_of
-from weir.kernels.cpu.linear_blocks import BLOCK, multiply_panels, quantize_rows
+from weir.kernels.cpu.linear_blocks import multiply_panels, quantize_rows
 from weir.kernels.cpu.softmax import ATTENTION_MATH, split_exponential
 from weir.kernels.cpu.threads import PARTS, TeamKernel, add_to, take_part, wait_until
 from weir.kernels.cpu.vectors import as_float
+from weir.kernels.dispatch import BLOCK
 
 ANGLES, PRODUCTS, ATTENTION, NORMS = range(4)
 """Kinds of operations."""

@@ -89,7 +89,7 @@ def take_part(_typing: Any, address: Any) -> Any:
 
 @intrinsic
 def add_to(_typing: Any, address: Any, number: Any) -> Any:
-    """Add to a number at an address; what this thread has written is seen by who reads it there."""
+    """Add to a number at an address, and release this thread's writes to threads that read it."""
 
     def write(_context: Any, builder: ir.IRBuilder, _signature: Any, given: Any) -> Any:
         place = builder.inttoptr(given[0], LONG.as_pointer())
@@ -132,7 +132,7 @@ def wait_until(_typing: Any, address: Any, number: Any) -> Any:
 
 
 def threads_for(work: int, worth: int) -> int:
-    """Number of threads for some work, of which each gets as much as is worth it."""
+    """Return the number of threads for some work, so that each has enough to do."""
     return max(1, min(torch.get_num_threads(), work // worth))
 
 

@@ -1,4 +1,4 @@
-"""BalanceKV: halves of blocks that answer as the whole does."""
+"""BalanceKV: halves of blocks of tokens that answer queries as the whole block does."""
 
 from weir.pools.balance.balance import Balance, Sums
 from weir.pools.balance.halving import Halves, check_block

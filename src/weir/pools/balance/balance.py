@@ -1,4 +1,4 @@
-"""Balanced halves of all that came: BalanceKV's merge-and-reduce, in a fixed number of slots.
+"""BalanceKV's merge-and-reduce in a fixed number of slots: balanced halves of all past tokens.
 
 BalanceKV (Kochetkova et al. 2025, arXiv:2502.07861), section 3 and Algorithms 1, 2 and 4: tokens
 enter level 0; a block of a level is halved by a walk that keeps its halves balanced for every query

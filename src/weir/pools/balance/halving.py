@@ -1,4 +1,4 @@
-"""Halving a set of tokens so that either half answers every query alike: SoftmaxBalance.
+"""SoftmaxBalance: halving a set of tokens so that both halves answer every query alike.
 
 BalanceKV (Kochetkova et al. 2025, arXiv:2502.07861), section 3.1, Algorithm 2: a walk through the
 tokens gives each a sign, chosen against the sum of the tokens so far, so that the sums with sign +

@@ -1,4 +1,4 @@
-"""When which level is halved: merge-and-reduce over a stream without end, in whole numbers.
+"""The schedule of merge-and-reduce over an endless stream: when which level is halved.
 
 BalanceKV (Kochetkova et al. 2025), section 3.2 and Algorithm 4: tokens enter level 0, a block of a
 level is halved into the next, and there every token stands for twice as many. The paper's levels
@@ -65,7 +65,7 @@ class Group:
 
 
 def make_room(groups: Sequence[Group], slots: int, block: int, eager: bool = False) -> None:
-    """Halve until nothing is too much: the lightest that can be halved first, the oldest of that.
+    """Halve until everything fits: the lightest level that can be halved first, its oldest tokens.
 
     While there are more tokens than slots (`eager`: or any level has its threshold), the lowest
     level that has its threshold is halved, at most a block; of groups, which share the slots

@@ -1,4 +1,4 @@
-"""The token whose eviction changes the output least goes: its exact output error.
+"""Eviction by the exact output error: the token that changes the output least goes first.
 
 CAOTE (Goel et al. 2025, "CAOTE: KV Cache Selection for LLMs via Attention Output Error-Based Token
 Eviction", arXiv:2504.14051), section 3: without token i the other weights grow by 1 / (1 - a_i),

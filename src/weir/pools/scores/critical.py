@@ -1,4 +1,4 @@
-"""Half of the tokens by attention, half by attention times the length of the value.
+"""Two-stage selection: half of the tokens by attention, half by attention times value length.
 
 CriticalKV (Feng et al. 2025, "Identify Critical KV Cache in LLM Inference from an Output
 Perturbation Perspective", arXiv:2502.03805), Algorithm 1: the first half of the slots goes to the

@@ -40,6 +40,8 @@ class Keyformer(Asking, Tallied):
         window: how many queries can be counted at a fold; with a chunk of more tokens, the last.
     """
 
+    is_stochastic = True
+
     n: int
     hot: Annotated[float, Bounds(1)] = 2.0
     over: Count = 4096

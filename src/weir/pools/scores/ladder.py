@@ -1,4 +1,4 @@
-"""Old tokens are thinned out, others in each layer, so that the layers together reach farther back.
+"""Ladders: old tokens are thinned out, other ones in each layer, to reach farther back together.
 
 LaCache (Shi et al. 2025, "LaCache: Ladder-Shaped KV Caching for Efficient Long-Context Modeling of
 Large Language Models", arXiv:2507.14204), section 3, and its released code: when there are too many
@@ -31,6 +31,8 @@ class Ladder(SizedPool):
         keep: how many of a group stay. In LaCache's words the span is `keep / of` of the layers.
         of: how many neighbors a group has.
     """
+
+    is_stochastic = False
 
     n: int
     keep: int = 1

@@ -1,4 +1,4 @@
-"""Tokens that stand out from the stretch of tokens behind them stay.
+"""Lag-relative scores: tokens stay that stand out from the stretch of tokens after them.
 
 LagKV (Liang, Zhang et al. 2025, "LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens
 Are Important", arXiv:2504.04704), section 3: the stream is cut into stretches of `lag` tokens; keys

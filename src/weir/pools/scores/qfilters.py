@@ -1,4 +1,4 @@
-"""Keys along the one direction that all queries share stay.
+"""Q-filters: keys along the direction that all queries share stay.
 
 Q-Filters (Godey et al. 2025, "Q-Filters: Leveraging QK Geometry for Efficient KV Cache
 Compression", arXiv:2503.02812), section 3: how far a key points along the first right singular

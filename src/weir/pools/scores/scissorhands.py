@@ -1,4 +1,4 @@
-"""Tokens that often matter stay: how many of the last queries gave them more than an average share.
+"""Persistence of importance: tokens stay that many of the last queries gave more than average.
 
 Scissorhands (Liu et al. 2023, "Scissorhands: Exploiting the Persistence of Importance Hypothesis
 for LLM KV Cache Compression at Test Time", arXiv:2305.17118), Algorithm 2: a token is counted

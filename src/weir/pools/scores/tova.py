@@ -1,4 +1,4 @@
-"""The last query decides: the tokens it attends to least go.
+"""Eviction by the last query alone: the tokens it attends to least go first.
 
 TOVA (Oren, Hassid, Yarden, Adi and Schwartz 2024, "Transformers are Multi-State RNNs",
 arXiv:2401.06104), section 3.2: at each step the token with the lowest attention from the newest

@@ -37,6 +37,8 @@ class Vase(Asking):
         kernel: over how many neighboring places of the stream attention is averaged; odd.
     """
 
+    is_stochastic = True
+
     n: int
     wide: Natural | None = None
     window: Count = 64

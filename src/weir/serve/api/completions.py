@@ -26,7 +26,7 @@ from weir.serve.client import EngineClient, Generation
 from weir.serve.engine import FinishEvent, TokenEvent
 from weir.serve.messages import Message, StrayResult, link_results
 from weir.serve.prompts import Prompt
-from weir.serve.tools import AnswerPart, CallParser, CallStart, TextDelta, join_parts
+from weir.serve.tools import AnswerPart, CallStart, TextDelta, join_parts
 
 DEFAULT_LIMIT = 16
 """Tokens that continue a text if the client does not say, as with OpenAI."""
@@ -149,13 +149,9 @@ class ChatRenderer(CompletionRenderer):
     """Writes chat completions."""
 
     def __init__(self, body: ChatBody, client: EngineClient, generation: Generation) -> None:
-        request = generation.request
-        names = {tool.name for tool in request.tools}
         self._with_logprobs = bool(body.logprobs)
-        self._parsers = [
-            CallParser(client.renderer.call_format, names, request.calls_only)
-            for _ in range(body.num_answers if request.tools else 0)
-        ]
+        parsers = [client.make_parser(generation.request) for _ in range(body.num_answers)]
+        self._parsers = [parser for parser in parsers if parser is not None]
         head = {
             "id": f"chatcmpl-{secrets.token_hex(16)}",
             "created": int(time.time()),
@@ -171,7 +167,7 @@ class ChatRenderer(CompletionRenderer):
         async for several in events:
             for event in several:
                 parts[event.answer] += self._parse(event)
-                logprobs[event.answer] += self._logprobs_of(event)
+                logprobs[event.answer] += self._logprobs.entries_of(event)
         choices = [
             {
                 "index": answer,
@@ -195,9 +191,9 @@ class ChatRenderer(CompletionRenderer):
     def _encode(self, event: TokenEvent | FinishEvent) -> bytes:
         if isinstance(event, TokenEvent) and not (self._parsers or self._with_logprobs):
             return self._templates[event.answer].encode(event.text) if event.text else b""
-        logprobs = self._logprobs_of(event)
+        logprobs = self._logprobs.entries_of(event)
         make_id = self._generation.call_id(event.answer)
-        deltas = [delta for part in self._parse(event) for delta in _deltas(part, make_id)]
+        deltas = [delta for part in self._parse(event) if (delta := _delta(part, make_id))]
         if logprobs and not deltas:
             deltas = [{} if self._parsers else {"content": ""}]
         # The log-probabilities of a token go with the first of what it brought.
@@ -237,11 +233,6 @@ class ChatRenderer(CompletionRenderer):
             "finish_reason": reason,
         }
 
-    def _logprobs_of(self, event: TokenEvent | FinishEvent) -> list[dict[str, Any]]:
-        if not self._with_logprobs or isinstance(event, FinishEvent):
-            return []
-        return self._logprobs.entries(event.token)
-
 
 def _message(message: Message) -> dict[str, Any]:
     """An answer as JSON."""
@@ -264,12 +255,12 @@ def _message(message: Message) -> dict[str, Any]:
     return data
 
 
-def _deltas(part: AnswerPart, make_id: Callable[[int], str]) -> list[dict[str, Any]]:
-    """The deltas of a part of an answer."""
+def _delta(part: AnswerPart, make_id: Callable[[int], str]) -> dict[str, Any] | None:
+    """The delta of a part of an answer; None for the end of a call."""
     if isinstance(part, TextDelta) and part.call is None:
-        return [{"content": part.text}]
+        return {"content": part.text}
     if isinstance(part, TextDelta):
-        return [{"tool_calls": [{"index": part.call, "function": {"arguments": part.text}}]}]
+        return {"tool_calls": [{"index": part.call, "function": {"arguments": part.text}}]}
     if isinstance(part, CallStart):
         call = {
             "index": part.call,
@@ -277,8 +268,8 @@ def _deltas(part: AnswerPart, make_id: Callable[[int], str]) -> list[dict[str, A
             "type": "function",
             "function": {"name": part.name, "arguments": ""},
         }
-        return [{"tool_calls": [call]}]
-    return []
+        return {"tool_calls": [call]}
+    return None
 
 
 class TextRenderer(CompletionRenderer):

@@ -114,11 +114,7 @@ async def _lock(
 
 
 def _check_results(items: list[Item], before: Sequence[Item] = ()) -> None:
-    """Check that tool results have their calls.
-
-    Args:
-        before: those that are in it. The calls of some may not be kept any more.
-    """
+    """Check that tool results have their calls; those `before` may have lost theirs."""
     known = len(find_stray_results(messages_of(before)))
     for error in find_stray_results(messages_of([*before, *items]))[known:]:
         param = result_param("items", items, error)

@@ -74,11 +74,7 @@ class Keys:
 
 
 async def authorize(request: Request) -> str:
-    """The owner of a request.
-
-    Raises:
-        APIError: the key is missing or wrong.
-    """
+    """The owner of a request; APIError if the key is missing or wrong."""
     keys: Keys = request.app.state.keys
     if not keys:
         return ""

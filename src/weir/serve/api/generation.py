@@ -24,13 +24,7 @@ from weir.serve.api.operations import Metrics
 from weir.serve.api.requests import while_connected
 from weir.serve.api.schemas.chat import GenerationBody
 from weir.serve.api.sse import EventStream, encode_event
-from weir.serve.client import (
-    EngineClient,
-    Generation,
-    GenerationFailed,
-    GenerationRequest,
-    ServerClosing,
-)
+from weir.serve.client import EngineClient, Generation, GenerationRequest, ServerClosing
 from weir.serve.engine import Busy, Cancelled, FinishEvent, TokenEvent
 from weir.serve.prompts import Prompt
 from weir.serve.sessions import DISK_FULL, StorageFull
@@ -212,8 +206,8 @@ async def _observe(generation: Generation, metrics: Metrics) -> Events:
                     metrics.between.observe(event.at - last[event.answer])
                 last[event.answer] = event.at
             yield events
-    except GenerationFailed as failed:
-        raise to_api_error(failed.error) from None
+    except Exception as error:
+        raise to_api_error(error) from None
 
 
 def _close(generation: Generation, metrics: Metrics) -> None:

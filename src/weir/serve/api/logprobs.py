@@ -6,8 +6,9 @@ import re
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from weir.serve.engine import SampledToken
+from weir.serve.engine import FinishEvent, SampledToken, TokenEvent
 
 REPLACEMENT = "\ufffd"
 """Stands in a decoded token for bytes that are no whole character."""
@@ -29,6 +30,10 @@ class LogprobFormatter:
     def text(self, token: int) -> str:
         """A token decoded by itself."""
         return str(self._tokenizer.decode([token]))
+
+    def entries_of(self, event: TokenEvent | FinishEvent) -> list[dict[str, Any]]:
+        """The entries of an event's token; none if it has no token, or nobody asked for them."""
+        return [] if isinstance(event, FinishEvent) else self.entries(event.token)
 
     def entries(self, token: SampledToken) -> list[dict[str, Any]]:
         """A token with the most likely ones beside it; none for one that ends the answer."""
@@ -53,20 +58,8 @@ class LogprobFormatter:
         return None
 
 
-def _byte_level() -> dict[str, int]:
-    """The bytes that characters stand for in a byte-level vocabulary.
-
-    A byte that Latin-1 can show stands for itself, and the others for the characters from U+0100 on
-    (Radford et al., 2019, "Language Models are Unsupervised Multitask Learners", section 2.2).
-    """
-    shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {
-        chr(256 + number): byte for number, byte in enumerate(others)
-    }
-
-
-_BYTE_LEVEL = _byte_level()
+_BYTE_LEVEL = {char: byte for byte, char in bytes_to_unicode().items()}
+"""The bytes that characters stand for in a byte-level vocabulary."""
 
 
 def clip(logprob: float) -> float:

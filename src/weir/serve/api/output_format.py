@@ -33,10 +33,8 @@ class ToolUse:
 
 
 def check_tools(client: EngineClient, offer: ToolOffer) -> ToolUse:
-    """Check the tools that a client offers.
-
-    Raises:
-        APIError: they contradict each other, or the model's call format is not known.
+    """Check the tools that a client offers; APIError if they contradict each other, or the model's
+    call format is not known.
     """
     tools = offer.tools
     if not tools:
@@ -80,11 +78,7 @@ async def add_constraint(
     request: GenerationRequest,
     param: str,
 ) -> GenerationRequest:
-    """Hold the answers of a request to a format; grammars are compiled in a thread.
-
-    Args:
-        param: the field with the schema of the format, for errors.
-    """
+    """Hold the answers of a request to a format, whose schema is the field `param`."""
     client: EngineClient = http.app.state.client
     is_text = response_format is None or response_format.type == "text"
     if client.renderer.is_line_based and is_text and use.choice != "required":

@@ -57,11 +57,7 @@ class OutputItems:
         self._logprobs: list[dict[str, Any]] = []
 
     def add(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> list[ItemEvent]:
-        """Add text of the answer.
-
-        Args:
-            logprobs: of its token, which go with the next text of a message.
-        """
+        """Add text of the answer; its token's `logprobs` go with the next text of a message."""
         was_calling = self._in_call
         self._logprobs += logprobs
         parts: Sequence[AnswerPart] = [TextDelta(text)] if text else []

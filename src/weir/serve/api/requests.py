@@ -59,11 +59,7 @@ class BodyLimiter:
         self.worker = ThreadPoolExecutor(1, "weir-bodies")
 
     def add(self, request: Request, size: int) -> None:
-        """Count bytes of a body until its request ends.
-
-        Raises:
-            APIError: the bodies of all requests are too large together.
-        """
+        """Count bytes of a body until its request ends; APIError if all are too large together."""
         if self._bytes + size > self._limits.bodies:
             raise rate_limited("the requests under way are too large together")
         self._bytes += size
@@ -135,10 +131,8 @@ def address_of(request: Request) -> str:
 
 
 def begin_request(request: Request, owner: str) -> EngineClient:
-    """Count a request as one of its owner's, or of its address without keys, until it ends.
-
-    Raises:
-        APIError: there are too many already.
+    """Count a request as one of its owner's, or of its address without keys, until it ends;
+    APIError if there are too many already.
     """
     client: EngineClient = request.app.state.client
     holder = owner or address_of(request)
@@ -155,13 +149,7 @@ def begin_request(request: Request, owner: str) -> EngineClient:
 async def read_chunks(
     request: Request, media_type: str, limit: int, seconds: float
 ) -> AsyncIterator[bytes]:
-    """Read the body of a request as it comes.
-
-    Args:
-        request: of the client.
-        media_type: that it must have.
-        limit: bytes that it may have.
-        seconds: in which all of it must have come.
+    """Read the body of a request as it comes, all within so many seconds.
 
     Raises:
         APIError: it is too large, of another type, or comes too slowly.
@@ -256,14 +244,7 @@ async def work_on_body(request: Request, work: Callable[..., Result], *given: An
 def parse_body(
     data: bytes | bytearray, kind: type[Body], counter: NodeCounter | None = None
 ) -> Body:
-    """Parse and validate the body of a request.
-
-    Args:
-        counter: of the body, which counts the JSON in its texts too.
-
-    Raises:
-        APIError: it is wrong.
-    """
+    """Parse and validate the body of a request (APIError); `counter` counts JSON in its texts."""
     try:
         value = from_json(data, cache_strings="keys")
     except ValueError as error:
@@ -295,21 +276,13 @@ class NodeCounter:
         self._backslash = b""
 
     def feed_text(self, text: str) -> None:
-        """Count what is JSON in a text, and in none before it.
-
-        Raises:
-            APIError: there is too much in all texts together.
-        """
+        """Count what is JSON in a text, and in none before it, as `feed` does."""
         self._in_string, self._backslash = False, b""
         for at in range(0, len(text), LARGE):
             self.feed(text[at : at + LARGE].encode("utf-8", "replace"))
 
     def feed(self, chunk: bytes) -> None:
-        """Count what is outside of strings in the next part.
-
-        Raises:
-            APIError: there are too many.
-        """
+        """Count what is outside of strings in the next part; APIError if there is too much."""
         chunk = self._backslash + chunk
         self._backslash = b"\\" * ((len(chunk) - len(chunk.rstrip(b"\\"))) % 2)
         chunk = chunk[: len(chunk) - len(self._backslash)]
@@ -339,11 +312,7 @@ def _has_no_body(request: Request) -> bool:
 
 
 def check_query(request: Request) -> None:
-    """Refuse unknown query parameters; a dependency of routes.
-
-    Raises:
-        APIError: the route has no such parameter.
-    """
+    """Refuse query parameters that a route does not have (APIError); a dependency of routes."""
     top = request.scope["route"].dependant
     known = {param.alias for part in (top, *top.dependencies) for param in part.query_params}
     for name in request.query_params:
@@ -353,11 +322,7 @@ def check_query(request: Request) -> None:
 
 
 def named_session(request: Request) -> str | None:
-    """The session that the client names, if it does.
-
-    Raises:
-        APIError: that is no name of a session.
-    """
+    """The session that the client names, if it does; APIError if that is no name of one."""
     name = request.headers.get(SESSION_HEADER)
     if name is not None and not SESSION_NAME.fullmatch(name):
         raise APIError(
@@ -370,11 +335,7 @@ def named_session(request: Request) -> str | None:
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`, which is cancelled if the client hangs up.
-
-    Raises:
-        ClientGone: it did.
-    """
+    """The result of `work`, which is cancelled if the client hangs up (ClientGone)."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(wait_disconnect(request.receive))
     try:

@@ -30,12 +30,10 @@ from weir.serve.api.schemas.responses import ResponseBody, result_param
 from weir.serve.api.sessions import look_up, run_in_thread
 from weir.serve.api.sse import DONE
 from weir.serve.client import EngineClient, Generation
-from weir.serve.engine import FinishEvent, TokenEvent
 from weir.serve.messages import StrayResult
 from weir.serve.prompts import Prompt
 from weir.serve.response_turn import HistoryNotKept, PreviousNotFound, ResponseTurn, node_of
 from weir.serve.sessions import Item, StoredResponse
-from weir.serve.tools import CallParser
 
 router = APIRouter()
 
@@ -118,21 +116,23 @@ async def _found(client: EngineClient, owner: str, name: str) -> StoredResponse:
 
 def _check(body: ResponseBody, session: str | None) -> None:
     """Refuse fields that exclude each other."""
-    if body.named is not None and body.previous_response_id is not None:
+    if body.named is None:
+        return
+    if body.previous_response_id is not None:
         raise APIError(
             400,
             "previous_response_id and conversation exclude each other",
             param="previous_response_id",
             code="mutually_exclusive_parameters",
         )
-    if body.named is not None and session not in (None, body.named):
+    if session not in (None, body.named):
         raise APIError(
             400,
             f"the turns of a conversation are in the session of its id: leave {SESSION_HEADER} out",
             param=SESSION_HEADER,
             code="mutually_exclusive_parameters",
         )
-    if body.named is not None and not body.is_stored:
+    if not body.is_stored:
         raise APIError(
             400, "a conversation keeps what is said in it: leave store out", param="store"
         )
@@ -178,11 +178,7 @@ class ResponseRenderer(Renderer):
         self._generation = generation
         self._model = client.name
         self._logprobs = LogprobFormatter(client.tokenizer, request.stop_ids)
-        parser = None
-        if request.tools:
-            names = {tool.name for tool in request.tools}
-            parser = CallParser(client.renderer.call_format, names, request.calls_only)
-        self._items = OutputItems(parser, generation.call_id(0))
+        self._items = OutputItems(client.make_parser(request), generation.call_id(0))
         self._created = int(time.time())
         self._number = 0
 
@@ -190,7 +186,7 @@ class ResponseRenderer(Renderer):
         """Write the response as one object."""
         async for several in events:
             for event in several:
-                self._items.add(event.text, self._logprobs_of(event))
+                self._items.add(event.text, self._logprobs.entries_of(event))
         status = self._final_status()
         self._items.finish(status)
         return await self._finish(status)
@@ -202,7 +198,7 @@ class ResponseRenderer(Renderer):
             [(f"response.{kind}", {"response": empty}) for kind in ("created", "in_progress")]
         )
         async for several in events:
-            added = (self._items.add(one.text, self._logprobs_of(one)) for one in several)
+            added = (self._items.add(one.text, self._logprobs.entries_of(one)) for one in several)
             yield self._encode([event for some in added for event in some])
         status = self._final_status()
         last = self._items.finish(status)
@@ -215,11 +211,6 @@ class ResponseRenderer(Renderer):
         failed = {"code": facts["code"] or "server_error", "message": facts["message"]}
         response = {**self._response("failed", []), "error": failed}
         return self._encode([("response.failed", {"response": response})])
-
-    def _logprobs_of(self, event: TokenEvent | FinishEvent) -> list[dict[str, Any]]:
-        if self._body.logprobs is None or isinstance(event, FinishEvent):
-            return []
-        return self._logprobs.entries(event.token)
 
     def _final_status(self) -> str:
         return "completed" if self._generation.finished[0].reason == "stop" else "incomplete"

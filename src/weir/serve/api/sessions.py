@@ -29,6 +29,8 @@ CHUNK = 2**18
 FILE_PATIENCE = 20
 """Time that a file may take, as a multiple of a JSON body's."""
 
+STREAM_FACTS = ("held", "bytes", "folds", "pinned", "beginning")
+"""What a session tells of its newest turn's usage."""
 BINARY = {FILE: {"schema": {"type": "string", "format": "binary"}}}
 
 router = APIRouter(dependencies=[Depends(check_query)])
@@ -192,20 +194,12 @@ def session_object(session: SessionSummary) -> dict[str, Any]:
         "turns": session.turns,
         "head": f"resp_{session.head}",
         "seen": session.seen,
-        "held": session.usage.get("held"),
-        "bytes": session.usage.get("bytes"),
-        "folds": session.usage.get("folds"),
-        "pinned": session.usage.get("pinned"),
-        "beginning": session.usage.get("beginning"),
+        **{name: session.usage.get(name) for name in STREAM_FACTS},
     }
 
 
 def turn_object(record: TurnRecord, current: bool) -> dict[str, Any]:
-    """A turn as JSON.
-
-    Args:
-        current: whether it is the newest turn, or leads to it.
-    """
+    """A turn as JSON; the newest turn is current, and those that lead to it."""
     return {
         "id": f"resp_{record.node}",
         "object": "session.turn",

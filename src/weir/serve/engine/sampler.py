@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from weir.errors import WeirError
+from weir.pools import fits
 from weir.stream import RepetitionPenalty, Sampling, check_penalty
 
 LOGITS_AT_ONCE = 2**17
@@ -77,8 +78,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         check_penalty(self.repetition)
         for name in ("presence", "frequency"):
-            if not math.isfinite(getattr(self, name)):
-                raise WeirError(f"{name}_penalty must be a number, not {getattr(self, name)!r}")
+            penalty = getattr(self, name)
+            if not fits(penalty, float) or not math.isfinite(penalty):
+                raise WeirError(f"{name}_penalty must be a number, not {penalty!r}")
 
 
 class Sampler:
@@ -146,7 +148,7 @@ class Sampler:
             WeirError: no token was left to draw, or the constraint does not take this one.
         """
         if adjusted is not logits and adjusted[token] == -math.inf:
-            raise WeirError("no token is left that this answer may go on with")
+            raise WeirError("the format and bias of this answer leave no token to choose from")
         params = self.params
         if params.presence or params.frequency:
             self._counts[token] += 1

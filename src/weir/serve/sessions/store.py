@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from tempfile import TemporaryDirectory
@@ -59,7 +59,11 @@ class SessionStore:
         self.place = place or self._memory
         # The newest turns are in the last.
         self._places = [self._memory] if place is None else [place, self._memory]
-        self._writer = None if place is None else BackgroundWriter(self._write, queue)
+        if queue < 1:
+            raise WeirError(f"one turn or more may wait to be written, not {queue}")
+        # The thread writes turns in the order they come.
+        self._writer = None if place is None else ThreadPoolExecutor(1, "weir-store")
+        self._room_to_wait = threading.BoundedSemaphore(queue)
         self._lock = threading.RLock()
         self._was_full = False
 
@@ -72,7 +76,7 @@ class SessionStore:
     def close(self) -> None:
         """Write all pending turns, and release the place."""
         if self._writer is not None:
-            self._writer.close()
+            self._writer.shutdown()  # when the accepted turns are written
             with contextlib.suppress(WeirError):
                 self._write_remembered()
         self.place.close()
@@ -111,16 +115,37 @@ class SessionStore:
     def save(
         self, checkpoint: Checkpoint, record: TurnRecord, done: OnSaved = lambda error: None
     ) -> None:
-        """Save a turn as the newest of its session, and call `done`, perhaps in another thread."""
-        if self._writer is not None:
-            self._writer.submit(checkpoint, record, done)
-            return
-        self._memory.add([(checkpoint, record)])
-        done(None)
+        """Save a turn as the newest of its session, and call `done`, perhaps in another thread.
 
-    def _write(self, checkpoint: Checkpoint, record: TurnRecord) -> None:
+        Waits while as many turns as `queue` are being written, so that no engine runs ahead of the
+        disk.
+        """
+        if self._writer is None:
+            self._memory.add([(checkpoint, record)])
+            done(None)
+            return
+        self._room_to_wait.acquire()
+        try:
+            self._writer.submit(self._write_and_tell, (checkpoint, record), done)
+        except RuntimeError:
+            self._room_to_wait.release()
+            done(WeirError("the store is closed, and keeps nothing more"))
+
+    def _write_and_tell(self, turn: Turn, done: OnSaved) -> None:
+        error: Exception | None = None
+        try:
+            self._write(turn)
+        except Exception as caught:
+            error = caught
+        finally:
+            self._room_to_wait.release()
+        try:
+            done(error)
+        except Exception:
+            _log.exception("the callback of a saved turn has failed")
+
+    def _write(self, turn: Turn) -> None:
         """Write a turn; while the disk is full, it goes on in memory."""
-        turn = checkpoint, record
         try:
             try:
                 self._write_remembered(turn)
@@ -185,13 +210,10 @@ class SessionStore:
 
     def get_session(self, owner: str, session: str) -> SessionSummary | None:
         """A session of the owner's."""
-        return next(iter(self._summaries(owner, session)), None)
+        return next(iter(self.list_sessions(owner, session)), None)
 
-    def list_sessions(self, owner: str) -> list[SessionSummary]:
-        """All sessions of the owner, the least recently used first."""
-        return self._summaries(owner)
-
-    def _summaries(self, owner: str, session: str | None = None) -> list[SessionSummary]:
+    def list_sessions(self, owner: str, session: str | None = None) -> list[SessionSummary]:
+        """All sessions of the owner, or one of them, the least recently used first."""
         found: dict[str, SessionSummary] = {}
         for place in self._places:
             for new in place.summaries(owner, session):
@@ -232,44 +254,3 @@ class SessionStore:
         if self.place.scratch is not None:
             self.place.scratch.mkdir(mode=0o700, exist_ok=True)
         return TemporaryDirectory(prefix="weir-", dir=self.place.scratch)
-
-
-class BackgroundWriter:
-    """A thread that writes turns in the order they come.
-
-    Args:
-        queue: maximum number of waiting turns, including the one being written.
-    """
-
-    def __init__(self, write: Callable[[Checkpoint, TurnRecord], None], queue: int) -> None:
-        if queue < 1:
-            raise WeirError(f"one turn or more may wait to be written, not {queue}")
-        self._write = write
-        self._room = threading.BoundedSemaphore(queue)
-        self._thread = ThreadPoolExecutor(1, "weir-store")
-
-    def submit(self, checkpoint: Checkpoint, record: TurnRecord, done: OnSaved) -> None:
-        """Queue a turn; waits while the queue is full, so that no engine runs ahead of the disk."""
-        self._room.acquire()
-        try:
-            self._thread.submit(self._run, checkpoint, record, done)
-        except RuntimeError:
-            self._room.release()
-            done(WeirError("the store is closed, and keeps nothing more"))
-
-    def close(self) -> None:
-        """Accept no more turns, and wait until the accepted ones are written."""
-        self._thread.shutdown()
-
-    def _run(self, checkpoint: Checkpoint, record: TurnRecord, done: OnSaved) -> None:
-        error: Exception | None = None
-        try:
-            self._write(checkpoint, record)
-        except Exception as caught:
-            error = caught
-        finally:
-            self._room.release()
-        try:
-            done(error)
-        except Exception:
-            _log.exception("the callback of a saved turn has failed")

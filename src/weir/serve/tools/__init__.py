@@ -17,7 +17,6 @@ from weir.serve.tools.parser import (
     CallStart,
     TextDelta,
     join_parts,
-    read_calls,
 )
 
 __all__ = [
@@ -35,5 +34,4 @@ __all__ = [
     "describe_tools",
     "format_of",
     "join_parts",
-    "read_calls",
 ]

@@ -173,18 +173,11 @@ def format_of(tokenizer: PreTrainedTokenizerBase) -> CallFormat:
         return HERMES
     if "<|python_tag|>" in template or '"name": function name, "parameters"' in template:
         return LLAMA
+    how = (words for mark, words in _OTHERS.items() if mark in template)
     raise WeirError(
-        f"this model's chat template writes calls {_unknown(template)}, a form that is not served "
-        "here; those of Hermes and Qwen up to 3, Llama 3 and Mistral are"
+        f"this model's chat template writes calls {next(how, 'in a way of its own')}, a form that "
+        "is not served here; those of Hermes and Qwen up to 3, Llama 3 and Mistral are"
     )
-
-
-def _unknown(template: str) -> str:
-    """Describe the unsupported call format of a template."""
-    for mark, words in _OTHERS.items():
-        if mark in template:
-            return words
-    return "in a way of its own"
 
 
 _OTHERS = {
@@ -192,6 +185,7 @@ _OTHERS = {
     "<|tool_call>": "as <|tool_call>call:…, as Gemma 4 does",
     "[CALL_ID]": "with ids of the model's own ([CALL_ID], as Mistral Small 3.2 does)",
 }
+"""How templates write calls in formats that are not served, by a text they contain."""
 
 
 def _short_id(name: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from weir.serve.messages import Call, Message
-from weir.serve.tools.formats import CallFormat, Tool
+from weir.serve.tools.formats import CallFormat
 from weir.stream import count_stop_prefix
 
 
@@ -241,27 +241,8 @@ def _prefix_pattern(patterns: Sequence[str]) -> re.Pattern[str]:
     return re.compile(nested)
 
 
-def read_calls(
-    form: CallFormat,
-    tools: Sequence[Tool],
-    text: str,
-    make_id: Callable[[int], str],
-    *,
-    cut: bool = False,
-    calls_only: bool = False,
-) -> Message:
-    """Parse a whole answer.
-
-    Args:
-        make_id: gives calls their ids, by their index.
-        cut: whether the answer ran into its limit.
-    """
-    parser = CallParser(form, {tool.name for tool in tools}, calls_only)
-    return join_parts([*parser.feed(text), *parser.finish(cut=cut)], make_id)
-
-
 def join_parts(parts: Sequence[AnswerPart], make_id: Callable[[int], str]) -> Message:
-    """Make the message of all parts of an answer; `make_id` as in `read_calls`."""
+    """Make the message of all parts of an answer; `make_id` gives calls their ids, by index."""
     content = ""
     names: list[str] = []
     arguments: list[str] = []

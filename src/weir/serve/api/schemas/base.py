@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -12,12 +11,13 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     StringConstraints,
     ValidationInfo,
-    field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError, PydanticKnownError
+from pydantic_core import PydanticCustomError, PydanticKnownError, core_schema
 
 T = TypeVar("T")
 # Validation stops at the first wrong entry: an error for each would take seconds and gigabytes.
@@ -68,32 +68,29 @@ class Lenient(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
 
-def _list_allowed(schema: dict[str, Any], kind: type[BaseModel]) -> None:
-    """Add the allowed values of unsupported fields to a JSON schema."""
-    assert issubclass(kind, KnownFields)
-    for name, allowed in kind.unserved.items():
-        schema["properties"][name]["enum"] = list(allowed)
+class Only:
+    """Refuses all values but `allowed`, in a field of a feature that is not served.
 
-
-class KnownFields(Strict):
-    """An object with unsupported fields, which are accepted only with values that ask for nothing.
-
-    Attributes:
-        unserved: the unsupported fields, and the values that each may have.
-        instead: what to use in place of such a field.
+    Args:
+        allowed: values that ask for nothing.
+        instead: what to do in place of using the field.
     """
 
-    model_config = ConfigDict(json_schema_extra=_list_allowed)
+    def __init__(self, *allowed: Any, instead: str = "leave it out") -> None:
+        self.allowed = allowed
+        self._instead = instead
 
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    instead: ClassVar[Mapping[str, str]] = {}
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
 
-    @field_validator("*", mode="after")
-    @classmethod
-    def _check_unserved(cls, value: Any, info: Any) -> Any:
-        name = info.field_name
-        if name in cls.unserved and value not in cls.unserved[name]:
-            raise unsupported(f"this is not served here; {cls.instead.get(name, 'leave it out')}")
+    def __get_pydantic_json_schema__(
+        self, schema: Any, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {**handler(schema), "enum": list(self.allowed)}
+
+    def _check(self, value: Any) -> Any:
+        if value not in self.allowed:
+            raise unsupported(f"this is not served here; {self._instead}")
         return value
 
 

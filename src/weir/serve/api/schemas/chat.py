@@ -1,20 +1,19 @@
 """Bodies of chat and text completions.
 
-As with OpenAI, unknown fields are refused. Fields of type `Any` are accepted without effect, but
-those in `unserved` only with values that ask for nothing.
+As with OpenAI, unknown fields are refused. Fields of type `Any` have no effect. Those
+marked `Only` ask for what weir does not do, so they may be unset or have the values listed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, ValidationInfo, field_validator, model_validator
 
 from weir.serve.api.schemas.base import (
-    KnownFields,
     Lenient,
     ListOf,
+    Only,
     Strict,
     Whole,
     bounded_dict,
@@ -90,7 +89,7 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
-class GenerationBody(KnownFields):
+class GenerationBody(Strict):
     """Fields of every request for a completion: the model and the sampling parameters."""
 
     model: Annotated[str, StringConstraints(max_length=512)]
@@ -151,21 +150,6 @@ class GenerationBody(KnownFields):
 class CompletionBody(GenerationBody):
     """Fields that chat and text completions have in common."""
 
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "audio": (None,),
-        "best_of": (None, 1),
-        "echo": (None, False),
-        "function_call": (None, "none", "auto"),
-        "functions": (None, []),
-        "modalities": (None, ["text"]),
-        "suffix": (None, ""),
-        "web_search_options": (None,),
-    }
-    instead: ClassVar[Mapping[str, str]] = {
-        "functions": "use tools",
-        "function_call": "use tool_choice",
-    }
-
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[Whole, Field(ge=1)] | None = None
     n: Annotated[Whole, Field(ge=1, le=128)] | None = None
@@ -182,14 +166,14 @@ class CompletionBody(GenerationBody):
     user: Any = None
     verbosity: Any = None
 
-    audio: Any = None
-    best_of: Any = None
-    echo: Any = None
-    function_call: Any = None
-    functions: Any = None
-    modalities: Any = None
-    suffix: Any = None
-    web_search_options: Any = None
+    audio: Annotated[Any, Only(None)] = None
+    best_of: Annotated[Any, Only(None, 1)] = None
+    echo: Annotated[Any, Only(None, False)] = None
+    function_call: Annotated[Any, Only(None, "none", "auto", instead="use tool_choice")] = None
+    functions: Annotated[Any, Only(None, [], instead="use tools")] = None
+    modalities: Annotated[Any, Only(None, ["text"])] = None
+    suffix: Annotated[Any, Only(None, "")] = None
+    web_search_options: Annotated[Any, Only(None)] = None
 
     @property
     def num_answers(self) -> int:
@@ -222,7 +206,7 @@ class ChatBody(CompletionBody):
     @property
     def offer(self) -> ToolOffer:
         """The tools of the request."""
-        tools = [tool.tool() for tool in self.tools or ()]
+        tools = [tool.function.tool() for tool in self.tools or ()]
         parallel, choice = self.parallel_tool_calls is not False, self.tool_choice
         schema, chosen = "tools[{}].function.parameters", "tool_choice.function.name"
         if isinstance(choice, NamedTool):

@@ -47,17 +47,9 @@ class Function(Strict):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
-
-class FunctionTool(Strict):
-    """A tool: a function that the model may call."""
-
-    type: Literal["function"]
-    function: Function
-
     def tool(self) -> Tool:
         """Convert to the server's own type."""
-        function = self.function
-        return Tool(function.name, function.description, function.parameters, bool(function.strict))
+        return Tool(self.name, self.description, self.parameters, bool(self.strict))
 
 
 class OfFunction(Strict):
@@ -66,12 +58,14 @@ class OfFunction(Strict):
     type: Literal["function"]
 
 
+class FunctionTool(OfFunction):
+    """A tool: a function that the model may call."""
+
+    function: Function
+
+
 class FlatTool(Function, OfFunction):
     """A tool of the Responses API: a function that the model may call."""
-
-    def tool(self) -> Tool:
-        """Convert to the server's own type."""
-        return Tool(self.name, self.description, self.parameters, bool(self.strict))
 
 
 class FunctionName(Strict):
@@ -80,10 +74,9 @@ class FunctionName(Strict):
     name: Name
 
 
-class NamedTool(Strict):
+class NamedTool(OfFunction):
     """Makes the model call this function."""
 
-    type: Literal["function"]
     function: FunctionName
 
 

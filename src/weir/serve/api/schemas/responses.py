@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, StringConstraints, Tag, field_validator, model_validator
 
@@ -11,6 +11,7 @@ from weir.serve.api.schemas.base import (
     Arguments,
     Lenient,
     ListOf,
+    Only,
     Strict,
     Whole,
     bounded_dict,
@@ -188,12 +189,6 @@ class ConversationName(Strict):
 class ResponseBody(GenerationBody):
     """Request body of `POST /v1/responses`."""
 
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "background": (None, False),
-        "moderation": (None,),
-        "prompt": (None,),
-    }
-
     input: str | ListOf[AnyItem] | None = None
     instructions: str | None = None
     previous_response_id: Name | None = None
@@ -220,9 +215,9 @@ class ResponseBody(GenerationBody):
     stream_options: Any = None
     user: Any = None
 
-    background: Any = None
-    moderation: Any = None
-    prompt: Any = None
+    background: Annotated[Any, Only(None, False)] = None
+    moderation: Annotated[Any, Only(None)] = None
+    prompt: Annotated[Any, Only(None)] = None
 
     @property
     def is_stored(self) -> bool:
@@ -270,16 +265,7 @@ class ResponseBody(GenerationBody):
 
 
 def result_param(field: str, items: Sequence[Item], error: StrayResult) -> str | None:
-    """The path of a stray result, for errors.
-
-    Args:
-        field: field of the request with the items.
-        items: the items that were checked last.
-        error: the error, with the number of results that follow.
-
-    Returns:
-        None if the result comes before these items.
-    """
+    """The path of a stray result in a field of the request; None if it comes before its items."""
     results = [n for n, item in enumerate(items) if item["type"] == "function_call_output"]
     at = len(results) - 1 - error.behind
     return None if at < 0 else f"{field}[{results[at]}].call_id"

@@ -1,4 +1,4 @@
-"""Vectors in 8 bits are written and read by a kernel as PyTorch does it, bit for bit."""
+"""Vectors in 8 and 4 bits are written and read by kernels as PyTorch does it, bit for bit."""
 
 from __future__ import annotations
 
@@ -8,17 +8,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
-from weir.slab.quantization import INT8, dequantize, dequantize_into, quantize, quantize_into
+from weir.slab.quantization import (
+    FORMATS,
+    INT8,
+    dequantize,
+    dequantize_into,
+    quantize,
+    quantize_into,
+)
 
 pytest.importorskip("numba", reason="not installed: pip install 'weir-kv[fast]'")
 
 from weir.kernels import dispatch
 
+INT4 = FORMATS["int4"].keys
+
 
 @given(
     st.integers(0, 2**32), st.integers(-130, 125), st.sampled_from([1, 7, 64]), st.integers(0, 9)
 )
-def test_the_same_bits(seed, power, dim, count):
+def test_int8_has_the_same_bits(seed, power, dim, count):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(2, 3, 12, dim, generator=generator)[:, :, 1 : count + 1]
     x = x * 2.0 ** (power + torch.randint(-3, 3, x.shape[:3], generator=generator))[..., None]
@@ -74,3 +83,32 @@ def test_tensors_without_an_address_go_to_pytorch():
     assert torch.equal(torch.func.functionalize(read)(numbers), wanted)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         assert read(fake.from_tensor(numbers)).shape == wanted.shape
+
+
+def vectors(dim):
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, 70, dim, generator=draw) * 10 ** torch.randint(
+        -20, 20, (2, 3, 70, 1), generator=draw
+    )
+    x[0, 0, 0], x[0, 0, 1, 0], x[0, 0, 2] = 0.0, 3e38, -3e38
+    x[0, 0, 3, ::2] = 1.0  # many ties
+    return x
+
+
+@pytest.mark.parametrize("dim", [2, 6, 16, 64, 96, 128, 512])
+def test_int4_has_the_same_bits(dim):
+    x = vectors(dim)
+    assert dispatch.quantize("int4", x) is not None and dispatch.dequantize("int4", x) is not None
+    # Side by side with other vectors, as slots lie in a slab.
+    numbers = torch.zeros(2, 3, 80, dim // 2, dtype=torch.uint8)
+    peaks = torch.zeros(2, 3, 80, 1, dtype=torch.bfloat16)
+    quantize_into(x, INT4, numbers[:, :, 5:75], peaks[:, :, 5:75])
+    wanted = quantize(x, INT4)
+    assert torch.equal(numbers[:, :, 5:75], wanted[0])
+    assert torch.equal(peaks[:, :, 5:75], wanted[1])
+    assert not numbers[:, :, :5].any() and not numbers[:, :, 75:].any()
+    plain = FORMATS["int4"].unrotated().keys
+    out = torch.zeros(2, 3, 90, dim)
+    dequantize_into(numbers[:, :, 5:75], peaks[:, :, 5:75], plain, out[:, :, 10:80])
+    assert torch.equal(out[:, :, 10:80], dequantize(*wanted, plain, torch.float32))
+    assert not out[:, :, :10].any() and not out[:, :, 80:].any()

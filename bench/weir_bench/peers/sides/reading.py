@@ -1,20 +1,16 @@
-"""How a peer is asked: every text is read once, token after token, and each is predicted.
+"""Quality of caches: every text is read once, token after token, and each token is predicted.
 
-Knows torch, and neither weir nor any peer; each peer's script runs in an environment of its own and
-imports this file, which lies beside it. Nothing is generated: the right tokens are fed, whatever a
-peer would have said, so all read the same text and as many tokens of it.
+Knows torch, and neither weir nor any peer; scripts that run in environments of their own import it.
+Nothing is generated: the right tokens are fed, whatever a peer would have said, so all read the
+same text and as many tokens of it.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import platform
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,7 +24,7 @@ PIECE = 64
 SLOTS = {"stream": 256, "far": 256, "window": 128, "near": 128}
 COUNTED = 256
 """Of a `window` text the last so many tokens count."""
-NANO = Path(__file__).parents[2] / "src" / "weir" / "assets" / "nano"
+NANO = Path(__file__).parents[4] / "src" / "weir" / "assets" / "nano"
 
 
 class Peer(Protocol):
@@ -76,12 +72,7 @@ def ask(begin: Begin, task: str, facts: Mapping[str, Tensor]) -> dict[str, Any]:
     """One task: perplexity of prose, or the share of numbers that came back."""
     ids, slots = facts[f"{task}.ids"], SLOTS[task]
     found = read(begin(len(ids), slots), ids)
-    record: dict[str, Any] = {
-        "task": task,
-        "slots": slots,
-        "tokens": ids.shape[1],
-        "rows": len(ids),
-    }
+    record: dict[str, Any] = {"slots": slots, "tokens": ids.shape[1], "rows": len(ids)}
     if task in ("stream", "window"):
         counted = found.nll if task == "stream" else found.nll[:, -COUNTED:]
         record["ppl"] = math.exp(min(float(counted.double().mean()), 700.0))
@@ -97,32 +88,35 @@ def ask(begin: Begin, task: str, facts: Mapping[str, Tensor]) -> dict[str, Any]:
     return {**record, "kv_bytes": found.kv_bytes}
 
 
-def main(peer: str, packages: tuple[str, ...], offers: Callable[[], Mapping[str, Begin]]) -> None:
-    """The command of a peer's script: a line of JSON for each name and task."""
-    parser = argparse.ArgumentParser(description=f"Let {peer} read the tasks of make_tasks.py.")
-    parser.add_argument("tasks", type=Path)
-    parser.add_argument("out", type=Path, help="a file of JSON lines, which is added to")
-    parser.add_argument("--names", nargs="*", metavar="NAME", help="only these")
-    parser.add_argument("--only", nargs="*", choices=tuple(SLOTS), default=tuple(SLOTS))
-    given = parser.parse_args()
-    facts = load_file(given.tasks)
-    versions = {name: version(name) for name in packages} | {"python": platform.python_version()}
-    with torch.no_grad(), given.out.open("a", encoding="utf-8") as out:
-        for name, begin in offers().items():
-            if given.names and name not in given.names:
-                continue
-            for task in given.only:
-                began = time.perf_counter()
-                try:
-                    found = ask(begin, task, facts)
-                except Exception as error:  # that it cannot be done is an answer too
-                    said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-                    found = {"task": task, "slots": SLOTS[task], "error": said}
-                record = {"peer": peer, "what": name, **found}
-                record |= {"versions": versions, "date": date.today().isoformat()}
-                record["seconds"] = round(time.perf_counter() - began, 1)
-                out.write(json.dumps(record) + "\n")
-                out.flush()
+class Reader:
+    """The caches of one peer, each asked for its tasks by name.
+
+    Args:
+        packages: whose versions are told.
+        offers: makes the caches by name.
+        wanted: "threads", and the file of "tasks".
+    """
+
+    def __init__(
+        self, packages: Sequence[str], offers: Callable[[], Mapping[str, Begin]], wanted: Any
+    ) -> None:
+        torch.set_num_threads(wanted["threads"])
+        torch.set_grad_enabled(False)
+        self._packages, self._offers = packages, offers()
+        self._tasks = load_file(wanted["tasks"])
+
+    def facts(self) -> dict[str, str]:
+        """Versions of the packages, and of Python."""
+        versions = ", ".join(f"{name} {version(name)}" for name in self._packages)
+        return {"version": versions, "built": f"Python {platform.python_version()}"}
+
+    def names(self) -> list[str]:
+        """The names of the caches."""
+        return list(self._offers)
+
+    def ask(self, name: str, task: str) -> dict[str, Any]:
+        """Figures of one cache on one task."""
+        return ask(self._offers[name], task, self._tasks)
 
 
 def tensors_of(*what: Any) -> Iterator[Tensor]:

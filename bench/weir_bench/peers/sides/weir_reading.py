@@ -1,6 +1,4 @@
-"""weir's side, read by the same lines as its peers: each policy with the same slots.
-
-    .venv/bin/python bench/peers/with_weir.py peers/tasks.safetensors peers/found.jsonl
+"""weir's policies on the tasks of `quality`, each with the same slots.
 
 Two more stand for others. `context shift` is what llama.cpp's server does under `--context-shift
 --keep 4`: a full context loses half of what is not kept, and the rest moves up; as a pipe that is
@@ -13,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from reading import PIECE, Begin, main
+from protocol import serve
+from reading import PIECE, Begin, Reader
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -61,4 +60,4 @@ def offers() -> Mapping[str, Begin]:
 
 
 if __name__ == "__main__":
-    main("weir", ("weir", "transformers", "torch"), offers)
+    serve(partial(Reader, ("weir-kv", "transformers", "torch"), offers))

@@ -1,7 +1,4 @@
-"""keys_values' side (awslabs; `keys-vals` on PyPI): its caches around nano in LitGPT's layout.
-
-    python3 -m venv keys && keys/bin/pip install keys-vals litgpt safetensors
-    keys/bin/python bench/peers/with_keys_values.py peers/tasks.safetensors peers/found.jsonl
+"""keys_values' caches (awslabs) on the tasks of `quality`, around nano in LitGPT's layout.
 
 Its caches hold `cache_length` tokens and nothing beside them, so each gets weir's slots and chunk
 together. Texts come in pieces of the chunk, from an empty cache. Positions are those of the text.
@@ -18,7 +15,8 @@ import torch
 from keys_values.config import Config
 from keys_values.kvcache.factory import KVCacheFactory
 from keys_values.model import GPT
-from reading import NANO, PIECE, Begin, main, size_of
+from protocol import serve
+from reading import NANO, PIECE, Begin, Reader, size_of
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -125,4 +123,4 @@ def offers() -> Mapping[str, Begin]:
 
 
 if __name__ == "__main__":
-    main("keys_values", ("keys-vals", "litgpt", "torch"), offers)
+    serve(partial(Reader, ("keys-vals", "litgpt", "torch"), offers))

@@ -1,9 +1,6 @@
-"""transformers' own caches: all tokens, a fixed number of them, a window, and four bits.
+"""transformers' caches on the tasks of `quality`: all tokens, a fixed number, a window, four bits.
 
-    .venv/bin/python bench/peers/with_transformers.py peers/tasks.safetensors peers/found.jsonl
-
-Quantized caches need `optimum-quanto` or `hqq`, in an environment of their own; where neither is
-installed that is what is written down.
+Quantized caches need `optimum-quanto` or `hqq`, which are not measured where they are missing.
 """
 
 from __future__ import annotations
@@ -13,7 +10,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from reading import NANO, PIECE, Begin, main, size_of
+from protocol import serve
+from reading import NANO, PIECE, Begin, Reader, size_of
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -101,4 +99,4 @@ def offers() -> Mapping[str, Begin]:
 
 
 if __name__ == "__main__":
-    main("transformers", ("transformers", "torch"), offers)
+    serve(partial(Reader, ("transformers", "torch"), offers))

@@ -1,7 +1,4 @@
-"""kvpress' side: its presses in a DecodingPress, of a target size, every 64 tokens.
-
-    python3 -m venv kvpress && kvpress/bin/pip install kvpress "transformers<5.3"
-    kvpress/bin/python bench/peers/with_kvpress.py peers/tasks.safetensors peers/found.jsonl
+"""kvpress's presses on the tasks of `quality`, in a DecodingPress that compresses every 64 tokens.
 
 A DecodingPress compresses after so many calls of one token each, so texts are read token by token.
 Positions are those of the text, as in its own pipeline.
@@ -23,13 +20,14 @@ from kvpress import (
     StreamingLLMPress,
     TOVAPress,
 )
-from reading import NANO, PIECE, Begin, main, size_of
+from protocol import serve
+from reading import NANO, PIECE, Begin, Reader, size_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 
-class InOrder:
-    """A press whose tokens stay in the order of the text.
+class OrderedStreamingLLMPress(StreamingLLMPress):  # type: ignore[misc]
+    """StreamingLLMPress whose tokens stay in the order of the text.
 
     kvpress keeps them in the order of `topk`. Presses that judge by the place in the cache then
     take the wrong ones for the first and the newest from the second compression on.
@@ -49,10 +47,6 @@ class InOrder:
         places = scores.topk(kept, dim=-1).indices.sort(dim=-1).values[..., None]
         places = places.expand(-1, -1, -1, module.head_dim)
         return keys.gather(2, places), values.gather(2, places)
-
-
-class OrderedStreamingLLMPress(InOrder, StreamingLLMPress):
-    """StreamingLLMPress with its tokens in order."""
 
 
 PRESSES: Mapping[str, Callable[[], Any]] = {
@@ -75,7 +69,7 @@ class Pressed:
         self._hooks.close()
         self.model, self.rows, self.seen = model, rows, 0
         self.press = DecodingPress(press(), compression_interval=PIECE, target_size=slots)
-        self.cache = DynamicCache()
+        self.cache: Any = DynamicCache()
         self._hooks.enter_context(self.press(model))
 
     def feed(self, ids: Tensor) -> Tensor:
@@ -104,4 +98,4 @@ def offers() -> Mapping[str, Begin]:
 
 
 if __name__ == "__main__":
-    main("kvpress", ("kvpress", "transformers", "torch"), offers)
+    serve(partial(Reader, ("kvpress", "transformers", "torch"), offers))

@@ -1,0 +1,322 @@
+"""Vectors written in 8 or 4 bits with one peak each, and read, on the CPU, in float32.
+
+What `quantize` and `dequantize` of `weir.slab.quantization` give, bit for bit: the same operations,
+each rounded by itself, in one pass for each vector, from one buffer into another. Vectors of 4 bits
+are rotated before they are written, and read as they are stored.
+
+Roofline: a division for each number that is written, with log2(block) sums for the rotation; a
+product for each that is read.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit
+from numba.core.cgutils import for_range
+from torch import Tensor
+
+from weir.kernels.cpu.compilation import (
+    WHOLE,
+    Strides,
+    address_of,
+    bytes_at,
+    compile_kernel,
+    floats_at,
+    shorts_at,
+    with_unit_stride,
+)
+from weir.kernels.cpu.vectors import (
+    LONG,
+    as_float,
+    floats,
+    llvm_function,
+    load_at,
+    shuffle,
+    store_at,
+)
+
+_SIGN = np.int32(0x7FFFFFFF)
+_UP = np.float32(12582912.0)
+"""A sum with this number has no places behind the point, so it rounds, of two equally near ones to
+the even one.
+"""
+
+
+_TOGETHER = 8
+"""Numbers of a vector in which neighbors are added."""
+
+
+@llvm_function
+def _add_neighbors(builder: ir.IRBuilder, x: Any, count: Any) -> None:
+    """The first three steps of the rotation, in which `i` and `i + 1`, `i + 2` and `i + 4` meet.
+
+    Args:
+        builder: of the code.
+        x: address of float32 [count, 8], written over.
+        count: vectors.
+    """
+    numbers = floats(builder, x)
+    with for_range(builder, count) as loop:
+        place = builder.mul(loop.index, LONG(_TOGETHER))
+        vector = load_at(builder, numbers, place, _TOGETHER)
+        for width in (1, 2, 4):
+            other = shuffle(builder, vector, vector, [i ^ width for i in range(_TOGETHER)])
+            sums, rest = builder.fadd(vector, other), builder.fsub(other, vector)
+            places = [i + _TOGETHER if i & width else i for i in range(_TOGETHER)]
+            vector = shuffle(builder, sums, rest, places)
+        store_at(builder, vector, numbers, place)
+
+
+def _write_int8(
+    x_at: int,
+    steps: Strides,
+    codes_at: int,
+    code_steps: Strides,
+    peaks_at: int,
+    peak_steps: Strides,
+    shape: tuple[int, int, int, int],
+    levels: np.float32,
+    low: np.float32,
+    high: np.float32,
+) -> None:
+    batch, heads, count, dim = shape
+    x, codes = floats_at(x_at, WHOLE)[0], bytes_at(codes_at, WHOLE)[0]
+    peaks, all_bits = shorts_at(peaks_at, WHOLE)[0], x.view(np.int32)
+    peak_bits = np.empty(1, np.int32)
+    peak = peak_bits.view(np.float32)
+    for row in range(batch):
+        for head in range(heads):
+            at = row * steps[0] + head * steps[1]
+            to = row * code_steps[0] + head * code_steps[1]
+            top = row * peak_steps[0] + head * peak_steps[1]
+            for _ in range(count):
+                # Numbers without their sign are in the order of their bits.
+                bits, largest = all_bits[at : at + dim], np.int32(0)
+                for i in range(dim):
+                    largest = max(largest, bits[i] & _SIGN)
+                peak_bits[0] = largest
+                peak[0] = min(max(peak[0], low), high)
+                # To bfloat16, the upper half: of two equally near ones to the even one.
+                odd = (peak_bits[0] >> np.int32(16)) & np.int32(1)
+                half = (peak_bits[0] + np.int32(0x7FFF) + odd) >> np.int32(16)
+                peaks[top] = half
+                peak_bits[0] = half << np.int32(16)
+                step = peak[0] / levels
+                vector, written = x[at : at + dim], codes[to : to + dim]
+                for i in range(dim):
+                    written[i] = np.int8(np.int32((vector[i] / step + _UP) - _UP))
+                at += steps[2]
+                to += code_steps[2]
+                top += peak_steps[2]
+
+
+def _write_int4(
+    x_at: int,
+    steps: Strides,
+    codes_at: int,
+    code_steps: Strides,
+    peaks_at: int,
+    peak_steps: Strides,
+    shape: tuple[int, int, int, int],
+    levels: np.float32,
+    low: np.float32,
+    high: np.float32,
+    most: np.float32,
+    block: np.float32,
+    root: np.float32,
+) -> None:
+    batch, heads, count, dim = shape
+    x, codes = floats_at(x_at, WHOLE)[0], bytes_at(codes_at, WHOLE)[0].view(np.uint8)
+    peaks, wide, half = shorts_at(peaks_at, WHOLE)[0], np.empty(dim, np.float32), dim // 2
+    peak, bits = np.empty(1, np.float32), wide.view(np.int32)
+    for row in range(batch):
+        for head in range(heads):
+            for n in range(count):
+                at = row * steps[0] + head * steps[1] + n * steps[2]
+                for i in range(dim):
+                    wide[i] = min(max(x[at + i], -most), most) / block
+                width = 1
+                if block >= _TOGETHER:
+                    _add_neighbors(wide.ctypes.data, dim // _TOGETHER)
+                    width = _TOGETHER
+                while width < block:
+                    for first in range(0, dim, 2 * width):
+                        for i in range(first, first + width):
+                            one, other = wide[i], wide[i + width]
+                            wide[i], wide[i + width] = one + other, one - other
+                    width *= 2
+                for i in range(dim):
+                    wide[i] = min(max(wide[i] * root, -high), high)
+                largest = np.int32(0)
+                for i in range(dim):
+                    largest = max(largest, bits[i] & _SIGN)
+                peak.view(np.int32)[0] = largest
+                mantissa, exponent = math.frexp(min(max(peak[0], low), high))
+                peak[0] = math.ldexp(np.rint(mantissa * 16) / 16, exponent)
+                top = row * peak_steps[0] + head * peak_steps[1] + n * peak_steps[2]
+                peaks[top] = peak.view(np.int32)[0] >> np.int32(16)  # exact: it has five bits
+                step = peak[0] / levels
+                to = row * code_steps[0] + head * code_steps[1] + n * code_steps[2]
+                for i in range(half):
+                    one = np.rint(min(max(wide[i] / step, -levels), levels))
+                    other = np.rint(min(max(wide[i + half] / step, -levels), levels))
+                    codes[to + i] = np.uint8(np.int32(one) + 8 | (np.int32(other) + 8) << 4)
+
+
+@njit(nogil=True)
+def read_head(
+    codes_at: int,
+    steps: Strides,
+    peaks_at: int,
+    peak_steps: Strides,
+    levels: float,
+    row: int,
+    head: int,
+    out: np.ndarray,
+    to: int,
+    out_step: int,
+    count: int,
+    dim: int,
+) -> None:
+    """Vectors of one head as float32.
+
+    Args:
+        codes_at, steps, peaks_at, peak_steps: of `address_of` numbers and peaks.
+        levels: how many steps make a peak.
+        row, head: which.
+        out: what is written, from place `to` on; vectors are `out_step` apart.
+        to, out_step: as said.
+        count, dim: vectors, and numbers of one.
+    """
+    codes, peaks = bytes_at(codes_at, WHOLE)[0], shorts_at(peaks_at, WHOLE)[0]
+    at = row * steps[0] + head * steps[1]
+    top = row * peak_steps[0] + head * peak_steps[1]
+    most = np.float32(levels)
+    for _ in range(count):
+        step = as_float(peaks[top]) / most
+        written, vector = codes[at : at + dim], out[to : to + dim]
+        for i in range(dim):
+            vector[i] = np.float32(written[i]) * step
+        at += steps[2]
+        top += peak_steps[2]
+        to += out_step
+
+
+def _read_int8(
+    codes_at: int,
+    steps: Strides,
+    peaks_at: int,
+    peak_steps: Strides,
+    levels: np.float32,
+    shape: tuple[int, int, int, int],
+    out_at: int,
+    out_steps: Strides,
+) -> None:
+    batch, heads, count, dim = shape
+    out, step = floats_at(out_at, WHOLE)[0], out_steps[2]
+    for row in range(batch):
+        for head in range(heads):
+            to = row * out_steps[0] + head * out_steps[1]
+            stored = (codes_at, steps, peaks_at, peak_steps, levels)
+            read_head(*stored, row, head, out, to, step, count, dim)
+
+
+def _read_int4(
+    codes_at: int,
+    steps: Strides,
+    peaks_at: int,
+    peak_steps: Strides,
+    levels: np.float32,
+    shape: tuple[int, int, int, int],
+    out_at: int,
+    out_steps: Strides,
+) -> None:
+    batch, heads, count, half = shape
+    codes, peaks = bytes_at(codes_at, WHOLE)[0].view(np.uint8), shorts_at(peaks_at, WHOLE)[0]
+    out = floats_at(out_at, WHOLE)[0]
+    for row in range(batch):
+        for head in range(heads):
+            for n in range(count):
+                at = row * steps[0] + head * steps[1] + n * steps[2]
+                to = row * out_steps[0] + head * out_steps[1] + n * out_steps[2]
+                top = row * peak_steps[0] + head * peak_steps[1] + n * peak_steps[2]
+                step = as_float(peaks[top]) / levels
+                vector = codes[at : at + half]
+                below, above = out[to : to + half], out[to + half : to + 2 * half]
+                for i in range(half):
+                    below[i] = np.float32(np.int32(vector[i] & 15) - 8) * step
+                    above[i] = np.float32(np.int32(vector[i] >> 4) - 8) * step
+
+
+_compiled_write_int8, _compiled_read_int8 = compile_kernel(_write_int8), compile_kernel(_read_int8)
+_compiled_write_int4, _compiled_read_int4 = compile_kernel(_write_int4), compile_kernel(_read_int4)
+
+
+def quantize_int8(
+    x: Tensor, codes: Tensor, peaks: Tensor, levels: int, low: float, high: float
+) -> None:
+    """Quantize vectors into buffers.
+
+    Args:
+        x: finite numbers [batch, heads, n, dim], float32.
+        codes: written [batch, heads, n, dim], int8.
+        peaks: written [batch, heads, n, 1], bfloat16.
+        levels: how many steps make a peak.
+        low, high: no peak is less or more.
+
+    Raises:
+        WeirError: the numbers of a vector do not lie side by side in `codes`.
+    """
+    _write(_compiled_write_int8, x, codes, peaks, levels, low, high)
+
+
+def quantize_int4(
+    x: Tensor,
+    codes: Tensor,
+    peaks: Tensor,
+    levels: int,
+    low: float,
+    high: float,
+    most: float,
+    block: int,
+) -> None:
+    """Rotate vectors and quantize them into buffers, as `quantize_int8` does.
+
+    Args:
+        x, peaks, levels, low, high: as there.
+        codes: written [batch, heads, n, dim / 2], uint8.
+        most: no number is more before it is rotated.
+        block: numbers that are rotated together.
+    """
+    numbers = levels, low, high, most, block, math.sqrt(block)
+    _write(_compiled_write_int4, x, codes, peaks, *numbers)
+
+
+def _write(kernel: Any, x: Tensor, codes: Tensor, peaks: Tensor, *numbers: float) -> None:
+    if x.numel():
+        x = with_unit_stride(x)
+        codes, peaks = (with_unit_stride(t, writable=True) for t in (codes, peaks))
+        into = *address_of(codes), *address_of(peaks)
+        kernel(*address_of(x), *into, tuple(x.shape), *map(np.float32, numbers))
+
+
+def dequantize_int8(codes: Tensor, peaks: Tensor, levels: int, out: Tensor) -> None:
+    """Read vectors from buffers into `out` [batch, heads, n, dim], float32; see `quantize_int8`."""
+    _read(_compiled_read_int8, codes, peaks, levels, out)
+
+
+def dequantize_int4(codes: Tensor, peaks: Tensor, levels: int, out: Tensor) -> None:
+    """Read vectors as `dequantize_int8` does, rotated as they are."""
+    _read(_compiled_read_int4, codes, peaks, levels, out)
+
+
+def _read(kernel: Any, codes: Tensor, peaks: Tensor, levels: int, out: Tensor) -> None:
+    if codes.numel():
+        codes, peaks = with_unit_stride(codes), with_unit_stride(peaks)
+        out = with_unit_stride(out, writable=True)
+        stored = *address_of(codes), *address_of(peaks), np.float32(levels)
+        kernel(*stored, tuple(codes.shape), *address_of(out))

@@ -1,0 +1,104 @@
+"""A policy for each layer of a model, or for each KV head of a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from weir.errors import LONGEST, WeirError, quote
+from weir.policies.pipe import Origin, Pipe, Policy
+
+
+@dataclass(frozen=True, repr=False)
+class Layered(Policy):
+    """A policy for each layer.
+
+    Layers that slide over a window of their own keep it under any policy, and are not counted.
+
+    Attributes:
+        policies: the policy of each layer, bottom up.
+        origin: where they were measured; None for those that were written by hand. It is no part
+            of what the policy is: its text can be read on any model of so many layers.
+    """
+
+    policies: tuple[Policy, ...]
+    text: str = field(default="", compare=False)
+    origin: Origin | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.policies or not all(isinstance(policy, Policy) for policy in self.policies):
+            raise WeirError(
+                "a policy for each layer is a list of one policy or more, [h2o(96), h2o(160)]"
+            )
+        self.pipes  # noqa: B018  (raises where a policy has no pipe for its layer)
+        if not self.text:
+            object.__setattr__(self, "text", f"[{', '.join(map(str, self.policies))}]")
+
+    @property
+    def stands_for(self) -> str:
+        """The same list in pools."""
+        return f"[{', '.join(policy.stands_for for policy in self.policies)}]"
+
+    @property
+    def brief(self) -> str:
+        """The text; of a long list the number of layers, and their slots."""
+        if len(self.text) <= LONGEST or len(self.policies) == 1:
+            return self.text
+        sizes = sorted({pipe.slots for pipe in self.pipes if pipe.slots is not None})
+        some = " to ".join(f"{slots:,}" for slots in dict.fromkeys(sizes[:1] + sizes[-1:]))
+        by_head = any(isinstance(policy, ByHead) for policy in self.policies)
+        each = "policies for the KV heads of" if by_head else "a policy for each of"
+        return f"{each} {len(self.policies)} layers, {some or 'any number of'} slots"
+
+    @property
+    def pipes(self) -> tuple[Pipe, ...]:
+        """The pipe of every layer, or of every KV head of one whose heads have their own."""
+        count = len(self.policies)
+        each = (
+            policy.pipes if isinstance(policy, ByHead) else (policy.for_layer(layer, count),)
+            for layer, policy in enumerate(self.policies)
+        )
+        return tuple(pipe for pipes in each for pipe in pipes)
+
+    def for_layer(self, layer: int, layers: int) -> Pipe:
+        """Return the pipe of a layer, if the model has as many layers."""
+        return self._of(layer, layers).for_layer(layer, layers)
+
+    def for_heads(self, layer: int, layers: int, heads: int) -> tuple[Pipe, ...]:
+        """Return the pipes of a layer's KV heads, if the model has as many layers and heads."""
+        return self._of(layer, layers).for_heads(layer, layers, heads)
+
+    def _of(self, layer: int, layers: int) -> Policy:
+        if layers != len(self.policies):
+            source, told = quote(self.text), ""
+            if self.origin is not None:
+                source, told = self.origin.file, self.origin.told
+            raise WeirError(
+                f"{source} has policies for {len(self.policies)} layers, and this model has "
+                f"{layers} that a policy holds{told}"
+            )
+        return self.policies[layer]
+
+
+class ByHead(Layered):
+    """A policy for each KV head of one layer, in the list of a `Layered`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if any(isinstance(policy, Layered) for policy in self.policies):
+            raise WeirError("lists of policies are two deep at most: for layers, and for KV heads")
+
+    def for_layer(self, layer: int, layers: int) -> Pipe:
+        """Refuse to give one pipe for the whole layer (WeirError)."""
+        raise WeirError(
+            f"{quote(self.text)} in a list is for the KV heads of a layer, and one policy for the "
+            "whole of it is wanted here"
+        )
+
+    def for_heads(self, layer: int, layers: int, heads: int) -> tuple[Pipe, ...]:
+        """Return the pipes, if the layer has as many KV heads."""
+        if heads != len(self.policies):
+            raise WeirError(
+                f"{quote(self.text)} has policies for {len(self.policies)} KV heads, and layer "
+                f"{layer} of this model has {heads} here"
+            )
+        return tuple(policy.for_layer(layer, layers) for policy in self.policies)
