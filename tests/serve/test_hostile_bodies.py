@@ -128,6 +128,13 @@ def test_json_in_the_arguments_of_calls_counts_too(server, monkeypatch):
         assert answer.status_code == 413, answer.text
 
 
+def test_counting_in_a_long_text_ends_where_there_is_too_much():
+    counter = NodeCounter(0)
+    with pytest.raises(APIError):
+        counter.feed_text("[]," * 1_000_000)
+    assert counter.nodes <= requests.MAX_NODES + LARGE
+
+
 def test_large_bodies_are_parsed_beside_the_event_loop(server, monkeypatch):
     threads = []
     parse = requests.parse_body

@@ -278,7 +278,8 @@ class NodeCounter:
     def feed_text(self, text: str) -> None:
         """Count what is JSON in a text, and in none before it, as `feed` does."""
         self._in_string, self._backslash = False, b""
-        self.feed(text.encode("utf-8", "replace"))
+        for at in range(0, len(text), LARGE):
+            self.feed(text[at : at + LARGE].encode("utf-8", "replace"))
 
     def feed(self, chunk: bytes) -> None:
         """Count what is outside of strings in the next part; APIError if there is too much."""
