@@ -1,0 +1,67 @@
+"""What a hostile body takes of a server's memory, as a process of its own sees it."""
+
+from __future__ import annotations
+
+import http.client
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from weir.serve.api.requests import NodeCounter
+from weir.serve.limits import MEMORY_OF_BYTE, NODE
+from weir_bench.serving.parts.attack import make_bodies
+from weir_bench.serving.server import Server, weir_serves
+from weir_bench.timing import status_bytes
+
+LARGE = 15_900_000
+PAGES = 4_000_000
+"""Bytes by which a process grows for other reasons: libraries that are read, arenas of threads."""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not Path("/proc/self/clear_refs").exists(),
+        reason="the peak of a process is read from /proc",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with weir_serves(Path("nano"), "--rows", 2, "--max-prompt", 4000) as server:
+        send(server, "/v1/completions", b'{"model":"model","prompt":"a","max_tokens":2}')
+        yield server
+
+
+def send(server: Server, path: str, body: bytes) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
+    headers = {"Content-Type": "application/json", "Host": "localhost"}
+    with suppress(OSError):  # refused before all of it was sent
+        connection.request("POST", path, body, headers)
+        connection.getresponse().read()
+    connection.close()
+
+
+def peak_of(server: Server, path: str, body: bytes) -> int:
+    """Bytes by which the server's memory rises at most while it works on a body."""
+    Path(f"/proc/{server.process.pid}/clear_refs").write_text("5")  # the peak is as of now
+    before = server.memory
+    send(server, path, body)
+    return status_bytes(server.process.pid, "VmHWM") - before
+
+
+@pytest.mark.parametrize("kind", make_bodies("model", 1000))
+def test_a_large_body_takes_four_times_its_bytes_at_most(server, kind):
+    path, body = make_bodies("model", LARGE)[kind]
+    assert peak_of(server, path, body) <= 4 * len(body) + PAGES
+
+
+@pytest.mark.parametrize("kind", make_bodies("model", 1000))
+def test_a_body_of_many_nodes_takes_what_the_start_counts_for_it(server, kind):
+    path, body = make_bodies("model", 1_000_000)[kind]
+    counter = NodeCounter(10**9)
+    with suppress(Exception):  # more than are allowed: then it is refused before it is parsed
+        counter.feed(body)
+    assert peak_of(server, path, body) <= MEMORY_OF_BYTE * (len(body) + NODE * counter.nodes)
