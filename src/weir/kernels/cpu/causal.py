@@ -29,6 +29,7 @@ from weir.kernels.cpu.compilation import (
     address_of,
     compile_kernel,
     floats_at,
+    keep,
     with_unit_stride,
 )
 from weir.kernels.cpu.slot_codec import read_head
@@ -320,6 +321,7 @@ def _attend(
                 line = received[row, head, block]
                 for slot in range(slots):
                     line[slot] = totals[slot].sum()
+    keep(share)
 
 
 _run = compile_kernel(_attend)

@@ -53,6 +53,11 @@ def compile_callback(function: Callable[[int], None]) -> Any:
     return callback
 
 
+@numba.njit(nogil=True)
+def keep(array: np.ndarray) -> None:
+    """Hold an array up to here: numba frees one behind its last use, and an address is no use."""
+
+
 @lru_cache
 def source_digest(path: Path) -> str:
     """A checksum of a kernel's file and of all files of kernels that it imports."""

@@ -24,6 +24,7 @@ from weir.kernels.cpu.compilation import (
     compile_kernel,
     floats_at,
     ints_at,
+    keep,
     longs_at,
     records_at,
     shorts_at,
@@ -318,6 +319,7 @@ def _attend_parts(address: int) -> None:
             )
             merge(out, 0, sums, 0, 1, group, width, out)
         part = take_part(address)
+    keep(scratch)
 
 
 _attend_together = TeamKernel(_attend_parts)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.kernels.cpu.causal import weigh
-from weir.kernels.cpu.compilation import floats_at, longs_at, records_at
+from weir.kernels.cpu.compilation import floats_at, keep, longs_at, records_at
 from weir.kernels.cpu.threads import TeamKernel, add_to, threads_for
 from weir.kernels.cpu.vectors import (
     LONG,
@@ -239,6 +239,9 @@ def _attend(n: np.record, part: int) -> None:
                     to = answers.ctypes.data + 4 * (v * lanes * width + first)
                     _turn(square, to_share + 4 * v * lanes, to, width, lanes)
             out[begin : begin + some] = answers[:some]
+    keep(none)
+    keep(share)
+    keep(sums)
 
 
 def _attend_parts(address: int) -> None:
