@@ -39,7 +39,7 @@ def advise(
     *,
     loading: Loading,
 ) -> None:
-    """Try policies on the beginning of a text, within some memory or slots, and recommend one."""
+    """Try policies on a text's beginning, within some memory or slots, and recommend one."""
     from weir.cache import read_bytes
     from weir.evals import advice
 

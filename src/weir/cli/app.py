@@ -34,7 +34,7 @@ COMMANDS = {
     "policies": "List the named policies and the pools that make up a pipe, or describe those "
     "named.",
     "size": "Say how many bytes a stream and the weights take, and how many streams fit.",
-    "advise": "Try policies on the beginning of a text, within a memory limit, and recommend one.",
+    "advise": "Try policies on a text's beginning, within some memory or slots, and recommend one.",
     "calibrate": "Measure which layers need how many slots, and write a policy that says so.",
     "eval": "Measure policies on tasks, cell by cell, into a file that survives a crash.",
     "report": "Write results as one HTML page with its plots inside, and as Markdown, CSV or "
