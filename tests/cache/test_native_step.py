@@ -151,8 +151,26 @@ def test_half_precision(taken) -> None:
     check(make("qwen3", **WIDE).to(torch.bfloat16), POLICIES[1], taken, 2)
 
 
+def test_bfloat16_is_rounded_as_pytorch_rounds_it() -> None:
+    from weir.kernels.cpu.step import _compiled_copy
+
+    tie = torch.tensor([0x3F808000, 0x3F818000], dtype=torch.int32).view(torch.float32)
+    ends = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 3.4e38])
+    x = torch.cat([tie, -tie, ends, torch.randn(500)])
+    out = torch.empty(len(x), dtype=torch.bfloat16)
+    _compiled_copy(x.data_ptr(), len(x), out.data_ptr(), 16)
+    assert torch.equal(out.view(torch.int16), x.bfloat16().view(torch.int16))
+
+
 def test_windows_of_sliding_layers(taken) -> None:
     check(make("mistral", sliding_window=9), "window(5)", taken)
+
+
+def test_a_sliding_layer_beside_others_sees_its_window_alone(taken) -> None:
+    sliding = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+    model = make("qwen2", **sliding)
+    assert {*model.config.layer_types} == {"full_attention", "sliding_attention"}
+    check(model, "sink(2) | recent(30)", taken)
 
 
 def test_rows_apart_and_rows_that_rest(taken) -> None:
