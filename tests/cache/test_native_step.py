@@ -159,7 +159,9 @@ def test_bfloat16_is_rounded_as_pytorch_rounds_it() -> None:
     x = torch.cat([tie, -tie, ends, torch.randn(500)])
     out = torch.empty(len(x), dtype=torch.bfloat16)
     _compiled_copy(x.data_ptr(), len(x), out.data_ptr(), 16)
-    assert torch.equal(out.view(torch.int16), x.bfloat16().view(torch.int16))
+    assert torch.equal(out.isnan(), x.isnan())  # of which there are many
+    finite = ~x.isnan()
+    assert torch.equal(out[finite].view(torch.int16), x[finite].bfloat16().view(torch.int16))
 
 
 def test_windows_of_sliding_layers(taken) -> None:
