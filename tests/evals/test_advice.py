@@ -127,6 +127,9 @@ def test_a_budget_takes_the_place_of_memory(nano):
         "weir(budget=100)": 100, "h2o(budget=100)": 100, "window(40)": 40,
     }  # fmt: skip
     assert not found.everything
+    small = advise(*nano, str(BOOK), budget=2, policies="window, weir", tokens=100)
+    assert [one.policy for one in small.tries] == ["window(budget=2)"]
+    assert "leaves no room for recent tokens" in small.left_out["weir"]
 
 
 def test_either_memory_or_a_budget_is_given(nano):

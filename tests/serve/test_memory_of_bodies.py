@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,9 @@ from weir_bench.timing import status_bytes
 LARGE = 15_900_000
 PAGES = 4_000_000
 """Bytes by which a process grows for other reasons: libraries that are read, arenas of threads."""
+
+bodies_of = lru_cache(maxsize=1)(make_bodies)
+"""Bodies of a size; all kinds of the large ones take half a second."""
 
 pytestmark = [
     pytest.mark.slow,
@@ -54,13 +58,13 @@ def peak_of(server: Server, path: str, body: bytes) -> int:
 
 @pytest.mark.parametrize("kind", make_bodies("model", 1000))
 def test_a_large_body_takes_four_times_its_bytes_at_most(server, kind):
-    path, body = make_bodies("model", LARGE)[kind]
+    path, body = bodies_of("model", LARGE)[kind]
     assert peak_of(server, path, body) <= 4 * len(body) + PAGES
 
 
 @pytest.mark.parametrize("kind", make_bodies("model", 1000))
 def test_a_body_of_many_nodes_takes_what_the_start_counts_for_it(server, kind):
-    path, body = make_bodies("model", 1_000_000)[kind]
+    path, body = bodies_of("model", 1_000_000)[kind]
     counter = NodeCounter(10**9)
     with suppress(Exception):  # more than are allowed: then it is refused before it is parsed
         counter.feed(body)

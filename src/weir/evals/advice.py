@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -139,16 +139,10 @@ def advise(
         if memory is None or whole.kv_bytes <= memory:
             return Advice((whole,), len(ids), len(ids), window, everything=True)
     left_out: dict[str, str] = {}
-    if memory is None:
-        assert budget is not None
-        fits = dict(
-            _with_slots(model, one, budget, chunk)
-            for one in (CANDIDATES if named is None else named)
-        )
-    elif named is None:
+    if named is None and memory is not None:
         fits = _candidates(model, memory, chunk, window)
     else:
-        fits, left_out = _fitting(model, named, memory, chunk)
+        fits, left_out = _fitting(model, named or CANDIDATES, memory, budget, chunk)
     length = max(LEAST, TIMES * max(fits.values())) if tokens is None else tokens
     sample = ids[:length]
     tries = [attempt(*one, sample, n, len(fits)) for n, one in enumerate(fits.items())]
@@ -167,14 +161,18 @@ def _list_policies(model: PreTrainedModel, policies: str) -> list[str]:
 
 
 def _fitting(
-    model: PreTrainedModel, named: list[str], memory: int, chunk: int
+    model: PreTrainedModel,
+    named: Sequence[str],
+    memory: int | None,
+    budget: int | None,
+    chunk: int,
 ) -> tuple[dict[str, int], dict[str, str]]:
     """The results of `_fit_policy` for policies that fit, and for the others the reason."""
     fits: dict[str, int] = {}
     left_out: dict[str, str] = {}
     for policy in named:
         try:
-            fits |= [_fit_policy(model, policy, memory, chunk)]
+            fits |= [_fit_policy(model, policy, memory, budget, chunk)]
         except WeirError as error:
             left_out[policy] = str(error)
     if not fits:
@@ -182,23 +180,21 @@ def _fitting(
     return fits, left_out
 
 
-def _with_slots(model: PreTrainedModel, policy: str, budget: int, chunk: int) -> tuple[str, int]:
-    """A policy with a budget, its own if it has one, and the number of slots."""
-    if is_file(policy) or not takes_budget(policy):
-        return policy, max(size_of(model, policy, chunk=chunk).slots)
-    policy = with_budget(policy, budget)
-    size_of(model, policy, chunk=chunk)  # raises where no pipe can be made of so few slots
-    return policy, budget
-
-
-def _fit_policy(model: PreTrainedModel, policy: str, memory: int, chunk: int) -> tuple[str, int]:
-    """A named policy with the most slots that fit, and the number of slots."""
+def _fit_policy(
+    model: PreTrainedModel, policy: str, memory: int | None, budget: int | None, chunk: int
+) -> tuple[str, int]:
+    """A named policy and its slots: its own, else `budget`, else the most that fit in `memory`."""
     if is_file(policy) or not takes_budget(policy):
         takes = size_of(model, policy, chunk=chunk)
-        if takes.stream > memory:
+        if memory is not None and takes.stream > memory:
             raise WeirError(f"{policy} takes {takes.stream:,} bytes, more than {memory:,}")
         return policy, max(takes.slots)
-    return fit_to_memory(model, policy, memory, chunk)
+    if budget is None:
+        assert memory is not None
+        return fit_to_memory(model, policy, memory, chunk)
+    policy = with_budget(policy, budget)
+    size_of(model, policy, chunk=chunk)  # refuses what the model's layers cannot hold
+    return policy, budget
 
 
 def _candidates(

@@ -22,8 +22,8 @@ from weir.stream.recomputation import Recomputation
 from weir.stream.sampling import RepetitionPenalty, Sampling, check_penalty
 
 PIECE = 1024
-"""Tokens per forward; memory grows with it. A prompt of 1,024 tokens in pieces of 512 takes 1.08
-times as long, of 256 1.24 times (SmolLM2 with weights in 8 bits, one thread)."""
+"""Tokens per forward. Memory grows with it; smaller pieces take longer, as layers that keep a
+window attend and fold once a piece (`weir.cache.layer.window`)."""
 MOST_LOGITS = 1 << 25
 """Logits written out at once, 128 MB in float32."""
 

@@ -389,9 +389,8 @@ class Layer:
     ) -> Tensor | None:
         """Attend all segments of a forward in one call, and fold once; None if that cannot be."""
         kernel = kernels.attend_window(queries, values)
-        if kernel is None or params.softcap is not None or params.sinks is not None:
-            return None
-        if self._pending is not None:
+        plain = params.softcap is None and params.sinks is None
+        if kernel is None or not plain or self._pending is not None:
             return None
         piece = WindowPiece.of(self.state, keys, values, plan.segments)
         if piece is None:

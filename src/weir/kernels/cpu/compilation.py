@@ -24,6 +24,9 @@ from numba.extending import intrinsic
 
 from weir.errors import WeirError
 
+ANY_ORDER = ("reassoc", "contract", "nsz")
+"""LLVM's names for adding in any order, and rounding once after a product and a sum. Infinities and
+NaN keep their meaning."""
 Strides = tuple[int, ...]
 """Strides of a buffer, in numbers: of rows, heads, slots and so on."""
 

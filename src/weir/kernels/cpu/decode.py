@@ -20,6 +20,7 @@ from numba import njit
 from torch import Tensor
 
 from weir.kernels.cpu.compilation import (
+    ANY_ORDER,
     WHOLE,
     compile_kernel,
     floats_at,
@@ -37,7 +38,7 @@ from weir.kernels.cpu.slot_products import (
     padded,
     weighted_sums,
 )
-from weir.kernels.cpu.softmax import ATTENTION_MATH, exponentials, largest
+from weir.kernels.cpu.softmax import exponentials, largest
 from weir.kernels.cpu.threads import TeamKernel, take_part, threads_for
 from weir.kernels.cpu.vectors import as_float, lanes
 from weir.kernels.dispatch import QuantizedVectors
@@ -296,8 +297,8 @@ def _merge(
 
 
 _rotate = compile_kernel(_rotate_blocks)
-attend = compile_kernel(_attend, fastmath=ATTENTION_MATH)
-merge = compile_kernel(_merge, fastmath=ATTENTION_MATH)
+attend = compile_kernel(_attend, fastmath=ANY_ORDER)
+merge = compile_kernel(_merge, fastmath=ANY_ORDER)
 
 
 def _attend_parts(address: int) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weir.kernels.cpu.compilation import compile_kernel
+from weir.kernels.cpu.compilation import ANY_ORDER, compile_kernel
 from weir.kernels.cpu.threads import run_on_rows
 
 _WORTH_A_THREAD = 2**22
@@ -31,7 +31,7 @@ def _measure(keys: np.ndarray, others: np.ndarray, out: np.ndarray) -> None:
                 out[head, place, other] = np.sqrt(total)
 
 
-_compiled_measure = compile_kernel(_measure, fastmath=("reassoc", "contract", "nsz"))
+_compiled_measure = compile_kernel(_measure, fastmath=ANY_ORDER)
 
 
 def distances(keys: Tensor, others: Tensor) -> Tensor:

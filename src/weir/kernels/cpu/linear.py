@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weir.kernels.cpu.compilation import (
+    ANY_ORDER,
     bytes_at,
     compile_kernel,
     floats_at,
@@ -31,11 +32,9 @@ _WORTH_A_THREAD = 2**15
 """Numbers of a weight below which a thread of their own costs more than it saves."""
 _SOME = 5
 """Rows from which on tiles are faster than line by line."""
-_FASTMATH = {"reassoc", "contract", "nsz"}
-"""What LLVM may do to add in parallel; infinities and NaN keep their meaning."""
 
 
-@njit(nogil=True, fastmath=_FASTMATH)
+@njit(nogil=True, fastmath=set(ANY_ORDER))
 def _two_products(a: np.ndarray, b: np.ndarray, row: np.ndarray) -> tuple[np.float32, np.float32]:
     """Inner products of two lines, as they are stored, with a row."""
     p = q = np.float32(0.0)
@@ -126,7 +125,7 @@ def _few_rows(
 
 
 _compiled_one_row, _compiled_few_rows = (
-    compile_kernel(way, fastmath=_FASTMATH) for way in (_one_row, _few_rows)
+    compile_kernel(way, fastmath=ANY_ORDER) for way in (_one_row, _few_rows)
 )
 
 

@@ -56,7 +56,7 @@ _AT_ONCE = 4
 AHEAD = 128
 """Bytes of other memory that are asked for at each slot: as many as come meanwhile."""
 _KINDS = {4: BYTE, 8: BYTE, 16: ir.IntType(16), 32: ir.FloatType()}
-"""What is stored, by the bits of a number."""
+"""LLVM's types of stored numbers, by their bits; two of 4 bits share a byte."""
 
 
 @partial(llvm_function, apart=True)

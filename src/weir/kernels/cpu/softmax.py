@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from weir.kernels.cpu.compilation import compile_kernel
+from weir.kernels.cpu.compilation import ANY_ORDER, compile_kernel
 
 LOG2E, LN2_HIGH, LN2_LOW = 1.4426950408889634, 0.693359375, -2.12194440e-4
 LEAST = -87.0
@@ -19,8 +19,6 @@ POLYNOMIAL = (
     5.0000001201e-1,
 )
 """Cephes': e^f is 1 + f + f^2 times this, highest power first, for f in half an octave of 0."""
-ATTENTION_MATH = ("reassoc", "contract", "nsz")
-"""What LLVM may do to add in parallel; infinities keep their meaning."""
 
 _LOG2E, _LN2_HIGH, _LN2_LOW = np.float32(LOG2E), np.float32(LN2_HIGH), np.float32(LN2_LOW)
 _LEAST, _HALF, _ONE, _ZERO = map(np.float32, (LEAST, 0.5, 1.0, 0.0))
@@ -53,7 +51,7 @@ def _exponentials(row: np.ndarray, power: np.ndarray, top: np.float32) -> np.flo
     return total
 
 
-exponentials = compile_kernel(_exponentials, fastmath=ATTENTION_MATH)
+exponentials = compile_kernel(_exponentials, fastmath=ANY_ORDER)
 
 
 def _largest(row: np.ndarray, top: np.float32) -> np.float32:
@@ -63,7 +61,7 @@ def _largest(row: np.ndarray, top: np.float32) -> np.float32:
     return top
 
 
-largest = compile_kernel(_largest, fastmath=(*ATTENTION_MATH, "nnan"))
+largest = compile_kernel(_largest, fastmath=(*ANY_ORDER, "nnan"))
 """Without NaN a maximum in any order is the same, so that it is made of vectors."""
 
 
@@ -91,4 +89,4 @@ def _softmax(row: np.ndarray, power: np.ndarray) -> None:
         row[slot] *= share
 
 
-softmax = compile_kernel(_softmax, fastmath=ATTENTION_MATH)
+softmax = compile_kernel(_softmax, fastmath=ANY_ORDER)

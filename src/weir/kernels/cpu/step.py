@@ -20,6 +20,7 @@ from numba import njit
 from torch import Tensor
 
 from weir.kernels.cpu.compilation import (
+    ANY_ORDER,
     WHOLE,
     compile_kernel,
     doubles_at,
@@ -32,7 +33,7 @@ from weir.kernels.cpu.compilation import (
 from weir.kernels.cpu.decode import attend, held_at, hold, merge, scratch_size
 from weir.kernels.cpu.linear import multiply_part, way_of
 from weir.kernels.cpu.linear_blocks import multiply_panels, quantize_rows
-from weir.kernels.cpu.softmax import ATTENTION_MATH, split_exponential
+from weir.kernels.cpu.softmax import split_exponential
 from weir.kernels.cpu.threads import PARTS, TeamKernel, add_to, take_part, wait_until
 from weir.kernels.cpu.vectors import as_float
 from weir.kernels.dispatch import BLOCK
@@ -40,9 +41,9 @@ from weir.kernels.dispatch import BLOCK
 ANGLES, PRODUCTS, ATTENTION, NORMS = range(4)
 """Kinds of operations."""
 PLAIN, NORM, MERGE = range(3)
-"""What a product multiplies: numbers in memory, normalized ones, or merged answers."""
+"""Inputs of a product: numbers in memory, normalized ones, or merged answers."""
 STORE, ADD, GATE = range(3)
-"""What becomes of products: they are stored, added to numbers, or one is the gate of the other."""
+"""Uses of products: they are stored, added to numbers, or one is the gate of the other."""
 SILU, GELU = range(2)
 """Activations: x / (1 + e^-x), and GELU by tanh."""
 PRODUCT = np.dtype(
@@ -175,7 +176,7 @@ def _copy(x_at: int, count: int, to: int, bits: int) -> np.int32:
 
 
 _compiled_norm, _compiled_gate, _compiled_rotate, _compiled_copy = (
-    compile_kernel(function, fastmath=ATTENTION_MATH) for function in (_norm, _gate, _rotate, _copy)
+    compile_kernel(function, fastmath=ANY_ORDER) for function in (_norm, _gate, _rotate, _copy)
 )
 
 

@@ -26,7 +26,7 @@ FLOAT, INT, LONG, BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(64), ir.IntT
 CACHE_LINE = 64
 """Bytes that a processor reads from memory at once."""
 MATH = ("contract",)
-"""What LLVM may do to sums and products: round once where both go together."""
+"""LLVM's name for rounding once after a product and a sum."""
 
 
 @lru_cache

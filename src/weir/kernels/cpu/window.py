@@ -27,7 +27,7 @@ from torch import Tensor
 from weir.errors import WeirError
 from weir.kernels.cpu.causal import weigh
 from weir.kernels.cpu.compilation import floats_at, keep, longs_at, records_at
-from weir.kernels.cpu.threads import TeamKernel, add_to, threads_for
+from weir.kernels.cpu.threads import TeamKernel, take_part, threads_for
 from weir.kernels.cpu.vectors import (
     LONG,
     add_product,
@@ -47,9 +47,9 @@ from weir.kernels.dispatch import LEAST_LANES, WindowChunk
 
 _VECTORS = 2
 """Vectors of queries that are multiplied at once."""
-_HEIGHTS = {8: (6, 2, 1), 16: (12, 4, 1)}
-"""Sums of each vector in a tile, by the lanes of a vector: as many as registers hold, and fewer for
-the rest."""
+_OF_8, _OF_16 = (6, 2, 1), (12, 4, 1)
+"""Sums of each vector in a tile, for vectors of 8 and 16 lanes: as many as registers hold, and
+fewer for the rest."""
 _WORTH_A_THREAD = 2**20
 """Products below which a thread of their own costs more than it saves."""
 _PIECE = np.dtype(
@@ -92,7 +92,7 @@ def _tile(
         count: numbers of a sum.
         out: address of float32 [height, lanes] of the first vector.
         out_apart: numbers to that of the second.
-        height: one of `_HEIGHTS`.
+        height: one of `_OF_8` or `_OF_16`.
         more: 1 to add to what is there, 0 to write over it.
         lanes: 8 or 16.
     """
@@ -124,7 +124,9 @@ def _tile(
     for_lanes(
         builder,
         lanes,
-        lambda width: switch(builder, height, _HEIGHTS[width], lambda sums: emit(width, sums)),
+        lambda width: switch(
+            builder, height, _OF_16 if width == 16 else _OF_8, lambda sums: emit(width, sums)
+        ),
     )
 
 
@@ -158,9 +160,8 @@ def _tiles(
     lanes: int,
 ) -> None:
     """`_tile` for any number of sums."""
-    heights = (12, 4, 1) if lanes == 16 else (6, 2, 1)
     row = 0
-    for height in heights:
+    for height in _OF_16 if lanes == 16 else _OF_8:
         while rows - row >= height:
             number, to = numbers + 4 * row * across, out + 4 * row * lanes
             _tile(x, x_apart, number, across, along, count, to, out_apart, height, more, lanes)
@@ -248,10 +249,10 @@ def _attend_parts(address: int) -> None:
     """Chunks of heads, one after the other; threads share them."""
     at = longs_at(address, (1, 3))[0, 2]
     n = _piece_at(at, (1, 1))[0, 0]
-    part = add_to(at, 1)
+    part = take_part(at)
     while part < n.parts:
         _attend(n, part)
-        part = add_to(at, 1)
+        part = take_part(at)
 
 
 _attend_together = TeamKernel(_attend_parts)

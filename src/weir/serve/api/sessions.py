@@ -30,7 +30,7 @@ FILE_PATIENCE = 20
 """Time that a file may take, as a multiple of a JSON body's."""
 
 STREAM_FACTS = ("held", "bytes", "folds", "pinned", "beginning")
-"""What a session tells of its newest turn's usage."""
+"""Fields of its newest turn's usage that a session has."""
 BINARY = {FILE: {"schema": {"type": "string", "format": "binary"}}}
 
 router = APIRouter(dependencies=[Depends(check_query)])

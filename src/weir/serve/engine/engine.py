@@ -71,7 +71,7 @@ class EngineLoad:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a call of the model gave.
+    """The result of one call of the model.
 
     Attributes:
         logits: after the last token of each row, in the order they were given [rows, vocabulary].
