@@ -40,6 +40,7 @@ from weir.models.model_spec import (
     input_device,
     out_of_range,
     transformers_model,
+    sight_of,
     window_of,
 )
 from weir.models.o_proj import OutputProjection, output_weight
@@ -94,6 +95,7 @@ __all__ = [
     "stored_bytes",
     "transformers_model",
     "weights_of",
+    "sight_of",
     "window_of",
     "zero_sink_attention",
 ]

@@ -386,6 +386,14 @@ def window_of(config: PreTrainedConfig) -> int | None:
     return next((int(size) for name in WINDOW_NAMES if (size := getattr(text, name, None))), None)
 
 
+def sight_of(model: PreTrainedModel) -> int | None:
+    """Return how many tokens a model can attend to: its window, or that of its layers where all of
+    them slide over fewer; None where it does not say.
+    """
+    limits = (window_of(model.config), describe(model).sliding)
+    return min((size for size in limits if size), default=None)
+
+
 def check_ids(ids: Tensor, vocabulary: int) -> None:
     """Refuse token ids that are not from 0 to `vocabulary`, exclusive (WeirError)."""
     low, high = int(ids.min()), int(ids.max())
