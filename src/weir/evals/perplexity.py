@@ -125,9 +125,10 @@ class PerplexityMeter:
             known = part[1:] if is_first and reading.tokens == 0 else part
             total = float(known.double().sum())
             if math.isnan(total):
+                first, last = reading.tokens + 1, reading.tokens + len(part)
                 raise WeirError(
-                    f"the model's logits are not finite numbers within tokens {reading.tokens + 1:,} "
-                    f"to {reading.tokens + len(part):,}; where half precision overflows, take float32"
+                    f"within tokens {first:,} to {last:,} the model's logits are not finite; where "
+                    "half precision overflows, take float32"
                 )
             self._nll += total
             self._scored += len(known)
