@@ -166,20 +166,16 @@ def test_models_that_name_their_window_otherwise_or_not_at_all(
     capsys, monkeypatch, tmp_path, family, window
 ):
     """And whose template has no system turn, as Gemma 2's: then all facts are in the message."""
-    refusing = (
-        "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + CHATML
-    )
-    folder = make_model(tmp_path / "model", refusing)
+    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    folder = make_model(tmp_path / "model", refusal + CHATML)
     model = make(family, vocab_size=300, **({"max_seq_len": window} if window else {}))
     model.save_pretrained(folder)
     monkeypatch.setattr(demo, "CHAT_POLICIES", ("window(64)",))
     monkeypatch.setattr(demo, "ANSWER", 1)
     ended = run(capsys, "demo", "--model", folder, "--out", tmp_path, "--tokens", 1000, "--json")
     if window is None:
-        assert (ended.code, ended.err.count("\n")) == (
-            1,
-            1,
-        ) and "does not say how long" in ended.err
+        assert (ended.code, ended.err.count("\n")) == (1, 1)
+        assert "does not say how long its is" in ended.err
         return
     facts = json.loads(ended.out)
     assert (ended.code, facts["model_window"], facts["story"]["in_system"]) == (0, window, 0)
