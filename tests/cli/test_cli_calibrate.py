@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from reference.models import make
 from terminal import make_model, run
 
 import weir
@@ -107,3 +108,15 @@ def test_gates_are_trained_and_found(capsys, tmp_path, monkeypatch):
     ended = run(capsys, *words)
     assert (ended.code, ended.out) == (1, "")
     assert "say where the policy is to be written: --out" in ended.err
+
+
+def test_the_table_names_the_model_s_layers(capsys, text, tmp_path):
+    """Of Gemma 2, every other layer slides, and is left out."""
+    folder = make_model(tmp_path / "model")
+    make("gemma2", vocab_size=300).save_pretrained(folder)
+    ended = run(
+        capsys, "calibrate", "--model", folder, "--text", text, *FEW, "--tokens", 192,
+        "--out", tmp_path / "budgets.toml",
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    assert ended.out.splitlines()[3].split()[1] == "1" and "; 1 passage of 192 tokens" in ended.out

@@ -168,15 +168,15 @@ def _print(out: Path, found: Calibration) -> None:
     for head in ("layer", "slots", "cache", "error", "before"):
         table.add_column(head, justify="right")
     table.add_column("policy")
-    for index, layer in enumerate(found.layers):
+    for layer in found.layers:
         errors = f"{layer.error:.3f}", f"{layer.before:.3f}"
         row = (f"{layer.pipe.slots:,}", size(layer.nbytes), *errors)
-        table.add_row(str(index), *row, layer.pipe.stands_for)
+        table.add_row(str(layer.index), *row, layer.pipe.stands_for)
     print_table(table)
     before, after = found.errors
     line = (
         f"{out}: mean error of attention {after:.3f}, {before:.3f} under {found.asked}; "
         f"{size(found.nbytes)} of cache for one stream, {size(found.before)} before; "
-        f"{found.passages} passages of {found.length:,} tokens"
+        f"{found.passages} passage{'s' * (found.passages > 1)} of {found.length:,} tokens"
     )
     print_line(line)

@@ -25,7 +25,7 @@ def main() -> None:
     for chatty in ("torchao", "torch.utils._pytree"):
         logging.getLogger(chatty).setLevel(logging.ERROR)
     # Commands with one policy report this themselves; comparing policies would repeat it often.
-    warnings.filterwarnings("ignore", message="weir: .* hold up to")
+    warnings.filterwarnings("ignore", message="weir: .* (hold up to|has no limit)")
     try:
         with terminable(), collect_seldom():
             from weir.cli.app import run

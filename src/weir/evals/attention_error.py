@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import fmean, median, pstdev
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -187,6 +188,7 @@ def size_policies(
     return sized, missing
 
 
+@torch.no_grad()
 def measure_error(
     model: PreTrainedModel,
     ids: Tensor,

@@ -233,11 +233,13 @@ class LayerBudget:
     """The pipe chosen for a layer, and the measured errors.
 
     Attributes:
+        index: the model's layer.
         pipe, nbytes: the chosen pipe, and bytes of the layer's slab, for one stream.
         error, before: relative error of the attention with this pipe, and with the policy's.
         tried: every pipe that was tried, as text, with its error; smallest first.
     """
 
+    index: int
     pipe: Pipe
     nbytes: int
     error: float
@@ -444,5 +446,6 @@ def _share_bytes(
     for layer, place, now, was in zip(plans, taken, after, before, strict=True):
         names = [pipe.stands_for for pipe in sizes[layer]]
         tried = tuple(zip(names, errors[layer], strict=True))
-        found.append(LayerBudget(sizes[layer][place], now.nbytes, now.error, was.error, tried))
+        pipe = sizes[layer][place]
+        found.append(LayerBudget(layer, pipe, now.nbytes, now.error, was.error, tried))
     return tuple(found), total

@@ -279,6 +279,14 @@ def test_the_setting_is_the_papers_where_there_is_room(llama):
             set_up(llama, *given)
 
 
+def test_sink_logits_that_could_be_trained_are_only_read(recwarn):
+    setup = ErrorSetup(LENGTH, QUERIES, 0)
+    sized, _ = size_policies(["recent(20)"], setup)
+    text = torch.randint(1, 90, (LENGTH,), generator=torch.Generator().manual_seed(0))
+    measure_error(make("gpt-oss"), text, sized, setup)
+    assert not [it for it in recwarn if "requires_grad" in str(it.message)]
+
+
 def test_seeds_make_means_and_deviations(llama, ids):
     setup = ErrorSetup(LENGTH, QUERIES, 0)
     sized, _ = size_policies(["uniform(budget=20, sinks=4, recent=4)", "recent(20)"], setup)
