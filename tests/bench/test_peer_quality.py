@@ -103,6 +103,7 @@ def test_what_a_peer_cannot_do_is_said(facts, tmp_path, monkeypatch) -> None:
     assert results.facts["versions"]["other"]["version"].startswith("torch ")
 
 
+@pytest.mark.slow
 def test_weirs_policies_are_read_and_not_read_again(facts, tmp_path, monkeypatch) -> None:
     ids = {name: t % 50 for name, t in facts.items()}
     monkeypatch.setattr(quality, "make_tasks", lambda: {k: t.clone() for k, t in ids.items()})

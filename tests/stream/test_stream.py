@@ -164,8 +164,11 @@ def test_only_the_very_first_token_of_a_stream_has_no_score(llama, ids, policy, 
     within(found[:, 1:], surprise(logits, text), nll_off(llama, 1))
 
 
-def test_the_first_token_of_a_piece_is_scored_by_the_last_of_the_piece_before(llama, ids):
+def test_the_first_token_of_a_piece_is_scored_by_the_last_of_the_piece_before(
+    llama, ids, monkeypatch
+):
     """A text of three pieces: what `score` hands on where they meet is not what `feed` returns."""
+    monkeypatch.setattr(module, "PIECE", 32)
     text = ids(2, 2 * module.PIECE + 30)
     found = weir.Stream(llama, SMALL, chunk=8).score(text)
     stream = weir.Stream(llama, SMALL, chunk=8)

@@ -56,7 +56,7 @@ def stream(
     Ctrl-C ends the reading and reports what was read; so does SIGTERM, with exit code 143.
     """
     from weir.evals.perplexity import read
-    from weir.policies import Recompute, parse_policy, resolve_chunk, with_slots
+    from weir.policies import Layered, Recompute, parse_policy, resolve_chunk, with_slots
     from weir.stream import STANDARD_INPUT, Stream, encode, read_text
 
     wanted = with_slots(parse_policy(options.with_given_budget(policy, budget)), slots)
@@ -99,7 +99,10 @@ def stream(
             {"model": model_name, **reading.as_json(), **settings, "interrupted": bool(interrupt)}
         )
         return interrupt.code
-    _print(model_name, reader.policy.brief, reading, ended)
+    taken = reader.policy.brief
+    if isinstance(reader.policy, Layered) and not isinstance(wanted, Layered):
+        taken = f"{wanted.brief} ({taken})"
+    _print(model_name, taken, reading, ended)
     return interrupt.code
 
 

