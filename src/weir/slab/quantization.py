@@ -148,8 +148,8 @@ def quantize(x: Tensor, code: Code) -> tuple[Tensor, Tensor]:
         peaks = _coarse(wide.abs().amax(dim=-1, keepdim=True).clamp(_low(x.dtype, code), high))
         levels = (wide / steps(peaks, code)).clamp(-code.levels, code.levels)
         return _store(levels, code), peaks
-    wide = x.float().unflatten(-1, (code.peaks(x.shape[-1]), -1))
     high = _LARGEST.get(x.dtype, torch.finfo(PEAK).max)
+    wide = x.float().clamp(-high, high).unflatten(-1, (code.peaks(x.shape[-1]), -1))
     peaks = wide.abs().amax(dim=-1).clamp(_low(x.dtype, code), high).to(PEAK)
     return _store((wide / steps(peaks, code)[..., None]).flatten(-2), code), peaks
 
