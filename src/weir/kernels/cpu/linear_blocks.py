@@ -26,7 +26,7 @@ from numba.core.cgutils import alloca_once_value, for_range
 from torch import Tensor
 
 from weir.kernels.cpu.compilation import compile_kernel, floats_at, keep, longs_at
-from weir.kernels.cpu.threads import TeamKernel, take_part, threads_for
+from weir.kernels.cpu.threads import PARTS, TeamKernel, take_part, threads_for
 from weir.kernels.cpu.vectors import (
     BYTE,
     FLOAT,
@@ -48,6 +48,8 @@ from weir.kernels.dispatch import BLOCK, PANEL
 
 TOGETHER = 8
 """Rows multiplied at once, at most: as many whole and as many float sums fit into registers."""
+LEAST_TOGETHER, MOST_TOGETHER = 32, 64
+"""Rows that a thread rounds and takes through a weight: few stay near, many read it seldom."""
 _GROUPS = BLOCK // 4
 _HALF = ir.HalfType()
 _WORTH_A_THREAD = 2**16
@@ -286,7 +288,7 @@ def _multiply(
     keep(sixteen)
 
 
-quantize_rows, _compiled_multiply = compile_kernel(_quantize), compile_kernel(_multiply)
+_compiled_quantize, _compiled_multiply = compile_kernel(_quantize), compile_kernel(_multiply)
 
 
 @njit(nogil=True)
@@ -316,6 +318,19 @@ def multiply_panels(
     return PANEL * start, min(PANEL * stop, outputs)
 
 
+@njit(nogil=True)
+def rounded_size(rows: int, blocks: int) -> int:
+    """Bytes of rounded rows: numbers, steps and sums."""
+    return rows * blocks * (BLOCK + 8)
+
+
+@njit(nogil=True)
+def round_rows(rows: int, blocks: int, zero: int, x: int, to: int) -> None:
+    """Round rows as `multiply_panels` takes them; see `_quantize`."""
+    steps = to + rows * blocks * BLOCK
+    _compiled_quantize(rows, blocks, zero, x, to, steps, steps + 4 * rows * blocks)
+
+
 def _multiply_parts(address: int) -> None:
     """Products of some panels, part after part; threads share them."""
     n = longs_at(address, (1, 10))[0]
@@ -325,7 +340,42 @@ def _multiply_parts(address: int) -> None:
         part = take_part(address)
 
 
-_multiply_together = TeamKernel(_multiply_parts)
+def _multiply_rows(address: int) -> None:
+    """Round some rows and multiply them with all panels, part after part; threads share them."""
+    n = longs_at(address, (1, 12))[0]
+    some, count, blocks, outputs, kind, zero = n[2], n[3], n[4], n[5], n[6], n[7]
+    rounded = np.empty(rounded_size(some, blocks), np.int8)
+    to, row = rounded.ctypes.data, some * take_part(address)
+    while row < count:
+        rows = min(some, count - row)
+        round_rows(rows, blocks, zero, n[8] + 4 * row * blocks * BLOCK, to)
+        out = n[9] + 4 * row * outputs
+        multiply_panels(kind, rows, blocks, outputs, n[10], n[11], to, out, 0, 1)
+        row = some * take_part(address)
+    keep(rounded)
+
+
+_multiply_together, _multiply_many = TeamKernel(_multiply_parts), TeamKernel(_multiply_rows)
+
+
+def kind_of(codes: Tensor, scales: Tensor) -> tuple[int, int]:
+    """Return the kind of a weight's codes, and the code that stands for 0 (`multiply_panels`)."""
+    bits, minima = codes.shape[2] // 64, scales.shape[2] - 1
+    return bits + minima, 0 if minima else 1 << (bits - 1)
+
+
+def threads_of(rows: int, codes: Tensor) -> int:
+    """Return the number of threads for products of some rows with a weight."""
+    panels, blocks, own = codes.shape
+    return threads_for(panels * blocks * (own + 64 * rows), _WORTH_A_THREAD)
+
+
+def rows_of_part(rows: int, threads: int) -> int:
+    """Return how many rows make a part of work that threads share; 0 where they are too few, and
+    threads share the outputs.
+    """
+    some = min(MOST_TOGETHER, rows // (threads * PARTS) // TOGETHER * TOGETHER)
+    return some if some >= LEAST_TOGETHER else 0
 
 
 def linear_blocks(x: Tensor, codes: Tensor, scales: Tensor, outputs: int) -> Tensor:
@@ -341,19 +391,19 @@ def linear_blocks(x: Tensor, codes: Tensor, scales: Tensor, outputs: int) -> Ten
     Returns:
         [..., outputs], of the type of `x`.
     """
-    panels, blocks, own = codes.shape
-    bits, minima = own // 64, scales.shape[2] - 1
-    given = x.float().contiguous() if x.dtype is not torch.float32 else x.contiguous()
+    given, blocks = x.float().contiguous(), codes.shape[1]
     rows = given.numel() // (blocks * BLOCK)
-    count = rows * blocks
-    rounded = torch.empty(count * BLOCK + 8 * count, dtype=torch.int8)  # numbers, steps, sums
     out = given.new_empty((*x.shape[:-1], outputs))
-    zero, numbers = 0 if minima else 1 << (bits - 1), rounded.data_ptr()
-    steps = numbers + count * BLOCK
-    quantize_rows(rows, blocks, zero, given.data_ptr(), numbers, steps, steps + 4 * count)
-    _multiply_together(
-        threads_for(panels * blocks * (own + 64 * rows), _WORTH_A_THREAD),
-        *(bits + minima, rows, blocks, outputs, codes.data_ptr(), scales.data_ptr(), numbers),
-        out.data_ptr(),
-    )
-    return out if out.dtype is x.dtype else out.to(x.dtype)
+    kind, zero = kind_of(codes, scales)
+    weight = codes.data_ptr(), scales.data_ptr()
+    threads = threads_of(rows, codes)
+    some = rows_of_part(rows, threads)
+    if some:
+        memory = given.data_ptr(), out.data_ptr()
+        _multiply_many(threads, some, rows, blocks, outputs, kind, zero, *memory, *weight)
+    else:
+        rounded = torch.empty(rounded_size(rows, blocks), dtype=torch.int8)
+        round_rows(rows, blocks, zero, given.data_ptr(), rounded.data_ptr())
+        memory = rounded.data_ptr(), out.data_ptr()
+        _multiply_together(threads, kind, rows, blocks, outputs, *weight, *memory)
+    return out.to(x.dtype)
