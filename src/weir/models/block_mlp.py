@@ -67,7 +67,7 @@ class _WholeMLP:
 
 def _weights_of(module: Any) -> list[BlockWeight] | None:
     """Return the weights of gate, up and down; None where the kernel cannot run the module."""
-    layers = [getattr(module, name, None) for name in _LAYERS]
+    layers: list[Any] = [getattr(module, name, None) for name in _LAYERS]
     if type(getattr(module, "act_fn", None)).__name__ not in ACTIVATIONS:
         return None
     if not all(type(layer) is BlockLinear and _is_bare(layer) for layer in layers):
