@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from weir import kernels
+from weir.models.block_mlp import ACTIVATIONS
 from weir.models.block_weights import BlockLinear
 from weir.models.linear_kernels import is_plain, runs_as_linear
 from weir.models.quantized_weights import Int8Linear
@@ -35,7 +36,6 @@ WAITING = (
 )
 MOST_ROWS = 16
 """Rows from which on a step is many products, for which PyTorch is made."""
-_ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu"}
 _Norm = tuple[Tensor, float]
 
 
@@ -366,7 +366,7 @@ class _StepProgram:
         table, mlp = self._table, getattr(layer, "mlp", None)
         names = ("gate", "up", "down")
         *pair, down = (_weight(getattr(mlp, f"{name}_proj", None)) for name in names)
-        activation = _ACTIVATIONS.get(type(getattr(mlp, "act_fn", None)).__name__)
+        activation = ACTIVATIONS.get(type(getattr(mlp, "act_fn", None)).__name__)
         if activation is None or pair[0][3:] != pair[1][3:]:
             raise Unknown
         *outs, gated = (table.memory(table.rows, pair[0].outputs) for _ in range(3))
