@@ -91,6 +91,20 @@ def test_steps_are_the_models_own(policy: str, rows: int, taken) -> None:
     check(make("llama", **WIDE), policy, taken, rows)
 
 
+def test_torch_compile_can_be_left_out(taken, monkeypatch) -> None:
+    compiled: list[object] = []
+    monkeypatch.setattr("weir.models.compiling.Compiled.__call__", lambda *all: compiled.append(1))
+    ids = tokens(2, PROMPT + STEPS)
+    for name, steps in (("llama", STEPS), ("gpt-neox", 0)):
+        model = make(name)
+        compile_steps(model, torch_compile=False)
+        read(model, POLICIES[0], ids)
+        assert (len(taken), len(compiled)) == (steps, 0)
+        taken.clear()
+    with pytest.raises(WeirError, match=r"torch_compile=False leaves out what backend is for"):
+        compile_steps(model, torch_compile=False, backend="eager")
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("bits", ["int8", "int4"])
 def test_slots_of_few_bits(bits: str, threads: int, taken) -> None:
@@ -268,6 +282,21 @@ def test_tokens_come_uncompiled_until_the_kernel_is_there(taken, monkeypatch, ca
     compile_steps(model, on=False)
     assert len(taken) == 1
     assert capfd.readouterr().err.count("tokens come uncompiled") == 1
+
+
+@pytest.mark.parametrize(("name", "begun"), [("qwen3", 1), ("gemma3", 0), ("mixtral", 0)])
+def test_the_kernel_is_made_before_the_first_step_where_one_may_come(
+    name: str, begun: int, monkeypatch
+) -> None:
+    made: list[int] = []
+    monkeypatch.setattr("weir.kernels.cpu.step.StepTable.compile", lambda: made.append(1))
+    model = make(name)
+    compile_steps(model, torch_compile=False)
+    cache = StreamingCache(model, POLICIES[0], chunk=CHUNK)
+    held = hooks._ATTACHED[cache.attachment.facts.decoder]._native
+    if held._compiling is not None:
+        held._compiling.join()
+    assert len(made) == begun
 
 
 def test_the_reference_is_no_kernel(taken, monkeypatch) -> None:

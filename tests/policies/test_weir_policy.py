@@ -100,3 +100,16 @@ def test_below_its_budget_exact_slots_are_dense_and_of_4_bits_until_a_token_is_1
     # Four sinks and 16 tokens, and those that are read at once with the first that leaves them.
     assert torch.equal(four[:, :20], exact[:, :20])
     assert not torch.equal(four, exact)
+
+
+def test_with_longer_windows_in_some_heads_it_is_dense_until_the_shortest_are_full():
+    """Which is before its budget is; `heads=alike` is dense up to that."""
+    model, _ = weir.load("nano")
+    text = torch.arange(1, 301)[None]
+    dense, measured, alike = (
+        fed(model, weir.StreamingCache(model, policy, chunk=2), text, [200, 78, 22])
+        for policy in ("dense", "weir(300, slots=exact)", "weir(300, slots=exact, heads=alike)")
+    )
+    close_runs(alike, dense, model)
+    close_runs(measured[:, :278], dense[:, :278], model)
+    assert not torch.allclose(measured[:, 285:], dense[:, 285:], atol=1e-3)

@@ -21,7 +21,7 @@ from weir.slab.quantization import (
     steps,
 )
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 CODES = list(dict.fromkeys(c for form in FORMATS.values() for c in (form.keys, form.values)))
 
 
@@ -35,7 +35,7 @@ def some(dtype: torch.dtype, seed: int, size: float, dim: int = 64) -> Tensor:
     x[40:50] = torch.rand(10, dim, generator=draw).sign()  # all of one size
     x[50:] = 0
     top = torch.finfo(dtype).max
-    return (x * size).clamp(-top, top).to(dtype)
+    return (x * size).to(dtype).clamp(-top, top)
 
 
 def error_in_steps(x: Tensor, code: Code) -> Tensor:
@@ -79,7 +79,8 @@ def test_the_ends_of_a_dtype_are_numbers_too(code, dtype):
     read = dequantize(*quantize(x, code), code, dtype)
     assert read.isfinite().all()
     if not code.rotated:
-        assert float(read[0, 0]) >= info.max * (1 - 2.0**-7)
+        most = min(info.max, torch.finfo(torch.bfloat16).max)
+        assert float(read[0, 0]) >= most * (1 - 2.0**-7)
     x = torch.full((1, 64), info.tiny, dtype=dtype)
     numbers, peaks = quantize(x, code)
     assert are_levels(numbers, code) and peaks.isfinite().all()

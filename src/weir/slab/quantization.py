@@ -148,8 +148,8 @@ def quantize(x: Tensor, code: Code) -> tuple[Tensor, Tensor]:
         peaks = _coarse(wide.abs().amax(dim=-1, keepdim=True).clamp(_low(x.dtype, code), high))
         levels = (wide / steps(peaks, code)).clamp(-code.levels, code.levels)
         return _store(levels, code), peaks
-    wide = x.float().unflatten(-1, (code.peaks(x.shape[-1]), -1))
     high = _LARGEST.get(x.dtype, torch.finfo(PEAK).max)
+    wide = x.float().clamp(-high, high).unflatten(-1, (code.peaks(x.shape[-1]), -1))
     peaks = wide.abs().amax(dim=-1).clamp(_low(x.dtype, code), high).to(PEAK)
     return _store((wide / steps(peaks, code)[..., None]).flatten(-2), code), peaks
 
@@ -219,12 +219,14 @@ def as_read(x: Tensor, code: Code) -> Tensor:
 def dequantize_into(numbers: Tensor, peaks: Tensor, code: Code, out: Tensor) -> None:
     """`dequantize` into a tensor of four dimensions [..., dim]."""
     read = None
+    more: tuple[int, ...] = ()
     if whole_bytes(code):
         read = kernels.dequantize("int8", out)
-    elif code.halves and code.group is None and not code.rotated:
+    elif code.halves and code.group is None:
         read = kernels.dequantize("int4", out)
+        more = (block_size(out.shape[-1]),) if code.rotated else ()
     if read is not None:
-        read(numbers, peaks, code.levels, out)
+        read(numbers, peaks, code.levels, out, *more)
     else:
         out.copy_(dequantize(numbers, peaks, code, out.dtype))
 

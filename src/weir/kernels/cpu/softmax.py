@@ -25,9 +25,13 @@ _LEAST, _HALF, _ONE, _ZERO = map(np.float32, (LEAST, 0.5, 1.0, 0.0))
 _P0, _P1, _P2, _P3, _P4, _P5 = map(np.float32, POLYNOMIAL)
 
 
-@njit(inline="always")
+@njit(nogil=True, fastmath={"contract"})
 def split_exponential(x: np.float32) -> tuple[np.float32, np.int32]:
-    """e^x as a number near 1 and the bits, as float32, of a power of two to multiply it by."""
+    """e^x as a number near 1 and the bits, as float32, of a power of two to multiply it by.
+
+    Compiled for itself, so that sums keep their order in callers that allow any: the two parts of
+    ln 2 would be added first, and what is subtracted rounded as their product with n.
+    """
     n = np.floor(x * _LOG2E + _HALF)
     f = x - n * _LN2_HIGH - n * _LN2_LOW
     p = _P0 * f + _P1
