@@ -191,7 +191,8 @@ class ChatStory:
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.said, self.before = 0, -1
-        self.rule, self.in_system = RULE, IN_SYSTEM
+        self.rule: str | None = RULE
+        self.in_system = IN_SYSTEM
         try:
             count_beginning(model, tokenizer, RULE)
         except WeirError:  # Gemma 2's and Mistral's templates, for two, have no system turn
