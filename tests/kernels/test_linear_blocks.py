@@ -8,9 +8,8 @@ from roundings import close
 
 from weir.models.block_weights import BLOCK, BLOCK_FORMATS, Blocks
 
-kernel = pytest.importorskip(
-    "weir.kernels.cpu.linear_blocks", reason="needs numba, and a processor with AVX-512 VNNI"
-)
+kernel = pytest.importorskip("weir.kernels.cpu.linear_blocks", reason="needs numba")
+pytestmark = pytest.mark.skipif(not kernel.SUPPORTED, reason="needs AVX-512 VNNI")
 
 
 def rounded(x):

@@ -11,7 +11,8 @@ from weir import kernels
 from weir.models import quantize_weights
 from weir.models.block_mlp import run_mlps_whole
 
-pytest.importorskip("weir.kernels.cpu.mlp_blocks", reason="needs AVX-512 VNNI")
+kernel = pytest.importorskip("weir.kernels.cpu.mlp_blocks", reason="needs numba")
+pytestmark = pytest.mark.skipif(not kernel.SUPPORTED, reason="needs AVX-512 VNNI")
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 
 
