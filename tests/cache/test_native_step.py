@@ -91,6 +91,20 @@ def test_steps_are_the_models_own(policy: str, rows: int, taken) -> None:
     check(make("llama", **WIDE), policy, taken, rows)
 
 
+def test_torch_compile_can_be_left_out(taken, monkeypatch) -> None:
+    compiled: list[object] = []
+    monkeypatch.setattr("weir.models.compiling.Compiled.__call__", lambda *all: compiled.append(1))
+    ids = tokens(2, PROMPT + STEPS)
+    for name, steps in (("llama", STEPS), ("gpt-neox", 0)):
+        model = make(name)
+        compile_steps(model, torch_compile=False)
+        read(model, POLICIES[0], ids)
+        assert (len(taken), len(compiled)) == (steps, 0)
+        taken.clear()
+    with pytest.raises(WeirError, match=r"torch_compile=False leaves out what backend is for"):
+        compile_steps(model, torch_compile=False, backend="eager")
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("bits", ["int8", "int4"])
 def test_slots_of_few_bits(bits: str, threads: int, taken) -> None:

@@ -400,10 +400,9 @@ def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(model, tmp_path):
     assert weir.Stream.restore(weir.load(model)[0], path).seen == seen[1]
 
 
-def test_steps_are_compiled_if_that_is_asked_for(chat, monkeypatch):
-    compiled: list[object] = []
-    monkeypatch.setattr(weir.models, "compile_steps", compiled.append)
+def test_steps_are_native_and_compiled_if_that_is_asked_for(chat, monkeypatch):
+    asked: list[object] = []
+    monkeypatch.setattr(weir.models, "compile_steps", lambda model, **given: asked.append(given))
     chat("Hello")
-    assert not compiled
     assert chat("Hello", words=("--compile",)).code == 0
-    assert len(compiled) == 1
+    assert asked == [{"torch_compile": False}, {"torch_compile": True}]

@@ -117,3 +117,15 @@ def test_a_server_says_of_one_of_another_model_why_it_is_taken(capsys, measured,
     assert ended.code == 1
     assert "foreign.toml was calibrated for another model" in ended.err
     assert ended.err.count("it lies with the model, so it is what is taken") == 1
+
+
+def test_a_server_takes_native_steps_unless_answers_are_to_be_the_same(
+    capsys, measured, monkeypatch
+):
+    asked: list[object] = []
+    monkeypatch.setattr(weir.models, "compile_steps", lambda model, **given: asked.append(given))
+    monkeypatch.setattr("weir.serve.api.run_app", lambda *given: None)
+    assert run(capsys, "serve", measured, "--port", 0, "--deterministic").code == 0
+    assert not asked
+    assert run(capsys, "serve", measured, "--port", 0).code == 0
+    assert asked == [{"torch_compile": False}]

@@ -153,15 +153,23 @@ def say_set_aside(
         )
 
 
-def prepare_model(model: PreTrainedModel, *, compiled: bool = False) -> None:
-    """Choose the faster matrix products for a model, and compile its decode steps if wanted.
+def prepare_model(model: PreTrainedModel, *, native: bool = True, compiled: bool = False) -> None:
+    """Choose the faster matrix products for a model, and faster decode steps.
 
     Timing products takes seconds, once a machine.
+
+    Args:
+        model: with a causal head.
+        native: let its steps be one call of a kernel, where there is one for its form.
+        compiled: have `torch.compile` compile those that are not.
     """
     from weir.models import choose_products, compile_steps
 
     with waiting("timing matrix products"):
-        (compile_steps if compiled else choose_products)(model)
+        if native or compiled:
+            compile_steps(model, torch_compile=compiled)
+        else:
+            choose_products(model)
 
 
 def describe_parameters(make: Any) -> str:

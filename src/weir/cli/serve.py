@@ -207,7 +207,8 @@ def serve(
         store = ending.enter_context(SessionStore(place, keep=memory.kept))
         book = ResponseStore(None if data is None else Path(data) / "book.db", limits.texts)
         ending.callback(book.close)
-        prepare_model(model)
+        # The first native step is compared with the model's own, whose rounding the answer has.
+        prepare_model(model, native=not deterministic)
         engine = Engine(
             model,
             wanted,

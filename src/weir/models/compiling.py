@@ -53,6 +53,7 @@ class Compiling:
 
     Attributes:
         native: whether steps may be native instead; not for a caller who chooses options.
+        programs: whether `torch.compile` is used, for what cannot be native.
         strict: raise where a step cannot be compiled, and write no notices.
         wait: compile in the step that needs it, and not in a thread meanwhile.
         failed: why steps run uncompiled; None while they can be compiled.
@@ -65,6 +66,7 @@ class Compiling:
     Args:
         options: for `torch.compile`.
         strict: see the attribute; such steps wait.
+        programs: see the attribute.
 
     Raises:
         WeirError: `torch.compile` does not take these options.
@@ -72,9 +74,12 @@ class Compiling:
 
     wait = False
 
-    def __init__(self, options: Mapping[str, Any], strict: bool = False) -> None:
+    def __init__(
+        self, options: Mapping[str, Any], strict: bool = False, programs: bool = True
+    ) -> None:
         self.strict = strict
         self.native = not options
+        self.programs = programs
         if strict:
             self.wait = True
         self.failed: str | None = None
@@ -87,6 +92,8 @@ class Compiling:
         own = (options.get("options") or {}).get("guard_filter_fn")
         self.binds = own is None
         self._asked = partial(_asked, own or getattr(torch.compiler, _UNASKED, None))
+        if not programs:
+            return
         try:  # what is given is taken apart
             torch.compile(lambda: None, **copy.deepcopy(dict(options)))
             self._backend = _backend(options)

@@ -92,7 +92,8 @@ class Attachment:
             self._compiled.remove()
         layers = layers_of(self.facts.decoder, self.facts.attentions)
         own = self._forward.own
-        self._compiled = None if compiling is None else Compiled(own, layers, compiling)
+        programs = compiling is not None and compiling.programs
+        self._compiled = Compiled(own, layers, compiling) if compiling and programs else None
         parts = ("layers", "norm", "embed_tokens")
         known = compiling is not None and compiling.native
         known = known and all(hasattr(self.facts.decoder, name) for name in parts)
@@ -274,7 +275,12 @@ def attach(model: PreTrainedModel, cache: Any) -> Attachment:
 
 
 def compile_steps(
-    model: PreTrainedModel, *, on: bool = True, strict: bool = False, **options: Any
+    model: PreTrainedModel,
+    *,
+    on: bool = True,
+    strict: bool = False,
+    torch_compile: bool = True,
+    **options: Any,
 ) -> None:
     """Compile decode steps of a model with weir caches, present and future ones.
 
@@ -295,20 +301,26 @@ def compile_steps(
         on: False stops compiling; the chosen products stay.
         strict: raise a WeirError where a step cannot be compiled, and write nothing to standard
             error; for callers that report the waiting themselves.
+        torch_compile: False leaves `torch.compile` out: steps of decoders of Llama's form on a CPU
+            are one call of a kernel, with no compiler installed, and others stay as they are.
         options: for `torch.compile`: `mode`, `backend`, `options`.
 
     Raises:
-        WeirError: weir cannot serve the model, or `torch.compile` has no such option.
+        WeirError: weir cannot serve the model, `torch.compile` has no such option, or is left out
+            and given options.
     """
     facts = describe(model)
     decoder = facts.decoder
-    compiling = Compiling(options, strict) if on else None
+    if options and not torch_compile:
+        raise WeirError(f"torch_compile=False leaves out what {', '.join(options)} is for")
+    compiling = Compiling(options, strict, torch_compile) if on else None
     if on and options.get("backend", "inductor") == "inductor":
         # Products are written as loops, which only inductor generates. Weights are moved, so no
         # other thread may be in a call, which would go on reading their old memory.
         with forward_lock_of(facts.config):
             choose_products(model)
-        if compiling is not None and input_device(model).type == "cpu" and quantizes_inputs(model):
+        on_cpu = input_device(model).type == "cpu"
+        if compiling is not None and torch_compile and on_cpu and quantizes_inputs(model):
             compiling.give_up(
                 "its layers quantize what they multiply, of which PyTorch's compiler gives wrong "
                 "numbers for one row on a CPU"
