@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 
 import pytest
+import torch
+from reference.models import make
 
 import weir
 from weir.cache import describe_window_excess, size_of
@@ -50,3 +52,13 @@ def test_the_largest_layer_counts(small):
     most = max(size_of(small, policy, chunk=8).slots)
     assert layers > 1 and most + 8 > WINDOW > 208
     assert f"hold up to {most + 8} tokens" in (describe_window_excess(small, policy, 8) or "")
+
+
+def test_a_policy_without_a_limit_is_told_where_frequencies_change():
+    model = make("phi3-longrope")
+    said = describe_window_excess(model, weir.policy("dense"), 8) or ""
+    assert "past 192 tokens this model rotates keys by other frequencies" in said
+    # So the frequencies of a long text are those of transformers.
+    ids = torch.randint(1, 90, (1, 250), generator=torch.Generator().manual_seed(0))
+    logits = weir.Stream(model, "window(248)", chunk=8).feed(ids, all_logits=True)
+    assert logits.allclose(model(ids, use_cache=False).logits, atol=1e-4)

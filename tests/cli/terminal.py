@@ -82,6 +82,14 @@ def run(capsys: pytest.CaptureFixture[str], *words: object, columns: int = 100) 
     return Ended(int(ended.value.code or 0), out, err)
 
 
+def _hear_signals() -> None:
+    """In the background a shell has its commands ignore Ctrl-C, and all that they start; `nohup`
+    has them ignore that their terminal is closed.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Process:
     """`weir WORDS` in a process of its own; standard error is a terminal, so progress is shown."""
 
@@ -94,8 +102,7 @@ class Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=theirs,
-            # In the background a shell has its commands ignore Ctrl-C, and all that they start.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=_hear_signals,
         )
         os.close(theirs)
 

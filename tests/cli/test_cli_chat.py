@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from terminal import CHATML, Ended, Process, make_model, run
 
 import weir
 from weir.cache import size_of
-from weir.stream import session
+from weir.stream import Transcript, session
 
 FEW = ("--policy", "sink(4) | recent(20)", "--chunk", 8, "--max-tokens", 12)
 
@@ -319,6 +320,16 @@ def test_what_cannot_be_continued_is_said(chat, chats, words, says):
     assert re.search(says, ended.err)
 
 
+def test_an_older_conversation_is_not_taken_for_the_newest(chat, chats):
+    chat("Hello")
+    chat("Again")
+    newest = Transcript.read(max(chats.glob("*.jsonl")))
+    ended = chat("/remembers hello", words=("--continue",))
+    newest.close()
+    assert "open in another weir chat; this is an older one" in ended.err
+    assert "turn 1, you" in ended.err
+
+
 def test_of_older_conversations_the_transcript_stays_alone(chat, chats, monkeypatch):
     monkeypatch.setattr("weir.cli.kept_chats.SAVED", 1)
     for word in ("Hello", "Again"):
@@ -350,14 +361,15 @@ def test_equal_layers_are_one_line_of_a_report(chat, tmp_path):
 
 
 @pytest.mark.slow
-def test_sigterm_loses_nothing(model, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_what_ends_the_process_loses_nothing(model, tmp_path, number):
     env = {"XDG_STATE_HOME": str(tmp_path)}
     words = ("chat", "--model", model, "--max-tokens", 10_000_000, "--temperature", 1)
     process = Process(*words, **env)
     process.wait_for("/help for help")
     process.tell("Hello")
     assert process.process.stdout is not None and process.process.stdout.read(20)
-    process.process.terminate()
+    process.process.send_signal(number)
     ended = process.end()
     assert ended.code == 143 and "Traceback" not in ended.err
     (transcript,) = (tmp_path / "weir" / "chats").glob("*.jsonl")

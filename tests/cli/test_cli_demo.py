@@ -8,6 +8,7 @@ import signal
 import sys
 
 import pytest
+from reference.models import make
 from terminal import CHATML, make_model, run
 
 from weir.evals import demo
@@ -158,6 +159,27 @@ def test_a_chat_model_is_told_facts_before_the_book_and_asked_for_them(
     assert "right after 1,100 tokens" in table[0]
     assert table[2].startswith("| `dense` | ") and table[2].count("0 of 8") == 2 and len(table) == 4
     assert (tmp_path / "perplexity.svg").read_text("utf-8").startswith("<svg")
+
+
+@pytest.mark.parametrize(("family", "window"), [("mpt", 1024), ("bloom", None)])
+def test_models_that_name_their_window_otherwise_or_not_at_all(
+    capsys, monkeypatch, tmp_path, family, window
+):
+    """And whose template has no system turn, as Gemma 2's: then all facts are in the message."""
+    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    folder = make_model(tmp_path / "model", refusal + CHATML)
+    model = make(family, vocab_size=300, **({"max_seq_len": window} if window else {}))
+    model.save_pretrained(folder)
+    monkeypatch.setattr(demo, "CHAT_POLICIES", ("window(64)",))
+    monkeypatch.setattr(demo, "ANSWER", 1)
+    ended = run(capsys, "demo", "--model", folder, "--out", tmp_path, "--tokens", 1000, "--json")
+    if window is None:
+        assert (ended.code, ended.err.count("\n")) == (1, 1)
+        assert "does not say how long its is" in ended.err
+        return
+    facts = json.loads(ended.out)
+    assert (ended.code, facts["model_window"], facts["story"]["in_system"]) == (0, window, 0)
+    assert demo.RULE not in (tmp_path / "report.html").read_text("utf-8")
 
 
 def test_a_model_without_a_chat_template_holds_no_chat(capsys, tmp_path):

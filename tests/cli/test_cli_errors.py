@@ -12,6 +12,8 @@ import huggingface_hub.constants
 import pytest
 from terminal import SOURCE, Ended, make_model, run
 
+from weir.cli.runtime import terminable
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
@@ -148,12 +150,23 @@ def test_ctrl_c_before_there_is_anything_to_report_is_one_line(capsys, monkeypat
     assert (ended.code, ended.out, ended.err) == (130, "", "weir: interrupted\n")
 
 
-def test_sigterm_before_there_is_anything_to_report_is_one_line(capsys, monkeypatch, text):
-    monkeypatch.setattr("weir.stream.read_text", lambda path: os.kill(os.getpid(), signal.SIGTERM))
-    before = signal.getsignal(signal.SIGTERM)
-    ended = run(capsys, "stream", "--text", text)
-    assert (ended.code, ended.out, ended.err) == (143, "", "weir: terminated\n")
-    assert signal.getsignal(signal.SIGTERM) == before
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_what_ends_it_before_there_is_anything_to_report_is_one_line(
+    capsys, monkeypatch, text, number
+):
+    """SIGHUP, which a closed terminal sends, is like SIGTERM; `nohup` has it ignored."""
+    monkeypatch.setattr("weir.stream.read_text", lambda path: os.kill(os.getpid(), number))
+    outside = signal.signal(number, lambda *_: None)
+    before = signal.getsignal(number)
+    try:
+        ended = run(capsys, "stream", "--text", text)
+        assert (ended.code, ended.out, ended.err) == (143, "", "weir: terminated\n")
+        assert signal.getsignal(number) == before
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with terminable():
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(number, outside)
 
 
 @pytest.mark.parametrize(

@@ -145,3 +145,13 @@ def test_weir_gives_them_what_the_others_leave():
     assert fit_to_model(whole, model) is whole
     assert weir.Stream(model, str(fitted)).policy == fitted
     assert fit_to_model(weir.policy("weir(320, layers=alike)"), model).slots == 320
+
+
+def test_no_head_gets_more_than_layers_see_that_all_slide(monkeypatch):
+    """As in Mistral-7B-v0.1, whose layers see 4,096 tokens of a window of 32,768."""
+    model = make("mistral-sliding", sliding_window=500, max_position_embeddings=4096)
+    found = head_facts.HeadFacts(((0.9, 0.0), (0.0, 0.0)), 0.0)
+    monkeypatch.setattr("weir.cache.default_policy.find_head_facts", lambda model: found)
+    pipes = weir.Stream(model, "weir(400)").policy.for_heads(0, 2, 2)
+    assert [pipe.slots for pipe in pipes] == [436, (400 * 4 - 436) // 3]
+    assert weir.Stream(model).policy.slots == 436

@@ -135,6 +135,10 @@ DAMAGED = {
     "no configuration": (without("config.json"), "holds no model"),
     "a configuration that is no JSON": (written("config.json", "{"), "holds no model"),
     "a kind nobody knows": (config(model_type="nosuch"), "holds no model .*nosuch"),
+    "a number that is text": (
+        config(num_hidden_layers="four"),
+        "holds no model .*num_hidden_layers.*expected int, got str",
+    ),
     "no tokenizer": (without("tokenizer.json", "tokenizer_config.json"), "has no tokenizer"),
     "no tokenizer, where transformers makes an empty one": (untold, "has no tokenizer files"),
     "a tokenizer that is no JSON": (written("tokenizer.json", "{"), "has no tokenizer"),

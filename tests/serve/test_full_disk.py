@@ -125,7 +125,9 @@ def test_where_old_turns_may_go_they_make_room(tmp_path, disk):
         said.append(ask(server, "Number 5"))
         assert len(sessions(server)) == 5
         assert cached(server, "Number 5", said[5], "On") > 0
-        assert httpx.get(f"{server.url}/health").json()["status"] == "storage_full"
+        health = httpx.get(f"{server.url}/health").json()
+        assert health["status"] == "storage_full"
+        assert health["message"] == f"{DISK_FULL}; up to 2 turns go on in memory"
 
 
 def test_turns_that_went_on_in_memory_are_written_when_there_is_room(tmp_path, disk, monkeypatch):

@@ -116,6 +116,18 @@ def test_bodies_of_too_many_nodes_are_refused_before_they_are_parsed(server, mon
         NodeCounter(0).feed(b"[" * (most + 1))
 
 
+def test_a_refused_body_may_be_sent_to_its_end(server, monkeypatch):
+    """Clients that send everything before they read would else hear of a reset, not of a 413."""
+    monkeypatch.setattr(requests, "MAX_NODES", 100)
+    connection = raw(server.port, CHAT, b"[" * 1000, length=1_001_000)
+    for _ in range(10):
+        time.sleep(0.02)
+        connection.sendall(b" " * 100_000)
+    assert connection.recv(1000).startswith(b"HTTP/1.1 413")
+    connection.close()
+    server.settled()
+
+
 def test_json_in_the_arguments_of_calls_counts_too(server, monkeypatch):
     monkeypatch.setattr(requests, "MAX_NODES", 5000)
     for text in ("[" * 2000, "[[],[]]" * 700, json.dumps({"x": [[]] * 2000})):

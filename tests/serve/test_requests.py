@@ -104,6 +104,9 @@ def test_logprobs_of_a_text_stand_beside_each_other(server):
     chunks = client.completions.create(stream=True, **given)
     logprobs = [chunk.choices[0].logprobs for chunk in chunks]
     assert [o for one in logprobs for o in one.text_offset] == told.text_offset
+    # A token that was drawn stands among the likeliest too, where it is none of them.
+    told = client.completions.create(**{**given, "logprobs": 0}).choices[0].logprobs
+    assert [list(top) for top in told.top_logprobs] == [[token] for token in told.tokens]
 
 
 # --- what is refused

@@ -145,7 +145,7 @@ def test_of_equal_tokens_a_nucleus_keeps_no_more_than_it_needs():
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
 def test_logits_that_are_no_numbers_are_refused_in_a_sentence(wrong):
     logits = torch.tensor([[1.0, wrong, 2.0]])
-    for temperature in (1e-40, 0.5, 1.0):
+    for temperature in (0, 1e-40, 0.5, 1.0):
         for more in ({}, {"top_p": 0.1}, {"top_k": 1}, {"min_p": 0.9}):
             with pytest.raises(WeirError, match="no token can be drawn: the logits are not finite"):
                 Sampling(temperature, **more).pick(logits, torch.Generator())

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from weir.errors import WeirError, quote
-from weir.models import find_head_facts, fingerprint, sidecar_path, window_of
+from weir.models import find_head_facts, fingerprint, sidecar_path, sight_of
 from weir.policies import (
     Layered,
     Policy,
@@ -115,8 +115,8 @@ def fit_to_model(policy: Policy, model: PreTrainedModel, beside: int = 0) -> Pol
         return policy if inner is policy.policy else policy.around(inner)
     if not is_weir(policy):
         return policy
-    window = window_of(model.config)
-    most = None if window is None else window - resolve_chunk(policy, None) - beside
+    sight = sight_of(model)
+    most = None if sight is None else sight - resolve_chunk(policy, None) - beside
     facts = find_head_facts(model)
     if facts is None:
         return fit_budgets(policy, (), 0.0, most)

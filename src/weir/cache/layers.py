@@ -13,7 +13,15 @@ from transformers import PreTrainedModel
 
 from weir.cache.layer import LayerSpec
 from weir.errors import WeirError, shorten
-from weir.models import ModelSpec, OutputProjection, describe, free_memory, load_gates, window_of
+from weir.models import (
+    ModelSpec,
+    OutputProjection,
+    describe,
+    free_memory,
+    frequencies_change_at,
+    load_gates,
+    window_of,
+)
 from weir.policies import Pipe, Policy
 from weir.pools import CounterRNG, Recent
 from weir.slab import Heads, Slab, SlabSpec
@@ -181,8 +189,8 @@ PACKAGE = __name__.partition(".")[0]
 
 
 def describe_window_excess(model: PreTrainedModel, policy: Policy, chunk: int) -> str | None:
-    """Describe by how much a policy's slots and chunk exceed the model's window; None if they fit,
-    or if the policy has no limit.
+    """Describe by how much a policy's slots and chunk exceed the model's window, or what no limit
+    means for it; None if all is well.
     """
     window = window_of(model.config)
     try:
@@ -190,6 +198,11 @@ def describe_window_excess(model: PreTrainedModel, policy: Policy, chunk: int) -
     except WeirError:
         return None
     most = _reach_of(pipes, chunk)
+    if most is None and (first := frequencies_change_at(model.config)) is not None:
+        return (
+            f"{policy.brief} has no limit, and past {first:,} tokens this model rotates keys by "
+            "other frequencies, but not here; for longer texts give a limit, as in window(16384)"
+        )
     if window is None or most is None or most <= window:
         return None
     return (

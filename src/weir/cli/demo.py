@@ -61,10 +61,16 @@ def demo(
 
     from weir.evals import demo as demonstration
     from weir.evals.results import for_json
+    from weir.models import window_of
 
     make_folder(out)
     model, tokenizer = load_model(model_name, loading)
-    window = model.config.max_position_embeddings
+    window = window_of(model.config)
+    if window is None:
+        raise WeirError(
+            f"the demo reads past a model's window, and {model_name} does not say how long its is; "
+            "take another model, or nano"
+        )
     ids: Tensor
     story: demonstration.BookStory | demonstration.ChatStory
     if model_name == "nano":

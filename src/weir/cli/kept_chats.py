@@ -60,14 +60,17 @@ def find_newest(model: str | None) -> Transcript:
         try:
             found = Transcript.read(path)
         except WeirError as error:
-            refused = refused or f" ({error})"
+            refused = refused or str(error)
             continue
         if found.turns and model in (None, found.facts.get("model")):
+            if refused:
+                say(f"{refused}; this is an older one")
             return found
         found.close()
     of = "" if model is None else f" with {model}"
+    why = f" ({refused})" if refused else ""
     raise WeirError(
-        f"there is no conversation{of} to continue in {folder()}{refused}; weir chat begins one"
+        f"there is no conversation{of} to continue in {folder()}{why}; weir chat begins one"
     )
 
 

@@ -1,7 +1,8 @@
 """Signals and garbage collection around a command. Imports almost nothing, and knows no command.
 
 After Ctrl-C or SIGTERM a command can report what it has done so far; after SIGTERM, which a
-scheduler, a container or `kill` sends, the exit code is 143. The garbage collector runs rarely
+scheduler, a container or `kill` sends, the exit code is 143. A terminal that is closed sends
+SIGHUP, which counts as SIGTERM. The garbage collector runs rarely
 while libraries are imported: they create a million objects, and scanning them again and again would
 take a sixth of the time until `weir chat` answers.
 """
@@ -50,6 +51,14 @@ def collect_as_usual() -> None:
     gc.set_threshold(*_USUAL)
 
 
+def _ending() -> list[signal.Signals]:
+    """The signals that end a command: SIGTERM, and SIGHUP unless `nohup` has it ignored."""
+    hang_up = getattr(signal, "SIGHUP", None)  # Windows has none
+    if hang_up is None or signal.getsignal(hang_up) is signal.SIG_IGN:
+        return [signal.SIGTERM]
+    return [signal.SIGTERM, hang_up]
+
+
 class Terminated(SystemExit):
     """Exit on SIGTERM, which no `except Exception` can catch."""
 
@@ -64,11 +73,12 @@ def terminable() -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> None:
         raise Terminated
 
-    before = signal.signal(signal.SIGTERM, end)
+    before = {number: signal.signal(number, end) for number in _ending()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Interrupt:
@@ -99,11 +109,11 @@ class Interrupt:
     def press(self, number: int, frame: FrameType | None) -> None:
         """Handle the signal."""
         self._pressed += 1
-        self.terminated = self.terminated or number == signal.SIGTERM
+        self.terminated = self.terminated or number != signal.SIGINT
         if self._pressed > self._noted:
             # Restored here too: the exception may hit a `noting` block before its `try` works.
             self._noted = self._outside
-            raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+            raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
     @contextmanager
     def noting(self, presses: float) -> Iterator[None]:
@@ -127,10 +137,10 @@ def interruptible(noted: float = 1, *, sigterm: bool = True) -> Iterator[Interru
         sigterm: SIGTERM counts as a press; otherwise it ends the command where it is.
     """
     interrupt = Interrupt(noted)
-    numbers = [signal.SIGINT, *([signal.SIGTERM] if sigterm else [])]
-    before = [signal.signal(number, interrupt.press) for number in numbers]
+    numbers = [signal.SIGINT, *(_ending() if sigterm else [])]
+    before = {number: signal.signal(number, interrupt.press) for number in numbers}
     try:
         yield interrupt
     finally:
-        for number, handler in zip(numbers, before, strict=True):
+        for number, handler in before.items():
             signal.signal(number, handler)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from weir.errors import WeirError
 from weir.evals.perplexity import STEP, PerplexityMeter
 from weir.evals.report import (
     COLORS,
@@ -33,7 +34,16 @@ from weir.evals.report import (
     style_axes,
     svg_figure,
 )
-from weir.stream import BOOK, Conversation, Stream, encode, held_shares, read_text
+from weir.models import window_of
+from weir.stream import (
+    BOOK,
+    Conversation,
+    Stream,
+    count_beginning,
+    encode,
+    held_shares,
+    read_text,
+)
 from weir.train import DIGITS, Words
 
 TITLE = "War and Peace"
@@ -73,7 +83,8 @@ FACTS = (
 )
 """Each fact that the chat states first, the question at the end, and a word of the right answer."""
 IN_SYSTEM = 1
-"""So many of them are told in the system turn, the others in the first message."""
+"""So many of them are told in the system turn, where there is one; the others in the first message.
+"""
 RULE = " ".join([*(fact for fact, _, _ in FACTS[:IN_SYSTEM]), "You answer in one short sentence."])
 """The system turn."""
 SOON = 1100
@@ -180,10 +191,15 @@ class ChatStory:
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.said, self.before = 0, -1
+        self.rule, self.in_system = RULE, IN_SYSTEM
+        try:
+            count_beginning(model, tokenizer, RULE)
+        except WeirError:  # Gemma 2's and Mistral's templates, for two, have no system turn
+            self.rule, self.in_system = None, 0
 
     def begin(self, stream: Stream) -> None:
         """Tell the facts, and let the model answer."""
-        told = " ".join(fact for fact, _, _ in FACTS[IN_SYSTEM:])
+        told = " ".join(fact for fact, _, _ in FACTS[self.in_system :])
         self._say(stream, f"Please remember this. {told}", max_new_tokens=ANSWER, **CALM)
         if self.before < 0:
             self.said, self.before = stream.seen, sum(self._ask(stream)[1])
@@ -206,7 +222,7 @@ class ChatStory:
         return {**told, "soon": sum(self._ask(short)[1])}
 
     def _say(self, stream: Stream, text: str, **how: Any) -> tuple[Conversation, str]:
-        talk = Conversation(stream, self.tokenizer, RULE)
+        talk = Conversation(stream, self.tokenizer, self.rule)
         return talk, "".join(talk.say(text, **how))
 
     def _ask(self, stream: Stream) -> tuple[list[str], list[bool]]:
@@ -221,7 +237,7 @@ class ChatStory:
             "said": self.said,
             "away": read,
             "before": self.before,
-            "in_system": IN_SYSTEM,
+            "in_system": self.in_system,
             "soon": SOON,
             "names": [[question, word] for _, question, word in FACTS],
         }
@@ -295,7 +311,7 @@ def read_book(
         "model": name,
         "chat": chat is not None,
         "told_first": 0 if chat is None else chat.said,
-        "model_window": model.config.max_position_embeddings,
+        "model_window": window_of(model.config),
         "book": f"Leo Tolstoy, {TITLE}",
         "tokens": meters[0].reading.tokens,
         "block": block,

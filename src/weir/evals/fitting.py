@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from weir.cache import size_of
 from weir.errors import PolicyError, WeirError
 from weir.evals.notation import with_budget
-from weir.models import describe, window_of
+from weir.models import sight_of
 
 MOST = 2**24
 """No budget is larger, in slots, whatever the memory."""
@@ -78,8 +78,8 @@ def largest_budget(model: PreTrainedModel, beside: int) -> int:
 
     The limit is the model's window, or the layers' window if all of them slide over fewer tokens.
     """
-    limits = [size for size in (window_of(model.config), describe(model).sliding) if size]
-    return max(1, min(limits) - beside) if limits else MOST
+    sight = sight_of(model)
+    return MOST if sight is None else max(1, sight - beside)
 
 
 def smallest(model: PreTrainedModel, policy: str, chunk: int = 64) -> tuple[str, int]:

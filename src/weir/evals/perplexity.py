@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weir.errors import WeirError
 from weir.stream import Stream
 
 STEP = 200
@@ -123,6 +124,12 @@ class PerplexityMeter:
         for part in (nll[:first], *nll[first:].split(reading.block)):
             known = part[1:] if is_first and reading.tokens == 0 else part
             total = float(known.double().sum())
+            if math.isnan(total):
+                first, last = reading.tokens + 1, reading.tokens + len(part)
+                raise WeirError(
+                    f"within tokens {first:,} to {last:,} the model's logits are not finite; where "
+                    "half precision overflows, take float32"
+                )
             self._nll += total
             self._scored += len(known)
             reading.nll += total

@@ -362,7 +362,10 @@ def report_as(what: str, remedy: str = "") -> Iterator[None]:
                 f"{what}: it brings Python code of its own, which runs only with "
                 "trust_remote_code=True, or --trust-remote-code; read it first"
             ) from None
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip()
+        reason, *rest = str(error).strip().splitlines() or [type(error).__name__]
+        if reason.rstrip().endswith(":") and len(rest) == 1:  # as huggingface_hub's validation
+            reason = f"{reason.rstrip()} {rest[0].strip()}"
+        reason = reason.rstrip()
         # A reason that ends in a colon introduces a list, and is no use without it.
         more = "" if reason.endswith(":") else f" ({reason.rstrip('.')})"
         raise WeirError(what + more + remedy) from None

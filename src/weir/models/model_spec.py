@@ -386,6 +386,25 @@ def window_of(config: PreTrainedConfig) -> int | None:
     return next((int(size) for name in WINDOW_NAMES if (size := getattr(text, name, None))), None)
 
 
+def frequencies_change_at(config: PreTrainedConfig) -> int | None:
+    """Return the length of a text past which a model has other rotary frequencies (LongRoPE); None
+    where they never change.
+    """
+    text = config.get_text_config(decoder=True)
+    rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return None
+    return int(rope.get("original_max_position_embeddings") or text.max_position_embeddings)
+
+
+def sight_of(model: PreTrainedModel) -> int | None:
+    """Return how many tokens a model can attend to: its window, or that of its layers where all of
+    them slide over fewer; None where it does not say.
+    """
+    limits = (window_of(model.config), describe(model).sliding)
+    return min((size for size in limits if size), default=None)
+
+
 def check_ids(ids: Tensor, vocabulary: int) -> None:
     """Refuse token ids that are not from 0 to `vocabulary`, exclusive (WeirError)."""
     low, high = int(ids.min()), int(ids.max())

@@ -65,7 +65,9 @@ class Sampling:
         """
         temperature = float(min(self.temperature, HOTTEST))
         if temperature == 0:
-            return _likeliest(logits)
+            token = _likeliest(logits)
+            _check(logits.gather(-1, token))  # NaN and infinity are taken for the largest
+            return token
         chances = self._limit(_cool(logits.cpu().float(), temperature)).softmax(dim=-1)
         return _draw(chances, generator)
 
@@ -105,8 +107,8 @@ def _draw(chances: Tensor, generator: torch.Generator | Sequence[torch.Generator
     return _likeliest(torch.div(chances, waits, out=waits))
 
 
-def _check(chances: Tensor) -> None:
-    if not bool(chances.sum().isfinite()):
+def _check(found: Tensor) -> None:
+    if not bool(found.sum().isfinite()):
         raise WeirError("no token can be drawn: the logits are not finite")
 
 

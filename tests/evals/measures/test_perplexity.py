@@ -233,3 +233,10 @@ def test_a_text_of_which_few_characters_make_a_token_is_read_far_enough(tokenize
 def test_a_text_without_a_token_to_predict_is_refused(tokenizer):
     with pytest.raises(WeirError, match="fewer than 2 tokens"):
         encode(tokenizer, "")
+
+
+def test_logits_that_are_no_numbers_end_the_reading(fresh_llama):
+    model = fresh_llama()
+    model.lm_head.weight.data[7] = math.nan
+    with pytest.raises(WeirError, match="within tokens 1 to 40 the model's logits are not finite"):
+        read(weir.Stream(model, POLICY), torch.arange(40) % 10)

@@ -332,6 +332,7 @@ class TextRenderer(CompletionRenderer):
                 continue
             text = self._logprobs.text(token.id)
             top = {self._logprobs.text(other): clip(logprob) for other, logprob in token.top}
+            top[text] = clip(token.logprob)  # as OpenAI does, also if it is none of the likeliest
             values = (text, clip(token.logprob), top, self._offsets[answer])
             for name, value in zip(names, values, strict=True):
                 lists[name].append(value)

@@ -22,7 +22,6 @@ from weir.cache import Folded
 from weir.serve.api.dependencies import Client
 from weir.serve.api.openapi import describe_app
 from weir.serve.client import EngineClient
-from weir.serve.sessions import DISK_FULL
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
@@ -90,7 +89,7 @@ async def health(client: Client) -> Response:
     if client.failure is not None:
         return JSONResponse({"status": "failed"}, 503)
     if await asyncio.to_thread(client.store.is_full):
-        return JSONResponse({"status": "storage_full", "message": DISK_FULL})
+        return JSONResponse({"status": "storage_full", "message": client.store.describe_full()})
     return JSONResponse({"status": "ok"})
 
 

@@ -220,13 +220,22 @@ async def read_body(request: Request, kind: type[Body], owner: str, numbers: int
     limits = begin_request(request, owner).limits
     limiter: BodyLimiter = request.app.state.bodies
     read, counter = bytearray(), NodeCounter(numbers)
+    refused: APIError | None = None
     optional = not any(field.is_required() for field in kind.model_fields.values())
     if not (optional and _has_no_body(request)):
         async for chunk in read_chunks(request, JSON, limits.body, limits.stall):
+            if refused is not None:
+                continue  # many clients hear no answer before they have sent everything
             nodes = counter.nodes
-            counter.feed(chunk)
-            limiter.add(request, len(chunk) + NODE * (counter.nodes - nodes))
-            read += chunk
+            try:
+                counter.feed(chunk)
+                limiter.add(request, len(chunk) + NODE * (counter.nodes - nodes))
+                read += chunk
+            except APIError as error:
+                refused = error
+                read.clear()
+    if refused is not None:
+        raise refused
     if not read and optional:
         read += b"{}"
     request.state.is_large = len(read) >= LARGE

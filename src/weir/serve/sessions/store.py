@@ -102,8 +102,7 @@ class SessionStore:
         """
         full = not self.place.make_room(turns, self._keep)
         if full and not self._was_full:
-            more = f"; up to {self._keep} turns go on in memory" if self._keep else ""
-            _log.warning("%s%s", DISK_FULL, more)
+            _log.warning("%s", self.describe_full())
         self._was_full = full
         if full and not self._keep:
             raise StorageFull(DISK_FULL)
@@ -111,6 +110,11 @@ class SessionStore:
     def is_full(self) -> bool:
         """Whether the disk has no room for one more turn."""
         return not self.place.has_room()
+
+    def describe_full(self) -> str:
+        """Say what a full disk means for turns that would have to be kept."""
+        more = f"; up to {self._keep} turns go on in memory" if self._keep else ""
+        return f"{DISK_FULL}{more}"
 
     def save(
         self, checkpoint: Checkpoint, record: TurnRecord, done: OnSaved = lambda error: None
