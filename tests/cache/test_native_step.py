@@ -284,6 +284,21 @@ def test_tokens_come_uncompiled_until_the_kernel_is_there(taken, monkeypatch, ca
     assert capfd.readouterr().err.count("tokens come uncompiled") == 1
 
 
+@pytest.mark.parametrize(("name", "begun"), [("qwen3", 1), ("gemma3", 0), ("mixtral", 0)])
+def test_the_kernel_is_made_before_the_first_step_where_one_may_come(
+    name: str, begun: int, monkeypatch
+) -> None:
+    made: list[int] = []
+    monkeypatch.setattr("weir.kernels.cpu.step.StepTable.compile", lambda: made.append(1))
+    model = make(name)
+    compile_steps(model, torch_compile=False)
+    cache = StreamingCache(model, POLICIES[0], chunk=CHUNK)
+    held = hooks._ATTACHED[cache.attachment.facts.decoder]._native
+    if held._compiling is not None:
+        held._compiling.join()
+    assert len(made) == begun
+
+
 def test_the_reference_is_no_kernel(taken, monkeypatch) -> None:
     monkeypatch.setenv("WEIR_KERNELS", "reference")
     monkeypatch.setattr("weir.models.compiling.Compiled.__call__", lambda *given: None)

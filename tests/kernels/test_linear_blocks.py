@@ -51,15 +51,20 @@ def test_no_row_is_no_product():
     assert kernel.linear_blocks(torch.empty(0, BLOCK), held.codes, held.scales, 16).shape == (0, 16)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_row_is_the_same_alone_and_among_others(threads):
+@pytest.fixture(params=[1, 2], ids="{} threads".format)
+def threads(request):
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        held = Blocks.quantize(torch.randn(400, 8 * BLOCK), "q4_1")
-        x = torch.randn(13, 8 * BLOCK)
-        together = kernel.linear_blocks(x, held.codes, held.scales, 400)
-        alone = [kernel.linear_blocks(row, held.codes, held.scales, 400) for row in x]
-    finally:
-        torch.set_num_threads(before)
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", BLOCK_FORMATS)
+@pytest.mark.parametrize("rows", [13, 70, 301])
+def test_a_row_is_the_same_alone_and_among_others(kind, rows, threads):
+    """Few rows share the outputs among threads, many are shared themselves."""
+    held = Blocks.quantize(torch.randn(403, 8 * BLOCK), kind)
+    x = torch.randn(rows, 8 * BLOCK)
+    together = kernel.linear_blocks(x, held.codes, held.scales, 403)
+    alone = [kernel.linear_blocks(row, held.codes, held.scales, 403) for row in x]
     assert torch.equal(together, torch.stack(alone))

@@ -107,8 +107,25 @@ def test_int4_has_the_same_bits(dim):
     assert torch.equal(numbers[:, :, 5:75], wanted[0])
     assert torch.equal(peaks[:, :, 5:75], wanted[1])
     assert not numbers[:, :, :5].any() and not numbers[:, :, 75:].any()
-    plain = FORMATS["int4"].unrotated().keys
-    out = torch.zeros(2, 3, 90, dim)
-    dequantize_into(numbers[:, :, 5:75], peaks[:, :, 5:75], plain, out[:, :, 10:80])
-    assert torch.equal(out[:, :, 10:80], dequantize(*wanted, plain, torch.float32))
-    assert not out[:, :, :10].any() and not out[:, :, 80:].any()
+    for code in (FORMATS["int4"].unrotated().keys, INT4):
+        out = torch.zeros(2, 3, 90, dim)
+        dequantize_into(numbers[:, :, 5:75], peaks[:, :, 5:75], code, out[:, :, 10:80])
+        assert torch.equal(out[:, :, 10:80], dequantize(*wanted, code, torch.float32))
+        assert not out[:, :, :10].any() and not out[:, :, 80:].any()
+
+
+@pytest.mark.parametrize("code", [INT8, INT4], ids=["int8", "int4"])
+def test_threads_share_vectors(code):
+    x = torch.randn(1, 2, 1501, 64, generator=torch.manual_seed(0))
+    wanted = quantize(x, code)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        numbers, peaks = (torch.zeros_like(t) for t in wanted)
+        quantize_into(x, code, numbers, peaks)
+        out = torch.zeros_like(x)
+        dequantize_into(numbers, peaks, code, out)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(numbers, wanted[0]) and torch.equal(peaks, wanted[1])
+    assert torch.equal(out, dequantize(*wanted, code, torch.float32))

@@ -48,6 +48,8 @@ class WindowChunk(NamedTuple):
     own: int
 
 
+BlockWeight = tuple[torch.Tensor, torch.Tensor, int]
+"""A weight in GGUF's blocks: codes, scales and how many outputs (`kernels.cpu.linear_blocks`)."""
 QuantizedVectors = tuple[torch.Tensor, torch.Tensor, int]
 """Quantized vectors: numbers as they are stored, their peaks, and how many steps make a peak."""
 VARIABLE = "WEIR_KERNELS"
@@ -75,6 +77,7 @@ _KERNELS = {
     ("numba", "linear_int8"): ("weir.kernels.cpu.linear", "linear_int8"),
     ("numba", "decode_step"): ("weir.kernels.cpu.step", "StepTable"),
     ("numba", "linear_blocks"): ("weir.kernels.cpu.linear_blocks", "linear_blocks"),
+    ("numba", "mlp_blocks"): ("weir.kernels.cpu.mlp_blocks", "mlp_blocks"),
     ("triton", "walk"): ("weir.kernels.gpu.walk", "walk"),
     ("triton", "decode"): ("weir.kernels.gpu.decode", "decode"),
     ("triton", "decode_quantized"): ("weir.kernels.gpu.decode_quantized", "decode_quantized"),
@@ -197,6 +200,13 @@ def linear_blocks(x: torch.Tensor) -> Callable[..., Any] | None:
     if x.requires_grad or is_compiling():
         return None
     return _kernel(_library(x.device), "linear_blocks")
+
+
+def mlp_blocks(x: torch.Tensor) -> Callable[..., Any] | None:
+    """The kernel for a whole MLP with such weights; None where each product is made by itself."""
+    if linear_blocks(x) is None:
+        return None
+    return _kernel(_library(x.device), "mlp_blocks")
 
 
 def is_compiling() -> bool:

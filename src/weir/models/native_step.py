@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from weir import kernels
+from weir.models.block_mlp import ACTIVATIONS
 from weir.models.block_weights import BlockLinear
 from weir.models.linear_kernels import is_plain, runs_as_linear
 from weir.models.quantized_weights import Int8Linear
@@ -35,7 +36,6 @@ WAITING = (
 )
 MOST_ROWS = 16
 """Rows from which on a step is many products, for which PyTorch is made."""
-_ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu"}
 _Norm = tuple[Tensor, float]
 
 
@@ -86,8 +86,11 @@ class NativeStep:
         self._attentions = attentions
         self._watch: _Watch | None = None
         self._compiling: threading.Thread | None = None
+        self._waited = False
         self._refused: set[Any] = set()
         self._proved: set[Any] = set()
+        if _has_form(decoder):  # the kernel is often there before the first step is
+            self._start_compiling()
 
     def __call__(self, rows: Any, given: dict[str, Any], usual: Callable[[], Any]) -> Any:
         """Return the decoder's output for one token of each row, None where there is no table.
@@ -133,15 +136,20 @@ class NativeStep:
         )
 
     def _is_compiled(self) -> bool:
-        """Return whether the kernel is there; a thread compiles it."""
-        if self._compiling is None:
-            make: Any = kernels.decode_step(torch.device("cpu"))
-            self._compiling = threading.Thread(target=make.compile, daemon=True)
-            self._compiling.start()
-            self._compiling.join(None if self.wait else PATIENCE)
-            if self._compiling.is_alive():
+        """Return whether the kernel is there; a thread compiles it, and the first call waits."""
+        thread = self._compiling or self._start_compiling()
+        if not self._waited:
+            self._waited = True
+            thread.join(None if self.wait else PATIENCE)
+            if thread.is_alive():
                 sys.stderr.write(f"weir: {WAITING}\n")
-        return not self._compiling.is_alive()
+        return not thread.is_alive()
+
+    def _start_compiling(self) -> threading.Thread:
+        make: Any = kernels.decode_step(torch.device("cpu"))
+        self._compiling = threading.Thread(target=make.compile, daemon=True)
+        self._compiling.start()
+        return self._compiling
 
     def _embedded(self, given: dict[str, Any]) -> Tensor:
         embedded: Tensor | None = given.get("inputs_embeds")
@@ -358,7 +366,7 @@ class _StepProgram:
         table, mlp = self._table, getattr(layer, "mlp", None)
         names = ("gate", "up", "down")
         *pair, down = (_weight(getattr(mlp, f"{name}_proj", None)) for name in names)
-        activation = _ACTIVATIONS.get(type(getattr(mlp, "act_fn", None)).__name__)
+        activation = ACTIVATIONS.get(type(getattr(mlp, "act_fn", None)).__name__)
         if activation is None or pair[0][3:] != pair[1][3:]:
             raise Unknown
         *outs, gated = (table.memory(table.rows, pair[0].outputs) for _ in range(3))
@@ -369,6 +377,20 @@ class _StepProgram:
 
 
 _NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+def _has_form(decoder: Any) -> bool:
+    """Return whether the first layer's norms and MLP are of a kind that a table can have."""
+    layer = decoder.layers[0]
+    mlp = getattr(layer, "mlp", None)
+    try:
+        for module in (decoder.norm, *(getattr(layer, name, None) for name in _NORMS)):
+            _norm(module)
+        for name in ("gate", "up", "down"):
+            _weight(getattr(mlp, f"{name}_proj", None))
+    except Unknown:
+        return False
+    return True
 
 
 def _before(layer: Any, which: int) -> dict[str, Any]:

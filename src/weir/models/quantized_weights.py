@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from weir import kernels
 from weir.errors import WeirError, describe_missing, quote
+from weir.models.block_mlp import run_mlps_whole
 from weir.models.block_weights import (
     AS_STORED,
     BLOCK_FORMATS,
@@ -91,6 +92,7 @@ def quantize_weights(model: PreTrainedModel, weights: str, path: Path | None = N
             put_stored_blocks(model, list(bits), check_stored(path, str(model.config.name_or_path)))
         else:
             put_blocks(model, list(bits), weights)
+        run_mlps_whole(model)
         warn_without_kernel(model)
     else:
         _quantize_by_torchao(model, bits)

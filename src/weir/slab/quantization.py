@@ -219,12 +219,14 @@ def as_read(x: Tensor, code: Code) -> Tensor:
 def dequantize_into(numbers: Tensor, peaks: Tensor, code: Code, out: Tensor) -> None:
     """`dequantize` into a tensor of four dimensions [..., dim]."""
     read = None
+    more: tuple[int, ...] = ()
     if whole_bytes(code):
         read = kernels.dequantize("int8", out)
-    elif code.halves and code.group is None and not code.rotated:
+    elif code.halves and code.group is None:
         read = kernels.dequantize("int4", out)
+        more = (block_size(out.shape[-1]),) if code.rotated else ()
     if read is not None:
-        read(numbers, peaks, code.levels, out)
+        read(numbers, peaks, code.levels, out, *more)
     else:
         out.copy_(dequantize(numbers, peaks, code, out.dtype))
 

@@ -148,12 +148,17 @@ class WindowPiece:
         came = torch.arange(count - held, device=keys.device) + self._place[:, None]
         came = came[:, None].expand(-1, keys.shape[1], -1)
         position = torch.cat([slab.position[:, :, lies[0].first : lies[0].front], came], dim=2)
-        frames = [keys]
-        for fold, lay in enumerate(lies[1:], 1):
-            first = self._place + fold * self._spec.chunk - lay.run - (lay.front - lay.first)
-            frame = first[:, None, None] + torch.arange(count, device=keys.device)
-            frames.append(rotary.move(masters, frame - position))
-        return torch.stack(frames, dim=2), values
+        folds = [
+            fold * self._spec.chunk - lay.run - (lay.front - lay.first)
+            for fold, lay in enumerate(lies[1:], 1)
+        ]
+        first = self._place[:, None] + torch.tensor(folds, device=keys.device)
+        frames = first[:, None, :, None] + torch.arange(count, device=keys.device)
+        by = (frames - position[:, :, None]).flatten(2)
+        # One call for all frames: there are many, of few keys each.
+        copies = masters[:, :, None].expand(-1, -1, len(folds), -1, -1).flatten(2, 3)
+        moved = rotary.move(copies, by).unflatten(2, (len(folds), count))
+        return torch.cat([keys[:, :, None], moved], dim=2), values
 
 
 def _layout_after(spec: LayerSpec, tokens: int) -> Layout:

@@ -25,8 +25,8 @@ from numba import njit
 from numba.core.cgutils import alloca_once_value, for_range
 from torch import Tensor
 
-from weir.kernels.cpu.compilation import compile_kernel, floats_at, longs_at
-from weir.kernels.cpu.threads import TeamKernel, take_part, threads_for
+from weir.kernels.cpu.compilation import compile_kernel, floats_at, keep, longs_at
+from weir.kernels.cpu.threads import PARTS, TeamKernel, take_part, threads_for
 from weir.kernels.cpu.vectors import (
     BYTE,
     FLOAT,
@@ -48,6 +48,8 @@ from weir.kernels.dispatch import BLOCK, PANEL
 
 TOGETHER = 8
 """Rows multiplied at once, at most: as many whole and as many float sums fit into registers."""
+LEAST_TOGETHER, MOST_TOGETHER = 32, 64
+"""Rows that a thread rounds and takes through a weight: few stay near, many read it seldom."""
 _GROUPS = BLOCK // 4
 _HALF = ir.HalfType()
 _WORTH_A_THREAD = 2**16
@@ -102,8 +104,9 @@ def _multiply_panel(
     steps: Any,
     sums: Any,
     out: Any,
+    apart: Any,
 ) -> None:
-    """Products of some rows with the 16 outputs of a panel.
+    """Products of a tile of rows with the 16 outputs of a panel.
 
     Args:
         builder: of the code.
@@ -112,19 +115,18 @@ def _multiply_panel(
         blocks: of a line.
         codes: address of the panel's codes [blocks, 64 * bits], uint8.
         scales: address of its scales, and minima if any, [blocks, 1 or 2, 16], float16.
-        x: address of the rows' numbers [rows, 32 * blocks], int8.
-        steps: address of what a step of each block of a row is worth [rows, blocks], float32.
-        sums: address of `zero` times the sum of each block's numbers [rows, blocks], int32, where
+        x: address of the rows' numbers [blocks, rows, 32], int8.
+        steps: address of what a step of each block of a row is worth [blocks, rows], float32.
+        sums: address of `zero` times the sum of each block's numbers [blocks, rows], int32, where
             codes have a zero in their middle; else of the sums in float32, times steps.
         out: address of float32 [rows, 16], which are written.
+        apart: numbers from one row's to the next's.
     """
 
     def emit(which: int, count: int) -> None:
         nothing = constant(0.0, PANEL)
         total = [alloca_once_value(builder, nothing) for _ in range(count)]
         own = 64 * (which & -2)
-        numbers = _bytes(builder, x, LONG(0))
-        inputs = builder.mul(blocks, LONG(BLOCK))
         dot = builder.module.declare_intrinsic(
             "llvm.x86.avx512.vpdpbusd.512",
             (),
@@ -141,7 +143,10 @@ def _multiply_panel(
                         builder, _bytes(builder, codes, builder.add(start, LONG(_AHEAD + line)))
                     )
             first = builder.mul(block, LONG((1 + (which & 1)) * PANEL))
-            places = [builder.add(builder.mul(blocks, LONG(row)), block) for row in range(count)]
+            # One address for all rows: with one for each there are too few registers.
+            tile = builder.mul(block, LONG(count))
+            places = [builder.add(tile, LONG(row)) for row in range(count)]
+            numbers = _bytes(builder, x, builder.mul(tile, LONG(BLOCK)))
             if which & 1:
                 whole = [constant(0, PANEL, INT)] * count
             else:
@@ -157,10 +162,9 @@ def _multiply_panel(
                 code = packed[line]
                 if which < 8:
                     code = builder.and_(code if line == group else builder.lshr(code, four), low)
-                at = builder.add(builder.mul(block, LONG(BLOCK)), LONG(4 * group))
                 for row in range(count):
-                    place = builder.add(builder.mul(inputs, LONG(row)), at)
-                    quad = builder.bitcast(builder.gep(numbers, [place]), INT.as_pointer())
+                    quad = builder.gep(numbers, [LONG(row * BLOCK + 4 * group)])
+                    quad = builder.bitcast(quad, INT.as_pointer())
                     given = _spread(builder, builder.load(quad, align=1))
                     whole[row] = builder.call(dot, [whole[row], code, given])
             scale = _halves(builder, scales, first)
@@ -175,7 +179,8 @@ def _multiply_panel(
                     found = multiply_add(builder, least, broadcast(builder, sum_, PANEL), found)
                 builder.store(found, total[row])
         for row in range(count):
-            store_at(builder, builder.load(total[row]), floats(builder, out), LONG(row * PANEL))
+            place = builder.mul(apart, LONG(row))
+            store_at(builder, builder.load(total[row]), floats(builder, out), place)
 
     if not SUPPORTED:
         return  # no such instruction, and no call
@@ -218,6 +223,12 @@ def _reduce(builder: ir.IRBuilder, name: str, x: Any) -> Any:
     return builder.call(builder.module.declare_intrinsic(full, (), kind), [x])
 
 
+@njit(nogil=True)
+def _tile_of(rows: int) -> int:
+    """How many of so many rows are multiplied at once."""
+    return TOGETHER if rows >= TOGETHER else 4 if rows >= 4 else 2 if rows >= 2 else 1
+
+
 def _quantize(
     rows: int, blocks: int, zero: int, x: int, numbers: int, steps: int, sums: int
 ) -> None:
@@ -227,10 +238,17 @@ def _quantize(
         rows, blocks: how many there are.
         zero: the code that stands for 0; 0 for codes that have minima.
         x: address of float32.
-        numbers, steps, sums: addresses of what is written; see `_multiply_panel`.
+        numbers, steps, sums: addresses of what is written, tile by tile; see `_multiply_panel`.
     """
-    for i in range(rows * blocks):
-        _round_block(x + 4 * BLOCK * i, numbers + BLOCK * i, steps + 4 * i, sums + 4 * i, zero)
+    row = 0
+    while row < rows:
+        tile = _tile_of(rows - row)
+        for i in range(tile):
+            for block in range(blocks):
+                at = row * blocks + block * tile + i
+                read = x + 4 * BLOCK * ((row + i) * blocks + block)
+                _round_block(read, numbers + BLOCK * at, steps + 4 * at, sums + 4 * at, zero)
+        row += tile
 
 
 def _multiply(
@@ -253,29 +271,24 @@ def _multiply(
     own, scaled = 64 * (kind & -2) * blocks, (1 + (kind & 1)) * PANEL * 2 * blocks
     for panel in range(start, stop):
         first, most = panel * PANEL, min(PANEL, outputs - panel * PANEL)
+        panel_at = codes + panel * own, scales + panel * scaled
         row = 0
         while row < rows:
-            some = TOGETHER if rows - row >= TOGETHER else 4 if rows - row >= 4 else 1
-            if some == 1 and rows - row >= 2:
-                some = 2
-            _multiply_panel(
-                kind,
-                some,
-                blocks,
-                codes + panel * own,
-                scales + panel * scaled,
-                x + row * blocks * BLOCK,
-                steps + 4 * row * blocks,
-                sums + 4 * row * blocks,
-                sixteen.ctypes.data,
-            )
-            for i in range(some):
-                for j in range(most):
-                    found[row + i, first + j] = sixteen[i, j]
-            row += some
+            tile, at = _tile_of(rows - row), row * blocks
+            given = x + BLOCK * at, steps + 4 * at, sums + 4 * at
+            to, apart = out + 4 * (row * outputs + first), outputs
+            if most < PANEL:
+                to, apart = sixteen.ctypes.data, PANEL
+            _multiply_panel(kind, tile, blocks, *panel_at, *given, to, apart)
+            if most < PANEL:
+                for i in range(tile):
+                    for j in range(most):
+                        found[row + i, first + j] = sixteen[i, j]
+            row += tile
+    keep(sixteen)
 
 
-quantize_rows, _compiled_multiply = compile_kernel(_quantize), compile_kernel(_multiply)
+_compiled_quantize, _compiled_multiply = compile_kernel(_quantize), compile_kernel(_multiply)
 
 
 @njit(nogil=True)
@@ -305,6 +318,19 @@ def multiply_panels(
     return PANEL * start, min(PANEL * stop, outputs)
 
 
+@njit(nogil=True)
+def rounded_size(rows: int, blocks: int) -> int:
+    """Bytes of rounded rows: numbers, steps and sums."""
+    return rows * blocks * (BLOCK + 8)
+
+
+@njit(nogil=True)
+def round_rows(rows: int, blocks: int, zero: int, x: int, to: int) -> None:
+    """Round rows as `multiply_panels` takes them; see `_quantize`."""
+    steps = to + rows * blocks * BLOCK
+    _compiled_quantize(rows, blocks, zero, x, to, steps, steps + 4 * rows * blocks)
+
+
 def _multiply_parts(address: int) -> None:
     """Products of some panels, part after part; threads share them."""
     n = longs_at(address, (1, 10))[0]
@@ -314,7 +340,42 @@ def _multiply_parts(address: int) -> None:
         part = take_part(address)
 
 
-_multiply_together = TeamKernel(_multiply_parts)
+def _multiply_rows(address: int) -> None:
+    """Round some rows and multiply them with all panels, part after part; threads share them."""
+    n = longs_at(address, (1, 12))[0]
+    some, count, blocks, outputs, kind, zero = n[2], n[3], n[4], n[5], n[6], n[7]
+    rounded = np.empty(rounded_size(some, blocks), np.int8)
+    to, row = rounded.ctypes.data, some * take_part(address)
+    while row < count:
+        rows = min(some, count - row)
+        round_rows(rows, blocks, zero, n[8] + 4 * row * blocks * BLOCK, to)
+        out = n[9] + 4 * row * outputs
+        multiply_panels(kind, rows, blocks, outputs, n[10], n[11], to, out, 0, 1)
+        row = some * take_part(address)
+    keep(rounded)
+
+
+_multiply_together, _multiply_many = TeamKernel(_multiply_parts), TeamKernel(_multiply_rows)
+
+
+def kind_of(codes: Tensor, scales: Tensor) -> tuple[int, int]:
+    """Return the kind of a weight's codes, and the code that stands for 0 (`multiply_panels`)."""
+    bits, minima = codes.shape[2] // 64, scales.shape[2] - 1
+    return bits + minima, 0 if minima else 1 << (bits - 1)
+
+
+def threads_of(rows: int, codes: Tensor) -> int:
+    """Return the number of threads for products of some rows with a weight."""
+    panels, blocks, own = codes.shape
+    return threads_for(panels * blocks * (own + 64 * rows), _WORTH_A_THREAD)
+
+
+def rows_of_part(rows: int, threads: int) -> int:
+    """Return how many rows make a part of work that threads share; 0 where they are too few, and
+    threads share the outputs.
+    """
+    some = min(MOST_TOGETHER, rows // (threads * PARTS) // TOGETHER * TOGETHER)
+    return some if some >= LEAST_TOGETHER else 0
 
 
 def linear_blocks(x: Tensor, codes: Tensor, scales: Tensor, outputs: int) -> Tensor:
@@ -330,19 +391,19 @@ def linear_blocks(x: Tensor, codes: Tensor, scales: Tensor, outputs: int) -> Ten
     Returns:
         [..., outputs], of the type of `x`.
     """
-    panels, blocks, own = codes.shape
-    bits, minima = own // 64, scales.shape[2] - 1
-    given = x.float().contiguous() if x.dtype is not torch.float32 else x.contiguous()
+    given, blocks = x.float().contiguous(), codes.shape[1]
     rows = given.numel() // (blocks * BLOCK)
-    count = rows * blocks
-    rounded = torch.empty(count * BLOCK + 8 * count, dtype=torch.int8)  # numbers, steps, sums
     out = given.new_empty((*x.shape[:-1], outputs))
-    zero, numbers = 0 if minima else 1 << (bits - 1), rounded.data_ptr()
-    steps = numbers + count * BLOCK
-    quantize_rows(rows, blocks, zero, given.data_ptr(), numbers, steps, steps + 4 * count)
-    _multiply_together(
-        threads_for(panels * blocks * (own + 64 * rows), _WORTH_A_THREAD),
-        *(bits + minima, rows, blocks, outputs, codes.data_ptr(), scales.data_ptr(), numbers),
-        out.data_ptr(),
-    )
-    return out if out.dtype is x.dtype else out.to(x.dtype)
+    kind, zero = kind_of(codes, scales)
+    weight = codes.data_ptr(), scales.data_ptr()
+    threads = threads_of(rows, codes)
+    some = rows_of_part(rows, threads)
+    if some:
+        memory = given.data_ptr(), out.data_ptr()
+        _multiply_many(threads, some, rows, blocks, outputs, kind, zero, *memory, *weight)
+    else:
+        rounded = torch.empty(rounded_size(rows, blocks), dtype=torch.int8)
+        round_rows(rows, blocks, zero, given.data_ptr(), rounded.data_ptr())
+        memory = rounded.data_ptr(), out.data_ptr()
+        _multiply_together(threads, kind, rows, blocks, outputs, *weight, *memory)
+    return out.to(x.dtype)

@@ -2,7 +2,7 @@
 
 What `quantize` and `dequantize` of `weir.slab.quantization` give, bit for bit: the same operations,
 each rounded by itself, in one pass for each vector, from one buffer into another. Vectors of 4 bits
-are rotated before they are written, and read as they are stored.
+are rotated before they are written, and behind reading where that is asked for.
 
 Roofline: a division for each number that is written, with log2(block) sums for the rotation; a
 product for each that is read.
@@ -29,6 +29,7 @@ from weir.kernels.cpu.compilation import (
     shorts_at,
     with_unit_stride,
 )
+from weir.kernels.cpu.threads import run_in_threads
 from weir.kernels.cpu.vectors import (
     LONG,
     as_float,
@@ -39,6 +40,8 @@ from weir.kernels.cpu.vectors import (
     store_at,
 )
 
+_WORTH_A_THREAD = 2**16
+"""Numbers below which a thread of their own costs more than it saves."""
 _SIGN = np.int32(0x7FFFFFFF)
 _UP = np.float32(12582912.0)
 """A sum with this number has no places behind the point, so it rounds, of two equally near ones to
@@ -69,6 +72,21 @@ def _add_neighbors(builder: ir.IRBuilder, x: Any, count: Any) -> None:
             places = [i + _TOGETHER if i & width else i for i in range(_TOGETHER)]
             vector = shuffle(builder, sums, rest, places)
         store_at(builder, vector, numbers, place)
+
+
+@njit(nogil=True)
+def _rotate(at: int, dim: int, block: float) -> None:
+    """Multiply each block of a vector [dim], float32, by the Hadamard matrix of 1 and -1."""
+    wide, width = floats_at(at, (1, dim))[0], 1
+    if block >= _TOGETHER:
+        _add_neighbors(at, dim // _TOGETHER)
+        width = _TOGETHER
+    while width < block:
+        for first in range(0, dim, 2 * width):
+            for i in range(first, first + width):
+                one, other = wide[i], wide[i + width]
+                wide[i], wide[i + width] = one + other, one - other
+        width *= 2
 
 
 def _write_int8(
@@ -139,16 +157,7 @@ def _write_int4(
                 at = row * steps[0] + head * steps[1] + n * steps[2]
                 for i in range(dim):
                     wide[i] = min(max(x[at + i], -most), most) / block
-                width = 1
-                if block >= _TOGETHER:
-                    _add_neighbors(wide.ctypes.data, dim // _TOGETHER)
-                    width = _TOGETHER
-                while width < block:
-                    for first in range(0, dim, 2 * width):
-                        for i in range(first, first + width):
-                            one, other = wide[i], wide[i + width]
-                            wide[i], wide[i + width] = one + other, one - other
-                    width *= 2
+                _rotate(wide.ctypes.data, dim, block)
                 for i in range(dim):
                     wide[i] = min(max(wide[i] * root, -high), high)
                 largest = np.int32(0)
@@ -234,6 +243,8 @@ def _read_int4(
     shape: tuple[int, int, int, int],
     out_at: int,
     out_steps: Strides,
+    block: np.float32,
+    root: np.float32,
 ) -> None:
     batch, heads, count, half = shape
     codes, peaks = bytes_at(codes_at, WHOLE)[0].view(np.uint8), shorts_at(peaks_at, WHOLE)[0]
@@ -244,12 +255,15 @@ def _read_int4(
                 at = row * steps[0] + head * steps[1] + n * steps[2]
                 to = row * out_steps[0] + head * out_steps[1] + n * out_steps[2]
                 top = row * peak_steps[0] + head * peak_steps[1] + n * peak_steps[2]
-                step = as_float(peaks[top]) / levels
-                vector = codes[at : at + half]
-                below, above = out[to : to + half], out[to + half : to + 2 * half]
+                step = as_float(peaks[top]) / levels / root
+                vector, wide = codes[at : at + half], out[to : to + 2 * half]
                 for i in range(half):
-                    below[i] = np.float32(np.int32(vector[i] & 15) - 8) * step
-                    above[i] = np.float32(np.int32(vector[i] >> 4) - 8) * step
+                    wide[i] = np.float32(np.int32(vector[i] & 15) - 8)
+                    wide[half + i] = np.float32(np.int32(vector[i] >> 4) - 8)
+                # Sums of whole numbers are exact in any order.
+                _rotate(out_at + 4 * to, 2 * half, block)
+                for i in range(2 * half):
+                    wide[i] *= step
 
 
 _compiled_write_int8, _compiled_read_int8 = compile_kernel(_write_int8), compile_kernel(_read_int8)
@@ -297,11 +311,17 @@ def quantize_int4(
 
 
 def _write(kernel: Any, x: Tensor, codes: Tensor, peaks: Tensor, *numbers: float) -> None:
-    if x.numel():
-        x = with_unit_stride(x)
-        codes, peaks = (with_unit_stride(t, writable=True) for t in (codes, peaks))
-        into = *address_of(codes), *address_of(peaks)
-        kernel(*address_of(x), *into, tuple(x.shape), *map(np.float32, numbers))
+    if not x.numel():
+        return
+    x = with_unit_stride(x)
+    codes, peaks = (with_unit_stride(t, writable=True) for t in (codes, peaks))
+    more = tuple(map(np.float32, numbers))
+
+    def some(start: int, stop: int) -> None:
+        cut = [t[:, :, start:stop] for t in (x, codes, peaks)]
+        kernel(*(part for t in cut for part in address_of(t)), tuple(cut[0].shape), *more)
+
+    run_in_threads(some, x.shape[2], x.numel() // _WORTH_A_THREAD)
 
 
 def dequantize_int8(codes: Tensor, peaks: Tensor, levels: int, out: Tensor) -> None:
@@ -309,14 +329,25 @@ def dequantize_int8(codes: Tensor, peaks: Tensor, levels: int, out: Tensor) -> N
     _read(_compiled_read_int8, codes, peaks, levels, out)
 
 
-def dequantize_int4(codes: Tensor, peaks: Tensor, levels: int, out: Tensor) -> None:
-    """Read vectors as `dequantize_int8` does, rotated as they are."""
-    _read(_compiled_read_int4, codes, peaks, levels, out)
+def dequantize_int4(codes: Tensor, peaks: Tensor, levels: int, out: Tensor, block: int = 1) -> None:
+    """Read vectors as `dequantize_int8` does, and rotate `block` neighbors back; see
+    `quantize_int4`.
+    """
+    _read(_compiled_read_int4, codes, peaks, levels, out, block, math.sqrt(block))
 
 
-def _read(kernel: Any, codes: Tensor, peaks: Tensor, levels: int, out: Tensor) -> None:
-    if codes.numel():
-        codes, peaks = with_unit_stride(codes), with_unit_stride(peaks)
-        out = with_unit_stride(out, writable=True)
-        stored = *address_of(codes), *address_of(peaks), np.float32(levels)
-        kernel(*stored, tuple(codes.shape), *address_of(out))
+def _read(
+    kernel: Any, codes: Tensor, peaks: Tensor, levels: int, out: Tensor, *numbers: float
+) -> None:
+    if not codes.numel():
+        return
+    codes, peaks = with_unit_stride(codes), with_unit_stride(peaks)
+    out = with_unit_stride(out, writable=True)
+    more = tuple(map(np.float32, numbers))
+
+    def some(start: int, stop: int) -> None:
+        cut = [t[:, :, start:stop] for t in (codes, peaks, out)]
+        stored, scales, into = map(address_of, cut)
+        kernel(*stored, *scales, np.float32(levels), tuple(cut[0].shape), *into, *more)
+
+    run_in_threads(some, out.shape[2], out.numel() // _WORTH_A_THREAD)

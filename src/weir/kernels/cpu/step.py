@@ -31,9 +31,9 @@ from weir.kernels.cpu.compilation import (
     shorts_at,
 )
 from weir.kernels.cpu.decode import attend, held_at, hold, merge, scratch_size
+from weir.kernels.cpu.gates import ACTIVATIONS, gate
 from weir.kernels.cpu.linear import multiply_part, way_of
-from weir.kernels.cpu.linear_blocks import multiply_panels, quantize_rows
-from weir.kernels.cpu.softmax import split_exponential
+from weir.kernels.cpu.linear_blocks import multiply_panels, round_rows
 from weir.kernels.cpu.threads import PARTS, TeamKernel, add_to, take_part, wait_until
 from weir.kernels.cpu.vectors import as_float
 from weir.kernels.dispatch import BLOCK
@@ -44,8 +44,6 @@ PLAIN, NORM, MERGE = range(3)
 """Inputs of a product: numbers in memory, normalized ones, or merged answers."""
 STORE, ADD, GATE = range(3)
 """Uses of products: they are stored, added to numbers, or one is the gate of the other."""
-SILU, GELU = range(2)
-"""Activations: x / (1 + e^-x), and GELU by tanh."""
 PRODUCT = np.dtype(
     [
         (name, np.int64)
@@ -102,7 +100,7 @@ OPERATION = np.dtype(
 _operations_at, _products_at = records_at(OPERATION), records_at(PRODUCT)
 _TAKEN, _DONE = (OPERATION.fields[name][1] for name in ("taken", "done"))  # type: ignore[index]
 OPERATION_SIZE = OPERATION.itemsize
-_SIGN, _TOP = np.int32(0x7FFFFFFF), np.float32(87.0)
+_SIGN = np.int32(0x7FFFFFFF)
 
 
 @njit(nogil=True)
@@ -128,20 +126,6 @@ def _norm(x_at: int, weight: int, bits: int, epsilon: float, dim: int, to: int) 
         halves = shorts_at(weight, (1, dim))[0]
         for i in range(dim):
             out[i] = x[i] * factor * as_float(halves[i])
-
-
-def _gate(gate_at: int, up_at: int, count: int, activation: int, power_at: int, to: int) -> None:
-    """`activation(gate) * up` of float32 [count]; `power_at` is memory of as many numbers."""
-    gate, up = floats_at(gate_at, (1, count))[0], floats_at(up_at, (1, count))[0]
-    out, power = floats_at(to, (1, count))[0], ints_at(power_at, (1, count))[0]
-    scaled = floats_at(power_at, (1, count))[0]
-    for i in range(count):
-        x = gate[i]
-        if activation == GELU:
-            x = np.float32(1.5957691216057308) * (x + np.float32(0.044715) * x * x * x)
-        out[i], power[i] = split_exponential(min(max(-x, -_TOP), _TOP))
-    for i in range(count):
-        out[i] = gate[i] / (np.float32(1.0) + out[i] * scaled[i]) * up[i]
 
 
 def _rotate(x_at: int, half: int, cosines: int, sines: int) -> None:
@@ -175,8 +159,8 @@ def _copy(x_at: int, count: int, to: int, bits: int) -> np.int32:
     return top
 
 
-_compiled_norm, _compiled_gate, _compiled_rotate, _compiled_copy = (
-    compile_kernel(function, fastmath=ANY_ORDER) for function in (_norm, _gate, _rotate, _copy)
+_compiled_norm, _compiled_rotate, _compiled_copy = (
+    compile_kernel(function, fastmath=ANY_ORDER) for function in (_norm, _rotate, _copy)
 )
 
 
@@ -216,9 +200,7 @@ def _prepare(n: np.record, private: int) -> int:
 @njit(nogil=True)
 def _round(n: np.record, x: int, to: int) -> int:
     """Round what an operation multiplies to 8 bits: numbers, then steps and sums of blocks."""
-    blocks = n.inputs // BLOCK
-    steps = to + n.rows * n.inputs
-    quantize_rows(n.rows, blocks, n.zero, x, to, steps, steps + 4 * n.rows * blocks)
+    round_rows(n.rows, n.inputs // BLOCK, n.zero, x, to)
     return to
 
 
@@ -254,8 +236,8 @@ def _multiply(n: np.record, part: int, x: int, scratch: int) -> None:
             for j in range(stop - start):
                 onto[j] += out[j]
         elif n.then == GATE:
-            gate, up = products[0].out + at, products[1].out + at
-            _compiled_gate(gate, up, stop - start, n.activation, scratch, n.onto + at)
+            pair = products[0].out + at, products[1].out + at
+            gate(*pair, stop - start, n.activation, scratch, n.onto + at)
 
 
 @njit(nogil=True)
@@ -360,8 +342,7 @@ _CODES: dict[str, int] = {
     "store": STORE,
     "add": ADD,
     "gate": GATE,
-    "silu": SILU,
-    "gelu": GELU,
+    **ACTIVATIONS,
 }
 
 
@@ -423,7 +404,7 @@ class StepTable:
             self._held += [out, weight]
         gated = fields.get("then") == "gate"
         parts = int(products["parts"][0] if gated else products["parts"].sum())
-        self._needed = max(self._needed, 2 * self.rows * inputs + int(products["outputs"].max()))
+        self._needed = max(self._needed, 2 * (self.rows * inputs + int(products["outputs"].max())))
         fields |= {"codes": codes, "zero": zero}
         self.add("products", parts, inputs=inputs, products=products, count=len(weights), **fields)
 

@@ -1,0 +1,91 @@
+"""A gated MLP of many rows with weights in blocks, on the CPU.
+
+Some rows go through all three products before the next: what lies between them stays in the
+processor's cache, and a row is rounded once for gate and up. Threads take rows.
+
+Roofline: that of `linear_blocks`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from weir.errors import WeirError
+from weir.kernels.cpu.compilation import keep, longs_at
+from weir.kernels.cpu.gates import ACTIVATIONS, gate
+from weir.kernels.cpu.linear_blocks import SUPPORTED as BLOCKS_SUPPORTED
+from weir.kernels.cpu.linear_blocks import (
+    kind_of,
+    multiply_panels,
+    round_rows,
+    rounded_size,
+    rows_of_part,
+    threads_of,
+)
+from weir.kernels.cpu.threads import TeamKernel, take_part
+from weir.kernels.dispatch import BLOCK, BlockWeight
+
+SUPPORTED = BLOCKS_SUPPORTED
+"""Whether there are products with blocks on this processor."""
+
+
+def _run_rows(address: int) -> None:
+    """Some rows, part after part; threads share them."""
+    n = longs_at(address, (1, 20))[0]
+    some, count, blocks, inner, outputs = n[2], n[3], n[4], n[5], n[6]
+    kind, zero, last_kind, last_zero, activation = n[7], n[8], n[9], n[10], n[11]
+    x, out, width = n[12], n[13], inner * BLOCK
+    rounded = np.empty(rounded_size(some, max(blocks, inner)), np.int8)
+    products = np.empty((2, some * width), np.float32)
+    powers = np.empty(2 * width, np.float32)
+    at, gates, power = rounded.ctypes.data, products.ctypes.data, powers.ctypes.data
+    ups = gates + 4 * some * width
+    row = some * take_part(address)
+    while row < count:
+        rows = min(some, count - row)
+        round_rows(rows, blocks, zero, x + 4 * row * blocks * BLOCK, at)
+        multiply_panels(kind, rows, blocks, width, n[14], n[15], at, gates, 0, 1)
+        multiply_panels(kind, rows, blocks, width, n[16], n[17], at, ups, 0, 1)
+        for i in range(rows):
+            far = 4 * i * width
+            gate(gates + far, ups + far, width, activation, power, gates + far)
+        round_rows(rows, inner, last_zero, gates, at)
+        to = out + 4 * row * outputs
+        multiply_panels(last_kind, rows, inner, outputs, n[18], n[19], at, to, 0, 1)
+        row = some * take_part(address)
+    keep(rounded)
+    keep(products)
+    keep(powers)
+
+
+_run_together = TeamKernel(_run_rows)
+
+
+def mlp_blocks(
+    x: Tensor, gate: BlockWeight, up: BlockWeight, down: BlockWeight, activation: str
+) -> Tensor | None:
+    """`down(activation(gate(x)) * up(x))`, as `linear_blocks` multiplies; None for too few rows.
+
+    Args:
+        x: [..., inputs], float32 or bfloat16, without gradients. Nothing between the products is
+            rounded to bfloat16.
+        gate, up: weights of one kind, with outputs that are a multiple of 32.
+        down: a weight of as many inputs.
+        activation: one of `ACTIVATIONS`.
+    """
+    blocks, inner, outputs = gate[0].shape[1], down[0].shape[1], down[2]
+    rows = x.numel() // (blocks * BLOCK)
+    threads = threads_of(rows, gate[0])
+    some = rows_of_part(rows, threads)
+    if not some:
+        return None
+    if gate[0].shape != up[0].shape or not gate[2] == up[2] == inner * BLOCK:
+        raise WeirError("a gate, what it lets through and what takes that differ in size")
+    given = x.float().contiguous()
+    out = given.new_empty((*x.shape[:-1], outputs))
+    sizes = some, rows, blocks, inner, outputs
+    kinds = *kind_of(*gate[:2]), *kind_of(*down[:2]), ACTIVATIONS[activation]
+    weights = [t.data_ptr() for weight in (gate, up, down) for t in weight[:2]]
+    _run_together(threads, *sizes, *kinds, given.data_ptr(), out.data_ptr(), *weights)
+    return out.to(x.dtype)

@@ -1,0 +1,69 @@
+"""A whole MLP with weights in blocks: its three products and its gate, one after the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from weir.errors import WeirError
+from weir.models.block_weights import BLOCK, Blocks
+
+kernel = pytest.importorskip(
+    "weir.kernels.cpu.mlp_blocks", reason="needs numba, and a processor with AVX-512 VNNI"
+)
+linear = pytest.importorskip("weir.kernels.cpu.linear_blocks").linear_blocks
+INPUTS, WIDTH, OUTPUTS = 2 * BLOCK, 5 * BLOCK, 41
+
+
+@pytest.fixture(params=[1, 2], ids="{} threads".format)
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def gelu(x):
+    return functional.gelu(x, approximate="tanh")
+
+
+def weights(kind="q8_0", last="q8_0"):
+    draw = torch.Generator().manual_seed(3)
+    sizes = (WIDTH, INPUTS, kind), (WIDTH, INPUTS, kind), (OUTPUTS, WIDTH, last)
+    made = [Blocks.quantize(torch.randn(o, i, generator=draw), name) for o, i, name in sizes]
+    return [(blocks.codes, blocks.scales, blocks.outputs) for blocks in made]
+
+
+@pytest.mark.parametrize(("kind", "last"), [("q8_0", "q8_0"), ("q4_1", "q8_0"), ("q4_0", "q4_1")])
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_it_is_three_products_and_a_gate(kind, last, activation, dtype, threads):
+    gate, up, down = weights(kind, last)
+    act = (
+        functional.silu
+        if activation == "silu"
+        else lambda t: functional.gelu(t, approximate="tanh")
+    )
+    for rows in (64 * threads, 301):
+        x = torch.randn(1, rows, INPUTS, generator=torch.Generator().manual_seed(rows)).to(dtype)
+        found = kernel.mlp_blocks(x, gate, up, down, activation)
+        assert found.dtype == dtype and found.shape == (1, rows, OUTPUTS)
+        hidden = act(linear(x.float(), *gate)) * linear(x.float(), *up)
+        wanted = linear(hidden, *down)
+        # A hidden number that is off by its last place may be rounded to the next of 127 steps.
+        off = (found.float() - wanted).norm(dim=2) / wanted.norm(dim=2)
+        assert off.max() < (2**-8 if dtype == torch.float32 else 2**-7)
+        assert off.median() < (2**-12 if dtype == torch.float32 else 2**-8)
+
+
+def test_few_rows_are_left_to_others(threads):
+    assert kernel.mlp_blocks(torch.randn(64 * threads - 1, INPUTS), *weights(), "silu") is None
+
+
+def test_weights_that_do_not_fit_together_are_refused():
+    gate, up, down = weights()
+    with pytest.raises(WeirError, match="differ in size"):
+        kernel.mlp_blocks(torch.randn(200, INPUTS), gate, down, down, "silu")
+    with pytest.raises(WeirError, match="differ in size"):
+        kernel.mlp_blocks(torch.randn(200, INPUTS), gate, up, gate, "silu")
