@@ -81,7 +81,8 @@ class StreamingCache(Cache):
             takes more than the slab. `"full"`: the papers' protocol; the first call attends to all
             of its tokens exactly and folds them once. That holds the keys and values of the whole
             prompt in one layer at a time, and time that grows with its square.
-        origin: the place in the stream of the first token.
+        origin: the place in the stream of the first token. Pools draw, and 8 and 4 bits round, by
+            place: such caches answer otherwise from another origin.
         batch: number of rows, empty at first, with their slots allocated at once; None for as many
             as the first call feeds.
         slots: the format of the slots of the policy's middle: `"exact"` as the model computes,
