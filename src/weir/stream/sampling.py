@@ -66,7 +66,8 @@ class Sampling:
         temperature = float(min(self.temperature, HOTTEST))
         if temperature == 0:
             token = _likeliest(logits)
-            _check(logits.gather(-1, token))  # NaN and infinity are taken for the largest
+            # NaN and infinity count as the largest. Where all are excluded, that is not for here.
+            _check(logits.gather(-1, token).clamp(min=0.0))
             return token
         chances = self._limit(_cool(logits.cpu().float(), temperature)).softmax(dim=-1)
         return _draw(chances, generator)
