@@ -12,6 +12,7 @@ from terminal import SOURCE, run
 from typer.main import get_command
 
 from weir.cli import app as commands
+from weir.cli import main
 from weir.cli.runtime import SELDOM, collect_seldom, freeze_imports
 from weir.errors import WeirError
 
@@ -124,3 +125,19 @@ def test_commands_that_work_for_long_collect_garbage_as_usual(words, first, monk
     monkeypatch.setattr(first, work)
     assert run(capsys, *words.split()).err.endswith("weir: enough\n")
     assert seen == [before]
+
+
+_WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "spins"),
+    [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_threads_wait_briefly_unless_the_user_has_chosen(chosen, spins, monkeypatch):
+    others = {name: v for name, v in os.environ.items() if name not in _WAITING}
+    monkeypatch.setattr(os, "environ", others | chosen)
+    monkeypatch.setattr(sys, "argv", ["weir", "--version"])
+    with pytest.raises(SystemExit):
+        main()
+    assert os.environ.get("GOMP_SPINCOUNT") == spins

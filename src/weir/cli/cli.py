@@ -12,7 +12,14 @@ import os
 import sys
 import warnings
 
-from weir.cli.runtime import INTERRUPTED, TERMINATED, Terminated, collect_seldom, terminable
+from weir.cli.runtime import (
+    INTERRUPTED,
+    TERMINATED,
+    Terminated,
+    collect_seldom,
+    terminable,
+    wait_briefly,
+)
 from weir.errors import EXTRAS, WeirError, describe_missing
 
 
@@ -21,6 +28,7 @@ def main() -> None:
     for written in (sys.stdout, sys.stderr):
         if isinstance(written, io.TextIOWrapper):
             written.reconfigure(errors="replace")  # for terminals that are not UTF-8
+    wait_briefly()
     # transformers imports torchao if installed, which warns about kernels for other machines.
     for chatty in ("torchao", "torch.utils._pytree"):
         logging.getLogger(chatty).setLevel(logging.ERROR)

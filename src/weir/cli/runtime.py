@@ -2,14 +2,15 @@
 
 After Ctrl-C or SIGTERM a command can report what it has done so far; after SIGTERM, which a
 scheduler, a container or `kill` sends, the exit code is 143. A terminal that is closed sends
-SIGHUP, which counts as SIGTERM. The garbage collector runs rarely
-while libraries are imported: they create a million objects, and scanning them again and again would
-take a sixth of the time until `weir chat` answers.
+SIGHUP, which counts as SIGTERM. The garbage collector runs rarely while libraries are imported:
+they create a million objects, and scanning them again and again would take a sixth of the time
+until `weir chat` answers. Threads of OpenMP wait in a loop for a short time only.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,20 @@ TERMINATED = 128 + signal.SIGTERM
 """Exit codes, as shells have them."""
 SELDOM = 50_000
 """New objects between two collections while libraries are imported; usually some hundreds."""
+SPINS = "2000"
+"""Rounds that a thread of OpenMP waits in a loop before it sleeps, some 30 microseconds. GNU's
+OpenMP waits for 300,000: beside another busy process, threads then wait for one that does not run.
+"""
 _USUAL = gc.get_threshold()
+
+
+def wait_briefly() -> None:
+    """Let threads of PyTorch that wait for each other sleep soon, unless the user has chosen.
+
+    It has an effect before PyTorch is imported.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
 
 
 @contextmanager
