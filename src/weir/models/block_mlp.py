@@ -24,6 +24,8 @@ ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu"}
 """Activations that kernels know, by the names of their modules."""
 PROBES = 8
 """Rows on which kernel and module are compared once."""
+ROUNDED = 2**-5
+"""By how much of itself an answer may be off where numbers are rounded to 8 bits."""
 _LAYERS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -60,7 +62,7 @@ class _WholeMLP:
         codes = [weight[0] for weight in weights]
         if not self._proved or not all(map(operator.is_, codes, self._proved)):
             some, answers = (t.flatten(0, -2)[:PROBES] for t in (x, found))
-            self._refused = not _is_near(answers, own(some))
+            self._refused = not is_near(answers, own(some), ROUNDED)
             self._proved = codes
         return own(x) if self._refused else found
 
@@ -85,6 +87,6 @@ def _is_bare(layer: BlockLinear) -> bool:
     return layer.bias is None and layer.codes.is_cpu and not hooks and has_own_forward(layer)
 
 
-def _is_near(one: Tensor, other: Tensor) -> bool:
-    """Return whether two answers differ by rounding, of which steps of 8 bits are the largest."""
-    return bool((one.float() - other.float()).norm() <= 2**-5 * other.float().norm())
+def is_near(one: Tensor, other: Tensor, off: float) -> bool:
+    """Return whether two answers differ by at most a share of the other's norm."""
+    return bool((one.float() - other.float()).norm() <= off * other.float().norm())

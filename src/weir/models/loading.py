@@ -51,7 +51,7 @@ _WITHOUT_KERNELS = {
     "_attn_implementation_internal": ("eager", "sdpa", "flex_attention", ATTENTION),
     "_experts_implementation_internal": ("eager", "batched_mm", "grouped_mm"),
 }
-"""What a configuration may ask for that transformers computes with PyTorch alone, by attribute."""
+"""Values that need no code from outside transformers and PyTorch, by configuration attribute."""
 
 
 def load(

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from weir import kernels
-from weir.models.block_mlp import ACTIVATIONS
+from weir.models.block_mlp import ACTIVATIONS, is_near
 from weir.models.block_weights import BlockLinear
 from weir.models.linear_kernels import is_plain, runs_as_linear
 from weir.models.quantized_weights import Int8Linear
@@ -36,6 +36,10 @@ WAITING = (
 )
 MOST_ROWS = 16
 """Rows from which on a step is many products, for which PyTorch is made."""
+GROWTH = 32
+"""Factor by which roundings may grow through a decoder; what computes something else is off by a
+large part of the whole.
+"""
 _Norm = tuple[Tensor, float]
 
 
@@ -123,7 +127,7 @@ class NativeStep:
         hidden = program.run(self._embedded(given), rows)
         if program.sizes not in self._proved:
             output = usual()
-            if not _is_near(hidden, output.last_hidden_state, program.roundings):
+            if not is_near(hidden, output.last_hidden_state, min(0.25, GROWTH * program.roundings)):
                 self._refused.add((batch, *(len(slab) for slab in rows.slabs)))
                 return output
             self._proved.add(program.sizes)
@@ -434,13 +438,3 @@ def _weight(module: Any) -> Weight:
 
 def _is_hooked(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
-
-
-def _is_near(one: Tensor, other: Tensor, roundings: float) -> bool:
-    """Return whether two hidden states differ by rounding.
-
-    Roundings cancel; that they grow on their way is allowed for by a factor. Modules that compute
-    something else are off by a large part of the whole.
-    """
-    off = min(0.25, 32 * roundings)
-    return bool((one.float() - other.float()).norm() <= off * other.float().norm())

@@ -1,4 +1,4 @@
-"""What the row of a session remembers: the tokens of its stream, and the pools that hold them.
+"""Report of what a session still holds: the tokens of its stream, and the pools that hold them.
 
 The row knows which tokens it holds, and the records of turns know their ids. Either may know more:
 a row holds the beginning of a stream whose first turns are no longer kept, and no slot holds most

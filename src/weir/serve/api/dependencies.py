@@ -1,4 +1,4 @@
-"""What routes depend on: the owner of a request, by its key, the engine's client, a page of a list.
+"""Dependencies of routes: the owner of a request by its key, the engine's client, a page of a list.
 
 Of keys only hashes are known, and they are compared in constant time.
 """

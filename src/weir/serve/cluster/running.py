@@ -42,7 +42,7 @@ PATIENCE = 5.0
 
 @dataclass(frozen=True)
 class Settings:
-    """What every replica serves.
+    """The settings of every replica.
 
     Attributes:
         place: address of the shared storage (`open_storage`).

@@ -23,7 +23,7 @@ from weir.stream import Detokenizer
 
 @dataclass(frozen=True)
 class StreamStats:
-    """What a stream takes, at the end of an answer.
+    """Tokens and bytes of a stream at the end of an answer.
 
     Attributes:
         seen: tokens so far, the last of the answer included.
