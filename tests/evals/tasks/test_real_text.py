@@ -137,6 +137,17 @@ def test_all_dialogues_stand_on_one_stream_and_are_judged_alone(tmp_path, monkey
     assert 0 < found["distinct_last"] <= 1
 
 
+def test_answers_that_were_given_before_are_counted(tmp_path, monkeypatch):
+    model, tokenizer = weir.load("nano")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    path = tmp_path / "bench.jsonl"
+    path.write_text("\n".join(json.dumps({"turns": ["Tell me.", "More."]}) for _ in range(4)))
+    given = iter(["a", "b", "a", "c", "d", "c", "c", "d"])
+    monkeypatch.setattr(mtbench.Conversation, "say", lambda *_, **__: iter([next(given)]))
+    found = MTBench(str(path)).run(Subject("nano", model, tokenizer, weir.policy("dense")), quiet)
+    assert (found["repeated_first"], found["repeated_last"]) == (0.0, 1.0)
+
+
 def test_an_answer_without_words_is_not_judged():
     ends = mtbench._compare_ends("nll", [1.0, None, 2.0, 3.0, 4.0])
     assert ends == {

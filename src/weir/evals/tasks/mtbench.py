@@ -1,9 +1,9 @@
 """`mtbench`: all dialogues of MT-Bench on one stream, one after the other, without an end.
 
 StreamingLLM's own demonstration. No judge is at hand, so answers are judged by the model itself:
-their likelihood under exact attention, behind their own dialogue alone, and by repetition. What a
-cache spoils shows in the last answers beside the first, and beside `dense` with a cache of its own
-for every dialogue (`alone=true`).
+their likelihood under exact attention, behind their own dialogue alone, and by repetition, within
+an answer and of earlier answers. What a cache spoils shows in the last answers beside the first,
+and beside `dense` with a cache of its own for every dialogue (`alone=true`).
 """
 
 from __future__ import annotations
@@ -56,9 +56,10 @@ class MTBench(Task):
         Returns:
             Of the answers in the first and the last quarter of the stream "nll_first" and
             "nll_last" (mean, nats a token), "distinct_first" and "distinct_last" (share of
-            different runs of 3 tokens), with "nll_first_reach" and so on (95 %, Student's; none for
-            one answer); "nll" and "distinct" of each answer, none of an empty one; "answers";
-            "tokens" of the stream, "kv_bytes".
+            different runs of 3 tokens), "repeated_first" and "repeated_last" (share of answers that
+            are an earlier one, word for word), with "nll_first_reach" and so on (95 %, Student's;
+            none for one answer); "nll" and "distinct" of each answer, none of an empty one;
+            "answers"; "tokens" of the stream, "kv_bytes".
         """
         check_template(subject.tokenizer)
         records = read_records(self.file, self.samples)
@@ -82,9 +83,11 @@ class MTBench(Task):
                 history.append({"role": "assistant", "content": answers[-1]})
             tokens += talk.stream.seen if self.alone else 0
             progress(done / len(order))
+        repeated = [float(answer in answers[:n]) for n, answer in enumerate(answers)]
         return {
             **_compare_ends("nll", nll),
             **_compare_ends("distinct", distinct),
+            **_compare_ends("repeated", repeated),
             "nll": nll,
             "distinct": distinct,
             "asked": len(answers),
