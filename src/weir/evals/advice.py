@@ -12,7 +12,7 @@ from weir.cache import check_origin, size_of
 from weir.errors import WeirError
 from weir.evals.fitting import budget_in, fit_to_memory
 from weir.evals.notation import read_policies, takes_budget, with_budget
-from weir.evals.perplexity import PerplexityResult, read
+from weir.evals.perplexity import PerplexityMeter, read
 from weir.models import window_of
 from weir.policies import is_file, parse_policy
 from weir.stream import Stream, read_stream
@@ -124,7 +124,7 @@ def advise(
     window = window_of(model.config)
 
     def attempt(policy: str, budget: int, some: Tensor, number: int = 0, of: int = 0) -> Trial:
-        def tell(now: PerplexityResult) -> None:
+        def tell(now: PerplexityMeter) -> None:
             if of:
                 on_step(policy, (number + now.tokens / len(some)) / of)
 
@@ -138,9 +138,8 @@ def advise(
         whole = attempt("dense", len(ids), ids)
         if memory is None or whole.kv_bytes <= memory:
             return Advice((whole,), len(ids), len(ids), window, everything=True)
-    left_out: dict[str, str] = {}
     if named is None and memory is not None:
-        fits = _candidates(model, memory, chunk, window)
+        fits, left_out = _candidates(model, memory, chunk, window), {}
     else:
         fits, left_out = _fitting(model, named or CANDIDATES, memory, budget, chunk)
     length = max(LEAST, TIMES * max(fits.values())) if tokens is None else tokens

@@ -303,7 +303,7 @@ def read_book(
             break
         answers.append(story.tell(meter.stream))
     found = [
-        {**meter.reading.as_json(), "policy": policy, "slots": meter.stream.capacity}
+        {**meter.as_json(), "policy": policy, "slots": meter.stream.capacity}
         for policy, meter in zip(policies, meters, strict=True)
     ]
     if story is not None:
@@ -314,7 +314,7 @@ def read_book(
         "told_first": 0 if chat is None else chat.said,
         "model_window": window_of(model.config),
         "book": f"Leo Tolstoy, {TITLE}",
-        "tokens": meters[0].reading.tokens,
+        "tokens": meters[0].tokens,
         "block": block,
         "story": None if story is None else story.facts(len(ids)),
         "policies": found,
