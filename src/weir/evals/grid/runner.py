@@ -25,7 +25,7 @@ from weir.errors import WeirError
 from weir.evals.grid.grid import Cell, Grid, Protocol, pools_of, protocol
 from weir.evals.notation import takes_budget
 from weir.evals.records import import_optional
-from weir.evals.results import CellRecord, ResultsFile, failures
+from weir.evals.results import CellRecord, ResultsFile
 from weir.evals.task import Subject
 from weir.models import compile_steps, load
 from weir.policies import parse_policy
@@ -73,14 +73,14 @@ def run(
         )
     work = work or partial(one_by_one, models=models)
     with ResultsFile(path, grid.as_json(), resume=resume, add=add) as results:
-        results.forget({record["cell"] for record in failures(results.records.values())})
+        results.keep({n: one for n, one in results.records.items() if one["status"] == "done"})
         for record in results.records.values():
             on_record(record)
         left = [(n, cell) for n, cell in enumerate(grid.cells) if n not in results.records]
         for record in work(left, on_progress):
             results.append(record)
             on_record(record)
-        results.sort()
+        results.keep(dict(sorted(results.records.items())))
         return list(results.records.values())
 
 

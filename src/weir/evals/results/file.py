@@ -141,15 +141,8 @@ class ResultsFile:
         self._write(record)
         self.records[record["cell"]] = record
 
-    def forget(self, numbers: set[int]) -> None:
-        """Remove the records of some cells, so that they can be written again."""
-        self._keep({n: record for n, record in self.records.items() if n not in numbers})
-
-    def sort(self) -> None:
-        """Sort the records into grid order, if needed."""
-        self._keep(dict(sorted(self.records.items())))
-
-    def _keep(self, records: dict[int, CellRecord]) -> None:
+    def keep(self, records: dict[int, CellRecord]) -> None:
+        """Replace the records by some of them, or by the same in another order."""
         if list(records) != list(self.records):
             self.records = records
             self._rewrite(list(records.values()))
