@@ -74,14 +74,7 @@ class GrammarCompiler:
     def compile_schema(
         self, schema: Mapping[str, Any], *, strict: bool
     ) -> Callable[[], GrammarConstraint]:
-        """Compile a JSON schema.
-
-        Args:
-            strict: refuse keywords that are not known; otherwise they are ignored.
-
-        Raises:
-            BadSchema: it is no schema, is too large, or answers cannot be held to it.
-        """
+        """Compile a JSON schema; `strict` refuses unknown keywords, which else are ignored."""
         check_schema(schema)
         grammar = {"grammars": [{"json_schema": add_guidance(schema, ANY_SPACE, strict=strict)}]}
         return self.compile(grammar)
@@ -89,14 +82,11 @@ class GrammarCompiler:
     def compile(
         self, grammar: Mapping[str, Any], *, stop_when_complete: bool = True
     ) -> Callable[[], GrammarConstraint]:
-        """Compile a grammar.
+        """Compile a grammar to what makes the constraint of one answer; BadSchema if it cannot be.
 
         Args:
             stop_when_complete: where the model has no token that ends an answer, end it as soon as
                 the grammar accepts it.
-
-        Returns:
-            Makes the constraint of one answer.
         """
         with self._lock:  # one at a time, so that clients' grammars take up one thread at most
             began = time.thread_time()
@@ -150,11 +140,7 @@ class GrammarConstraint:
         return matcher.is_stopped() or (self._eager and matcher.is_accepting())
 
     def allow(self, logits: Tensor) -> Tensor:
-        """Set the logits [vocabulary] of tokens that may not come next to -inf, in place.
-
-        Raises:
-            BadSchema: the grammar has become too complex.
-        """
+        """Set the logits [vocabulary] of tokens that may not come next to -inf, in place."""
         began = time.thread_time()
         fill_next_token_bitmask(self._matcher, self._bits)
         self._check()
@@ -188,21 +174,15 @@ def _error_of(matcher: LLMatcher) -> str:
 
 
 def add_guidance(schema: Mapping[str, Any], spaces: str, *, strict: bool) -> dict[str, Any]:
-    """Add llguidance's options to a schema, in place of any that the client sent.
-
-    Args:
-        spaces: pattern of the white space between two tokens of JSON; must be bounded.
+    """Add llguidance's options to a schema, in place of any that the client sent; `spaces` is the
+    pattern of white space between two tokens of JSON, which must be bounded.
     """
     options = {"whitespace_pattern": spaces, "lenient": not strict}
     return {**schema, "x-guidance": options}
 
 
 def check_schema(schema: Any) -> None:
-    """Check that a schema can be compiled in bounded time.
-
-    Raises:
-        BadSchema: it is too large, too deep, repeats too much, or is no JSON.
-    """
+    """Check that a schema can be compiled in bounded time (BadSchema)."""
     if _depth(schema) > MAX_DEPTH:
         raise BadSchema(f"it is nested deeper than {MAX_DEPTH} levels")
     try:

@@ -21,11 +21,7 @@ from weir.serve.sessions import Item
 
 
 class Keys:
-    """The keys that a server takes.
-
-    Args:
-        hashes: SHA-256 of each key, in hexadecimal; none where no key is needed.
-    """
+    """The keys that a server takes, by their SHA-256 in hexadecimal; none if it takes anybody."""
 
     def __init__(self, hashes: Iterable[str] = ()) -> None:
         self.hashes = tuple(digest.lower() for digest in hashes)
@@ -35,11 +31,7 @@ class Keys:
 
     @classmethod
     def read(cls, path: str | Path) -> Keys:
-        """Read keys from a file: a hash at the start of each line; `#` starts a comment.
-
-        Raises:
-            WeirError: the file cannot be read, has no key, or a line that is no hash.
-        """
+        """Read keys from a file: a hash at the start of each line; `#` starts a comment."""
         try:
             text = Path(path).read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -61,16 +53,11 @@ class Keys:
         return cls(hashes)
 
     def owner_of(self, key: str) -> str | None:
-        """The owner with a key, which is the key's hash; None if the key is wrong.
-
-        Compares with all hashes, each in constant time.
-        """
+        """The owner with a key, which is the key's hash; None if the key is wrong."""
         digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
-        found = None
-        for known in self.hashes:
-            if hmac.compare_digest(known, digest):
-                found = known
-        return found
+        # Compared with all, each in constant time.
+        same = [known for known in self.hashes if hmac.compare_digest(known, digest)]
+        return same[0] if same else None
 
 
 async def authorize(request: Request) -> str:
@@ -102,13 +89,9 @@ Client = Annotated[EngineClient, Depends(find_client)]
 
 @dataclass(frozen=True)
 class PageQuery:
-    """The page of a list that a client asks for; a dependency of routes.
+    """The page of a list that a client asks for, after an item; a dependency of routes.
 
-    Attributes:
-        after: id of the item before the page.
-        limit: number of items.
-        order: oldest or newest first.
-        include: further fields; there are none.
+    `include` is for further fields; there are none.
     """
 
     after: Annotated[str | None, Query()] = None

@@ -60,12 +60,7 @@ class ErrorBody(BaseModel):
 
 
 class APIError(Exception):
-    """An error that is sent to the client.
-
-    Args:
-        param: the part of the request that is wrong.
-        code: for programs; None for the status's own.
-    """
+    """An error that is sent to the client; `param` is the part of the request that is wrong."""
 
     def __init__(
         self,

@@ -67,9 +67,6 @@ def make_request(
         limit: the field with the number of tokens of an answer, and what it says.
         logprobs: number of most likely tokens to report with each; None for no log-probabilities.
         default: tokens of an answer if the body does not say.
-
-    Raises:
-        APIError: it asks for more than the server gives, or for tokens that do not exist.
     """
     limits, rows = client.limits, client.engine.load().rows
     name, tokens = limit
@@ -107,10 +104,6 @@ async def start(http: Request, request: GenerationRequest, param: str) -> Genera
 
     Args:
         param: the field that the prompt is made of, for errors.
-
-    Raises:
-        APIError: it is not answered.
-        ClientGone: the client has hung up.
     """
     client: EngineClient = http.app.state.client
     metrics: Metrics = http.app.state.metrics

@@ -42,13 +42,7 @@ PATIENCE = 5.0
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of every replica.
-
-    Attributes:
-        place: address of the shared storage (`open_storage`).
-        most: number of turns that a replica keeps in memory.
-        keys: SHA-256 hashes of the API keys.
-    """
+    """The settings of every replica: `place` is for `open_storage`, `keys` are SHA-256 hashes."""
 
     model: str
     policy: str
@@ -109,14 +103,8 @@ class Replica:
 def joined(address: str) -> Iterator[None]:
     """Join a cluster for a `with` block; on exit, finish answers under way and remove all replicas.
 
-    SIGTERM works like SIGINT inside the block.
-
-    Args:
-        address: `local` for a cluster of this machine alone that ends with this process, or
-            `host:port` of a cluster's head.
-
-    Raises:
-        WeirError: no cluster answers there, or it lets anybody in.
+    SIGTERM works like SIGINT inside the block. The address `local` is a cluster of this machine
+    alone that ends with this process; others are `host:port` of a cluster's head.
     """
     _connect(address)
     # Ray has installed its own handler, which aborts the process.

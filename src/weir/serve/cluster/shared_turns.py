@@ -48,15 +48,7 @@ ABANDONED = 3600.0
 
 
 class SharedTurns(TurnTables):
-    """One replica's view of the turns that all share.
-
-    Args:
-        most: number of turns that this replica keeps in memory.
-        kept: number of turns that are kept per session.
-
-    Raises:
-        WeirError: the files belong to another model or policy.
-    """
+    """One replica's view of the turns that all share: `most` in memory, `kept` of a session."""
 
     def __init__(
         self, storage: Storage, row_format: RowFormat, *, most: int = 256, kept: int = KEPT

@@ -18,7 +18,7 @@ from weir.serve.engine.output import (
 )
 from weir.serve.engine.sampler import Constraint, SampledToken, Sampler, SamplingParams
 from weir.serve.engine.scheduler import Busy
-from weir.serve.engine.sequence import Sequence
+from weir.serve.engine.sequence import Sequence, Stage
 
 __all__ = [
     "Busy",
@@ -36,6 +36,7 @@ __all__ = [
     "Sampler",
     "SamplingParams",
     "Sequence",
+    "Stage",
     "TokenEvent",
     "compile_engine",
     "sizes_of",

@@ -27,9 +27,7 @@ from weir.serve.sessions.records import (
     TurnRecord,
     TurnTokens,
 )
-from weir.serve.sessions.snapshot_folder import (
-    new_name,
-)
+from weir.serve.sessions.snapshot_folder import new_name
 
 _log = logging.getLogger(__name__)
 
@@ -123,9 +121,6 @@ _JOIN = "INSERT INTO members (owner, session, node) VALUES (?, ?, ?)"
 
 class TurnTables:
     """Turns of which both record and state are in memory; base of other places.
-
-    Args:
-        limit: number of turns.
 
     Attributes:
         nbytes: bytes of all snapshots; in memory, their number.
@@ -242,11 +237,7 @@ class TurnTables:
 
     @contextmanager
     def changing(self) -> Iterator[sqlite3.Connection]:
-        """Open a transaction, which also writes when turns were used.
-
-        Raises:
-            WeirError: it cannot be committed; nothing has changed.
-        """
+        """Open a transaction, which also writes when turns were used; all of it or nothing."""
         with self.exclusive, self.db.writing() as db:
             uses = self._unwritten_uses()
             db.executemany(
@@ -260,14 +251,7 @@ class TurnTables:
                     del self._uses[name]
 
     def add(self, turns: Sequence[Turn], what: str = "one turn") -> None:
-        """Add turns, all or none; one of the same name is replaced.
-
-        Args:
-            what: name of the turns, for errors.
-
-        Raises:
-            WeirError: they exceed the limit, or the disk refuses them; nothing has changed.
-        """
+        """Add turns, all or none; one of the same name is replaced. Errors call them `what`."""
         kept: list[tuple[str, int, str]] = []
         names = json.dumps([record.node for _, record in turns])
         try:
@@ -340,10 +324,8 @@ class TurnTables:
     def remove(
         self, nodes: Collection[str], owner: str | None = None, session: str | None = None
     ) -> list[str]:
-        """Take turns out of a session, or out of all.
-
-        Returns:
-            Those that are in no session any more, which are deleted.
+        """Take turns out of a session, or out of all; return those that are in none any more, which
+        are deleted.
         """
         with self.exclusive:
             rows = self.db.query(LEAVING, json.dumps(sorted(nodes)), owner, session)

@@ -38,6 +38,14 @@ class ResponseFormat(Strict):
             )
         return self
 
+    @property
+    def held_to(self) -> tuple[dict[str, Any], bool] | None:
+        """The schema of answers, and whether unknown keywords are refused; None for text."""
+        named = self.json_schema
+        if named is not None and named.schema_ is not None:
+            return named.schema_, bool(named.strict)
+        return None if self.type == "text" else ({"type": "object"}, True)
+
 
 class Function(Strict):
     """A function that the model may call."""
@@ -151,6 +159,13 @@ class ToolOffer:
     parallel: bool = True
     schema_param: str = "tools[{}].parameters"
     choice_param: str = "tool_choice"
+
+    @property
+    def callable(self) -> list[tuple[Tool, str]]:
+        """The tools that the model may call, and the fields with their schemas."""
+        places = [(tool, self.schema_param.format(n)) for n, tool in enumerate(self.tools)]
+        names = self.names
+        return places if names is None else [place for place in places if place[0].name in names]
 
 
 class CalledFunction(Lenient):
