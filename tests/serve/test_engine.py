@@ -15,7 +15,8 @@ from reference.naive import VOCABULARY, make_llama
 import weir
 from weir.errors import WeirError
 from weir.serve import Engine, SampledToken, Sampler, SamplingParams, Sequence, SessionStore
-from weir.serve.engine import Busy, Cancelled
+from weir.serve.engine.engine import Cancelled
+from weir.serve.engine.scheduler import Busy
 from weir.stream import Sampling
 
 MODEL = make_llama()

@@ -7,7 +7,7 @@ import threading
 import time
 
 from weir.serve import SampledToken
-from weir.serve.engine import EventSender, FailureEvent, OutputQueue, TokenEvent
+from weir.serve.engine.output import EventSender, FailureEvent, OutputQueue, TokenEvent
 
 
 def token_event(number: int) -> TokenEvent:

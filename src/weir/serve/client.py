@@ -19,28 +19,27 @@ from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError
 from weir.models import StopTokens, sink_of, transformers_model
-from weir.serve.engine import (
-    Busy,
-    Constraint,
-    Engine,
+from weir.serve.engine.engine import Engine
+from weir.serve.engine.output import (
     EventSender,
     FailureEvent,
     FinishEvent,
     OutputEvent,
     OutputProcessor,
     OutputQueue,
-    Sampler,
-    SamplingParams,
-    Sequence,
-    Stage,
     TokenEvent,
 )
+from weir.serve.engine.sampler import Constraint, Sampler, SamplingParams
+from weir.serve.engine.scheduler import Busy
+from weir.serve.engine.sequence import Sequence, Stage
 from weir.serve.limits import Limits
 from weir.serve.messages import Message, call_id, hash_prefixes
 from weir.serve.prompts import Prompt, PromptMatcher, PromptRenderer
-from weir.serve.sessions import ResponseStore, TurnRecord, pack_ids
 from weir.serve.sessions.manager import SessionManager
-from weir.serve.tools import CallParser, Tool, join_parts
+from weir.serve.sessions.records import TurnRecord, pack_ids
+from weir.serve.sessions.responses import ResponseStore
+from weir.serve.tools.formats import Tool
+from weir.serve.tools.parser import CallParser, join_parts
 from weir.stream import Detokenizer
 
 

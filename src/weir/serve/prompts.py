@@ -18,8 +18,9 @@ from weir.errors import WeirError, quote
 from weir.models import ModelSink
 from weir.serve.limits import Limits
 from weir.serve.messages import Message, hash_prefixes
-from weir.serve.sessions import SessionStore, TurnRecord
-from weir.serve.tools import CallFormat, Tool, describe_tools, format_of
+from weir.serve.sessions.records import TurnRecord
+from weir.serve.sessions.store import SessionStore
+from weir.serve.tools.formats import CallFormat, Tool, describe_tools, format_of
 from weir.stream import ChatTemplate, PromptEncoder, PromptTooLong
 
 LONG = 262_144

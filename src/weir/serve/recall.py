@@ -16,8 +16,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from weir.cache import Holding, StreamingCache
-from weir.serve.engine import RowInspection, Sequence
-from weir.serve.sessions import SessionStore, TurnTokens, pack_ids, unpack_ids
+from weir.serve.engine.engine import RowInspection
+from weir.serve.engine.sequence import Sequence
+from weir.serve.sessions.records import TurnTokens, pack_ids, unpack_ids
+from weir.serve.sessions.store import SessionStore
 from weir.stream import describe_tokens
 
 BLOCK = 32

@@ -15,8 +15,10 @@ from weir.errors import WeirError
 from weir.serve.client import EngineClient
 from weir.serve.messages import Message, StrayResult, link_results
 from weir.serve.prompts import Prompt
-from weir.serve.sessions import Item, StoredResponse, TurnRecord, messages_of
-from weir.serve.tools import Tool, describe_tools
+from weir.serve.sessions.items import Item, messages_of
+from weir.serve.sessions.records import TurnRecord
+from weir.serve.sessions.responses import StoredResponse
+from weir.serve.tools.formats import Tool, describe_tools
 
 
 class PreviousNotFound(WeirError):

@@ -27,14 +27,14 @@ from weir.errors import WeirError
 from weir.models import fingerprint
 from weir.policies import format_policy_file
 from weir.serve import Engine, Sampler, SamplingParams, Sequence, SessionStore
-from weir.serve.sessions import (
-    Checkpoint,
+from weir.serve.sessions import snapshot_folder as folder_file
+from weir.serve.sessions.records import Checkpoint
+from weir.serve.sessions.snapshot import (
     RowFormat,
     decode_checkpoint,
+    decode_foreign,
     encode_checkpoint,
 )
-from weir.serve.sessions import snapshot_folder as folder_file
-from weir.serve.sessions.snapshot import decode_foreign
 
 
 def files(folder: Path) -> list[Path]:

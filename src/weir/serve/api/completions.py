@@ -23,10 +23,11 @@ from weir.serve.api.requests import SESSION_HEADER, named_session, read_body, wo
 from weir.serve.api.schemas.chat import ChatBody, CompletionBody, TextBody
 from weir.serve.api.sse import DONE, encode_event
 from weir.serve.client import EngineClient, Generation
-from weir.serve.engine import FinishEvent, TokenEvent
+from weir.serve.engine.output import FinishEvent, TokenEvent
 from weir.serve.messages import Call, Message, StrayResult, link_results
 from weir.serve.prompts import Prompt
-from weir.serve.tools import AnswerPart, CallStart, TextDelta, Tool, join_parts
+from weir.serve.tools.formats import Tool
+from weir.serve.tools.parser import AnswerPart, CallStart, TextDelta, join_parts
 
 DEFAULT_LIMIT = 16
 """Tokens that continue a text if the client does not say, as with OpenAI."""

@@ -19,7 +19,8 @@ from weir.serve.api.schemas.responses import ConversationBody, ItemsBody, Metada
 from weir.serve.api.sessions import look_up, run_in_thread
 from weir.serve.client import EngineClient
 from weir.serve.messages import find_stray_results
-from weir.serve.sessions import Item, StoredConversation, messages_of
+from weir.serve.sessions.items import Item, messages_of
+from weir.serve.sessions.responses import StoredConversation
 
 router = APIRouter()
 PATH = "/v1/conversations/{name}"

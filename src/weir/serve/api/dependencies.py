@@ -17,7 +17,7 @@ from fastapi import Depends, Query, Request
 from weir.errors import WeirError
 from weir.serve.api.errors import APIError, not_found
 from weir.serve.client import EngineClient
-from weir.serve.sessions import Item
+from weir.serve.sessions.items import Item
 
 
 class Keys:

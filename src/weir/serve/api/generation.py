@@ -25,9 +25,11 @@ from weir.serve.api.requests import while_connected
 from weir.serve.api.schemas.chat import GenerationBody
 from weir.serve.api.sse import EventStream, encode_event
 from weir.serve.client import EngineClient, Generation, GenerationRequest, ServerClosing
-from weir.serve.engine import Busy, Cancelled, FinishEvent, TokenEvent
+from weir.serve.engine.engine import Cancelled
+from weir.serve.engine.output import FinishEvent, TokenEvent
+from weir.serve.engine.scheduler import Busy
 from weir.serve.prompts import Prompt
-from weir.serve.sessions import DISK_FULL, StorageFull
+from weir.serve.sessions.records import DISK_FULL, StorageFull
 from weir.serve.structured import BadSchema
 from weir.stream import PromptTooLong
 

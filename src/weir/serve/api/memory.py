@@ -12,7 +12,8 @@ from weir.errors import WeirError
 from weir.serve.api.dependencies import Client, Owner
 from weir.serve.api.errors import not_found
 from weir.serve.client import EngineClient
-from weir.serve.engine import RowInspection, Sequence, Stage
+from weir.serve.engine.engine import RowInspection
+from weir.serve.engine.sequence import Sequence, Stage
 from weir.serve.recall import Recaller, running_turns
 
 router = APIRouter()

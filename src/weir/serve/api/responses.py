@@ -32,7 +32,8 @@ from weir.serve.client import EngineClient, Generation
 from weir.serve.messages import StrayResult
 from weir.serve.prompts import Prompt
 from weir.serve.response_turn import HistoryNotKept, PreviousNotFound, ResponseTurn, node_of
-from weir.serve.sessions import Item, StoredResponse
+from weir.serve.sessions.items import Item
+from weir.serve.sessions.responses import StoredResponse
 
 router = APIRouter()
 

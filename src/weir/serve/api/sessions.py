@@ -19,9 +19,15 @@ from weir.serve.api.openapi import describe_body
 from weir.serve.api.requests import SESSION_NAME, begin_request, check_query, read_body, read_chunks
 from weir.serve.api.schemas.base import Strict
 from weir.serve.api.sse import EventStream
-from weir.serve.engine import Busy
-from weir.serve.sessions import DISK_FULL, NameTaken, SessionSummary, StorageFull, TurnRecord
+from weir.serve.engine.scheduler import Busy
 from weir.serve.sessions.manager import HeldByConversation, UnknownSession
+from weir.serve.sessions.records import (
+    DISK_FULL,
+    NameTaken,
+    SessionSummary,
+    StorageFull,
+    TurnRecord,
+)
 
 FILE = "application/octet-stream"
 CHUNK = 2**18

@@ -29,9 +29,10 @@ from weir.serve.api import Keys, log_json, make_app
 from weir.serve.client import EngineClient
 from weir.serve.cluster.shared_turns import SharedTurns
 from weir.serve.cluster.storage import open_storage
-from weir.serve.engine import Engine
+from weir.serve.engine.engine import Engine
 from weir.serve.limits import Limits
-from weir.serve.sessions import RowFormat, SessionStore
+from weir.serve.sessions.snapshot import RowFormat
+from weir.serve.sessions.store import SessionStore
 
 LOCAL = "local"
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"

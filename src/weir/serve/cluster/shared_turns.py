@@ -26,20 +26,18 @@ from weir.cache import RowState
 from weir.errors import WeirError
 from weir.serve.cluster.storage import Storage
 from weir.serve.messages import Message
-from weir.serve.sessions import (
+from weir.serve.sessions.records import (
     NOT_KEPT,
     Checkpoint,
     NameTaken,
-    RowFormat,
     SessionSummary,
     Turn,
     TurnRecord,
-    TurnTables,
     TurnTokens,
-    decode_checkpoint,
-    encode_checkpoint,
     find_path,
 )
+from weir.serve.sessions.snapshot import RowFormat, decode_checkpoint, encode_checkpoint
+from weir.serve.sessions.turn_tables import TurnTables
 
 KEPT = 8
 """The newest turns of a session, which are kept."""

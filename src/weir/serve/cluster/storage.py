@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from weir.errors import WeirError
-from weir.serve.sessions import free_bytes, refusal
+from weir.serve.sessions.snapshot_folder import free_bytes, refusal
 
 
 def open_storage(place: str) -> Storage:

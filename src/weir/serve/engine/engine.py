@@ -26,7 +26,8 @@ from weir.pools import Marks
 from weir.serve.engine.sampler import SampledToken, sample
 from weir.serve.engine.scheduler import Scheduler
 from weir.serve.engine.sequence import Sequence, Stage
-from weir.serve.sessions import Checkpoint, SessionStore
+from weir.serve.sessions.records import Checkpoint
+from weir.serve.sessions.store import SessionStore
 
 PREFILL_CHUNK = 256
 """Tokens of prompts that are read between two decode calls."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from weir.cache import RowState
 from weir.serve.engine.sampler import SampledToken, Sampler
-from weir.serve.sessions import TurnRecord
+from weir.serve.sessions.records import TurnRecord
 
 
 class Stage(enum.Enum):

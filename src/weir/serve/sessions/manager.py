@@ -13,7 +13,8 @@ from functools import cached_property
 from pathlib import Path
 
 from weir.errors import WeirError
-from weir.serve.engine import Busy, Engine
+from weir.serve.engine.engine import Engine
+from weir.serve.engine.scheduler import Busy
 from weir.serve.limits import Limits
 from weir.serve.sessions.archive import read_archive, write_archive
 from weir.serve.sessions.records import Checkpoint, SessionSummary, Turn, TurnRecord, find_path

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, Discriminator, Field, StringConstraints, Tag, model_validator
 
 from weir.serve.api.schemas.base import Arguments, Lenient, ListOf, Name, Strict, unsupported
-from weir.serve.tools import Tool
+from weir.serve.tools.formats import Tool
 from weir.serve.tools.grammar import CallMode
 
 Description = Annotated[str, StringConstraints(max_length=65_536)]

@@ -28,7 +28,7 @@ from weir.serve.api.schemas.formats import (
     ToolOffer,
 )
 from weir.serve.messages import Call, StrayResult
-from weir.serve.sessions import Item, call_item, input_item, new_id, result_item
+from weir.serve.sessions.items import Item, call_item, input_item, new_id, result_item
 
 Metadata = Annotated[
     dict[
