@@ -98,24 +98,13 @@ class CommandGroup(_QuickHelp, TyperGroup):
     """A command that has subcommands."""
 
 
-def command(
-    name: str | None = None, *, words: str | None = None
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Declare a function as a command, with typer's options.
-
-    `words` is the help's name for positional words, which the command finds in the `args` of its
-    context. Arguments declared to typer would make typer import pydantic.
-    """
+def command(name: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare a function as a command, with typer's options."""
 
     def declare(function: Callable[..., Any]) -> Callable[..., Any]:
         key = name or function.__name__
         made = _made[key] = typer.Typer(**PLAIN)
-        return made.command(
-            key,
-            cls=Command,
-            context_settings={"allow_extra_args": words is not None},
-            options_metavar="[OPTIONS]" if words is None else f"[OPTIONS] {words}",
-        )(function)
+        return made.command(key, cls=Command)(function)
 
     return declare
 

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
@@ -29,7 +30,7 @@ from weir.serve.engine.output import (
     OutputQueue,
     TokenEvent,
 )
-from weir.serve.engine.sampler import Constraint, Sampler, SamplingParams
+from weir.serve.engine.sampler import Sampler, SamplingParams
 from weir.serve.engine.scheduler import Busy
 from weir.serve.engine.sequence import Sequence, Stage
 from weir.serve.limits import Limits
@@ -41,6 +42,9 @@ from weir.serve.sessions.responses import ResponseStore
 from weir.serve.tools.formats import Tool
 from weir.serve.tools.parser import CallParser, join_parts
 from weir.stream import Detokenizer
+
+if TYPE_CHECKING:
+    from weir.serve.structured import GrammarConstraint
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class GenerationRequest:
     max_tokens: int
     stops: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()
-    constraint: Callable[[], Constraint] | None = None
+    constraint: Callable[[], GrammarConstraint] | None = None
     tools: tuple[Tool, ...] = ()
     calls_only: bool = False
 

@@ -13,9 +13,7 @@ from weir.cache import size_of
 from weir.errors import WeirError
 from weir.models import default_device, free_memory, skeleton
 from weir.policies import Policy
-
-DEFAULT_KEPT = 256
-"""Checkpoints that are kept in memory by default, if so many fit."""
+from weir.serve.sessions.store import DEFAULT_KEPT
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ class GrammarCompiler:
 
 
 class GrammarConstraint:
-    """The constraint of one answer (`weir.serve.engine.Constraint`).
+    """The grammar that one answer is held to, token by token.
 
     Args:
         matcher: of the grammar, at its start; it is copied.

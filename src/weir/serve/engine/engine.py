@@ -197,8 +197,8 @@ class Engine:
         """How busy the engine is."""
         with self._changed:
             plan = self.scheduler
-            counts = [len(each) for each in (plan.running, plan.resting, plan.waiting)]
-            return EngineLoad(plan.rows, *counts, self._seen, self._calls)
+            busy, resting, waiting = map(len, (plan.running, plan.resting, plan.waiting))
+            return EngineLoad(plan.rows, busy, resting, waiting, self._seen, self._calls)
 
     # --- in the engine's thread
 

@@ -10,13 +10,16 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from weir.errors import WeirError
 from weir.stream import RepetitionPenalty, Sampling
+
+if TYPE_CHECKING:
+    from weir.serve.structured import GrammarConstraint
 
 LOGITS_AT_ONCE = 2**17
 """Logits drawn from together; copies of more do not fit into a processor's cache."""
@@ -29,20 +32,6 @@ class SampledToken:
     id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
-
-
-class Constraint(Protocol):
-    """The format that an answer is held to, token by token; a JSON schema, for example."""
-
-    @property
-    def done(self) -> bool:
-        """Whether the answer is complete and nothing more may come."""
-
-    def allow(self, logits: Tensor) -> Tensor:
-        """The logits [vocabulary] with -inf for what may not come next; may work in place."""
-
-    def accept(self, token: int) -> None:
-        """Advance by a token that was sampled."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +63,7 @@ class Sampler:
         self,
         params: SamplingParams,
         prompt_ids: tuple[int, ...] = (),
-        constraint: Constraint | None = None,
+        constraint: GrammarConstraint | None = None,
     ) -> None:
         self.params = params
         self.constraint = constraint

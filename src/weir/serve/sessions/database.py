@@ -113,6 +113,12 @@ class Database:
         return next(iter(self.query(query, *values)), None)
 
 
+def insert(db: sqlite3.Connection, table: str, **values: Any) -> None:
+    """Insert a row, given by the names of its columns."""
+    names, marks = ", ".join(values), ", ".join("?" * len(values))
+    db.execute(f"INSERT INTO {table} ({names}) VALUES ({marks})", tuple(values.values()))
+
+
 def _connected(path: Path | str) -> sqlite3.Connection:
     found = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
     found.row_factory = sqlite3.Row

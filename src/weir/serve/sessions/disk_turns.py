@@ -48,8 +48,6 @@ class DiskTurns(TurnTables):
     unit = "bytes"
 
     def __init__(self, folder: Path, row_format: RowFormat, limit: int | None = None) -> None:
-        if limit is not None and limit < 1:
-            raise WeirError(f"a store may have one byte or more, not {limit}")
         self.folder = folder
         self.row_format = row_format
         self.scratch = folder / "moving"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weir.serve.sessions.database import Database
+from weir.serve.sessions.database import Database, insert
 from weir.serve.sessions.items import Item, new_id
 from weir.serve.sessions.records import DISK_FULL, StorageFull
 from weir.serve.sessions.snapshot_folder import free_bytes
@@ -125,20 +125,9 @@ class ResponseStore:
     ) -> None:
         """Save a response, and items that its conversation, if any, does not have yet."""
         with self._tables.writing() as db:
-            written = json.dumps(response.input), json.dumps(response.body)
-            db.execute(
-                "INSERT INTO responses (id, owner, session, previous, instructions, input, body, "
-                "bytes) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                (
-                    response.id,
-                    owner,
-                    response.session,
-                    response.previous,
-                    response.instructions,
-                    *written,
-                    sum(map(len, written)) + OVERHEAD,
-                ),
-            )
+            written = {"input": json.dumps(response.input), "body": json.dumps(response.body)}
+            size = sum(map(len, written.values())) + OVERHEAD
+            insert(db, "responses", **(vars(response) | written), owner=owner, bytes=size)
             self._trim(db, "responses", owner)
             if conversation is not None:
                 self._append(db, owner, conversation, items)
@@ -287,10 +276,8 @@ class ResponseStore:
         )
         for item in items:
             written = json.dumps(item)
-            db.execute(
-                "INSERT INTO items (id, owner, conversation, body, bytes) VALUES (?, ?, ?, ?, ?)",
-                (item["id"], owner, conversation, written, len(written) + OVERHEAD),
-            )
+            facts = {"id": item["id"], "owner": owner, "conversation": conversation}
+            insert(db, "items", **facts, body=written, bytes=len(written) + OVERHEAD)
         self._trim(db, "items", owner)
 
     def _trim(self, db: sqlite3.Connection, table: str, owner: str) -> None:

@@ -34,7 +34,7 @@ from weir.serve.sessions.turn_tables import TurnTables
 
 _log = logging.getLogger(__name__)
 DEFAULT_KEPT = 256
-"""Turns kept in memory, where nothing else is said and there is no folder."""
+"""Turns that are kept in memory by default, if so many fit."""
 
 
 class SessionStore:
@@ -58,8 +58,6 @@ class SessionStore:
         self.place = place or self._memory
         # The newest turns are in the last.
         self._places = [self._memory] if place is None else [place, self._memory]
-        if queue < 1:
-            raise WeirError(f"one turn or more may wait to be written, not {queue}")
         # The thread writes turns in the order they come.
         self._writer = None if place is None else ThreadPoolExecutor(1, "weir-store")
         self._room_to_wait = threading.BoundedSemaphore(queue)

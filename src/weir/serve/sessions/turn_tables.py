@@ -17,7 +17,7 @@ from typing import Any
 
 from weir.errors import WeirError
 from weir.serve.messages import Message
-from weir.serve.sessions.database import Database
+from weir.serve.sessions.database import Database, insert
 from weir.serve.sessions.records import (
     NOT_KEPT,
     Checkpoint,
@@ -303,22 +303,10 @@ class TurnTables:
             "INSERT INTO nodes VALUES (?, ?, ?, ?, ?, ?)",
             (node, *snapshot, pending, self._touch(node)),
         )
-        db.execute(
-            f"INSERT INTO records ({_RECORD}, topic) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                node,
-                record.owner,
-                record.parent,
-                record.chain,
-                json.dumps([message.to_json() for message in record.messages]),
-                record.last,
-                record.seen,
-                json.dumps(record.usage),
-                record.created,
-                record.ids,
-                record.topic,
-            ),
-        )
+        facts = {name: getattr(record, name) for name in _RECORD.split(", ")}
+        facts["messages"] = json.dumps([message.to_json() for message in record.messages])
+        facts["usage"] = json.dumps(record.usage)
+        insert(db, "records", **facts, topic=record.topic)
         db.execute(_JOIN, (record.owner, record.session, node))
 
     def remove(
