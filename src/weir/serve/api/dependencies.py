@@ -1,23 +1,31 @@
-"""Dependencies of routes: the owner of a request by its key, the engine's client, a page of a list.
+"""What routes share: the owner of a request by its key, the engine's client, work in a thread, and
+a page of a list.
 
 Of keys only hashes are known, and they are compared in constant time.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from fastapi import Depends, Query, Request
 
 from weir.errors import WeirError
-from weir.serve.api.errors import APIError, not_found
+from weir.serve.api.errors import APIError, not_found, rate_limited, storage_full
 from weir.serve.client import EngineClient
+from weir.serve.engine.scheduler import Busy
 from weir.serve.sessions.items import Item
+from weir.serve.sessions.manager import HeldByConversation, UnknownSession
+from weir.serve.sessions.records import NameTaken, StorageFull
+from weir.stream import PromptTooLong
+
+Result = TypeVar("Result")
 
 
 class Keys:
@@ -85,6 +93,36 @@ async def find_client(request: Request) -> EngineClient:
 
 Owner = Annotated[str, Depends(authorize)]
 Client = Annotated[EngineClient, Depends(find_client)]
+
+
+async def look_up(what: str, find: Callable[..., Result | None], *given: Any) -> Result:
+    """Look something up in a thread."""
+    found = await asyncio.to_thread(find, *given)
+    if found is None:
+        raise not_found(what)
+    return found
+
+
+async def run_in_thread(
+    work: Callable[..., Result], *given: Any, param: str | None = None
+) -> Result:
+    """Run work in a thread; a WeirError of it is about the request, or its field `param`."""
+    try:
+        return await asyncio.to_thread(work, *given)
+    except UnknownSession as error:
+        raise not_found(str(error).rpartition(" ")[2]) from None
+    except Busy as error:
+        raise rate_limited(str(error)) from None
+    except NameTaken as error:
+        raise APIError(409, str(error), code="already_exists", param="id") from None
+    except HeldByConversation as error:
+        raise APIError(409, str(error), code="is_conversation") from None
+    except StorageFull:
+        raise storage_full() from None
+    except PromptTooLong as error:
+        raise APIError(400, str(error), param=param, code="prompt_too_long") from None
+    except WeirError as error:
+        raise APIError(400, str(error), param=param) from None
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from weir.errors import NotFiniteError, WeirError
+from weir.serve.api.dependencies import run_in_thread
 from weir.serve.api.errors import (
     APIError,
     rate_limited,
@@ -29,9 +30,8 @@ from weir.serve.engine.engine import Cancelled
 from weir.serve.engine.output import FinishEvent, TokenEvent
 from weir.serve.engine.scheduler import Busy
 from weir.serve.prompts import Prompt
-from weir.serve.sessions.records import DISK_FULL, StorageFull
+from weir.serve.sessions.records import StorageFull
 from weir.serve.structured import BadSchema
-from weir.stream import PromptTooLong
 
 ATTEMPTS = 3
 """Times that a request is started, if the turn that it continues is dropped while it waits."""
@@ -112,7 +112,7 @@ async def start(http: Request, request: GenerationRequest, param: str) -> Genera
     loop = asyncio.get_running_loop()
     began = loop.time()
     for attempt in range(1, ATTEMPTS + 1):
-        prompt = await _find_prompt(client, request, param)
+        prompt = await run_in_thread(client.match, request, param=param)
         try:
             generation = client.generate(request, prompt, loop)
         except Busy:
@@ -140,18 +140,6 @@ async def start(http: Request, request: GenerationRequest, param: str) -> Genera
     metrics.first.observe(loop.time() - began)
     add_log_fields(http.scope, read=read, cached=cached)
     return generation
-
-
-async def _find_prompt(client: EngineClient, request: GenerationRequest, param: str) -> Prompt:
-    """Find the prompt in a thread."""
-    try:
-        return await asyncio.to_thread(client.match, request)
-    except PromptTooLong as error:
-        raise APIError(400, str(error), param=param, code="prompt_too_long") from None
-    except StorageFull as error:
-        raise storage_full(str(error)) from None
-    except WeirError as error:
-        raise APIError(400, str(error), param=param) from None
 
 
 async def send(
@@ -244,7 +232,7 @@ def to_api_error(error: Exception) -> APIError:
         return APIError(400, str(error), code="invalid_json_schema")
     LOG.error("turn failed", exc_info=error)
     if isinstance(error, StorageFull):
-        return storage_full(DISK_FULL)
+        return storage_full()
     if isinstance(error, NotFiniteError):
         return server_error(str(error))
     return server_error()

@@ -15,7 +15,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from weir.errors import WeirError
-from weir.serve.api.dependencies import Client, Owner, PageQuery
+from weir.serve.api.dependencies import Client, Owner, PageQuery, look_up, run_in_thread
 from weir.serve.api.errors import APIError, server_error
 from weir.serve.api.generation import Events, Renderer, make_request, send, start, usage_of
 from weir.serve.api.logprobs import LogprobFormatter
@@ -26,7 +26,6 @@ from weir.serve.api.output_format import add_constraint, check_tools
 from weir.serve.api.output_items import ItemEvent, OutputItems
 from weir.serve.api.requests import SESSION_HEADER, named_session, read_body, work_on_body
 from weir.serve.api.schemas.responses import ResponseBody, result_param
-from weir.serve.api.sessions import look_up, run_in_thread
 from weir.serve.api.sse import DONE, encode_event
 from weir.serve.client import EngineClient, Generation
 from weir.serve.messages import StrayResult
