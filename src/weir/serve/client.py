@@ -334,11 +334,6 @@ class EngineClient:
         for sequence in generation.sequences:
             self.engine.cancel(sequence)
 
-    def is_dropped(self, prompt: Prompt) -> bool:
-        """Whether the turn that a prompt continues is not kept any more."""
-        parent = prompt.parent
-        return parent is not None and self.store.find_turn(prompt.owner, parent.node) is None
-
     def running_sequence(self, owner: str, session: str) -> Sequence | None:
         """A sequence of a session that has a row now."""
         with self._lock:

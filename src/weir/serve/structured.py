@@ -52,7 +52,8 @@ MAX_PATTERN = 2000
 MAX_MULTIPLE = 2000
 """The least common multiple of the digits of all `multipleOf`."""
 
-_TIMES = re.compile(r"\{(\d*),?(\d*)\}")
+_PARTS = re.compile(r"\{(\d*),?(\d*)\}|\[\^?\]?(?:\\.|[^\]\\])*\]?|\\?.", re.DOTALL)
+"""Parts of a pattern: the times that one is repeated, a class of characters, or a character."""
 
 
 class BadSchema(WeirError):
@@ -242,35 +243,16 @@ def _weight(pattern: str) -> int:
     An unbounded repetition counts once, since it needs no copies.
     """
     open_groups, group, last = [], 0, 0  # weights: of outer groups, this group, its last part
-    at = 0
-    while at < len(pattern):
-        char = pattern[at]
-        times = _TIMES.match(pattern, at)
-        if times:
-            often = max((int(number[:9]) for number in times.groups() if number), default=1)
+    for part in _PARTS.finditer(pattern):
+        if part.lastindex:
+            often = max((int(number[:9]) for number in part.groups() if number), default=1)
             group += last * (max(often, 1) - 1)
             last *= max(often, 1)
-            at = times.end()
-            continue
-        if char == "(":
+        elif part[0] == "(":
             open_groups.append(group)
             group = last = 0
-        elif char == ")":
+        elif part[0] == ")":
             last, group = group, group + (open_groups.pop() if open_groups else 0)
-        elif char == "[":
-            at = _end_of_class(pattern, at)
-            last, group = 1, group + 1
         else:
-            at += char == "\\"
             last, group = 1, group + 1
-        at += 1
     return group + sum(open_groups)
-
-
-def _end_of_class(pattern: str, at: int) -> int:
-    """The index of the `]` that ends a character class starting here."""
-    end = at + 1 + pattern.startswith("[^", at)
-    end += pattern.startswith("]", end)
-    while end < len(pattern) and pattern[end] != "]":
-        end += 1 + (pattern[end] == "\\")
-    return end

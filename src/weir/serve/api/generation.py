@@ -129,7 +129,9 @@ async def start(http: Request, request: GenerationRequest, param: str) -> Genera
             raise
         if error is None:
             break
-        if attempt < ATTEMPTS and client.is_dropped(prompt):
+        parent = prompt.parent
+        dropped = parent is not None and client.store.find_turn(prompt.owner, parent.node) is None
+        if attempt < ATTEMPTS and dropped:
             generation.close()
             continue
         _close(generation, metrics)

@@ -219,9 +219,11 @@ class SharedTurns(TurnTables):
 
     def _read_record(self, folder: str, name: str) -> TurnRecord | None:
         """Read the record of a turn; None if it was just deleted, or cannot be read."""
-        data = self._storage.read(f"{folder}/{name}.json")
         try:
-            return None if data is None else _record_from_json(data)
+            values = json.loads(self._storage.read(f"{folder}/{name}.json") or b"")
+            values["messages"] = tuple(Message.from_json(kept) for kept in values["messages"])
+            values["ids"] = bytes.fromhex(values["ids"])
+            return TurnRecord(**values)
         except (ValueError, TypeError, LookupError):
             return None
 
@@ -259,10 +261,3 @@ def _hash(*parts: str) -> str:
 def _record_to_json(record: TurnRecord) -> bytes:
     values = {**vars(record), "messages": [message.to_json() for message in record.messages]}
     return json.dumps({**values, "ids": record.ids.hex()}).encode()
-
-
-def _record_from_json(data: bytes) -> TurnRecord:
-    values = json.loads(data)
-    values["messages"] = tuple(Message.from_json(kept) for kept in values["messages"])
-    values["ids"] = bytes.fromhex(values["ids"])
-    return TurnRecord(**values)
