@@ -66,13 +66,11 @@ _PARAMETER = re.compile(r" {4}(\w+(?:, \w+)*): (.+)")
 
 @dataclass(frozen=True)
 class Entry:
-    """A list entry: a named policy or a pool.
+    """A list entry: a named policy or a pool, which has no paper and no default pipe.
 
     Attributes:
         parameters: parameters with their defaults, as they are written in a policy.
         about: the first paragraph of the docstring, in one line.
-        paper: source of a policy; None for a pool.
-        pipe: a policy's default pipe; None for a pool, and for a policy that is not a pipe.
         explains: the docstring's sentences about parameters, by parameter.
     """
 

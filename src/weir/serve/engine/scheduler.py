@@ -62,11 +62,7 @@ class Scheduler:
         """Give a row to the next sequence of the owner served longest ago.
 
         The row is one that stands where the sequence starts, a free one, or the one at rest
-        longest.
-
-        Returns:
-            The sequence, and whether its row stands where it starts; None if nobody waits or all
-            rows are busy.
+        longest. Returns whether it stands there, too; None if nobody waits or all rows are busy.
         """
         if not self.waiting or len(self.running) == self.rows:
             return None
