@@ -1,6 +1,12 @@
 """Optional kernels that are faster than their readable references, and which one is taken."""
 
-from weir.kernels.compiled_ops import dot_products, materialize, register_operator, weighted_sums
+from weir.kernels.compiled_ops import (
+    dot_products,
+    materialize,
+    register_kernel,
+    register_operator,
+    weighted_sums,
+)
 from weir.kernels.dispatch import (
     BLOCK,
     PANEL,

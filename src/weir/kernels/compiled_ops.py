@@ -70,6 +70,20 @@ def register_operator(
     return getattr(torch.ops.weir, name)
 
 
+def register_kernel(
+    name: str, signature: str, function: Callable[..., Tensor], like: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
+    """Register a kernel of the CPU as an operator that compiled programs call; arguments as for
+    `register_operator`.
+    """
+    # Not `torch.library.custom_op`: its checks take as long as a small product, in every call.
+    torch.library.define(f"weir::{name}", signature)
+    torch.library.impl(f"weir::{name}", "CPU", function)
+    torch.library.register_fake(f"weir::{name}", like)
+    made: Callable[..., Tensor] = getattr(torch.ops.weir, name).default
+    return made
+
+
 def _needs_shape_only(t: Tensor) -> bool:
     """Whether PyTorch asks only for the answer's shape, as it does while it reads a model."""
     return (

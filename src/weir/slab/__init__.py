@@ -3,6 +3,7 @@
 from weir.slab.attention import (
     AttentionParams,
     AttentionResult,
+    attend_in_loops,
     attention_mass,
     attention_shares,
     attention_softmax,
@@ -11,8 +12,8 @@ from weir.slab.attention import (
     fused_attention,
     split_weights,
     two_weight_attention,
+    uses_loops,
 )
-from weir.slab.compiled_attention import attend_in_loops, uses_loops
 from weir.slab.positions import (
     Alibi,
     LayerPositions,

@@ -19,7 +19,6 @@ from weir.slab import (
     AttentionParams,
     QuantizedStorage,
     Slab,
-    attend_in_loops,
     compute_attention,
     fused_attention,
     merge_groups,
@@ -192,5 +191,5 @@ _ATTEND_EXACT = register_operator(
     "float? softcap, int unasked, int? window, bool looped) -> Tensor",
     _attend_exact,
     lambda queries, keys, values, *_: values.new_empty(*queries.shape[:3], values.shape[3]),
-    *(fused_attention, attend_in_loops, put_lines),
+    *(fused_attention, put_lines),
 )
