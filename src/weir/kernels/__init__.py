@@ -4,7 +4,6 @@ from weir.kernels.compiled_ops import (
     dot_products,
     materialize,
     register_kernel,
-    register_operator,
     weighted_sums,
 )
 from weir.kernels.dispatch import (

@@ -184,8 +184,7 @@ class _LinearPatch(MethodPatch):
         if torch.compiler.is_compiling():
             weight = self._held.get("weight")
             if type(weight) is nn.Parameter:  # a quantized weight has another type
-                compiled: Tensor = _CHOSEN(input, weight, self._held["bias"], self._taken)
-                return compiled
+                return _chosen(input, weight, self._held["bias"], self._taken)
         out: Tensor = super().__call__(input)
         return out
 
@@ -286,12 +285,6 @@ def _like(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-_CHOSEN = kernels.register_operator(
-    "chosen",
-    "(Tensor x, Tensor weight, Tensor? bias, int taken) -> Tensor",
-    _chosen,
-    _like,
-)
 _by_kernel = kernels.register_kernel(
     "linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _kernel, _like
 )

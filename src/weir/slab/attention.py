@@ -288,10 +288,10 @@ SHARING = 8
 """Most query heads of a KV head for loops: as many sums as fit into registers."""
 
 
-def uses_loops(queries: Tensor, kv_heads: int) -> bool:
-    """Return whether queries [batch, heads, 1, key_dim] are answered by `attend_in_loops`."""
+def uses_loops(queries: Tensor) -> bool:
+    """Return whether queries of a compiled step are answered by `attend_in_loops`."""
     compiling: bool = torch.compiler.is_compiling()
-    return compiling and queries.device.type == "cpu" and queries.shape[1] <= SHARING * kv_heads
+    return compiling and queries.device.type == "cpu" and queries.shape[2] <= SHARING
 
 
 def attend_in_loops(
