@@ -42,24 +42,28 @@ class OutOfBounds(Exception):
 
 
 class Account:
-    """What one rendering may still make."""
+    """What one rendering may make: characters, and entries of lists.
+
+    Attributes:
+        left: what it may still make.
+    """
 
     def __init__(self, most: int) -> None:
-        self.most = most
-        self._left = most
+        self.most = self.left = most
 
     def take(self, made: float) -> None:
-        """Count characters or entries that were made."""
-        self.foresee(made)
-        self._left -= int(made)
-
-    def foresee(self, made: float) -> None:
-        """Check whether so many may be made; OutOfBounds if not."""
-        if made > self._left:
+        """Count what is made, before or after; OutOfBounds if that is too much."""
+        self.left -= int(min(made, self.left + 1))
+        if self.left < 0:
             raise OutOfBounds(
                 f"takes too much memory: it was stopped at {self.most:,} characters; give the "
                 "model another"
             )
+
+    def foresee(self, made: float) -> None:
+        """Check whether so much may be made, without counting it; OutOfBounds if not."""
+        if made > self.left:
+            self.take(made)
 
 
 _account: ContextVar[Account | None] = ContextVar("account", default=None)
@@ -207,12 +211,21 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             return "".join(texts)
         parts = []
         for text in texts:
-            account.take(len(text))
+            account.left -= len(text)
+            if account.left < 0:
+                account.take(1)
             parts.append(text)
         return "".join(parts)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Calculate, unless that makes too much."""
+        account = _account.get()
+        if operator == "+" and type(left) is type(right) is str:  # a trace makes calls slow
+            if account is not None:
+                account.left -= len(left) + len(right)
+                if account.left < 0:
+                    account.take(1)
+            return left + right
         _foresee(operator, (left, right))
         return self.count(super().call_binop(context, operator, left, right))
 
