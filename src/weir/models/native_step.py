@@ -125,7 +125,7 @@ class NativeStep:
                 self._refused.add(key)
                 return None
         hidden = program.run(self._embedded(given), rows)
-        if not program.proved and program.sizes not in self._proved:
+        if program.sizes not in self._proved:
             output = usual()
             if not is_near(hidden, output.last_hidden_state, min(0.25, GROWTH * program.roundings)):
                 self._refused.add((batch, *(len(slab) for slab in rows.slabs)))
@@ -133,7 +133,6 @@ class NativeStep:
             self._proved.add(program.sizes)
             rows.stack.program = program
             return output
-        program.proved = True
         rows.stack.program = program
         rows.largest = program.largest.amax(2)
         return BaseModelOutputWithPast(
@@ -209,15 +208,11 @@ class _StepProgram:
     Attributes:
         largest: the largest absolute key or value of each layer, row and head in the last step.
         sizes: what tells it from others that need a proof of their own.
-        proved: whether there is that proof; to look for `sizes` at every step takes a tenth of a
-            millisecond.
         roundings: by how much of itself the hidden state may be off, if errors do not grow.
 
     Raises:
         Unknown: no table can be made.
     """
-
-    proved = False
 
     def __init__(
         self, decoder: Any, attentions: Sequence[nn.Module], watch: _Watch, rows: Any
