@@ -87,6 +87,7 @@ def quantize_weights(model: PreTrainedModel, weights: str, path: Path | None = N
             put_stored_blocks(model, list(bits), check_stored(path, str(model.config.name_or_path)))
         else:
             put_blocks(model, list(bits), weights)
+        move_to_huge_pages([t for t in model.buffers() if t.is_cpu and t.is_contiguous()])
         run_mlps_whole(model)
         warn_without_kernel(model)
     else:
