@@ -161,9 +161,12 @@ def test_an_answer_without_words_is_not_judged():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Babi("qa1.txt", length=10), "length=100 or more"),
+        (lambda: Babi("qa1.txt", length=10), "length of babi must be a whole number from 100 on"),
         (lambda: Loop(tokens=300), "multiple of 250"),
-        (lambda: MTBench("bench.jsonl", samples=2), "samples=4 or more"),
+        (
+            lambda: MTBench("bench.jsonl", samples=2),
+            "samples of mtbench must be a whole number from 4 on",
+        ),
     ],
 )
 def test_what_cannot_be_asked_is_refused(make, said):
