@@ -87,6 +87,7 @@ def quantize_weights(model: PreTrainedModel, weights: str, path: Path | None = N
             put_stored_blocks(model, list(bits), check_stored(path, str(model.config.name_or_path)))
         else:
             put_blocks(model, list(bits), weights)
+        move_to_huge_pages([t for t in model.buffers() if t.is_cpu and t.is_contiguous()])
         run_mlps_whole(model)
         warn_without_kernel(model)
     else:
@@ -94,6 +95,10 @@ def quantize_weights(model: PreTrainedModel, weights: str, path: Path | None = N
     model.register_load_state_dict_pre_hook(_refuse_plain_weights)
     model.config.tie_word_embeddings = False
     model.requires_grad_(False)
+    for parameter in model.parameters():
+        if type(parameter) is nn.Parameter and parameter.ndim == 1:
+            # Norms and biases lie in the mapped file, and would keep all of it in memory.
+            parameter.data = parameter.data.clone()
 
 
 def _quantize_by_torchao(model: PreTrainedModel, bits: dict[str, int]) -> None:
