@@ -378,8 +378,8 @@ def test_nobodys_prompt_stops_the_answers_of_others():
 
 def test_clients_take_turns():
     served = engine(rows=1)
-    greedy = [turn(f"a{n}", words(n, 3), limit=2, owner="a") for n in range(4)]
-    modest = turn("b", words(9, 3), limit=2, owner="b")
+    greedy = [turn(f"a{n}", words(n, 3), limit=2, holder="a") for n in range(4)]
+    modest = turn("b", words(9, 3), limit=2, holder="b")
     for each in (*greedy, modest):
         served.submit(each)
     order = []
@@ -458,7 +458,7 @@ class Sessions(RuleBasedStateMachine):
         self.count += 1
         ids = words(seed, length)
         history = [*(self.nodes[start] if start else []), (ids, limit)]
-        each = turn(f"n{self.count}", ids, start=start, limit=limit, owner=str(seed % 2))
+        each = turn(f"n{self.count}", ids, start=start, limit=limit, holder=str(seed % 2))
         self.engine.submit(each)
         self.under_way.append((each, history))
 

@@ -216,6 +216,7 @@ def serve(
             store,
             chunk=chunk,
             queue=limits.queue,
+            shared=len(accepted) > 1,
             deterministic=deterministic,
         )
         if compiled:

@@ -246,12 +246,17 @@ class EngineClient:
         return prompt
 
     def generate(
-        self, request: GenerationRequest, prompt: Prompt, loop: asyncio.AbstractEventLoop
+        self,
+        request: GenerationRequest,
+        prompt: Prompt,
+        loop: asyncio.AbstractEventLoop,
+        holder: str = "",
     ) -> Generation:
         """Submit a request to the engine.
 
         Args:
             prompt: from `match`.
+            holder: whose turn it takes (`Sequence.holder`).
 
         Raises:
             Busy: the engine's queue is full.
@@ -259,7 +264,7 @@ class EngineClient:
         """
         answers = range(len(request.sampling))
         queue = OutputQueue(loop, self.limits.unread * len(answers))
-        sequences = [self._sequence(request, prompt, answer, queue) for answer in answers]
+        sequences = [self._sequence(request, prompt, answer, queue, holder) for answer in answers]
         sequences[0].forks = sequences[1:]
         generation = Generation(request, prompt, sequences, queue, self, set(answers))
         with self._lock:
@@ -274,7 +279,12 @@ class EngineClient:
         return generation
 
     def _sequence(
-        self, request: GenerationRequest, prompt: Prompt, answer: int, queue: OutputQueue
+        self,
+        request: GenerationRequest,
+        prompt: Prompt,
+        answer: int,
+        queue: OutputQueue,
+        holder: str,
     ) -> Sequence:
         """The sequence of one of the answers, with its output processor."""
         special = self.renderer.call_tokens.values() if request.tools else ()
@@ -295,7 +305,7 @@ class EngineClient:
             stop_ids=request.stop_ids,
             sampler=Sampler(request.sampling[answer], tuple(prompt.ids), constraint),
             listener=processor,
-            owner=prompt.owner,
+            holder=holder,
             beginning=prompt.beginning,
             header=prompt.header,
             record=None if prompt.session is None else partial(self._record, request, prompt),

@@ -119,7 +119,7 @@ async def start(http: Request, request: GenerationRequest, param: str) -> Genera
     for attempt in range(1, ATTEMPTS + 1):
         prompt = await _find_prompt(client, request, param)
         try:
-            generation = client.generate(request, prompt, loop)
+            generation = client.generate(request, prompt, loop, http.state.holder)
         except Busy:
             raise rate_limited("too many requests wait for a row") from None
         except WeirError:

@@ -84,6 +84,7 @@ class Replica:
             store,
             chunk=settings.chunk,
             queue=settings.limits.queue,
+            shared=len(settings.keys) > 1,
             deterministic=settings.deterministic,
         )
         self._client = EngineClient(

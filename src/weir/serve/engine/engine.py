@@ -149,6 +149,7 @@ class Engine:
     Args:
         chunk: tokens between two folds; None for what the policy was measured with, or 64.
         prefill_chunk: tokens of prompts that are read between two decode calls.
+        shared: one client may have a share of the rows and of the queue only.
         deterministic: an answer does not depend on what else is running: each row is read and
             decoded in calls of its own, since matrix products of other batches may round otherwise.
 
@@ -169,6 +170,7 @@ class Engine:
         chunk: int | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
         queue: int = 64,
+        shared: bool = False,
         deterministic: bool = False,
     ) -> None:
         self.model = model
@@ -176,7 +178,9 @@ class Engine:
         self.store = store
         self.deterministic = deterministic
         self.runner = ModelRunner(model, self.cache)
-        self.scheduler = Scheduler(rows, queue, prefill_chunk, deterministic=deterministic)
+        self.scheduler = Scheduler(
+            rows, queue, prefill_chunk, deterministic=deterministic, shared=shared
+        )
         self.on_step: Callable[[], None] = lambda: None
         self._inspections: dict[Sequence, Future[RowInspection | None]] = {}
         self._seen = self._calls = 0
