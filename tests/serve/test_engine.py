@@ -389,6 +389,24 @@ def test_clients_take_turns():
     assert order.index("b") == 1
 
 
+def test_a_warm_engine_has_run_both_kinds_of_calls_and_holds_nothing(monkeypatch):
+    warm, sizes = engine(), []
+    run = warm.runner.run
+    monkeypatch.setattr(
+        warm.runner, "run", lambda given: sizes.append([*map(len, given.values())]) or run(given)
+    )
+    warm.warm_up()
+    assert sizes == [[5], [1, 1, 1]]
+    assert list(warm.cache.seen) == [0, 0, 0]
+    assert warm.load() == engine().load()
+    told = []
+    for each in (warm, engine()):
+        asked = turn("a", words(1, 12))
+        work(each, asked)
+        told.append(asked.output_ids)
+    assert told[0] == told[1]
+
+
 def test_the_queue_is_bounded_and_a_stopped_engine_takes_no_more():
     served = engine(rows=1, queue=2)
     for node in "abc":  # the first does not wait: a row is free

@@ -219,6 +219,8 @@ def serve(
             shared=len(accepted) > 1,
             deterministic=deterministic,
         )
+        with waiting("reading a first text"):
+            engine.warm_up()
         if compiled:
             compile_or_say(engine)
         client = EngineClient(engine, tokenizer, name or model_name, limits, book)

@@ -87,6 +87,7 @@ class Replica:
             shared=len(settings.keys) > 1,
             deterministic=settings.deterministic,
         )
+        engine.warm_up()
         self._client = EngineClient(
             engine,
             tokenizer,

@@ -187,6 +187,16 @@ class Engine:
         self._stopping = False
         self._changed = threading.Condition()  # guards all of the above, and wakes `run`
 
+    @torch.no_grad()
+    def warm_up(self) -> None:
+        """Read a piece of a prompt and decode a token, before there are sequences.
+
+        What a first call compiles or loads takes seconds, in which everybody would wait.
+        """
+        self.runner.run({0: [0] * self.scheduler.prefill_chunk})
+        self.runner.run({row: [0] for row in range(self.scheduler.rows)})
+        self.cache.reset()
+
     # --- from any thread
 
     def submit(self, sequence: Sequence) -> None:
