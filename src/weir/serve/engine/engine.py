@@ -28,7 +28,7 @@ from weir.serve.engine.scheduler import Scheduler
 from weir.serve.engine.sequence import Sequence, Stage
 from weir.serve.sessions import Checkpoint, SessionStore
 
-PREFILL_CHUNK = 256
+PREFILL_CHUNK = 128
 """Tokens of prompts that are read between two decode calls."""
 GROWTH = 4
 """How many times as many rows the next larger program has: computing a row for nothing costs little
