@@ -218,8 +218,11 @@ def serve(
             store,
             chunk=chunk,
             queue=limits.queue,
+            shared=len(accepted) > 1,
             deterministic=deterministic,
         )
+        with waiting("reading a first text"):
+            engine.warm_up()
         if compiled:
             compile_or_say(engine)
         client = EngineClient(engine, tokenizer, name or model_name, limits, book)
