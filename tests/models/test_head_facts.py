@@ -14,6 +14,7 @@ import weir
 from weir.cache import fit_to_model
 from weir.models import find_head_facts, head_facts, measure_heads
 from weir.policies.weir import LOOKS_UP, SPOILED
+from weir.slab import FORMATS, as_read
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def test_what_is_shipped_is_what_is_measured():
     assert [len(layer) for layer in found.lookup] == [2] * 4
     assert found.lookup[2][0] > 0.9 and sum(map(sum, found.lookup)) < 1.5
     assert torch.tensor(found.lookup).allclose(torch.tensor(shipped.lookup), atol=1e-3)
-    assert found.error == pytest.approx(shipped.error, abs=1e-2) and found.error < SPOILED
+    assert found.shift == pytest.approx(shipped.shift, abs=1e-2) and found.shift < SPOILED
 
 
 def test_scores_are_those_of_the_models_own_attention():
@@ -92,10 +93,10 @@ PAIRS = (1, 4, 9, 20)
 """Pairs of channels that are rotated together."""
 
 
-def spoil(model, factor):
+def spoil(model, factor, layers=slice(None)):
     """Make some channels of all keys so much larger, and those of queries smaller."""
     dim = model.config.head_dim
-    for layer in model.model.layers:
+    for layer in model.model.layers[layers]:
         for projection, times in (
             (layer.self_attn.k_proj, factor),
             (layer.self_attn.q_proj, 1 / factor),
@@ -119,16 +120,50 @@ def test_keys_that_4_bits_would_spoil_get_8(kept):
     assert losses["weir(120, slots=exact)"] == pytest.approx(exact, abs=1e-3)
     assert losses["weir(120)"] == pytest.approx(exact, abs=0.02)
     assert losses["weir(120, slots=int4)"] > exact + 0.1
-    assert find_head_facts(plain).error < SPOILED < find_head_facts(model).error
+    assert find_head_facts(plain).shift < SPOILED < find_head_facts(model).shift
     assert "slots=int8" in str(weir.Stream(model, "weir(120)").policy)
     assert ":int4" in fit_to_model(weir.policy("weir(120, slots=int4)"), model).stands_for
+
+
+@pytest.mark.parametrize("layer", [0, 2, 3])
+def test_one_layer_that_4_bits_would_spoil_is_enough(layer, kept):
+    """Also where it hardly changes what is said about random tokens: 1 to 7 % on a book."""
+    model, _ = weir.load("nano", dtype="bfloat16")
+    spoil(model, 30, slice(layer, layer + 1))
+    assert "slots=int8" in str(weir.Stream(model, "weir(120)").policy)
+
+
+@pytest.mark.parametrize("given", [{}, {"softcap": 2.0}, {"s_aux": torch.tensor([0.5, -1.0])}])
+def test_the_shift_is_the_divergence_of_the_head_that_is_moved_most(given):
+    draw = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 1, 2, 40, 64, generator=draw).unbind()
+    module = torch.nn.Module()
+    module._weir_head_facts = found = {}
+    head_facts._attend(module, query, key, value, None, **given)
+    rounded = as_read(key, FORMATS["int4"].keys)
+    rounded[:, :, :4] = key[:, :, :4]
+
+    def shares(head, place, keys):
+        logits = (keys[0, head, : place + 1] @ query[0, head, place]).double() / 8
+        if "softcap" in given:
+            logits = (logits / given["softcap"]).tanh() * given["softcap"]
+        if "s_aux" in given:
+            logits = torch.cat([logits, given["s_aux"][head, None].double()])
+        return logits.softmax(0)
+
+    def divergence(head, place):
+        exact = shares(head, place, key)
+        return float((exact * (exact / shares(head, place, rounded)).log()).sum())
+
+    wanted = max(sum(divergence(head, place) for place in range(40)) / 40 for head in range(2))
+    assert found[id(module)][1] == pytest.approx(wanted, abs=1e-4)
 
 
 def test_heads_with_an_odd_number_of_channels_get_8_bits(fresh_llama):
     one_head = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 200}
     odd, wide = (fresh_llama(head_dim=dim, **one_head) for dim in (6, 256))
-    assert measure_heads(wide).error < SPOILED
-    assert measure_heads(odd).error < SPOILED
+    assert measure_heads(wide).shift < SPOILED
+    assert measure_heads(odd).shift < SPOILED
 
 
 def test_weir_gives_them_what_the_others_leave():

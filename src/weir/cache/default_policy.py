@@ -119,4 +119,4 @@ def fit_to_model(policy: Policy, model: PreTrainedModel, beside: int = 0) -> Pol
     facts = find_head_facts(model)
     if facts is None:
         return fit_budgets(policy, (), 0.0, most)
-    return fit_budgets(policy, facts.lookup, facts.error, most)
+    return fit_budgets(policy, facts.lookup, facts.shift, most)

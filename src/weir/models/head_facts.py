@@ -52,12 +52,12 @@ class HeadFacts:
 
     Attributes:
         lookup: of each KV head of each layer, how much it looks up earlier tokens, from 0 to 1.
-        error: how far answers of attention are off with keys and values in 4 bits, relative to
-            their size, in the worst layer.
+        shift: by how many nats keys in 4 bits shift attention in the head that bears them worst,
+            the Kullback-Leibler divergence of its shares, averaged over the queries.
     """
 
     lookup: tuple[tuple[float, ...], ...]
-    error: float
+    shift: float
 
 
 _KNOWN: weakref.WeakKeyDictionary[PreTrainedModel, HeadFacts | None] = weakref.WeakKeyDictionary()
@@ -98,7 +98,7 @@ def _read(kept: Any) -> HeadFacts | None:
     """Read the facts of one model from JSON; None where they are none."""
     try:
         lookup = tuple(tuple(float(score) for score in layer) for layer in kept["lookup"])
-        return HeadFacts(lookup, float(kept["error"]))
+        return HeadFacts(lookup, float(kept["shift"]))
     except (LookupError, TypeError, ValueError):
         return None
 
@@ -142,8 +142,8 @@ def measure_heads(model: PreTrainedModel) -> HeadFacts | None:
     held = [layer for layer in layers if layer[1].positions.window is None] or layers
     if any(layer.shares > 1 or id(module) not in found for module, layer in held):
         return None
-    lookup, errors = zip(*(found[id(module)] for module, _ in held), strict=True)
-    return HeadFacts(lookup, max(errors))
+    lookup, shifts = zip(*(found[id(module)] for module, _ in held), strict=True)
+    return HeadFacts(lookup, max(shifts))
 
 
 _FOUND = "_weir_head_facts"
@@ -166,7 +166,8 @@ def _attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     half, group = query.shape[2] // 2, query.shape[1] // key.shape[1]
 
-    def answer(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def shares_of(key: Tensor) -> Tensor:
+        """Shares of attention [1, heads, queries, keys], behind them that of a learned sink."""
         logits = query.float() @ repeat_kv(key, group).float().transpose(2, 3) * scale
         if softcap is not None:
             logits = (logits / softcap).tanh() * softcap
@@ -175,21 +176,19 @@ def _attend(
         if s_aux is not None:
             sink = s_aux.float()[None, :, None, None].expand(*logits.shape[:3], 1)
             logits = torch.cat([logits, sink], dim=3)
-        shares = logits.softmax(dim=-1)[..., : key.shape[2]]
-        return shares, shares.to(value.dtype) @ repeat_kv(value, group)
+        return logits.softmax(dim=-1)
 
-    shares, out = answer(key, value)
+    shares = shares_of(key)
+    out = shares[..., : key.shape[2]].to(value.dtype) @ repeat_kv(value, group)
     largest = shares[0, :, half:, _FIRST:half].unflatten(0, (-1, group)).amax(dim=(1, 2))
-    form, error = FORMATS["int4"], math.inf
+    form, shift = FORMATS["int4"], math.inf
     if form.wrong(key.shape[3], value.shape[3]) is None:
-        held = [
-            torch.cat([t[:, :, :EXACT], as_read(t[:, :, EXACT:], code)], dim=2)
-            for t, code in ((key, form.keys), (value, form.values))
-        ]
-        off = answer(*held)[1].float() - out.float()
-        error = round(float(off.norm() / out.float().norm().clamp_min(1e-30)), 4)
+        rounded = torch.cat([key[:, :, :EXACT], as_read(key[:, :, EXACT:], form.keys)], dim=2)
+        # Both functions count a share of 0 as nothing.
+        nats = -torch.special.entr(shares) - torch.special.xlogy(shares, shares_of(rounded))
+        shift = round(float(nats.sum(-1).mean(-1).max()), 4)
     scores = tuple(round(score, 4) for score in largest.mean(dim=-1).tolist())
-    vars(module)[_FOUND][id(module)] = scores, error
+    vars(module)[_FOUND][id(module)] = scores, shift
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -91,11 +91,13 @@ def test_distinct_runs_are_counted():
 
 def test_a_loop_is_found_and_text_that_goes_on_is_none(monkeypatch):
     monkeypatch.setattr(loop, "SPAN", 40)
-    rows = iter([[[3, 4] * 20, list(range(40))]] * 2)
+    new, again = list(range(40)), [3, 4] * 20
+    rows = iter([[new, again, new], [again, new, new]])
     monkeypatch.setattr(loop, "generate_rows", lambda *a: torch.tensor(next(rows)))
-    found = Loop(tokens=80, samples=2).run(stranger("streaming_llm(budget=32)"), quiet)
-    assert (found["looped"], found["tokens"]) == (0.5, 80)
-    assert found["distinct_by_block"] == [(1 + 2 / 37) / 2] * 2
+    found = Loop(tokens=80, samples=3).run(stranger("streaming_llm(budget=32)"), quiet)
+    assert (found["looped"], found["tokens"]) == (2 / 6, 80)
+    assert found["distinct_by_block"] == [(2 + 2 / 37) / 3] * 2
+    assert found["begins"] == [40, 0, None]
 
 
 def test_greedy_rows_go_on_where_they_were():
@@ -126,8 +128,34 @@ def test_all_dialogues_stand_on_one_stream_and_are_judged_alone(tmp_path, monkey
     found = MTBench(str(path), most=6, alone=alone).run(subject, quiet)
     assert found["asked"] == len(found["answers"]) == 8
     assert {len(history) for history in judged} == {1, 3}
-    assert np.isfinite([found["nll_first"], found["nll_last"]]).all()
+    for name in ("nll", "distinct"):
+        first, last = found[name][:2], found[name][-2:]
+        assert found[f"{name}_first"] == pytest.approx(np.mean(first))
+        assert found[f"{name}_last"] == pytest.approx(np.mean(last))
+        reach = 12.706 * abs(last[0] - last[1]) / 2  # Student's t with one degree of freedom
+        assert found[f"{name}_last_reach"] == pytest.approx(reach, rel=1e-3)
     assert 0 < found["distinct_last"] <= 1
+
+
+def test_answers_that_were_given_before_are_counted(tmp_path, monkeypatch):
+    model, tokenizer = weir.load("nano")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    path = tmp_path / "bench.jsonl"
+    path.write_text("\n".join(json.dumps({"turns": ["Tell me.", "More."]}) for _ in range(4)))
+    given = iter(["a", "b", "a", "c", "d", "c", "c", "d"])
+    monkeypatch.setattr(mtbench.Conversation, "say", lambda *_, **__: iter([next(given)]))
+    found = MTBench(str(path)).run(Subject("nano", model, tokenizer, weir.policy("dense")), quiet)
+    assert (found["repeated_first"], found["repeated_last"]) == (0.0, 1.0)
+
+
+def test_an_answer_without_words_is_not_judged():
+    ends = mtbench._compare_ends("nll", [1.0, None, 2.0, 3.0, 4.0])
+    assert ends == {
+        "nll_first": 1.0,
+        "nll_first_reach": None,
+        "nll_last": 4.0,
+        "nll_last_reach": None,
+    }
 
 
 @pytest.mark.parametrize(

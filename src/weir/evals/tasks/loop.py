@@ -55,7 +55,8 @@ class Loop(Task):
         Returns:
             "looped", the share of stretches of 250 tokens in which less than a quarter of the runs
             of four tokens are different; "distinct", that share in each stretch on average, and
-            "distinct_by_block"; "tokens" of a text and "kv_bytes" of one.
+            "distinct_by_block"; "begins", the token of each text at which its first such stretch
+            begins, none without one; "tokens" of a text and "kv_bytes" of one.
         """
         rng = np.random.default_rng(subject.seed)
         front = front_of(subject.tokenizer)
@@ -71,10 +72,12 @@ class Loop(Task):
             shares.append([share_distinct(row, gram=4) for row in generated.tolist()])
             progress(written / self.tokens)
         every = [share for block in shares for share in block]
+        loops = [[share < LOOPED for share in text] for text in zip(*shares, strict=True)]
         return {
-            "looped": fmean(share < LOOPED for share in every),
+            "looped": fmean(looped for text in loops for looped in text),
             "distinct": fmean(every),
             "distinct_by_block": [fmean(block) for block in shares],
+            "begins": [SPAN * text.index(True) if any(text) else None for text in loops],
             "tokens": self.tokens,
             "kv_bytes": stream.nbytes // self.samples,
         }

@@ -1,22 +1,22 @@
 """`mtbench`: all dialogues of MT-Bench on one stream, one after the other, without an end.
 
 StreamingLLM's own demonstration. No judge is at hand, so answers are judged by the model itself:
-their likelihood under exact attention, behind their own dialogue alone, and by repetition. What a
-cache spoils shows in the last answers beside the first, and beside `dense` with a cache of its own
-for every dialogue (`alone=true`).
+their likelihood under exact attention, behind their own dialogue alone, and by repetition, within
+an answer and of earlier answers. What a cache spoils shows in the last answers beside the first,
+and beside `dense` with a cache of its own for every dialogue (`alone=true`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
 from weir.evals.answers import check_template
 from weir.evals.records import read_records
+from weir.evals.scores import mean_interval
 from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.policies import parse_policy
 from weir.pools import Bounds, Count
@@ -56,14 +56,17 @@ class MTBench(Task):
         Returns:
             Of the answers in the first and the last quarter of the stream "nll_first" and
             "nll_last" (mean, nats a token), "distinct_first" and "distinct_last" (share of
-            different runs of 3 tokens); "answers"; "tokens" of the stream, "kv_bytes".
+            different runs of 3 tokens), "repeated_first" and "repeated_last" (share of answers that
+            are an earlier one, word for word), with "nll_first_reach" and so on (95 %, Student's;
+            none for one answer); "nll" and "distinct" of each answer, none of an empty one;
+            "answers"; "tokens" of the stream, "kv_bytes".
         """
         check_template(subject.tokenizer)
         records = read_records(self.file, self.samples)
         order = np.random.default_rng(subject.seed).permutation(len(records))
         talk = Conversation(subject.stream(), subject.tokenizer)
-        nll: list[float] = []
-        distinct: list[float] = []
+        nll: list[float | None] = []
+        distinct: list[float | None] = []
         answers: list[str] = []
         tokens = 0
         for done, number in enumerate(order, 1):
@@ -74,23 +77,35 @@ class MTBench(Task):
                 history.append({"role": "user", "content": turn})
                 answers.append("".join(talk.say(turn, max_new_tokens=self.most)))
                 ids = subject.tokenizer(answers[-1], add_special_tokens=False)["input_ids"]
-                if ids:  # an empty answer has nothing that could be judged
-                    nll.append(_judge(subject, history, ids))
-                    distinct.append(share_distinct(ids))
+                # An empty answer has nothing that could be judged.
+                nll.append(_judge(subject, history, ids) if ids else None)
+                distinct.append(share_distinct(ids) if ids else None)
                 history.append({"role": "assistant", "content": answers[-1]})
             tokens += talk.stream.seen if self.alone else 0
             progress(done / len(order))
-        quarter = max(1, len(nll) // 4)
+        repeated = [float(answer in answers[:n]) for n, answer in enumerate(answers)]
         return {
-            "nll_first": fmean(nll[:quarter]),
-            "nll_last": fmean(nll[-quarter:]),
-            "distinct_first": fmean(distinct[:quarter]),
-            "distinct_last": fmean(distinct[-quarter:]),
+            **_compare_ends("nll", nll),
+            **_compare_ends("distinct", distinct),
+            **_compare_ends("repeated", repeated),
+            "nll": nll,
+            "distinct": distinct,
             "asked": len(answers),
             "answers": answers,
             "tokens": tokens or talk.stream.seen,
             "kv_bytes": talk.stream.nbytes,
         }
+
+
+def _compare_ends(name: str, figures: Sequence[float | None]) -> dict[str, float | None]:
+    """The mean of a figure over the first and the last quarter of the answers, and its reach."""
+    judged = [figure for figure in figures if figure is not None]
+    quarter = max(1, len(judged) // 4)
+    ends = {"first": judged[:quarter], "last": judged[-quarter:]}
+    found: dict[str, float | None] = {}
+    for end, some in ends.items():
+        found[f"{name}_{end}"], found[f"{name}_{end}_reach"] = mean_interval(some)
+    return found
 
 
 def _judge(subject: Subject, history: list[dict[str, str]], answer: list[int]) -> float:
