@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._dynamo import exc
 from torch._guards import TracingContext, tracing
 
@@ -68,8 +67,7 @@ class Compiling:
         strict: see the attribute; such steps wait.
         programs: see the attribute.
 
-    Raises:
-        WeirError: `torch.compile` does not take these options.
+    WeirError if `torch.compile` does not take these options.
     """
 
     wait = False
@@ -86,7 +84,7 @@ class Compiling:
         self.refused: set[Hashable] = set()
         self.known: set[Hashable] = set()
         self.under_way: dict[Hashable, _Job] = {}
-        self._layers: dict[Hashable, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        self._layers: dict[Hashable, Callable[..., Any]] = {}
         self._traced: list[_Program] = []
         self.calls: list[ProgramCall] | None = None
         own = (options.get("options") or {}).get("guard_filter_fn")
@@ -102,11 +100,7 @@ class Compiling:
             raise WeirError(f"torch.compile does not take these options: {reason}") from None
 
     def give_up(self, reason: str) -> None:
-        """Run all steps uncompiled from now on, and write a notice.
-
-        Raises:
-            WeirError: `strict` is set.
-        """
+        """Run all steps uncompiled from now on, and write a notice; with `strict` a WeirError."""
         self.failed = f"the steps of this model cannot be compiled here: {reason}"
         if self.strict:
             raise WeirError(self.failed)
@@ -124,21 +118,12 @@ class Compiling:
             code = _run_layer.__code__.replace()
             plain: Callable[..., Any] = FunctionType(code, globals(), "layer")
             options: dict[str, Any] = {"guard_filter_fn": self._asked}
-            traced = torch.compile(
+            self._layers[sizes] = torch.compile(
                 plain, fullgraph=True, dynamic=False, backend=self._trace, options=options
             )
-            self._layers[sizes] = plain, traced
-        plain, traced = self._layers[sizes]
-        call: tuple[Any, ...] = (own, (), *given)
         if isinstance(own, MethodType):
-            call = (own.__func__, (own.__self__,), *given)
-        # What `traced` does in Python before each call takes as long as a small layer.
-        prior = set_eval_frame(False)  # programs only, no compiler
-        try:
-            output = plain(*call)
-        finally:
-            set_eval_frame(prior)
-        return traced(*call) if output is None else output
+            return self._layers[sizes](own.__func__, (own.__self__,), *given)
+        return self._layers[sizes](own, (), *given)
 
     def _trace(self, graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Take a traced layer from PyTorch; `compile_traced` compiles it."""
@@ -146,11 +131,7 @@ class Compiling:
         return self._traced[-1]
 
     def compile_traced(self, sizes: Hashable) -> None:
-        """Compile what was traced in a step of these sizes, in a thread or at once.
-
-        Raises:
-            Exception: whatever the compiler raises, if it does not run in a thread.
-        """
+        """Compile what was traced in a step of these sizes, in a thread or at once."""
         programs, self._traced = self._traced, []
         if not programs:
             self.known.add(sizes)
@@ -164,10 +145,8 @@ class Compiling:
             threading.Thread(target=job.try_to_run, name="weir compiles", daemon=True).start()
 
     def is_under_way(self, sizes: Hashable) -> bool:
-        """Return whether a thread compiles for these sizes; take over what it has compiled.
-
-        Raises:
-            Exception: what the compiler raised.
+        """Return whether a thread compiles for these sizes; take over what it has compiled, or
+        raise what the compiler raised.
         """
         job = self.under_way.get(sizes)
         if job is None:
@@ -183,10 +162,8 @@ class Compiling:
         return False
 
     def refuse(self, sizes: Hashable, error: Exception) -> None:
-        """Run steps of these sizes uncompiled from now on, or all steps, and say why.
-
-        Raises:
-            WeirError: `strict` is set.
+        """Run steps of these sizes uncompiled from now on, or all steps, and say why; with `strict`
+        a WeirError.
         """
         self._traced = []
         failure = f"the steps of this model cannot be compiled here: {_reason(error)}"
@@ -246,9 +223,7 @@ def _run_layer(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call a layer's function where PyTorch traces; None where it found no program to run."""
-    if not torch.compiler.is_dynamo_compiling():
-        return None
+    """Call a layer's function; each size has a copy of this, with a program of its own."""
     return function(*bound, *args, **kwargs)
 
 
@@ -344,9 +319,6 @@ class Compiled:
         Args:
             step: the cache's stand-in, `cache.forward.Step`.
             given: the decoder's arguments by name.
-
-        Raises:
-            WeirError: the model cannot be compiled here and `strict` is set; it says why.
         """
         how = self._compiling
         sizes = step.sizes  # read once: computing it walks through all layers

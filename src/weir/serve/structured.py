@@ -13,7 +13,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from functools import partial
 from typing import Any
@@ -52,7 +52,8 @@ MAX_PATTERN = 2000
 MAX_MULTIPLE = 2000
 """The least common multiple of the digits of all `multipleOf`."""
 
-_TIMES = re.compile(r"\{(\d*),?(\d*)\}")
+_PARTS = re.compile(r"\{(\d*),?(\d*)\}|\[\^?\]?(?:\\.|[^\]\\])*\]?|\\?.", re.DOTALL)
+"""Parts of a pattern: the times that one is repeated, a class of characters, or a character."""
 
 
 class BadSchema(WeirError):
@@ -74,14 +75,7 @@ class GrammarCompiler:
     def compile_schema(
         self, schema: Mapping[str, Any], *, strict: bool
     ) -> Callable[[], GrammarConstraint]:
-        """Compile a JSON schema.
-
-        Args:
-            strict: refuse keywords that are not known; otherwise they are ignored.
-
-        Raises:
-            BadSchema: it is no schema, is too large, or answers cannot be held to it.
-        """
+        """Compile a JSON schema; `strict` refuses unknown keywords, which else are ignored."""
         check_schema(schema)
         grammar = {"grammars": [{"json_schema": add_guidance(schema, ANY_SPACE, strict=strict)}]}
         return self.compile(grammar)
@@ -89,14 +83,11 @@ class GrammarCompiler:
     def compile(
         self, grammar: Mapping[str, Any], *, stop_when_complete: bool = True
     ) -> Callable[[], GrammarConstraint]:
-        """Compile a grammar.
+        """Compile a grammar to what makes the constraint of one answer; BadSchema if it cannot be.
 
         Args:
             stop_when_complete: where the model has no token that ends an answer, end it as soon as
                 the grammar accepts it.
-
-        Returns:
-            Makes the constraint of one answer.
         """
         with self._lock:  # one at a time, so that clients' grammars take up one thread at most
             began = time.thread_time()
@@ -129,7 +120,7 @@ class GrammarCompiler:
 
 
 class GrammarConstraint:
-    """The constraint of one answer (`weir.serve.engine.Constraint`).
+    """The grammar that one answer is held to, token by token.
 
     Args:
         matcher: of the grammar, at its start; it is copied.
@@ -150,11 +141,7 @@ class GrammarConstraint:
         return matcher.is_stopped() or (self._eager and matcher.is_accepting())
 
     def allow(self, logits: Tensor) -> Tensor:
-        """Set the logits [vocabulary] of tokens that may not come next to -inf, in place.
-
-        Raises:
-            BadSchema: the grammar has become too complex.
-        """
+        """Set the logits [vocabulary] of tokens that may not come next to -inf, in place."""
         began = time.thread_time()
         fill_next_token_bitmask(self._matcher, self._bits)
         self._check()
@@ -188,23 +175,16 @@ def _error_of(matcher: LLMatcher) -> str:
 
 
 def add_guidance(schema: Mapping[str, Any], spaces: str, *, strict: bool) -> dict[str, Any]:
-    """Add llguidance's options to a schema, in place of any that the client sent.
-
-    Args:
-        spaces: pattern of the white space between two tokens of JSON; must be bounded.
+    """Add llguidance's options to a schema, in place of any that the client sent; `spaces` is the
+    pattern of white space between two tokens of JSON, which must be bounded.
     """
     options = {"whitespace_pattern": spaces, "lenient": not strict}
     return {**schema, "x-guidance": options}
 
 
 def check_schema(schema: Any) -> None:
-    """Check that a schema can be compiled in bounded time.
-
-    Raises:
-        BadSchema: it is too large, too deep, repeats too much, or is no JSON.
-    """
-    if _depth(schema) > MAX_DEPTH:
-        raise BadSchema(f"it is nested deeper than {MAX_DEPTH} levels")
+    """Check that a schema can be compiled in bounded time (BadSchema)."""
+    objects = _objects(schema)
     try:
         # In parts: written at once, a large one would keep the interpreter from all other threads.
         size = sum(map(len, json.JSONEncoder(allow_nan=False).iterencode(schema)))
@@ -213,7 +193,7 @@ def check_schema(schema: Any) -> None:
     if size > MAX_BYTES:
         raise BadSchema(f"it has {size:,} bytes, and may have {MAX_BYTES:,}")
     weight, multiple = 0, 1
-    for node in _objects(schema):
+    for node in objects:
         patterns = [node.get("pattern")]
         by_name = node.get("patternProperties")
         patterns += list(by_name) if isinstance(by_name, dict) else []
@@ -225,24 +205,19 @@ def check_schema(schema: Any) -> None:
             raise BadSchema(f"numbers cannot be held to multiples of {multiple:,}")
 
 
-def _depth(value: Any) -> int:
-    """The number of levels of nested lists and objects, counted to just above the limit."""
-    level, depth = [value], 0
-    while level and depth <= MAX_DEPTH:
-        below: list[Any] = []
-        for one in level:
-            below += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
-        level, depth = below, depth + bool(below)
-    return depth
-
-
-def _objects(schema: Any) -> Iterator[dict[str, Any]]:
-    """All objects in a schema, at any level."""
-    if isinstance(schema, dict):
-        yield schema
-    if isinstance(schema, dict | list):
-        for below in schema.values() if isinstance(schema, dict) else schema:
-            yield from _objects(below)
+def _objects(schema: Any) -> list[dict[str, Any]]:
+    """All objects in a schema, level by level; BadSchema if there are too many levels."""
+    found: list[dict[str, Any]] = []
+    level, depth = [schema], 0
+    while level:
+        if depth > MAX_DEPTH:
+            raise BadSchema(f"it is nested deeper than {MAX_DEPTH} levels")
+        objects = [one for one in level if isinstance(one, dict)]
+        lists = [one for one in level if isinstance(one, list)]
+        found += objects
+        level = [below for one in (*lists, *(o.values() for o in objects)) for below in one]
+        depth += 1
+    return found
 
 
 def _digits(multiple: Any) -> int:
@@ -262,35 +237,16 @@ def _weight(pattern: str) -> int:
     An unbounded repetition counts once, since it needs no copies.
     """
     open_groups, group, last = [], 0, 0  # weights: of outer groups, this group, its last part
-    at = 0
-    while at < len(pattern):
-        char = pattern[at]
-        times = _TIMES.match(pattern, at)
-        if times:
-            often = max((int(number[:9]) for number in times.groups() if number), default=1)
+    for part in _PARTS.finditer(pattern):
+        if part.lastindex:
+            often = max((int(number[:9]) for number in part.groups() if number), default=1)
             group += last * (max(often, 1) - 1)
             last *= max(often, 1)
-            at = times.end()
-            continue
-        if char == "(":
+        elif part[0] == "(":
             open_groups.append(group)
             group = last = 0
-        elif char == ")":
+        elif part[0] == ")":
             last, group = group, group + (open_groups.pop() if open_groups else 0)
-        elif char == "[":
-            at = _end_of_class(pattern, at)
-            last, group = 1, group + 1
         else:
-            at += char == "\\"
             last, group = 1, group + 1
-        at += 1
     return group + sum(open_groups)
-
-
-def _end_of_class(pattern: str, at: int) -> int:
-    """The index of the `]` that ends a character class starting here."""
-    end = at + 1 + pattern.startswith("[^", at)
-    end += pattern.startswith("]", end)
-    while end < len(pattern) and pattern[end] != "]":
-        end += 1 + (pattern[end] == "\\")
-    return end

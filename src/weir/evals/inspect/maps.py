@@ -57,12 +57,12 @@ def section(asked: Inspection) -> Section:
     with drawing(1.45 * math.ceil(len(maps) / ACROSS) + 0.9) as figure:
         _draw(figure, maps)
     named = "; ".join(f"place {place} is {token} in all of them" for place, token in fixed.items())
+    named = f" ({named})" if named else ""
     text = (
-        f"The mean over {len(ids)} sequences of {asked.length} tokens"
-        + (f" ({named})" if named else "")
-        + ": each row is a query, each column a key, as StreamingLLM's Figures 2, 7, 11, 13 and "
-        "14. A bright column is a token that all look at: a sink. Logits "
-        "are those that go into the softmax: scaled, and capped where the model caps them. "
+        f"The mean over {len(ids)} sequences of {asked.length} tokens{named}: each row is a query, "
+        "each column a key, as StreamingLLM's Figures 2, 7, 11, 13 and 14. A bright column is a "
+        "token that all look at: a sink. Logits are those that go into the softmax: scaled, and "
+        "capped where the model caps them. "
     )
     if looks_ahead(asked.model):
         text += "Every token sees every other."
@@ -158,14 +158,12 @@ def _panels(
     sizes: dict[int, int], layers: tuple[int, ...] | None, heads: tuple[int, ...] | None
 ) -> tuple[Sequence[int], Sequence[int]]:
     """The layers and heads to draw, of layers with so many heads."""
-    known = list(sizes)
-    every = min(sizes.values())
+    known, every = list(sizes), min(sizes.values())
     for layer in layers or ():
         if layer not in sizes:
             raise WeirError(f"layer {layer} has no attention weights to show")
     if heads is None:
-        some = len(layers or known)
-        heads = tuple(range(every)) if some * every <= MOST_PANELS else (0,)
+        heads = tuple(range(every)) if len(layers or known) * every <= MOST_PANELS else (0,)
     if layers is None:
         layers = tuple(known[n] for n in spread(len(known), max(4, MOST_PANELS // len(heads))))
     return layers, heads

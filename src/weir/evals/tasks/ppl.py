@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from weir.evals.perplexity import STEP, PerplexityMeter
 from weir.evals.task import Better, Progress, Subject, Task, task
+from weir.pools import Bounds, Count
 from weir.stream import read_stream
 
 
@@ -27,14 +28,13 @@ class Perplexity(Task):
         start: a text to stand in front in place of the tokenizer's start token.
     """
 
-    tokens: int | None = 20_000
+    tokens: Annotated[int, Bounds(2)] | None = 20_000
     text: str | None = None
-    block: int = 1000
+    block: Count = 1000
     start: str | None = None
 
     drawn: ClassVar[bool] = False
     metrics: ClassVar[dict[str, Better]] = {"ppl": "lower"}
-    least: ClassVar[dict[str, int]] = {"tokens": 2, "block": 1}
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
         """Read the stream once and measure perplexity.
@@ -46,24 +46,23 @@ class Perplexity(Task):
         """
         books = read_stream(subject.tokenizer, self.text, self.tokens, self.start)
         meter = PerplexityMeter(subject.stream(), self.block)
-        reading = meter.reading
         by_book: list[dict[str, Any]] = []
         nll, scored, begun, largest = 0.0, 0, 0, 0
         for piece in books.pieces(STEP):
             meter.take(piece)
-            largest = max(largest, reading.kv_bytes)
-            progress(reading.tokens / len(books.ids))
-            if reading.tokens in books.edges:
-                mean = (reading.nll - nll) / max(1, reading.scored - scored)
-                by_book.append({"tokens": reading.tokens - begun, "ppl": math.exp(min(mean, 700))})
-                nll, scored, begun = reading.nll, reading.scored, reading.tokens
+            largest = max(largest, meter.kv_bytes)
+            progress(meter.tokens / len(books.ids))
+            if meter.tokens in books.edges:
+                mean = (meter.nll - nll) / max(1, meter.scored - scored)
+                by_book.append({"tokens": meter.tokens - begun, "ppl": math.exp(min(mean, 700))})
+                nll, scored, begun = meter.nll, meter.scored, meter.tokens
         meter.close()
         return {
-            "ppl": reading.ppl,
-            "tokens": reading.tokens,
-            "nll": reading.nll / reading.scored,
+            "ppl": meter.ppl,
+            "tokens": meter.tokens,
+            "nll": meter.nll / meter.scored,
             "block": self.block,
-            "ppl_by_block": reading.ppl_by_block,
+            "ppl_by_block": meter.ppl_by_block,
             "by_book": by_book,
             "kv_bytes": largest,
         }
