@@ -18,10 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weir.errors import WeirError
 from weir.stream import Stream
 
 STEP = 200
 """Tokens fed and timed at once."""
+MOST_NATS = 700.0
+"""Above so many nats a perplexity is infinite: few more, and no float holds it."""
+NOT_FINITE = (
+    "what the model predicts is infinite or no number; its weights are damaged, or too large for "
+    "its dtype: try --dtype float32"
+)
+"""The reason why a figure is not finite."""
 
 
 @dataclass
@@ -57,7 +65,12 @@ class PerplexityResult:
     @property
     def ppl(self) -> float:
         """Perplexity of everything read so far; NaN before the second token."""
-        return _exp(self.nll / self.scored) if self.scored else math.nan
+        return perplexity_of(self.nll / self.scored) if self.scored else math.nan
+
+    def check(self) -> None:
+        """Refuse a perplexity that is infinite or no number (WeirError)."""
+        if self.scored and not math.isfinite(self.ppl):
+            raise WeirError(f"there is no perplexity: {NOT_FINITE}")
 
     @property
     def tokens_per_s(self) -> float:
@@ -146,7 +159,7 @@ class PerplexityMeter:
         if reading.tokens <= len(reading.ppl_by_block) * reading.block:
             return
         mean = self._nll / self._scored if self._scored else math.nan
-        reading.ppl_by_block.append(_exp(mean))
+        reading.ppl_by_block.append(perplexity_of(mean))
         reading.bytes_by_block.append(self.stream.nbytes)
         self._nll, self._scored = 0.0, 0
 
@@ -172,8 +185,9 @@ def read(
     return meter.reading
 
 
-def _exp(nats: float) -> float:
-    return math.exp(min(nats, 700.0))
+def perplexity_of(nats: float) -> float:
+    """The perplexity of a mean negative log-likelihood in nats."""
+    return math.inf if nats > MOST_NATS else math.exp(nats)
 
 
 def _memory() -> int | None:

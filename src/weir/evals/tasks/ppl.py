@@ -7,11 +7,10 @@ paper's tables: `window(2048)` is 0+2048, `streaming_llm(2048, sinks=4)` is 4+20
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from weir.evals.perplexity import STEP, PerplexityMeter
+from weir.evals.perplexity import STEP, PerplexityMeter, perplexity_of
 from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.stream import read_stream
 
@@ -55,7 +54,7 @@ class Perplexity(Task):
             progress(reading.tokens / len(books.ids))
             if reading.tokens in books.edges:
                 mean = (reading.nll - nll) / max(1, reading.scored - scored)
-                by_book.append({"tokens": reading.tokens - begun, "ppl": math.exp(min(mean, 700))})
+                by_book.append({"tokens": reading.tokens - begun, "ppl": perplexity_of(mean)})
                 nll, scored, begun = reading.nll, reading.scored, reading.tokens
         meter.close()
         return {
