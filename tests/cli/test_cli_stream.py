@@ -46,6 +46,14 @@ def test_a_budget_past_the_window_is_told(capsys, model, text):
     assert "hold up to 5,008 tokens, and this model was made for" in ended.err
 
 
+def test_places_past_the_window_are_told_in_one_line(model, text):
+    words = ("stream", "--model", model, "--text", text, "--policy", SMALL)
+    ended = Process(*words, "--positions", "original", "--json").end()
+    assert (ended.code, json.loads(ended.out)["positions"]) == (0, "original")
+    assert ended.err.count("weir: a stream has come past the places") == 1
+    assert "UserWarning" not in ended.err
+
+
 def test_json_is_one_object_with_every_figure_and_nothing_else(capsys, model, text):
     ended = run(
         capsys, "stream", "--text", text, "--model", model, "--policy", SMALL, "--tokens", 900,

@@ -25,6 +25,8 @@ OF_CENTERS = 3
 Heads = Literal["measured", "alike"]
 BUDGET = 1024
 """Slots of a KV head on average where none are given and the model's window holds more."""
+SINKS = 4
+"""Sinks where their number is not given."""
 NEAR = 2
 """Heads that look nothing up keep one in so many slots of the budget."""
 LEAST_NEAR = 256
@@ -42,7 +44,7 @@ nano with larger key channels loses 0.1 % of its perplexity at 0.13 and 17 % at 
 )
 def weir(
     budget: int | None = None,
-    sinks: int = 4,
+    sinks: int = SINKS,
     newest: int = 16,
     slots: str = "int4",
     heads: str = "measured",
@@ -96,7 +98,9 @@ def fit_budgets(
     assert policy.called is not None
     given = dict(policy.called.given)
     if given.get("budget") is None:
-        given["budget"] = BUDGET if most is None else max(1, min(BUDGET, most))
+        # A larger chunk than the window has places for is told where layers are planned.
+        fewest = given.get("sinks", SINKS) + 1
+        given["budget"] = BUDGET if most is None else max(fewest, min(BUDGET, most))
     if "slots" not in given and error >= SPOILED:
         given["slots"] = "int8"
     if given != policy.called.given:
