@@ -40,7 +40,7 @@ def given(where: str) -> dict[str, Any]:
         "compose": lambda: compose()["command"],
         "image": lambda: yaml.safe_load(re.findall(r"^CMD (.*)$", image(), re.MULTILINE)[-1]),
     }[where]()
-    serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    serve = typer.main.get_command(app).get_command(None, "serve")  # type: ignore[attr-defined]
     return serve.make_context("serve", words).params
 
 

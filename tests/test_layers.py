@@ -8,6 +8,7 @@ that a reader must know.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -235,6 +236,24 @@ def test_the_bench_beside_the_package_keeps_them_too(rule: str) -> None:
 def test_there_are_eleven_rooms_and_a_place_for_each(ours: House) -> None:
     assert len(ROOMS) == 11
     assert {room_of(name) for name in ours.trees} >= LEVEL.keys() - {"serve"}
+
+
+def test_a_face_of_the_library_lists_what_the_api_page_does(ours: House) -> None:
+    page = (SOURCE.parents[1] / "docs" / "api.md").read_text("utf-8")
+    public = set(re.findall(r"^::: (weir\.\w+)\.(\w+)$", page, re.M))
+    values = {
+        name: {
+            ast.unparse(node.targets[0]): node.value
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+        }
+        for name, tree in ours.trees.items()
+    }
+    handed_out = ast.literal_eval(values["weir"]["_HANDED_OUT_BY"])
+    public |= {(f"weir.{room}", name) for name, room in handed_out.items()}
+    rooms = {f"weir.{room}" for room in handed_out.values()} | {"weir.pools", "weir.slab"}
+    listed = {(room, name) for room in rooms for name in ast.literal_eval(values[room]["__all__"])}
+    assert listed == {(room, name) for room, name in public if room in rooms}
 
 
 # --- the rules themselves, on a small house

@@ -89,8 +89,8 @@ def test_what_is_misspelt_is_refused_before_anything_that_takes_long(words, code
 
 
 def test_the_list_of_commands_says_of_each_what_it_says_itself():
-    made = get_command(commands.app).commands
-    said = {name: made[name].get_short_help_str() for name in made}
+    weir = get_command(commands.app)
+    said = {name: weir.get_command(None, name).get_short_help_str() for name in weir.commands}
     assert said == commands.COMMANDS
 
 

@@ -92,16 +92,17 @@ def test_every_command_and_every_name_that_programs_are_told_of_is_there(name: s
     from weir.cli.app import app
 
     text = (ROOT / name).read_text("utf-8")
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    group = typer.main.get_command(app)
     told = re.findall(r"`weir ([\w-]+)(?: (--[\w-]+))?`", text)
     assert told
     for command, option in told:
-        assert command in commands, command
-        options = {opt for param in commands[command].params for opt in param.opts}
+        assert command in group.commands, command
+        params = group.get_command(None, command).params
+        options = {opt for param in params for opt in param.opts}
         assert not option or option in options, f"{command} {option}"
     if name == "AGENTS.md":
         assert {command for command, _ in told} == {
-            it for it in commands if it != "attention-error"
+            it for it in group.commands if it != "attention-error"
         }
     for attribute in set(re.findall(r"weir\.([A-Za-z]\w*)", text)):
         assert hasattr(weir, attribute), attribute

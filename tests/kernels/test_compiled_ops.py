@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from roundings import off, within
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from weir.kernels import dot_products, materialize, register_operator, weighted_sums
+from weir.kernels import dot_products, materialize, weighted_sums
 
 KINDS = [torch.float32, torch.bfloat16, torch.int8]
 
@@ -60,49 +57,3 @@ def test_what_lies_in_memory_is_contiguous_and_the_same() -> None:
     turned = drawn(4, 6).mT
     assert torch.equal(materialize(turned), turned)
     assert materialize(turned).is_contiguous()
-
-
-def written(file: Path, text: str) -> Any:
-    """A function that stands in a file."""
-    file.write_text(text)
-    space: dict[str, Any] = {}
-    exec(compile(text, str(file), "exec"), space)
-    return space["half"]
-
-
-@pytest.mark.parametrize("files", [True, False], ids=["files", "archive"])
-def test_an_operator_that_is_written_anew_has_another_name(tmp_path: Path, files: bool) -> None:
-    texts = [f"def half(x, *_):\n    return x {what}\n" for what in ("/ 2", "* 0.5")]
-    functions = [written(tmp_path / f"{n}.py", text) for n, text in enumerate(texts)]
-    if not files:
-        for n in range(len(texts)):
-            (tmp_path / f"{n}.py").unlink()
-    one, other = functions
-    made = [
-        register_operator("half", "(Tensor x) -> Tensor", function, one, *called)
-        for function, called in [(one, []), (other, []), (one, [other])]
-    ]
-    assert len({str(operator) for operator in made[:2]}) == 2
-    assert str(made[0]) != str(made[2])
-    assert all(torch.equal(operator(torch.ones(2)), torch.full((2,), 0.5)) for operator in made)
-
-
-@torch.no_grad()
-def test_an_operator_is_looked_into_only_where_more_than_sizes_is_asked(tmp_path: Path) -> None:
-    looked = []
-
-    def third(x: torch.Tensor) -> torch.Tensor:
-        looked.append(x)
-        return x / 3
-
-    operator = register_operator(
-        "third", "(Tensor x) -> Tensor", third, lambda x: x.new_empty(x.shape)
-    )
-    with FakeTensorMode() as fakes:
-        x = fakes.from_tensor(torch.ones(2, 5))
-        assert operator(x).shape == x.shape
-        assert not looked
-        program = make_fx(operator)(x)
-    assert looked
-    assert "aten.div" in program.code
-    assert "weir" not in program.code

@@ -23,7 +23,9 @@ from servers import POLICY, make_model, make_tokenizer, serving  # noqa: E402
 import weir  # noqa: E402
 from weir.serve import Engine, EngineClient, Limits, ResponseStore  # noqa: E402
 from weir.serve.cluster import SharedTurns, open_storage  # noqa: E402
-from weir.serve.sessions import DiskTurns, RowFormat, SessionStore  # noqa: E402
+from weir.serve.sessions.disk_turns import DiskTurns  # noqa: E402
+from weir.serve.sessions.snapshot import RowFormat  # noqa: E402
+from weir.serve.sessions.store import SessionStore  # noqa: E402
 
 TOKENIZER = make_tokenizer()
 MODEL = make_model(TOKENIZER)

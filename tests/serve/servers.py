@@ -22,7 +22,8 @@ from transformers import PreTrainedTokenizerFast
 from weir.serve import Engine, EngineClient, Limits, ResponseStore, SessionStore
 from weir.serve.api import Keys, bind, make_app
 from weir.serve.api.schemas.base import Only, Strict
-from weir.serve.sessions import DiskTurns, RowFormat
+from weir.serve.sessions.disk_turns import DiskTurns
+from weir.serve.sessions.snapshot import RowFormat
 
 POLICY = "sink(2) | recent(6) | heavy(4)"
 SPECIAL = ["<s>", "<|im_start|>", "<|im_end|>"]

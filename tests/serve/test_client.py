@@ -12,7 +12,7 @@ from weir.models import set_sink
 from weir.pools import Marks
 from weir.serve import EngineClient, Limits, SamplingParams, TurnRecord
 from weir.serve.client import GenerationRequest
-from weir.serve.engine import FinishEvent
+from weir.serve.engine.output import FinishEvent
 from weir.serve.messages import Message, hash_prefixes
 from weir.serve.prompts import Prompt
 

@@ -15,7 +15,8 @@ from reference.naive import VOCABULARY, make_llama
 import weir
 from weir.errors import WeirError
 from weir.serve import Engine, SampledToken, Sampler, SamplingParams, Sequence, SessionStore
-from weir.serve.engine import Busy, Cancelled
+from weir.serve.engine.engine import Cancelled
+from weir.serve.engine.scheduler import Busy
 from weir.stream import Sampling
 
 MODEL = make_llama()
@@ -407,10 +408,6 @@ def test_the_queue_is_bounded_and_a_stopped_engine_takes_no_more():
 
 def test_turns_that_make_no_sense_are_refused():
     served = engine()
-    with pytest.raises(WeirError, match="one token or more"):
-        served.submit(turn("a", []))
-    with pytest.raises(WeirError, match="one token or more"):
-        served.submit(turn("a", [1], limit=0))
     lost = turn("a", [1], start="nowhere")
     work(served, lost)
     assert "not kept any more" in str(lost.listener.error)

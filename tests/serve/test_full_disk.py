@@ -15,8 +15,8 @@ import pytest
 from servers import Server, make_client, serving
 
 from weir.serve import Limits
-from weir.serve.sessions import DISK_FULL
 from weir.serve.sessions import snapshot_folder as folder_file
+from weir.serve.sessions.records import DISK_FULL
 
 CHAT = "/v1/chat/completions"
 

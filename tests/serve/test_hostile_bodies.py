@@ -24,7 +24,7 @@ from weir.serve.api.errors import APIError
 from weir.serve.api.requests import LARGE, NodeCounter
 from weir.serve.api.schemas.chat import ChatBody, TextBody
 from weir.serve.api.schemas.responses import ConversationBody, ResponseBody
-from weir.stream import chat_template
+from weir.stream import chat_template, template_bounds
 
 LIMITS = Limits(body=2_000_000, bodies=3_000_000, prompt=400, answer=10, reading=2)
 CHAT = "/v1/chat/completions"
@@ -223,7 +223,7 @@ def test_a_template_that_fails_is_a_400_or_ends_the_start(monkeypatch):
     ends_at_start = CHATML + "{{ 1/0 }}"
     with pytest.raises(WeirError, match=r"chat template of .* fails with ZeroDivisionError"):
         make_client(template=ends_at_start)
-    monkeypatch.setattr(chat_template, "MAX_STEPS", 20_000)
+    monkeypatch.setattr(template_bounds, "MAX_STEPS", 20_000)
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     for bad, why in (("{{ 1/0 }}", "ZeroDivisionError"), (loop, "does not come to an end")):
         template = CHATML + "{% if messages[0].content == 'bad' %}" + bad + "{% endif %}"

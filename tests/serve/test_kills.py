@@ -70,6 +70,7 @@ class Servers:
         command = [sys.executable, str(SCRIPT), str(folder), kind]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        self._running: int | None = None
 
     def start(self) -> tuple[str, int]:
         assert self._process.stdin is not None
@@ -77,10 +78,12 @@ class Servers:
         self._process.stdin.flush()
         said, port, pid = self._line()
         assert said == "up"
+        self._running = int(pid)
         return f"http://127.0.0.1:{port}", int(pid)
 
     def kill(self, pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
+        self._running = None
         assert self._line()[0] == "dead"
 
     def _line(self) -> list[str]:
@@ -88,6 +91,8 @@ class Servers:
         return self._process.stdout.readline().split()
 
     def close(self) -> None:
+        if self._running is not None:  # after a failed test: it would keep the pipe open
+            os.kill(self._running, signal.SIGKILL)
         self._process.kill()
         self._process.communicate()
 

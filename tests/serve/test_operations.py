@@ -27,7 +27,7 @@ from weir.errors import WeirError
 from weir.models import ASSETS
 from weir.serve import Limits
 from weir.serve.api.middleware import JSONFormatter
-from weir.serve.engine import Busy
+from weir.serve.engine.scheduler import Busy
 
 USER = {"role": "user", "content": "Hello there"}
 CHAT = "/v1/chat/completions"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weir.serve import Sampler, SamplingParams, Sequence
-from weir.serve.engine import Busy
-from weir.serve.engine.scheduler import Scheduler, fits_one_call, group_prefills
+from weir.serve.engine.scheduler import Busy, Scheduler, fits_one_call, group_prefills
 
 
 def turn(length: int, row: int | None = None, owner: str = "", read: int = 0) -> Sequence:

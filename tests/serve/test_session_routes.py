@@ -10,7 +10,7 @@ from servers import make_client, raw, serving
 
 from weir.serve import Limits
 from weir.serve.api import Keys
-from weir.serve.sessions import DiskTurns
+from weir.serve.sessions.disk_turns import DiskTurns
 
 ALICE, BOB = "wk-alice-0123456789", "wk-bob-0123456789"
 FILE = "application/octet-stream"

@@ -15,21 +15,17 @@ from weir.serve import Sampler, SamplingParams
 from weir.serve.engine.sampler import sample
 from weir.serve.messages import Call, Message, hash_prefixes
 from weir.serve.structured import GrammarCompiler
-from weir.serve.tools import (
+from weir.serve.tools.formats import (
     HERMES,
     LLAMA,
     MISTRAL,
     MISTRAL_ARGS,
-    CallEnd,
     CallFormat,
-    CallParser,
-    CallStart,
-    TextDelta,
     Tool,
     format_of,
-    join_parts,
 )
 from weir.serve.tools.grammar import tool_grammar
+from weir.serve.tools.parser import CallEnd, CallParser, CallStart, TextDelta, join_parts
 from weir.stream import Sampling
 
 CITY = {

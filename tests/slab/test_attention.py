@@ -15,6 +15,7 @@ from torch import Tensor
 
 from weir.slab.attention import (
     AttentionParams,
+    attend_in_loops,
     attention_mass,
     fused_attention,
     observed_attention,
@@ -22,7 +23,6 @@ from weir.slab.attention import (
     split_weights,
     two_weight_attention,
 )
-from weir.slab.compiled_attention import attend_in_loops
 
 LOG_MILLION = 20 * math.log(2)
 WEIGHTS = [0.0, 0.0, -math.inf, LOG_MILLION, -3.0]

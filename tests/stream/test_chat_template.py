@@ -8,7 +8,7 @@ import pytest
 from test_conversation import CHATML, INST, KIND, make_tokenizer
 
 from weir.errors import WeirError
-from weir.stream import BrokenTemplate, ChatTemplate, chat_template
+from weir.stream import BrokenTemplate, ChatTemplate, template_bounds
 
 HISTORY = [{"role": "user", "content": "One"}, {"role": "assistant", "content": "Two"}]
 MORE = [
@@ -70,7 +70,7 @@ def test_what_a_template_refuses_is_an_error_with_its_words():
     ],
 )
 def test_a_template_that_fails_or_never_ends_is_an_error_with_its_name(template, why, monkeypatch):
-    monkeypatch.setattr(chat_template, "MAX_STEPS", 20_000)
+    monkeypatch.setattr(template_bounds, "MAX_STEPS", 20_000)
     tokenizer = make_tokenizer(template)
     tokenizer.name_or_path = "some/model"
     tracing = sys.gettrace()

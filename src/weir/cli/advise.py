@@ -59,13 +59,8 @@ def advise(
             on_step=lambda policy, share: show(completed=share, note=policy),
         )
     if as_json:
-        facts = {
-            "model": model_name,
-            "memory": allowed,
-            "budget": budget,
-            "best": found.best.policy,
-        }
-        print_json({**facts, **asdict(found)})
+        facts = {"model": model_name, "memory": allowed, "budget": budget}
+        print_json({**facts, "best": found.best.policy, **asdict(found)})
         return
     _print(model_name, found)
 
@@ -76,11 +71,10 @@ def _print(model_name: str, found: Advice) -> None:
 
     best = found.best
     if found.everything:
-        line = (
+        print_line(
             f"all {found.available:,} tokens of the text fit the window of {model_name} and the "
             f"memory ({size(best.kv_bytes)}): take dense, nothing need go"
         )
-        print_line(line)
         return
     table = Table()
     table.add_column("policy", no_wrap=True)
@@ -90,17 +84,15 @@ def _print(model_name: str, found: Advice) -> None:
         row = (f"{one.ppl:.2f}", size(one.kv_bytes), f"{one.tokens_per_s:,.0f}")
         table.add_row(Text(one.policy), *row)
     print_table(table)
-    line = (
+    print_line(
         f"take {best.policy}: perplexity {best.ppl:.2f} on the first {found.tokens:,} of "
         f"{found.available:,} tokens, {size(best.kv_bytes)} of cache for one stream"
     )
-    print_line(line)
     for why in found.left_out.values():
         print_line(f"left out: {why}")
     idle = [one.policy for one in found.tries if not one.evicted]
     if idle:
-        line = (
+        print_line(
             f"{found.tokens:,} tokens are too few to tell: nothing was evicted under "
             f"{', '.join(idle)}, so the perplexity there is that of dense; try on more text"
         )
-        print_line(line)

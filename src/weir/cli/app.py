@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -98,24 +98,13 @@ class CommandGroup(_QuickHelp, TyperGroup):
     """A command that has subcommands."""
 
 
-def command(
-    name: str | None = None, *, words: str | None = None
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Declare a function as a command, with typer's options.
-
-    `words` is the help's name for positional words, which the command finds in the `args` of its
-    context. Arguments declared to typer would make typer import pydantic.
-    """
+def command(name: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare a function as a command, with typer's options."""
 
     def declare(function: Callable[..., Any]) -> Callable[..., Any]:
         key = name or function.__name__
         made = _made[key] = typer.Typer(**PLAIN)
-        return made.command(
-            key,
-            cls=Command,
-            context_settings={"allow_extra_args": words is not None},
-            options_metavar="[OPTIONS]" if words is None else f"[OPTIONS] {words}",
-        )(function)
+        return made.command(key, cls=Command)(function)
 
     return declare
 
@@ -127,27 +116,6 @@ def group(name: str) -> typer.Typer:
 
 
 # --- finding a command
-
-
-class _Commands(Mapping[str, Any]):
-    """The commands by name; looking one up imports its file."""
-
-    def __getitem__(self, name: str) -> Any:
-        if name in MOVED:
-            raise WeirError(f"there is no weir {name}: {MOVED[name]}")
-        if name not in COMMANDS:
-            raise KeyError(name)
-        if name == "bench":
-            _import_bench()
-        else:
-            import_module(f"weir.cli.{FILES.get(name, name)}")
-        return get_command(_made[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(COMMANDS)
-
-    def __len__(self) -> int:
-        return len(COMMANDS)
 
 
 def _import_bench() -> None:
@@ -167,11 +135,19 @@ class _Weir(CommandGroup):
     """The group `weir`, which lists its commands without importing them."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(**{**settings, "commands": _Commands()})
+        super().__init__(**{**settings, "commands": dict.fromkeys(COMMANDS)})
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of all commands."""
-        return list(COMMANDS)
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command after importing its file; None if there is no such command."""
+        if cmd_name in MOVED:
+            raise WeirError(f"there is no weir {cmd_name}: {MOVED[cmd_name]}")
+        if cmd_name not in COMMANDS:
+            return None
+        if cmd_name == "bench":
+            _import_bench()
+        else:
+            import_module(f"weir.cli.{FILES.get(cmd_name, cmd_name)}")
+        return get_command(_made[cmd_name])
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the help's list of commands, with a sentence for each."""

@@ -169,12 +169,11 @@ def _print(rows: list[LayerError], facts: dict[str, Any]) -> None:
             )
         print_table(table)
     how = f"a stream in chunks of {facts['chunk']}" if facts["stream"] else "one prompt"
-    line = (
+    print_line(
         f"{facts['model']}: relative error of the answers to the last {facts['queries']} of "
         f"{facts['tokens']} tokens, the first {facts['exact']} exact, the text before them "
         f"as {how}, {facts['seeds']} {'seed' if facts['seeds'] == 1 else 'seeds'}"
     )
-    print_line(line)
 
 
 def _rates(text: str) -> list[float]:

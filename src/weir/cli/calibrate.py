@@ -174,9 +174,8 @@ def _print(out: Path, found: Calibration) -> None:
         table.add_row(str(layer.index), *row, layer.pipe.stands_for)
     print_table(table)
     before, after = found.errors
-    line = (
+    print_line(
         f"{out}: mean error of attention {after:.3f}, {before:.3f} under {found.asked}; "
         f"{size(found.nbytes)} of cache for one stream, {size(found.before)} before; "
         f"{found.passages} passage{'s' * (found.passages > 1)} of {found.length:,} tokens"
     )
-    print_line(line)

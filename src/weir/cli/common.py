@@ -155,14 +155,8 @@ def say_set_aside(
 
 
 def prepare_model(model: PreTrainedModel, *, native: bool = True, compiled: bool = False) -> None:
-    """Choose the faster matrix products for a model, and faster decode steps.
-
-    Timing products takes seconds, once a machine.
-
-    Args:
-        model: with a causal head.
-        native: let its steps be one call of a kernel, where there is one for its form.
-        compiled: have `torch.compile` compile those that are not.
+    """Choose the faster matrix products for a model, which takes seconds once a machine, and let
+    its steps be one `native` call of a kernel where it has the form, or compiled.
     """
     from weir.models import choose_products, compile_steps
 

@@ -111,7 +111,7 @@ def demo(
     with interruptible() as interrupt, Live(console=console, refresh_per_second=8) as live:
 
         def show(meters: list[PerplexityMeter]) -> bool:
-            done = meters[0].reading.tokens
+            done = meters[0].tokens
             bar.update(task, completed=done)
             live.update(Group(_table(policies, meters, window), bar))
             last[:] = meters
@@ -161,13 +161,12 @@ def _tell(result: dict[str, Any], console: Console) -> None:
 def _table(policies: Sequence[str], meters: list[PerplexityMeter], window: int) -> Table:
     from rich.table import Table
 
-    done = meters[0].reading.tokens
+    done = meters[0].tokens
     table = Table(title=f"{done:,} tokens read: {done / window:.1f} times the window")
     table.add_column("policy", no_wrap=True)
     for head in ("perplexity", "last block", "cache", "tokens/s"):
         table.add_column(head, justify="right", min_width=8, no_wrap=True)
-    for policy, meter in zip(policies, meters, strict=True):
-        now = meter.reading
+    for policy, now in zip(policies, meters, strict=True):
         last = f"{now.ppl_by_block[-1]:.1f}" if now.ppl_by_block else ""
         figures = f"{now.ppl:.1f}", last, size(now.kv_bytes), f"{now.tokens_per_s:,.0f}"
         table.add_row(policy, *figures)

@@ -6,9 +6,9 @@ import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
-from typer import BadParameter, Context
+from typer import Argument, BadParameter
 
 from weir.cli.app import command
 from weir.cli.common import describe_parameters, first_paragraph, output, print_json
@@ -66,13 +66,11 @@ _PARAMETER = re.compile(r" {4}(\w+(?:, \w+)*): (.+)")
 
 @dataclass(frozen=True)
 class Entry:
-    """A list entry: a named policy or a pool.
+    """A list entry: a named policy or a pool, which has no paper and no default pipe.
 
     Attributes:
         parameters: parameters with their defaults, as they are written in a policy.
         about: the first paragraph of the docstring, in one line.
-        paper: source of a policy; None for a pool.
-        pipe: a policy's default pipe; None for a pool, and for a policy that is not a pipe.
         explains: the docstring's sentences about parameters, by parameter.
     """
 
@@ -84,19 +82,21 @@ class Entry:
     explains: Mapping[str, str] = field(default_factory=dict)
 
 
-@command(words="[NAME]...")
-def policies(context: Context, as_json: AsJson = False) -> None:
+@command()
+def policies(
+    names: Annotated[list[str] | None, Argument(metavar="NAME")] = None, as_json: AsJson = False
+) -> None:
     """List the named policies and the pools that make up a pipe, or describe those named."""
     named, pools = list_entries()
     known = {entry.name for entry in (*named, *pools)}
-    for name in context.args:
+    for name in names or ():
         if name not in known:
             like = suggest(name.partition("(")[0].strip().lower(), known)
             raise BadParameter(
                 f"no policy and no pool is called {name!r}{like or '; `weir policies` lists them'}"
             )
-    if context.args or as_json:
-        wanted = context.args or known
+    if names or as_json:
+        wanted = names or known
         every = pools
         named, pools = (
             [replace(e, explains=explain(e, every)) for e in entries if e.name in wanted]
@@ -110,7 +110,7 @@ def policies(context: Context, as_json: AsJson = False) -> None:
                 "pools": [{key: getattr(entry, key) for key in of_pool} for entry in pools],
             }
         )
-    elif not context.args:
+    elif not names:
         _print_list(named, pools)
     else:
         for kind, entries in (("policy", named), ("pool", pools)):

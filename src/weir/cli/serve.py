@@ -119,7 +119,9 @@ def serve(
         estimate_memory,
     )
     from weir.serve.api import Keys, bind, log_json, make_app, run_app
-    from weir.serve.sessions import DiskTurns, RowFormat, SessionStore
+    from weir.serve.sessions.disk_turns import DiskTurns
+    from weir.serve.sessions.snapshot import RowFormat
+    from weir.serve.sessions.store import SessionStore
 
     model_name = options.one_model(argument, model_name)
     if budget is not None:

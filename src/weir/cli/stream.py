@@ -25,7 +25,7 @@ from weir.cli.loading import Loading, load_model, loads_model
 from weir.cli.runtime import interruptible
 
 if TYPE_CHECKING:
-    from weir.evals.perplexity import PerplexityResult
+    from weir.evals.perplexity import PerplexityMeter
 
 
 @command()
@@ -80,7 +80,7 @@ def stream(
     reader = Stream(model, wanted, chunk=chunk, seed=seed, positions=positions.value)
     with interruptible() as interrupt, show_progress(wanted.brief, len(ids)) as show:
 
-        def step(reading: PerplexityResult) -> bool:
+        def step(reading: PerplexityMeter) -> bool:
             note = f"perplexity {reading.ppl:.2f}, {reading.tokens_per_s:,.0f} tokens/s"
             show(completed=reading.tokens, note=note)
             while in_lines() and len(printed) < len(reading.ppl_by_block):
@@ -110,7 +110,7 @@ def stream(
     return interrupt.code
 
 
-def _block_line(reading: PerplexityResult, number: int) -> str:
+def _block_line(reading: PerplexityMeter, number: int) -> str:
     """A line about a complete block, for where no progress bar can be drawn."""
     first, end = number * reading.block, (number + 1) * reading.block
     return (
@@ -120,7 +120,7 @@ def _block_line(reading: PerplexityResult, number: int) -> str:
     )
 
 
-def _print(model_name: str, policy: str, reading: PerplexityResult, ended: str | None) -> None:
+def _print(model_name: str, policy: str, reading: PerplexityMeter, ended: str | None) -> None:
     """Print a table of the blocks and a summary; `ended` says why the reading stopped early."""
     from rich.table import Table
 

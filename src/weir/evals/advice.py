@@ -10,9 +10,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weir.cache import check_origin, size_of
 from weir.errors import WeirError
-from weir.evals.fitting import budget_in, fit_to_memory
+from weir.evals.fitting import fit_to_memory
 from weir.evals.notation import read_policies, takes_budget, with_budget
-from weir.evals.perplexity import PerplexityResult, read
+from weir.evals.perplexity import PerplexityMeter, read
 from weir.models import window_of
 from weir.policies import is_file, parse_policy
 from weir.stream import Stream, read_stream
@@ -124,7 +124,7 @@ def advise(
     window = window_of(model.config)
 
     def attempt(policy: str, budget: int, some: Tensor, number: int = 0, of: int = 0) -> Trial:
-        def tell(now: PerplexityResult) -> None:
+        def tell(now: PerplexityMeter) -> None:
             if of:
                 on_step(policy, (number + now.tokens / len(some)) / of)
 
@@ -139,11 +139,12 @@ def advise(
         whole = attempt("dense", len(ids), ids)
         if memory is None or whole.kv_bytes <= memory:
             return Advice((whole,), len(ids), len(ids), window, everything=True)
-    left_out: dict[str, str] = {}
     if named is None and memory is not None:
-        fits = _candidates(model, memory, chunk, window)
+        fits, left_out = _candidates(model, memory, chunk, window), {}
     else:
         fits, left_out = _fitting(model, named or CANDIDATES, memory, budget, chunk)
+        if not fits:
+            raise WeirError(next(iter(left_out.values())))
     length = max(LEAST, TIMES * max(fits.values())) if tokens is None else tokens
     sample = ids[:length]
     tries = [attempt(*one, sample, n, len(fits)) for n, one in enumerate(fits.items())]
@@ -162,40 +163,28 @@ def _list_policies(model: PreTrainedModel, policies: str) -> list[str]:
 
 
 def _fitting(
-    model: PreTrainedModel,
-    named: Sequence[str],
-    memory: int | None,
-    budget: int | None,
-    chunk: int,
+    model: PreTrainedModel, named: Sequence[str], memory: int | None, budget: int | None, chunk: int
 ) -> tuple[dict[str, int], dict[str, str]]:
-    """The results of `_fit_policy` for policies that fit, and for the others the reason."""
+    """Policies with their slots (own, `budget`, or the most that fit); of others the reason."""
     fits: dict[str, int] = {}
     left_out: dict[str, str] = {}
     for policy in named:
         try:
-            fits |= [_fit_policy(model, policy, memory, budget, chunk)]
+            if is_file(policy) or not takes_budget(policy):
+                takes = size_of(model, policy, chunk=chunk)
+                if memory is not None and takes.stream > memory:
+                    raise WeirError(f"{policy} takes {takes.stream:,} bytes, more than {memory:,}")
+                sized, slots = policy, max(takes.slots)
+            elif memory is not None:
+                sized, slots = fit_to_memory(model, policy, memory, chunk)
+            else:
+                assert budget is not None
+                sized, slots = with_budget(policy, budget), budget
+                size_of(model, sized, chunk=chunk)  # refuses what the model's layers cannot hold
+            fits[sized] = slots
         except WeirError as error:
             left_out[policy] = str(error)
-    if not fits:
-        raise WeirError(next(iter(left_out.values())))
     return fits, left_out
-
-
-def _fit_policy(
-    model: PreTrainedModel, policy: str, memory: int | None, budget: int | None, chunk: int
-) -> tuple[str, int]:
-    """A named policy and its slots: its own, else `budget`, else the most that fit in `memory`."""
-    if is_file(policy) or not takes_budget(policy):
-        takes = size_of(model, policy, chunk=chunk)
-        if memory is not None and takes.stream > memory:
-            raise WeirError(f"{policy} takes {takes.stream:,} bytes, more than {memory:,}")
-        return policy, max(takes.slots)
-    if budget is None:
-        assert memory is not None
-        return fit_to_memory(model, policy, memory, chunk)
-    policy = with_budget(policy, budget)
-    size_of(model, policy, chunk=chunk)  # refuses what the model's layers cannot hold
-    return policy, budget
 
 
 def _candidates(
@@ -207,10 +196,8 @@ def _candidates(
             f"a chunk of {chunk} and a budget of {SMALLEST}, the smallest that is tried, are more "
             f"than the model's window of {window}; take a smaller chunk"
         )
-    budgets = {name: budget_in(model, name, memory, chunk) for name in CANDIDATES}
-    fits = {
-        with_budget(name, n): n for name, n in budgets.items() if n is not None and n >= SMALLEST
-    }
+    every, _ = _fitting(model, CANDIDATES, memory, None, chunk)
+    fits = {policy: budget for policy, budget in every.items() if budget >= SMALLEST}
     if not fits:
         takes = size_of(model, f"window(budget={SMALLEST})", chunk=chunk).stream
         raise WeirError(

@@ -23,14 +23,10 @@ from weir.stream import Detokenizer, Stream, Tokens, cut_at_stop, render_chat
 
 @dataclass(frozen=True)
 class GeneratedAnswer:
-    """An answer that a model generated, and its cost.
+    """An answer without special tokens and stop text, and its cost at the end.
 
-    Attributes:
-        text: the answer without special tokens and without the stop text.
-        kv_bytes: bytes of the cache at the end.
-        held: slots in use per KV head at the end, averaged over the layers; None if nothing is
-            cached.
-        seen: tokens of prompt and answer together.
+    `kv_bytes` are those of the cache, `held` the slots in use per KV head, averaged over the layers
+    (None if nothing is cached), and `seen` the tokens of prompt and answer together.
     """
 
     text: str
@@ -45,9 +41,6 @@ def ask(
     """Generate the subject's greedy answer to a prompt, on a new stream.
 
     One of the texts `stops` ends the answer; `chat` puts the prompt into the chat template.
-
-    Raises:
-        WeirError: as `prompt_ids` and `Subject.stream`.
     """
     ids = prompt_ids(subject.tokenizer, text, chat)
     # Chat templates do not include a learned sink, so it is added here.
@@ -100,14 +93,10 @@ def generate_answer(
     stops: Sequence[str] = (),
     **sampling: Any,
 ) -> GeneratedAnswer:
-    """Generate an answer to a prompt; greedy unless `sampling` says otherwise.
+    """Generate an answer to a prompt, up to one of the texts `stops`.
 
-    Args:
-        stream: the stream that the prompt continues.
-        tokenizer: of the stream's model.
-        prompt: ids, or ids and pixels as returned by a processor.
-        max_new_tokens, stops: maximum length of the answer, and texts that end it.
-        sampling: temperature, top_k, top_p, as for `Stream.generate`.
+    The prompt is ids, or ids and pixels as returned by a processor. The answer is greedy unless
+    `sampling`, as for `Stream.generate`, says otherwise.
     """
     stream.feed(prompt)
     tokens: list[int] = []
@@ -138,25 +127,21 @@ def feed_aside(stream: Stream, ids: Tensor) -> Tensor:
 
 
 def generate_rows(stream: Stream, prompt: Tensor, length: int) -> Tensor:
-    """Continue all rows of a stream greedily after a prompt [rows, n].
+    """Continue all rows of a stream greedily after a prompt [rows, n]; the last token is not fed.
 
-    Returns:
-        The tokens [rows, length], of which the last is not fed.
+    Returns the tokens [rows, length].
     """
-    said = prompt
-    found = []
+    found = [prompt]
     for _ in range(length):
-        said = stream.feed(said).argmax(-1)[:, None].cpu()
-        found.append(said)
-    return torch.cat(found, dim=1)
+        found.append(stream.feed(found[-1]).argmax(-1)[:, None].cpu())
+    return torch.cat(found[1:], dim=1)
 
 
 def costs(answers: Sequence[GeneratedAnswer]) -> dict[str, Any]:
     """Summarize the cost of answers as figures of a result.
 
-    Returns:
-        "kv_bytes" of the largest cache; the mean "tokens" of prompt and answer together; and
-        "share", the slots in use at the end over those tokens, on average (None under `recompute`).
+    These are "kv_bytes" of the largest cache, the mean "tokens" of prompt and answer together, and
+    "share", the slots in use at the end over those tokens, on average (None under `recompute`).
     """
     shares = [one.held / one.seen for one in answers if one.held is not None]
     return {

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median, pstdev
 from typing import Any
@@ -42,9 +43,8 @@ class ErrorSetup:
         tokens: length of the text.
         queries: number of last tokens whose queries are evaluated; their keys and values are exact.
         exact: number of first tokens that are exact if a share of the others is kept.
-        whole: fold the text before the queries at once, as in the paper; otherwise stream the text
-            and fold every `chunk` tokens.
-        chunk: tokens between two folds of the stream.
+        whole, chunk: fold the text before the queries at once, as in the paper; otherwise stream
+            the text and fold every `chunk` tokens.
     """
 
     tokens: int
@@ -170,19 +170,18 @@ def size_policies(
         PolicyError: a policy cannot be read.
     """
     sized, missing = [], []
-    for name in names:
-        for rate in rates or (None,):
+    for name, rate in product(names, rates or (None,)):
+        text = name if rate is None else _with_rate(name, rate, setup)
+        try:
+            policy = parse_policy(text)
+        except PolicyError as error:
             if rate is None:
-                policy = parse_policy(name)
-                if isinstance(policy, Recompute):
-                    raise WeirError("recompute holds no keys, so there is no attention to compare")
-                sized.append(SizedPolicy(name, policy))
-                continue
-            text = _with_rate(name, rate, setup)
-            try:
-                sized.append(SizedPolicy(name, parse_policy(text), rate))
-            except PolicyError as error:
-                missing.append(f"{name} is left out at a rate of {rate:g}: {error}")
+                raise
+            missing.append(f"{name} is left out at a rate of {rate:g}: {error}")
+            continue
+        if isinstance(policy, Recompute):
+            raise WeirError("recompute holds no keys, so there is no attention to compare")
+        sized.append(SizedPolicy(name, policy, rate))
     if not sized:
         raise WeirError(missing[0] if missing else "no policy was given")
     return sized, missing
@@ -217,16 +216,15 @@ def measure_error(
     heard = capture(model, ids[: setup.tokens], layers)
     every = [_answer(inputs, Pipe((Recent(None),)), 0, setup)[0] for inputs in heard]
     rows: list[LayerError] = []
-    for one in sized:
-        for inputs, exact in zip(heard, every, strict=True):
-            pipe = one.policy.for_layer(inputs.layer, inputs.layers)
-            answers = [_answer(inputs, pipe, seed, setup) for seed in seeds]
-            outs, kept, seconds = zip(*answers, strict=True)
-            errors = [float((out - exact).norm() / exact.norm()) for out in outs]
-            which = str(one.policy), one.name, one.rate, inputs.layer
-            rows.append(LayerError(*which, errors, fmean(kept), median(seconds)))
-            if on_step is not None and on_step(len(rows), len(sized) * len(heard)):
-                return rows
+    for one, (inputs, exact) in product(sized, zip(heard, every, strict=True)):
+        pipe = one.policy.for_layer(inputs.layer, inputs.layers)
+        answers = [_answer(inputs, pipe, seed, setup) for seed in seeds]
+        outs, kept, seconds = zip(*answers, strict=True)
+        errors = [float((out - exact).norm() / exact.norm()) for out in outs]
+        which = str(one.policy), one.name, one.rate, inputs.layer
+        rows.append(LayerError(*which, errors, fmean(kept), median(seconds)))
+        if on_step is not None and on_step(len(rows), len(sized) * len(heard)):
+            break
     return rows
 
 
@@ -235,11 +233,10 @@ def mean_over_layers(rows: Sequence[LayerError]) -> list[dict[str, Any]]:
 
     "deviation" is that of the layers' mean, over the seeds; "seconds" are of all layers together.
     """
-    groups: dict[tuple[str, str, float | None], list[LayerError]] = {}
-    for row in rows:
-        groups.setdefault((row.name, row.policy, row.rate), []).append(row)
     found = []
-    for (name, policy, rate), group in groups.items():
+    for name, policy, rate in dict.fromkeys((row.name, row.policy, row.rate) for row in rows):
+        which = (name, policy, rate)
+        group = [row for row in rows if (row.name, row.policy, row.rate) == which]
         by_seed = [fmean(errors) for errors in zip(*(row.errors for row in group), strict=True)]
         found.append(
             {
@@ -279,9 +276,8 @@ def _answer(
 ) -> tuple[Tensor, float, float]:
     """Stream a layer's keys and values through a pipe, and attend with the last queries.
 
-    Returns:
-        Their outputs [1, heads, queries, value_dim], the share of the tokens before them that hold
-        a slot at the end, and the seconds spent folding.
+    Returns their outputs [1, heads, queries, value_dim], the share of the tokens before them that
+    hold a slot at the end, and the seconds spent folding.
     """
     chunk = setup.queries + 1 if setup.whole else setup.chunk
     draws = CounterRNG(seed, inputs.layer)

@@ -50,26 +50,31 @@ def share_out(layers: Sequence[Sequence[SizeOption]], total: int) -> list[int]:
 
     The cheapest if even those do not fit. The multiple-choice knapsack problem, solved exactly by
     dynamic programming over layers (Kellerer, Pferschy and Pisinger 2004, "Knapsack Problems",
-    chapter 11): of the ways to choose for the first layers, those that another one beats in bytes
-    and error go, and those whose lower bound exceeds what is certain to be reached. The bounds are
-    those of the linear relaxation.
+    chapter 11): of the ways to choose for the first layers, those go that another one beats in
+    bytes and error, and those that Lagrange's bound shows to be worse than one that is known.
     """
-    rest = _relaxations(layers)
-    if total < rest[0][0][0]:
+    least = np.array([min(size.nbytes for size in each) for each in layers])
+    if total < least.sum():
         return [min(range(len(each)), key=each.__getitem__) for each in layers]
+    # A price of bytes in errors, at which every layer's best size by itself just fits.
+    low, price = 0.0, 1.0
+    while _taken_at(layers, price).nbytes > total:
+        low, price = price, 2 * price
+    for _ in range(60):
+        middle = (low + price) / 2
+        fits = _taken_at(layers, middle).nbytes <= total
+        low, price = (low, middle) if fits else (middle, price)
+    known = _taken_at(layers, price).error
+    known += 1e-9 * (known + price * total)  # for roundings
     spent, error = np.zeros(1), np.zeros(1)
     ways: list[np.ndarray] = []
-    for choices, (nbytes, least) in zip(layers, rest[1:], strict=True):
+    for place, choices in enumerate(layers):
         options = np.array(choices)
         spent = np.add.outer(spent, options[:, 0]).ravel()
         error = np.add.outer(error, options[:, 1]).ravel()
-        left = total - spent
-        fits = left >= nbytes[0]
-        bound = error + np.interp(left, nbytes, least)
-        reached = error + least[np.searchsorted(nbytes, left, "right") - 1]
-        # The slack is for roundings of the bounds.
-        hopeful = fits & (bound <= reached[fits].min() * (1 + 1e-9))
-        way = np.flatnonzero(hopeful)
+        rest = _taken_at(layers[place + 1 :], price)
+        bound = error + rest.error + price * (spent + rest.nbytes - total)
+        way = np.flatnonzero((spent + least[place + 1 :].sum() <= total) & (bound <= known))
         way = way[np.lexsort((error[way], spent[way]))]
         before = np.minimum.accumulate(np.append(np.inf, error[way]))
         way = way[error[way] < before[:-1]]
@@ -82,30 +87,10 @@ def share_out(layers: Sequence[Sequence[SizeOption]], total: int) -> list[int]:
     return taken[::-1]
 
 
-def _relaxations(layers: Sequence[Sequence[SizeOption]]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Bytes, rising, and least errors if layers could take parts of steps; for each layer and all
-    behind it, and for none. Whole sizes have exactly these errors at these bytes.
-    """
-    found, steps, start = [(np.zeros(1), np.zeros(1))], np.zeros((0, 2)), np.zeros(2)
-    for choices in reversed(layers):
-        hull: list[tuple[float, float]] = []
-        for nbytes, error in sorted(choices):
-            if hull and error >= hull[-1][1]:
-                continue
-            while len(hull) > 1 and _gain(hull[-2], hull[-1]) <= _gain(hull[-1], (nbytes, error)):
-                hull.pop()
-            hull.append((nbytes, error))
-        start = start + hull[0]
-        steps = np.concatenate([steps, np.diff(np.array(hull), axis=0)])
-        steps = steps[np.argsort(steps[:, 1] / steps[:, 0], kind="stable")]
-        nbytes, errors = np.concatenate([start[None], steps]).cumsum(axis=0).T
-        found.append((nbytes, errors))
-    return found[::-1]
-
-
-def _gain(one: tuple[float, float], other: tuple[float, float]) -> float:
-    """Error that a step between two sizes removes per byte."""
-    return (one[1] - other[1]) / (other[0] - one[0])
+def _taken_at(layers: Sequence[Sequence[SizeOption]], price: float) -> SizeOption:
+    """Bytes and error of all layers, each with its best size where bytes have a price."""
+    best = (min(each, key=lambda size: (size.error + price * size.nbytes, size)) for each in layers)
+    return SizeOption(*np.array([(0, 0.0), *best]).sum(axis=0))
 
 
 EIGHTHS = (*range(2, 17), *range(18, 33, 2))

@@ -121,15 +121,14 @@ def capture(
     By default of all layers but those that slide over a window of their own, whatever the policy;
     such a layer, or one that does not exist, is refused.
     """
-    windows = [layer.positions.window for layer in describe(model).layers]
+    windows = dict(enumerate(layer.positions.window for layer in describe(model).layers))
     for layer in layers or ():
-        if 0 <= layer < len(windows) and windows[layer] is not None:
+        if windows.get(layer) is not None:
             raise WeirError(
                 f"layer {layer} slides over a window of {windows[layer]} tokens of its own, "
                 "whatever the policy; take others"
             )
-    if layers is None:
-        layers = [n for n, window in enumerate(windows) if window is None]
+    layers = layers or [n for n, window in windows.items() if window is None]
     if not layers:
         raise WeirError("every layer of this model slides over a window of its own")
     return list(capture_each(model, ids, lambda inputs: inputs, layers).values())
@@ -141,13 +140,10 @@ def capture_each(
     take: Callable[[LayerInputs], Taken],
     layers: Sequence[int] | None = None,
 ) -> dict[int, Taken]:
-    """Apply `take` to the queries, keys and values of every layer, one layer at a time.
+    """Apply `take` to the inputs of every named layer, or of all, and return its results by layer.
 
-    Sliding layers are included. Inputs that `take` does not keep are freed before the next layer,
-    so at most one layer is held beside the keys and values that the model needs to read exactly.
-
-    Returns the results of `take`, by layer; of all layers if none are named. A layer that does not
-    exist is refused.
+    Sliding layers are included; a layer that does not exist is refused. Inputs that `take` does not
+    keep are freed before the next layer, so one is held at most beside what the model needs.
     """
     heard: dict[int, Taken] = {}
     wanted: Sequence[int] = ()
@@ -187,10 +183,7 @@ def in_place(inputs: LayerInputs, x: Tensor) -> Tensor:
 
 
 def unrotated_keys(inputs: LayerInputs) -> Tensor | None:
-    """The keys of a layer, all rotated to position 0 [1, kv_heads, length, key_dim].
-
-    None for a layer without rotary embedding.
-    """
+    """The keys of a layer at position 0 [1, kv_heads, length, key_dim]; None without rotation."""
     rotary = inputs.positions.rotary
     if rotary is None:
         return None

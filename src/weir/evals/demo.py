@@ -160,9 +160,6 @@ class BookStory:
     names: Sequence[NamedNumber]
     between: Tensor
 
-    def begin(self, stream: Stream) -> None:
-        """Do nothing: the names are told behind the book."""
-
     def tell(self, stream: Stream) -> dict[str, Any]:
         """Feed the names to a stream, read on, and ask for the numbers; return `_told`."""
         stream.feed([token for one in self.names for token in one.said])
@@ -201,14 +198,15 @@ class ChatStory:
     def begin(self, stream: Stream) -> None:
         """Tell the facts, and let the model answer."""
         told = " ".join(fact for fact, _, _ in FACTS[self.in_system :])
-        self._say(stream, f"Please remember this. {told}", max_new_tokens=ANSWER, **CALM)
+        self._say(stream, f"Please remember this. {told}")
         if self.before < 0:
             self.said, self.before = stream.seen, sum(self._ask(stream)[1])
 
     def paste(self, tokens: int) -> Tensor:
         """Return the turn in which a text of so many tokens is pasted, as token ids."""
         book = self.tokenizer.decode(load_book(self.tokenizer, tokens), skip_special_tokens=True)
-        talk, _ = self._say(Stream(self.model, "dense"), "Hello.", max_new_tokens=1)
+        talk = Conversation(Stream(self.model, "dense"), self.tokenizer, self.rule)
+        list(talk.say("Hello.", max_new_tokens=1))
         return torch.tensor(talk.turn(f"Here is the beginning of a novel.\n\n{book}"))
 
     def tell(self, stream: Stream) -> dict[str, Any]:
@@ -222,13 +220,12 @@ class ChatStory:
         short.feed(self.paste(SOON))
         return {**told, "soon": sum(self._ask(short)[1])}
 
-    def _say(self, stream: Stream, text: str, **how: Any) -> tuple[Conversation, str]:
+    def _say(self, stream: Stream, text: str) -> str:
         talk = Conversation(stream, self.tokenizer, self.rule)
-        return talk, "".join(talk.say(text, **how))
+        return "".join(talk.say(text, max_new_tokens=ANSWER, **CALM)).strip()
 
     def _ask(self, stream: Stream) -> tuple[list[str], list[bool]]:
-        how = {"max_new_tokens": ANSWER, **CALM}
-        said = [self._say(copy.deepcopy(stream), asked, **how)[1].strip() for _, asked, _ in FACTS]
+        said = [self._say(copy.deepcopy(stream), asked) for _, asked, _ in FACTS]
         return said, [word in text for text, (_, _, word) in zip(said, FACTS, strict=True)]
 
     def facts(self, read: int) -> dict[str, Any]:
@@ -284,28 +281,28 @@ def read_book(
         for no limit), and what `tell` returns]}.
     """
     meters = [PerplexityMeter(Stream(model, policy), block) for policy in policies]
-    if story is not None:
-        for meter in meters:
-            story.begin(meter.stream)
     chat = story if isinstance(story, ChatStory) else None
+    if chat is not None:
+        for meter in meters:
+            chat.begin(meter.stream)
     for piece in ids.split(STEP):
         for meter in meters:
             meter.take(piece)
         if on_step(meters):
             story = None
             break
-    answers: list[dict[str, Any]] = []
     for meter in meters:
         meter.close()
+    found = [
+        {**meter.as_json(), "policy": policy, "slots": meter.stream.capacity}
+        for policy, meter in zip(policies, meters, strict=True)
+    ]
+    answers: list[dict[str, Any]] = []
     for number, meter in enumerate(meters):
         if story is None or on_ask(number):
             story = None
             break
         answers.append(story.tell(meter.stream))
-    found = [
-        {**meter.reading.as_json(), "policy": policy, "slots": meter.stream.capacity}
-        for policy, meter in zip(policies, meters, strict=True)
-    ]
     if story is not None:
         found = [{**figures, **more} for figures, more in zip(found, answers, strict=True)]
     return {
@@ -314,7 +311,7 @@ def read_book(
         "told_first": 0 if chat is None else chat.said,
         "model_window": window_of(model.config),
         "book": f"Leo Tolstoy, {TITLE}",
-        "tokens": meters[0].reading.tokens,
+        "tokens": meters[0].tokens,
         "block": block,
         "story": None if story is None else story.facts(len(ids)),
         "policies": found,

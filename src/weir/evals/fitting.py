@@ -1,10 +1,11 @@
 """The largest budget of a policy whose cache fits a memory.
 
 Bytes are computed from the model's configuration (`weir.cache.size_of`), so no weights are needed.
-Knows nothing about texts or tasks.
 """
 
 from __future__ import annotations
+
+from bisect import bisect_left
 
 from transformers import PreTrainedModel
 
@@ -43,16 +44,10 @@ def budget_in(
         return size_of(model, sized, chunk=chunk).stream <= memory
 
     # From small to large: budgets too small for the policy, budgets that fit, budgets that do not.
-    low, high = 0, 1
-    while high <= most and fits(high) is not False:
-        low, high = high, 2 * high
-    high = min(high, most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) is not False else (low, middle)
+    budgets = range(1, most + 1)
+    last = bisect_left(budgets, True, key=lambda budget: fits(budget) is False)
     # Pools round their shares of a budget, so a budget may fit although the one below does not.
-    above = next((n for n in range(min(low + STEPS, most), low, -1) if fits(n)), low)
-    return above if above and fits(above) else None
+    return next((n for n in reversed(budgets[max(0, last - 1) : last + STEPS]) if fits(n)), None)
 
 
 def fit_to_memory(

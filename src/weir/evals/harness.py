@@ -7,7 +7,7 @@ a cache of fixed size. Nothing is ever truncated: the policy decides what to dro
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ from weir.stream import MOST_LOGITS, PIECE, Stream, cut_at_stop, render_chat
 
 Likelihood = tuple[float, bool]
 """Log-likelihood of a continuation, in nats, and whether greedy decoding would give it."""
+SAMPLING = ("temperature", "top_k", "top_p")
+"""Sampling options of `recompute`, which has no cache for `generate`."""
 
 
 def pad_rows(rows: Sequence[Sequence[int]], pad: int, left: bool) -> tuple[Tensor, Tensor]:
@@ -40,63 +42,22 @@ def pad_rows(rows: Sequence[Sequence[int]], pad: int, left: bool) -> tuple[Tenso
 
 @torch.no_grad()
 def likelihoods(
-    stream: Callable[[], Stream],
+    make_stream: Callable[[], Stream],
     contexts: Sequence[Sequence[int]],
     continuations: Sequence[Sequence[int]],
 ) -> list[Likelihood]:
-    """Compute the likelihood of each continuation after its context, both non-empty.
+    """Compute the likelihood of each continuation after its context, both non-empty ids.
 
-    Args:
-        stream: makes a new stream under the policy, of which only the cache is used, if it has one.
-        contexts, continuations: token ids; all rows form one batch.
+    All rows form one batch, on the cache of one new stream; `recompute`, which has none, reads them
+    one by one.
     """
-    first = stream()
-    if first.cache is None:
+    stream = make_stream()
+    if stream.cache is None and len(contexts) > 1:
         pairs = zip(contexts, continuations, strict=True)
-        return [_score_continuations(_row_feed(stream()), [a], [b])[0] for a, b in pairs]
-    return _score_continuations(_batch_feed(first.model, first.cache), contexts, continuations)
-
-
-Feed = Callable[[Tensor, Tensor, bool], Tensor]
-"""Ids [batch, n] and the mask of everything so far to logits of all of them, or of the last."""
-
-
-def _batch_feed(model: PreTrainedModel, cache: StreamingCache) -> Feed:
-    def feed(ids: Tensor, mask: Tensor, every: bool) -> Tensor:
-        # With full prefill the prompt is one forward; otherwise it is read in pieces to save
-        # memory.
-        whole = cache.prefill == "full" and not cache.is_initialized
-        seen = mask.shape[1] - ids.shape[1]
-        parts: list[Tensor] = []
-        for piece in ids.split(ids.shape[1] if whole else PIECE, dim=1):
-            seen += piece.shape[1]
-            logits = model(
-                input_ids=piece.to(model.device),
-                attention_mask=mask[:, :seen].to(model.device),
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=0 if every else 1,
-            ).logits
-            parts = [*parts, logits] if every else [logits]
-        return torch.cat(parts, dim=1)
-
-    return feed
-
-
-def _row_feed(stream: Stream) -> Feed:
-    def feed(ids: Tensor, mask: Tensor, every: bool) -> Tensor:
-        logits = stream.feed(ids, all_logits=every)
-        return logits if every else logits[:, None]
-
-    return feed
-
-
-def _score_continuations(
-    feed: Feed, contexts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]
-) -> list[Likelihood]:
+        return [likelihoods(make_stream, [a], [b])[0] for a, b in pairs]
     # Any token may stand for padding.
     ids, mask = pad_rows(contexts, 0, left=True)
-    logits = feed(ids, mask, False)[:, -1].float()
+    logits = _feed(stream, ids, mask, every=False)[:, -1].float()
     asked, counts = pad_rows(continuations, 0, left=False)
     total = torch.zeros(len(asked), dtype=torch.float64)
     greedy = torch.ones(len(asked), dtype=torch.bool)
@@ -109,13 +70,36 @@ def _score_continuations(
         if fed.shape[1]:
             # Padding on the right is fed like text: nothing that counts comes after it.
             mask = torch.cat([mask, torch.ones_like(fed)], dim=1)
-            after = feed(fed, mask, True).float()
+            after = _feed(stream, fed, mask, every=True).float()
             before = torch.cat([before, after], dim=1)[:, : piece.shape[1]]
             logits = after[:, -1]
         said = before.log_softmax(-1).gather(-1, piece.to(before.device)[..., None])[..., 0].cpu()
         total += torch.where(real, said.double(), 0.0).sum(1)
         greedy &= ((before.argmax(-1).cpu() == piece) | ~real).all(1)
     return list(zip(total.tolist(), greedy.tolist(), strict=True))
+
+
+def _feed(stream: Stream, ids: Tensor, mask: Tensor, every: bool) -> Tensor:
+    """Feed ids [batch, n], given the mask of everything so far; logits of all, or of the last."""
+    model, cache = stream.model, stream.cache
+    if cache is None:
+        logits = stream.feed(ids, all_logits=every)
+        return logits if every else logits[:, None]
+    # With full prefill the prompt is one forward; otherwise it is read in pieces to save memory.
+    whole = cache.prefill == "full" and not cache.is_initialized
+    seen = mask.shape[1] - ids.shape[1]
+    parts: list[Tensor] = []
+    for piece in ids.split(ids.shape[1] if whole else PIECE, dim=1):
+        seen += piece.shape[1]
+        logits = model(
+            input_ids=piece.to(model.device),
+            attention_mask=mask[:, :seen].to(model.device),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=0 if every else 1,
+        ).logits
+        parts = [*parts, logits] if every else [logits]
+    return torch.cat(parts, dim=1)
 
 
 class WeirLM(TemplateLM):
@@ -245,15 +229,11 @@ class WeirLM(TemplateLM):
         requests: list[tuple[tuple[str, str], list[int], list[int]]],
         disable_tqdm: bool = False,
         **kwargs: Any,
-    ) -> list[tuple[float, bool]]:
+    ) -> list[Likelihood]:
         """Log-likelihood of each continuation, and whether greedy decoding would give it."""
-        contexts = [self.sink.first(context) for _, context, _ in requests]
-        asked = [asked for _, _, asked in requests]
-        found: dict[int, Likelihood] = {}
-        for i, one in self._score("loglikelihood", contexts, asked, disable_tqdm):
-            found[i] = one
-            self.cache_hook.add_partial("loglikelihood", requests[i][0], one)
-        return [found[i] for i in range(len(requests))]
+        keys, contexts, asked = zip(*requests, strict=True) if requests else ([], [], [])
+        contexts = [self.sink.first(context) for context in contexts]
+        return self._score("loglikelihood", keys, contexts, asked, disable_tqdm)
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
@@ -261,24 +241,29 @@ class WeirLM(TemplateLM):
         """Log-likelihood of each whole text, read as one stream from the first token."""
         texts = [str(request.args[0]) for request in requests]
         sink = self.sink
-        front = list(sink.tokens) or [self.prefix_token_id]
         # The prefix of a text is given and not scored.
+        fronts = [list(sink.tokens) or [self.prefix_token_id]] * len(texts)
         tokens = [sink.first(self.tok_encode(text))[len(sink.tokens) :] for text in texts]
-        found: dict[int, float] = {}
-        fronts = [front] * len(texts)
-        for i, (total, _) in self._score("loglikelihood_rolling", fronts, tokens, disable_tqdm):
-            found[i] = total
-            self.cache_hook.add_partial("loglikelihood_rolling", (texts[i],), total)
-        return [found[i] for i in range(len(requests))]
+        keys = [(text,) for text in texts]
+        return self._score("loglikelihood_rolling", keys, fronts, tokens, disable_tqdm)
 
     def _score(
-        self, what: str, contexts: list[list[int]], asked: list[list[int]], quiet: bool
-    ) -> Iterator[tuple[int, Likelihood]]:
-        """Yield the index and likelihood of each continuation, batch by batch."""
+        self,
+        what: str,
+        keys: Sequence[Any],
+        contexts: Sequence[list[int]],
+        asked: Sequence[list[int]],
+        quiet: bool,
+    ) -> list[Any]:
+        """The results of `likelihoods`, batch by batch; of rolling ones, the likelihoods alone."""
         lengths = [len(one) + len(other) for one, other in zip(contexts, asked, strict=True)]
+        found: dict[int, Any] = {}
         for batch in self._batches(lengths, what, quiet):
             mine = likelihoods(self.stream, [contexts[i] for i in batch], [asked[i] for i in batch])
-            yield from zip(batch, mine, strict=True)
+            for i, one in zip(batch, mine, strict=True):
+                found[i] = one if what == "loglikelihood" else one[0]
+                self.cache_hook.add_partial(what, keys[i], found[i])
+        return [found[i] for i in range(len(keys))]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Generate an answer to each context, up to the first of the task's stops."""
@@ -330,7 +315,3 @@ class WeirLM(TemplateLM):
         size = self.batch_size
         batches = [order[i : i + size] for i in range(0, len(order), size)]
         return tqdm(batches, desc=what, disable=quiet)
-
-
-SAMPLING = ("temperature", "top_k", "top_p")
-"""Sampling options of `recompute`, which has no cache for `generate`."""

@@ -10,7 +10,6 @@ import math
 import resource
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,40 +31,41 @@ NOT_FINITE = (
 """The reason why a figure is not finite."""
 
 
-@dataclass
-class PerplexityResult:
-    """Perplexity, bytes and speed of reading a text.
+class PerplexityMeter:
+    """Perplexity, bytes and speed of a stream that reads a text piece by piece.
+
+    Args:
+        stream: a new stream.
+        block: tokens in a block.
+        in_steps: call the model once per token, as in decoding; otherwise once for many tokens.
 
     Attributes:
-        policy, block: the policy as it was written, and tokens in a block.
         tokens, scored: tokens read, and those that had something before them.
         nll: sum of negative log-likelihoods, in nats.
-        ppl_by_block: perplexity of each block of the text; the last one may be short. The first
-            token of a stream has no prediction and is not scored.
+        ppl_by_block, bytes_by_block: perplexity of each block of the text, of which the last may be
+            short, and bytes of the cache after it.
         kv_bytes: bytes of the cache at the end.
-        bytes_by_block: bytes of the cache after each block.
         memory_growth: growth of the process's memory above the maximum up to token 5,000, in bytes;
             None before that, and where the system does not report memory.
         seconds: spent reading.
         pace: seconds per token, for each `STEP` tokens.
     """
 
-    policy: str
-    block: int
-    tokens: int = 0
-    nll: float = 0.0
-    scored: int = 0
-    ppl_by_block: list[float] = field(default_factory=list)
-    kv_bytes: int = 0
-    bytes_by_block: list[int] = field(default_factory=list)
-    memory_growth: int | None = None
-    seconds: float = 0.0
-    pace: list[float] = field(default_factory=list)
+    def __init__(self, stream: Stream, block: int = 1000, *, in_steps: bool = False) -> None:
+        self.stream, self.block, self.in_steps = stream, block, in_steps
+        self.tokens = self.scored = self.kv_bytes = 0
+        self.nll = self.seconds = 0.0
+        self.ppl_by_block: list[float] = []
+        self.bytes_by_block: list[int] = []
+        self.memory_growth: int | None = None
+        self.pace: list[float] = []
+        self._block_nll, self._block_scored = 0.0, 0
+        self._early_memory = 0
 
     @property
     def ppl(self) -> float:
         """Perplexity of everything read so far; NaN before the second token."""
-        return perplexity_of(self.nll / self.scored) if self.scored else math.nan
+        return perplexity_of(self.nll, self.scored)
 
     def check(self) -> None:
         """Refuse a perplexity that is infinite or no number (WeirError)."""
@@ -90,78 +90,55 @@ class PerplexityResult:
 
     def as_json(self) -> dict[str, Any]:
         """All figures by name, for JSON."""
-        facts = asdict(self)
-        del facts["pace"], facts["nll"], facts["scored"]
         return {
-            **facts,
+            "policy": str(self.stream.policy),
+            "block": self.block,
+            "tokens": self.tokens,
+            "ppl_by_block": self.ppl_by_block,
+            "kv_bytes": self.kv_bytes,
+            "bytes_by_block": self.bytes_by_block,
+            "memory_growth": self.memory_growth,
             "seconds": round(self.seconds, 3),
             "ppl": self.ppl,
             "tokens_per_s": round(self.tokens_per_s, 1),
             "last_over_second_thousand": self.slowdown,
         }
 
-
-class PerplexityMeter:
-    """Incremental perplexity measurement of a stream.
-
-    Args:
-        stream: a new stream.
-        block: tokens in a block of `ppl_by_block`.
-        in_steps: call the model once per token, as in decoding; otherwise once for many tokens.
-
-    Attributes:
-        reading: the result so far.
-    """
-
-    def __init__(self, stream: Stream, block: int = 1000, *, in_steps: bool = False) -> None:
-        self.stream = stream
-        self.in_steps = in_steps
-        self.reading = PerplexityResult(str(stream.policy), block)
-        # Sums of the block under way.
-        self._nll = 0.0
-        self._scored = 0
-        self._early_memory = 0
-
     def take(self, piece: Tensor) -> None:
         """Read the next tokens [n]: `STEP` of them, or fewer at the end of a text."""
-        reading = self.reading
         began = time.perf_counter()
-        is_first = self.stream.seen == 0
+        unscored = int(self.stream.seen == 0)  # the first token of a stream has no prediction
         parts = piece.split(1 if self.in_steps else len(piece))
         nll = torch.cat([self.stream.score(part[None])[0] for part in parts])
         took = time.perf_counter() - began
-        reading.seconds += took
-        reading.pace.append(took / len(piece))
-        first = min(len(nll), reading.block - reading.tokens % reading.block)
-        for part in (nll[:first], *nll[first:].split(reading.block)):
-            known = part[1:] if is_first and reading.tokens == 0 else part
-            total = float(known.double().sum())
-            self._nll += total
-            self._scored += len(known)
-            reading.nll += total
-            reading.scored += len(known)
-            reading.tokens += len(part)
-            if reading.tokens % reading.block == 0:
+        self.seconds += took
+        self.pace.append(took / len(piece))
+        first = min(len(nll), self.block - self.tokens % self.block)
+        for part in (nll[:first], *nll[first:].split(self.block)):
+            total = float(part[unscored:].double().sum())
+            self.nll += total
+            self._block_nll += total
+            self.scored += len(part) - unscored
+            self._block_scored += len(part) - unscored
+            self.tokens += len(part)
+            unscored = 0
+            if self.tokens % self.block == 0:
                 self.close()
-        reading.kv_bytes = self.stream.nbytes
+        self.kv_bytes = self.stream.nbytes
         if (memory := _memory()) is None:
             return
-        if reading.tokens <= 5000:
+        if self.tokens <= 5000:
             # Buffers come and go, so a single sample would be luck: take the maximum so far.
             self._early_memory = max(self._early_memory, memory)
-        if reading.tokens >= 5000:
-            grown = memory - self._early_memory
-            reading.memory_growth = max(grown, reading.memory_growth or 0)
+        if self.tokens >= 5000:
+            self.memory_growth = max(memory - self._early_memory, self.memory_growth or 0)
 
     def close(self) -> None:
         """End the block under way, if any; the last block of a text may be short."""
-        reading = self.reading
-        if reading.tokens <= len(reading.ppl_by_block) * reading.block:
-            return
-        mean = self._nll / self._scored if self._scored else math.nan
-        reading.ppl_by_block.append(perplexity_of(mean))
-        reading.bytes_by_block.append(self.stream.nbytes)
-        self._nll, self._scored = 0.0, 0
+        if self.tokens > len(self.ppl_by_block) * self.block:
+            self.ppl_by_block.append(perplexity_of(self._block_nll, self._block_scored))
+            self.bytes_by_block.append(self.stream.nbytes)
+            self._block_nll, self._block_scored = 0.0, 0
 
 
 def read(
@@ -170,24 +147,25 @@ def read(
     *,
     block: int = 1000,
     in_steps: bool = False,
-    on_step: Callable[[PerplexityResult], bool | None] = lambda reading: None,
-) -> PerplexityResult:
-    """Read `ids` [tokens] with a new stream and measure, as a `PerplexityMeter` does.
+    on_step: Callable[[PerplexityMeter], bool | None] = lambda meter: None,
+) -> PerplexityMeter:
+    """Read `ids` [tokens] with a new stream and measure.
 
     `on_step` is called after every `STEP` tokens; reading ends early when it returns True.
     """
     meter = PerplexityMeter(stream, block, in_steps=in_steps)
     for piece in ids.split(STEP):
         meter.take(piece)
-        if on_step(meter.reading):
+        if on_step(meter):
             break
     meter.close()
-    return meter.reading
+    return meter
 
 
-def perplexity_of(nats: float) -> float:
-    """The perplexity of a mean negative log-likelihood in nats."""
-    return math.inf if nats > MOST_NATS else math.exp(nats)
+def perplexity_of(nll: float, scored: int) -> float:
+    """Perplexity of a sum of losses; NaN of none."""
+    mean = nll / scored if scored else math.nan
+    return math.inf if mean > MOST_NATS else math.exp(mean)
 
 
 def _memory() -> int | None:

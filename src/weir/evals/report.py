@@ -78,13 +78,9 @@ def render(template: str, **values: Any) -> str:
 
 
 def html_page(title: str, body: str, footer: str, *, heading: str = "", style: str = "") -> str:
-    """A whole HTML page.
+    """A whole HTML page, of a body and a footer in HTML, with CSS of its own.
 
-    Args:
-        title: title of the window.
-        body, footer: HTML.
-        heading: heading at the top; the title if empty.
-        style: additional CSS of this page.
+    `title` is that of the window, and the heading at the top where that is empty.
     """
     light = " ".join(f"{name}: {color};" for color, name in NAMES.items())
     dark = " ".join(f"{name}: {NIGHT[color]};" for color, name in NAMES.items())
@@ -99,14 +95,11 @@ def line_style(number: int) -> dict[str, Any]:
 
 @contextmanager
 def svg_figure(salt: str, width: float, height: float) -> Iterator[tuple[Figure, list[str]]]:
-    """Provide a figure to draw into, and a list that receives the SVG element on exit.
+    """Provide a figure of some inches, and a list that receives the SVG element on exit.
 
-    The background is transparent. Letters and lines follow the page between light and dark, or the
-    reader's own setting where the picture is a file by itself.
-
-    Args:
-        salt: makes ids unique among the pictures of a page, and equal from run to run.
-        width, height: inches; letters have 10 points.
+    The background is transparent. Letters, of 10 points, and lines follow the page between light
+    and dark, or the reader's own setting where the picture is a file by itself. `salt` makes ids
+    unique among the pictures of a page, and equal from run to run.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -140,8 +140,8 @@ class Task(ABC):
 
     def __str__(self) -> str:
         """The task in its notation, with every parameter."""
-        values = {f.name: getattr(self, f.name) for f in fields(cast(Any, self))}
-        inner = ", ".join(f"{name}={_format_value(value)}" for name, value in values.items())
+        values = vars(self).items()
+        inner = ", ".join(f"{name}={_format_value(value)}" for name, value in values)
         return f"{self.name}({inner})" if inner else self.name
 
 

@@ -1,6 +1,11 @@
 """Optional kernels that are faster than their readable references, and which one is taken."""
 
-from weir.kernels.compiled_ops import dot_products, materialize, register_operator, weighted_sums
+from weir.kernels.compiled_ops import (
+    dot_products,
+    materialize,
+    register_kernel,
+    weighted_sums,
+)
 from weir.kernels.dispatch import (
     BLOCK,
     PANEL,
@@ -33,40 +38,3 @@ from weir.kernels.dispatch import (
     walk,
     walk_pairs,
 )
-
-__all__ = [
-    "BLOCK",
-    "PANEL",
-    "VARIABLE",
-    "BlockWeight",
-    "QuantizedVectors",
-    "WindowChunk",
-    "attend_window",
-    "causal",
-    "causal_and_received",
-    "decode",
-    "decode_exact",
-    "decode_int4",
-    "decode_quantized",
-    "decode_step",
-    "dequantize",
-    "distances",
-    "dot_products",
-    "draw_uniform",
-    "farthest_first",
-    "is_compiling",
-    "linear",
-    "linear_blocks",
-    "linear_int8",
-    "materialize",
-    "mlp_blocks",
-    "note_missing_kernels",
-    "paths",
-    "quantize",
-    "register_operator",
-    "resample",
-    "rotate_keys",
-    "walk",
-    "walk_pairs",
-    "weighted_sums",
-]

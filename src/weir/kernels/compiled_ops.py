@@ -9,15 +9,10 @@ slow.
 
 from __future__ import annotations
 
-import marshal
-import zlib
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 APART = 2**18
 """Numbers from which on lines are read at two places at once."""
@@ -27,69 +22,23 @@ WIDE, NARROW = 256, 64
 """Sums that fit into the registers of a processor: half of 32 of 16 numbers, and of 16 of 8."""
 
 
-def register_operator(
-    name: str,
-    signature: str,
-    function: Callable[..., Tensor],
-    like: Callable[..., Tensor],
-    *others: Callable[..., Any],
-) -> Any:
-    """Register a function as one operator, which the compiler expands after it has read the model.
-
-    To read Python is most of what a step takes to be compiled when PyTorch has kept it from before,
-    and an operator is one line of it. What PyTorch keeps it finds by the names of operators: so a
-    part of this one's follows from how it is written.
+def register_kernel(
+    name: str, signature: str, function: Callable[..., Tensor], like: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
+    """Register a kernel of the CPU as an operator that compiled programs call.
 
     Args:
         name: the operator's.
         signature: its arguments and what it returns, as `torch.library.define` takes them.
-        function: what it is made of, for any device.
-        like: takes the same and returns what `function` returns, but for its numbers.
-        others: functions of other files that it calls.
-
-    Returns:
-        The operator, to be called as the function.
+        function: the kernel.
+        like: takes the same and returns what the kernel returns, but for its numbers.
     """
-    functions: list[Callable[..., Any]] = [
-        function,
-        like,
-        *others,
-        materialize,
-        dot_products,
-        weighted_sums,
-        _halves,
-        _columns,
-    ]
-    name = f"{name}_{zlib.crc32(_sources(functions)):08x}"
+    # Not `torch.library.custom_op`: its checks take as long as a small product, in every call.
     torch.library.define(f"weir::{name}", signature)
-
-    def made(*given: Any) -> Tensor:
-        return (like if _needs_shape_only(given[0]) else function)(*given)
-
-    torch.library.impl(f"weir::{name}", "CompositeImplicitAutograd", made)
-    return getattr(torch.ops.weir, name)
-
-
-def _needs_shape_only(t: Tensor) -> bool:
-    """Whether PyTorch asks only for the answer's shape, as it does while it reads a model."""
-    return (
-        isinstance(t, FakeTensor)
-        and torch._C._len_torch_dispatch_stack() <= 1  # the mode of such tensors, and no other
-        and not torch._C._are_functorch_transforms_active()
-        and not torch.is_grad_enabled()
-    )
-
-
-def _sources(functions: Iterable[Callable[..., Any]]) -> bytes:
-    """The source files of functions, or their byte code where there are no files."""
-    sources: dict[str, bytes] = {}
-    for function in functions:
-        code = function.__code__
-        try:
-            sources[code.co_filename] = Path(code.co_filename).read_bytes()
-        except OSError:  # as in an archive
-            sources[code.co_filename + code.co_qualname] = marshal.dumps(code)
-    return b"".join(sources.values())
+    torch.library.impl(f"weir::{name}", "CPU", function)
+    torch.library.register_fake(f"weir::{name}", like)
+    made: Callable[..., Tensor] = getattr(torch.ops.weir, name).default
+    return made
 
 
 def materialize(t: Tensor) -> Tensor:

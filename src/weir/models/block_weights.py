@@ -374,14 +374,9 @@ def _kernel(x: Tensor, codes: Tensor, scales: Tensor, outputs: int) -> Tensor:
     return out
 
 
-def _like(x: Tensor, codes: Tensor, scales: Tensor, outputs: int) -> Tensor:
-    """Return an empty tensor with the shape of the product."""
-    return x.new_empty(*x.shape[:-1], outputs)
-
-
-torch.library.define(
-    "weir::linear_blocks", "(Tensor x, Tensor codes, Tensor scales, int outputs) -> Tensor"
+_by_kernel = kernels.register_kernel(
+    "linear_blocks",
+    "(Tensor x, Tensor codes, Tensor scales, int outputs) -> Tensor",
+    _kernel,
+    lambda x, codes, scales, outputs: x.new_empty(*x.shape[:-1], outputs),
 )
-torch.library.impl("weir::linear_blocks", "CPU", _kernel)
-torch.library.register_fake("weir::linear_blocks", _like)
-_by_kernel: Callable[..., Tensor] = torch.ops.weir.linear_blocks.default

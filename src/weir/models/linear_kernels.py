@@ -184,8 +184,7 @@ class _LinearPatch(MethodPatch):
         if torch.compiler.is_compiling():
             weight = self._held.get("weight")
             if type(weight) is nn.Parameter:  # a quantized weight has another type
-                compiled: Tensor = _CHOSEN(input, weight, self._held["bias"], self._taken)
-                return compiled
+                return _chosen(input, weight, self._held["bias"], self._taken)
         out: Tensor = super().__call__(input)
         return out
 
@@ -281,24 +280,14 @@ def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-def _like(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _like(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
     """Return an empty tensor with the shape of the product."""
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-_CHOSEN = kernels.register_operator(
-    "chosen",
-    "(Tensor x, Tensor weight, Tensor? bias, int taken) -> Tensor",
-    _chosen,
-    lambda x, weight, *_: _like(x, weight, None),
+_by_kernel = kernels.register_kernel(
+    "linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _kernel, _like
 )
-
-
-# Not `torch.library.custom_op`: its checks take as long as a small product, in every call.
-torch.library.define("weir::linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-torch.library.impl("weir::linear", "CPU", _kernel)
-torch.library.register_fake("weir::linear", _like)
-_by_kernel: Callable[..., Tensor] = torch.ops.weir.linear.default
 
 
 def _is_plain_linear(module: nn.Module) -> bool:

@@ -128,8 +128,8 @@ class NativeStep:
         if program.sizes not in self._proved:
             output = usual()
             # Rows without a token answer nothing, and otherwise than the model's own step.
-            both = (t[rows.busy] for t in (hidden, output.last_hidden_state))
-            if not is_near(*both, min(0.25, GROWTH * program.roundings)):
+            known, off = output.last_hidden_state[rows.busy], GROWTH * program.roundings
+            if not is_near(hidden[rows.busy], known, min(0.25, off)):
                 self._refused.add((batch, *(len(slab) for slab in rows.slabs)))
                 return output
             self._proved.add(program.sizes)

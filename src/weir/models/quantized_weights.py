@@ -293,16 +293,12 @@ def _kernel(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
     return out
 
 
-def _like(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
-    """Return an empty tensor with the shape of the product."""
-    return x.new_empty(*x.shape[:-1], numbers.shape[0])
-
-
-# Not `torch.library.custom_op`: its checks take as long as a small product, in every call.
-torch.library.define("weir::linear_int8", "(Tensor x, Tensor numbers, Tensor scale) -> Tensor")
-torch.library.impl("weir::linear_int8", "CPU", _kernel)
-torch.library.register_fake("weir::linear_int8", _like)
-_by_kernel: Callable[..., Tensor] = torch.ops.weir.linear_int8.default
+_by_kernel = kernels.register_kernel(
+    "linear_int8",
+    "(Tensor x, Tensor numbers, Tensor scale) -> Tensor",
+    _kernel,
+    lambda x, numbers, _: x.new_empty(*x.shape[:-1], numbers.shape[0]),
+)
 
 
 def _four_bits(device: torch.device) -> Any:

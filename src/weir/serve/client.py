@@ -14,33 +14,37 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError
 from weir.models import StopTokens, sink_of, transformers_model
-from weir.serve.engine import (
-    Busy,
-    Constraint,
-    Engine,
+from weir.serve.engine.engine import Engine
+from weir.serve.engine.output import (
     EventSender,
     FailureEvent,
     FinishEvent,
     OutputEvent,
     OutputProcessor,
     OutputQueue,
-    Sampler,
-    SamplingParams,
-    Sequence,
     TokenEvent,
 )
+from weir.serve.engine.sampler import Sampler, SamplingParams
+from weir.serve.engine.scheduler import Busy
+from weir.serve.engine.sequence import Sequence, Stage
 from weir.serve.limits import Limits
 from weir.serve.messages import Message, call_id, hash_prefixes
 from weir.serve.prompts import Prompt, PromptMatcher, PromptRenderer
-from weir.serve.sessions import ResponseStore, TurnRecord, pack_ids
 from weir.serve.sessions.manager import SessionManager
-from weir.serve.tools import CallParser, Tool, join_parts
+from weir.serve.sessions.records import TurnRecord, pack_ids
+from weir.serve.sessions.responses import ResponseStore
+from weir.serve.tools.formats import Tool
+from weir.serve.tools.parser import CallParser, join_parts
 from weir.stream import Detokenizer
+
+if TYPE_CHECKING:
+    from weir.serve.structured import GrammarConstraint
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,6 @@ class GenerationRequest:
         match: finds the prompt; called in a thread, and again if the turn that the prompt continues
             is dropped before it starts.
         constraint: makes for each answer the format that it is held to; None for any text.
-        calls_only: whether an answer consists of calls and has no text.
     """
 
     match: Callable[[], Prompt]
@@ -59,7 +62,7 @@ class GenerationRequest:
     max_tokens: int
     stops: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()
-    constraint: Callable[[], Constraint] | None = None
+    constraint: Callable[[], GrammarConstraint] | None = None
     tools: tuple[Tool, ...] = ()
     calls_only: bool = False
 
@@ -82,18 +85,14 @@ class Generation:
     _first: list[OutputEvent] = field(default_factory=list)
 
     async def start(self, seconds: float) -> Exception | None:
-        """Wait for the first events.
+        """Wait for the first events; return why the request failed, if that was the first.
 
-        Returns:
-            Why the request failed, if that was the first event; None otherwise.
-
-        Raises:
-            Busy: no row has become free within so many seconds.
+        Busy if no row has become free within so many seconds.
         """
         taking = asyncio.ensure_future(self.queue.take())
         try:
             done, _ = await asyncio.wait({taking}, timeout=seconds)
-            if not done and self.sequences[0].is_waiting:
+            if not done and self.sequences[0].stage is Stage.WAITING:
                 raise Busy("no row has become free in time")
             self._first = await taking
         finally:
@@ -102,11 +101,7 @@ class Generation:
         return first.error if isinstance(first, FailureEvent) else None
 
     async def events(self) -> AsyncIterator[list[TokenEvent | FinishEvent]]:
-        """Events until all answers have ended; `start` comes before.
-
-        Raises:
-            Exception: whatever one of the answers failed with.
-        """
+        """Events until all answers have ended; raises what one of them failed with."""
         events = self._first
         while True:
             good: list[TokenEvent | FinishEvent] = []
@@ -145,7 +140,6 @@ class EngineClient:
 
     Args:
         engine: its thread is run by this client from `open` on.
-        responses: keeps responses and conversations; in memory where none is given.
         is_replica: whether other servers have the same sessions.
 
     Attributes:
@@ -230,12 +224,7 @@ class EngineClient:
     # --- answers
 
     def match(self, request: GenerationRequest) -> Prompt:
-        """Find the prompt of a request, and see that its turns can be kept; called in a thread.
-
-        Raises:
-            StorageFull: there is no room for them.
-            WeirError: as `GenerationRequest.match`.
-        """
+        """Find the prompt of a request, and see that its turns can be kept; called in a thread."""
         prompt = request.match()
         if prompt.session is None:
             return prompt
@@ -248,15 +237,7 @@ class EngineClient:
     def generate(
         self, request: GenerationRequest, prompt: Prompt, loop: asyncio.AbstractEventLoop
     ) -> Generation:
-        """Submit a request to the engine.
-
-        Args:
-            prompt: from `match`.
-
-        Raises:
-            Busy: the engine's queue is full.
-            WeirError: the engine takes no more.
-        """
+        """Submit a request with its prompt to the engine; Busy, or a WeirError if it has ended."""
         answers = range(len(request.sampling))
         queue = OutputQueue(loop, self.limits.unread * len(answers))
         sequences = [self._sequence(request, prompt, answer, queue) for answer in answers]
@@ -333,10 +314,8 @@ class EngineClient:
 
     def make_parser(self, request: GenerationRequest) -> CallParser | None:
         """A parser of the calls in one answer; None if there are no tools to call."""
-        if not request.tools:
-            return None
         names = {tool.name for tool in request.tools}
-        return CallParser(self.renderer.call_format, names, request.calls_only)
+        return CallParser(self.renderer.call_format, names, request.calls_only) if names else None
 
     def _trim(self, prompt: Prompt) -> None:
         """Drop the owner's oldest session if a turn that is saved has begun one too many."""
@@ -354,11 +333,6 @@ class EngineClient:
     def _cancel(self, generation: Generation) -> None:
         for sequence in generation.sequences:
             self.engine.cancel(sequence)
-
-    def is_dropped(self, prompt: Prompt) -> bool:
-        """Whether the turn that a prompt continues is not kept any more."""
-        parent = prompt.parent
-        return parent is not None and self.store.find_turn(prompt.owner, parent.node) is None
 
     def running_sequence(self, owner: str, session: str) -> Sequence | None:
         """A sequence of a session that has a row now."""

@@ -13,9 +13,7 @@ from weir.cache import size_of
 from weir.errors import WeirError
 from weir.models import default_device, free_memory, skeleton
 from weir.policies import Policy
-
-DEFAULT_KEPT = 256
-"""Checkpoints that are kept in memory by default, if so many fit."""
+from weir.serve.sessions.store import DEFAULT_KEPT
 
 
 @dataclass(frozen=True)
@@ -48,16 +46,12 @@ def estimate_memory(
     kept: int | None,
     loading: Mapping[str, Any] = MappingProxyType({}),
 ) -> MemoryEstimate:
-    """Estimate the memory of a server.
+    """Estimate the memory of a server; WeirError if it is more than is free.
 
     Args:
         kept: checkpoints in memory; None for `DEFAULT_KEPT`, or as many as fit into half of what is
             left.
         loading: arguments of `load`. With a device map, free memory is unknown.
-
-    Raises:
-        WeirError: there is no such model, policy or device, or it does not fit into what memory is
-            free.
     """
     size = size_of(skeleton(model_name, **loading), policy, chunk=chunk)
     try:

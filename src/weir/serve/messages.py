@@ -22,15 +22,16 @@ THINKING = re.compile(r"\A\s*<think>.*?</think>\s*", re.DOTALL)
 
 @dataclass(frozen=True)
 class Call:
-    """A call of one of the client's functions.
-
-    Attributes:
-        arguments: a JSON object, unless the model was cut short.
-    """
+    """A call of one of the client's functions; `arguments` are JSON, unless it was cut short."""
 
     id: str
     name: str
     arguments: str
+
+    def for_chat(self, arguments: Any) -> dict[str, Any]:
+        """The call as chats have it, with its arguments as text or values."""
+        function = {"name": self.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": function}
 
     def parse_arguments(self) -> Any:
         """The arguments as values, or as the text they are if that is no JSON."""
@@ -64,14 +65,7 @@ class Message:
         if self.name is not None:
             message["name"] = self.name
         if self.calls:
-            message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.parse_arguments()},
-                }
-                for call in self.calls
-            ]
+            message["tool_calls"] = [call.for_chat(call.parse_arguments()) for call in self.calls]
         if self.result is not None:
             message["tool_call_id"] = self.result
         return message
@@ -86,11 +80,7 @@ class Message:
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> Message:
-        """The message that `to_json` was called on.
-
-        Raises:
-            TypeError, ValueError: the values are not from `to_json`.
-        """
+        """The message that `to_json` was called on; TypeError or ValueError for other values."""
         role, content, name, *more = fields
         calls, result, place = more or ([], None, None)
         return cls(role, content, name, tuple(Call(*call) for call in calls), result, place)
@@ -133,13 +123,10 @@ class StrayResult(WeirError):
 
 
 def link_results(messages: Sequence[Message], before: Sequence[Message] = ()) -> list[Message]:
-    """Fill in `name` and `place` of tool results.
+    """Fill in `name` and `place` of tool results; StrayResult if one has no open call before it.
 
     Args:
         before: what was said right before.
-
-    Raises:
-        StrayResult: a result has no open call among those made last before it.
     """
     linked = []
     for message in _link(messages, before):
@@ -178,13 +165,10 @@ def _link(
 
 
 def hash_prefixes(root: str, messages: Sequence[Message]) -> list[str]:
-    """Hash each prefix of a conversation.
+    """The hash of the prefix that ends with each message, in hexadecimal.
 
     Args:
         root: hash of what comes before: of an earlier prefix, or of the model and how it is served.
-
-    Returns:
-        For each message the hash of the prefix that ends with it, in hexadecimal.
     """
     hashes = []
     for message in messages:
@@ -194,9 +178,5 @@ def hash_prefixes(root: str, messages: Sequence[Message]) -> list[str]:
 
 
 def call_id(node: str, number: int) -> str:
-    """The id of a call.
-
-    Args:
-        node: id of the turn that makes it, which cannot be told from the result.
-    """
+    """The id of a call; that of the turn that makes it cannot be told from it."""
     return f"call_{hashlib.sha256(f'{node} {number}'.encode()).hexdigest()[:24]}"

@@ -18,8 +18,9 @@ from weir.errors import WeirError, quote
 from weir.models import ModelSink
 from weir.serve.limits import Limits
 from weir.serve.messages import Message, hash_prefixes
-from weir.serve.sessions import SessionStore, TurnRecord
-from weir.serve.tools import CallFormat, Tool, describe_tools, format_of
+from weir.serve.sessions.records import TurnRecord
+from weir.serve.sessions.store import SessionStore
+from weir.serve.tools.formats import CallFormat, Tool, describe_tools, format_of
 from weir.stream import ChatTemplate, PromptEncoder, PromptTooLong
 
 LONG = 262_144
@@ -63,13 +64,9 @@ class Prompt:
 
 
 class PromptRenderer:
-    """Renders messages for one model. Called from any thread.
+    """Renders messages for one model, to `most` tokens. Called from any thread.
 
-    Args:
-        most: tokens that a prompt may have; None for any number.
-
-    Raises:
-        WeirError: the model's chat template fails, or does not come to an end.
+    WeirError if the model's chat template fails, or does not come to an end.
     """
 
     def __init__(
@@ -98,11 +95,7 @@ class PromptRenderer:
 
     @property
     def call_format(self) -> CallFormat:
-        """The format in which the model writes tool calls.
-
-        Raises:
-            WeirError: it is not known.
-        """
+        """The format in which the model writes tool calls; WeirError if it is not known."""
         if isinstance(self._call_format, WeirError):
             raise WeirError(str(self._call_format))
         return self._call_format
@@ -121,11 +114,7 @@ class PromptRenderer:
         return self._sink.first(self._encoder.encode(text, special=True))
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Prompt:
-        """Render a conversation from its beginning.
-
-        Raises:
-            WeirError: the template refuses it.
-        """
+        """Render a conversation from its beginning; WeirError if the template refuses it."""
         rendered, described = self._for_template(messages, tools)
         template = self._template.with_tools(described)
         ids = template.whole(rendered)
@@ -137,13 +126,8 @@ class PromptRenderer:
     def render_next(
         self, messages: Sequence[Message], last: int, tools: Sequence[Tool]
     ) -> Prompt | None:
-        """Render what follows an answer.
-
-        Args:
-            last: the last token of the answer.
-
-        Returns:
-            None if the template cannot render these messages without those before.
+        """Render what follows an answer that ends with the token `last`; None if the template
+        cannot render these messages without those before.
         """
         # Where a system message describes the tools, that was said at the beginning.
         in_template = isinstance(self._call_format, CallFormat) and self._call_format.in_template
@@ -170,6 +154,9 @@ class PromptMatcher:
 
     Args:
         root: hash that sets histories of this model and policy apart from others.
+
+    Its methods raise PromptTooLong for more tokens than a request may feed, and a WeirError for
+    none, or where the template refuses the messages.
     """
 
     def __init__(
@@ -205,12 +192,7 @@ class PromptMatcher:
     ) -> Prompt:
         """Make a prompt that starts at the longest saved prefix of a history.
 
-        Args:
-            tools: functions described to the model; with others, a history is another one.
-
-        Raises:
-            PromptTooLong: it has more tokens than a request may feed.
-            WeirError: the template refuses the messages, or they make no tokens.
+        With other tools described to the model, a history is another one.
         """
         with self.turn(messages):
             hashes = self.hash_prefixes(messages, tools)
@@ -248,16 +230,8 @@ class PromptMatcher:
         session: str | None = None,
         tools: Sequence[Tool] = (),
     ) -> Prompt | None:
-        """Make a prompt that continues a saved turn.
-
-        Args:
-            session: the session that the new turn belongs to, if not the parent's.
-
-        Returns:
-            None if the template cannot render these messages without those before.
-
-        Raises:
-            PromptTooLong: it has more tokens than a request may feed.
+        """Make a prompt that continues a saved turn, in its session if no other is named; None if
+        the template cannot render these messages without those before.
         """
         with self.turn(messages):
             rendered = self._renderer.render_next(messages, parent.last, tools)
@@ -276,12 +250,7 @@ class PromptMatcher:
         )
 
     def complete(self, owner: str, text: str | Sequence[int]) -> Prompt:
-        """Make a prompt of a text, or of tokens; its turn is not saved.
-
-        Raises:
-            PromptTooLong: it has more tokens than a request may feed.
-            WeirError: a token is out of range, or there are none.
-        """
+        """Make a prompt of a text, or of tokens; its turn is not saved."""
         if isinstance(text, str):
             return self._check(Prompt(self._renderer.render_text(text), owner))
         wrong = next((token for token in text if not 0 <= token < self._vocabulary), None)

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from weir.cache import Holding, LayerPlan, StreamingCache, holding_in
-from weir.serve.engine import RowInspection, Sequence
-from weir.serve.sessions import SessionStore, TurnTokens, pack_ids, unpack_ids
+from weir.cache import Holding, StreamingCache
+from weir.serve.engine.engine import RowInspection
+from weir.serve.engine.sequence import Sequence
+from weir.serve.sessions.records import TurnTokens, pack_ids, unpack_ids
+from weir.serve.sessions.store import SessionStore
 from weir.stream import describe_tokens
 
 BLOCK = 32
@@ -27,48 +28,16 @@ CONTEXT = 4
 """Tokens before a block that are decoded with it, for spaces and characters of several tokens."""
 
 
-@dataclass(frozen=True)
-class RecallSource:
-    """A row, and what is known of the tokens that were fed to it.
-
-    Attributes:
-        turns: the tokens of its stream, by turns, as far back as they are kept.
-        doing: of a running turn: "reading" or "answering"; None between turns.
-    """
-
-    holding: Holding
-    turns: list[TurnTokens]
-    doing: str | None = None
-
-    @property
-    def seen(self) -> int:
-        """Tokens of the stream; while a prompt is read, those of it that were."""
-        if self.doing == "reading":
-            return self.holding.seen
-        return max(self.holding.seen, self.turns[-1].end if self.turns else 0)
-
-
-def running_row(
+def running_turns(
     store: SessionStore, owner: str, sequence: Sequence, inspection: RowInspection
-) -> RecallSource:
-    """The row of a running sequence."""
+) -> list[TurnTokens]:
+    """The tokens of a running sequence and of those before it, as far back as they are kept."""
     turns = [] if sequence.parent is None else store.ancestry(owner, sequence.parent)
     if sequence.parent is None or turns:
         ids = [*sequence.prompt_ids, *inspection.output_ids]
         before = turns[-1].end if turns else 0
         turns.append(TurnTokens(sequence.id, before + len(ids), pack_ids(ids)))
-    return RecallSource(
-        inspection.holding, turns, "reading" if sequence.is_prefilling else "answering"
-    )
-
-
-def saved_row(store: SessionStore, owner: str, node: str, plans: list[LayerPlan]) -> RecallSource:
-    """The row at the end of a saved turn.
-
-    Raises:
-        WeirError: it is not kept any more.
-    """
-    return RecallSource(holding_in(plans, store.load(node).state), store.ancestry(owner, node))
+    return turns
 
 
 class Recaller:
@@ -85,16 +54,27 @@ class Recaller:
         self._tokenizer = tokenizer
         self._decode_cached = lru_cache(maxsize=2048)(self._decode)
 
-    def recall(self, source: RecallSource, most: int, latest: int) -> dict[str, Any]:
+    def recall(
+        self,
+        holding: Holding,
+        turns: list[TurnTokens],
+        most: int,
+        latest: int,
+        doing: str | None = None,
+    ) -> dict[str, Any]:
         """List what a row remembers, as `GET /v1/sessions/ID/memory` has it.
 
         The last of the pools is "new", of tokens that wait for the next fold.
 
         Args:
+            turns: the tokens of its stream, by turns, as far back as they are kept.
             most: number of held tokens that are listed: those that most layers and heads hold.
             latest: number of tokens at the end of the stream that are listed, held or not.
+            doing: of a running turn: "reading" or "answering"; None between turns.
         """
-        holding = source.holding
+        seen = holding.seen  # of a prompt that is read, only what was read
+        if doing != "reading" and turns:
+            seen = max(seen, turns[-1].end)
         held = holding.tokens()
         pools: list[dict[str, Any]] = [
             {
@@ -105,12 +85,12 @@ class Recaller:
             }
             for number, name in enumerate(holding.pools)
         ]
-        last = range(max(0, source.seen - latest), source.seen)
+        last = range(max(0, seen - latest), seen)
         listed = sorted(held, key=lambda token: (token.pairs, token.token))[len(held) - most :]
         by_place = {token.token: token.pools for token in held if token.token in last}
         by_place |= {token.token: token.pools for token in listed}
         places = sorted(by_place.keys() | set(last))
-        known = dict(self._texts(source.turns, places))
+        known = dict(self._texts(turns, places))
         tokens = []
         for place in places:
             text, is_special = known.get(place, (None, False))
@@ -118,10 +98,10 @@ class Recaller:
             token = {"at": place, "text": text, "pools": in_pools}
             tokens.append({**token, "special": True} if is_special else token)
         return {
-            "doing": source.doing,
+            "doing": doing,
             "policy": self._policy,
             "chunk": self._chunk,
-            "seen": source.seen,
+            "seen": seen,
             "read": holding.seen,
             "folds": (holding.seen - pools[-1]["tokens"]) // self._chunk,
             "bytes": self._bytes,

@@ -15,8 +15,10 @@ from weir.errors import WeirError
 from weir.serve.client import EngineClient
 from weir.serve.messages import Message, StrayResult, link_results
 from weir.serve.prompts import Prompt
-from weir.serve.sessions import Item, StoredResponse, TurnRecord, messages_of
-from weir.serve.tools import Tool, describe_tools
+from weir.serve.sessions.items import Item, messages_of
+from weir.serve.sessions.records import TurnRecord
+from weir.serve.sessions.responses import StoredResponse
+from weir.serve.tools.formats import Tool, describe_tools
 
 
 class PreviousNotFound(WeirError):
@@ -53,15 +55,8 @@ class ResponseTurn:
     _new: list[Item] = field(default_factory=list)
 
     def match(self) -> Prompt:
-        """Find the prompt.
-
-        Raises:
-            PreviousNotFound: there is no response or conversation to continue.
-            HistoryNotKept: what would have to be fed again is not kept any more.
-            StrayResult: a tool result has no open call before it.
-            PromptTooLong: the prompt has more tokens than it may.
-            StorageFull: there is no room to store the response.
-            WeirError: there is nothing to answer, or the template refuses the messages.
+        """Find the prompt; WeirErrors of this file and of `PromptMatcher`, StrayResult, or
+        StorageFull if the response could not be stored.
         """
         self._after, self._new = None, self.items
         if self.is_stored:
@@ -75,13 +70,9 @@ class ResponseTurn:
         return prompt if self.is_stored else replace(prompt, session=None)
 
     def store(self, session: str | None, body: dict[str, Any]) -> None:
-        """Store the response, before the client is told of it.
+        """Store the response, before the client is told of it, if its turn is saved in a session.
 
-        Args:
-            session: of its turn; None if that is not saved.
-
-        Raises:
-            WeirError: it cannot be stored; then the turn is forgotten too.
+        WeirError if it cannot be stored; then the turn is forgotten too.
         """
         if session is None:
             return

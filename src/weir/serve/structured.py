@@ -52,7 +52,8 @@ MAX_PATTERN = 2000
 MAX_MULTIPLE = 2000
 """The least common multiple of the digits of all `multipleOf`."""
 
-_TIMES = re.compile(r"\{(\d*),?(\d*)\}")
+_PARTS = re.compile(r"\{(\d*),?(\d*)\}|\[\^?\]?(?:\\.|[^\]\\])*\]?|\\?.", re.DOTALL)
+"""Parts of a pattern: the times that one is repeated, a class of characters, or a character."""
 
 
 class BadSchema(WeirError):
@@ -74,14 +75,7 @@ class GrammarCompiler:
     def compile_schema(
         self, schema: Mapping[str, Any], *, strict: bool
     ) -> Callable[[], GrammarConstraint]:
-        """Compile a JSON schema.
-
-        Args:
-            strict: refuse keywords that are not known; otherwise they are ignored.
-
-        Raises:
-            BadSchema: it is no schema, is too large, or answers cannot be held to it.
-        """
+        """Compile a JSON schema; `strict` refuses unknown keywords, which else are ignored."""
         check_schema(schema)
         grammar = {"grammars": [{"json_schema": add_guidance(schema, ANY_SPACE, strict=strict)}]}
         return self.compile(grammar)
@@ -89,14 +83,11 @@ class GrammarCompiler:
     def compile(
         self, grammar: Mapping[str, Any], *, stop_when_complete: bool = True
     ) -> Callable[[], GrammarConstraint]:
-        """Compile a grammar.
+        """Compile a grammar to what makes the constraint of one answer; BadSchema if it cannot be.
 
         Args:
             stop_when_complete: where the model has no token that ends an answer, end it as soon as
                 the grammar accepts it.
-
-        Returns:
-            Makes the constraint of one answer.
         """
         with self._lock:  # one at a time, so that clients' grammars take up one thread at most
             began = time.thread_time()
@@ -129,7 +120,7 @@ class GrammarCompiler:
 
 
 class GrammarConstraint:
-    """The constraint of one answer (`weir.serve.engine.Constraint`).
+    """The grammar that one answer is held to, token by token.
 
     Args:
         matcher: of the grammar, at its start; it is copied.
@@ -150,11 +141,7 @@ class GrammarConstraint:
         return matcher.is_stopped() or (self._eager and matcher.is_accepting())
 
     def allow(self, logits: Tensor) -> Tensor:
-        """Set the logits [vocabulary] of tokens that may not come next to -inf, in place.
-
-        Raises:
-            BadSchema: the grammar has become too complex.
-        """
+        """Set the logits [vocabulary] of tokens that may not come next to -inf, in place."""
         began = time.thread_time()
         fill_next_token_bitmask(self._matcher, self._bits)
         self._check()
@@ -188,21 +175,15 @@ def _error_of(matcher: LLMatcher) -> str:
 
 
 def add_guidance(schema: Mapping[str, Any], spaces: str, *, strict: bool) -> dict[str, Any]:
-    """Add llguidance's options to a schema, in place of any that the client sent.
-
-    Args:
-        spaces: pattern of the white space between two tokens of JSON; must be bounded.
+    """Add llguidance's options to a schema, in place of any that the client sent; `spaces` is the
+    pattern of white space between two tokens of JSON, which must be bounded.
     """
     options = {"whitespace_pattern": spaces, "lenient": not strict}
     return {**schema, "x-guidance": options}
 
 
 def check_schema(schema: Any) -> None:
-    """Check that a schema can be compiled in bounded time.
-
-    Raises:
-        BadSchema: it is too large, too deep, repeats too much, or is no JSON.
-    """
+    """Check that a schema can be compiled in bounded time (BadSchema)."""
     if _depth(schema) > MAX_DEPTH:
         raise BadSchema(f"it is nested deeper than {MAX_DEPTH} levels")
     try:
@@ -262,35 +243,16 @@ def _weight(pattern: str) -> int:
     An unbounded repetition counts once, since it needs no copies.
     """
     open_groups, group, last = [], 0, 0  # weights: of outer groups, this group, its last part
-    at = 0
-    while at < len(pattern):
-        char = pattern[at]
-        times = _TIMES.match(pattern, at)
-        if times:
-            often = max((int(number[:9]) for number in times.groups() if number), default=1)
+    for part in _PARTS.finditer(pattern):
+        if part.lastindex:
+            often = max((int(number[:9]) for number in part.groups() if number), default=1)
             group += last * (max(often, 1) - 1)
             last *= max(often, 1)
-            at = times.end()
-            continue
-        if char == "(":
+        elif part[0] == "(":
             open_groups.append(group)
             group = last = 0
-        elif char == ")":
+        elif part[0] == ")":
             last, group = group, group + (open_groups.pop() if open_groups else 0)
-        elif char == "[":
-            at = _end_of_class(pattern, at)
-            last, group = 1, group + 1
         else:
-            at += char == "\\"
             last, group = 1, group + 1
-        at += 1
     return group + sum(open_groups)
-
-
-def _end_of_class(pattern: str, at: int) -> int:
-    """The index of the `]` that ends a character class starting here."""
-    end = at + 1 + pattern.startswith("[^", at)
-    end += pattern.startswith("]", end)
-    while end < len(pattern) and pattern[end] != "]":
-        end += 1 + (pattern[end] == "\\")
-    return end

@@ -18,12 +18,12 @@ from weir import kernels
 from weir.slab.attention import (
     AttentionParams,
     AttentionResult,
+    attend_in_loops,
     fused_attention,
     observed_attention,
     split_attention,
     two_weight_attention,
 )
-from weir.slab.compiled_attention import attend_in_loops
 from weir.slab.quantization import block_size, hadamard
 from weir.slab.quantized_slots import QuantizedStorage, read_slots
 
@@ -305,9 +305,7 @@ def _decode_int4_in_step(
 ) -> Tensor:
     """The kernel `decode_int4` as an operator of a compiled step."""
     *exact, mask, scale, span = others
-    flat = *coded[0], *coded[1], *blocks, *exact, mask, scale, *span
-    out: Tensor = torch.ops.weir.decode_int4.default(queries, *flat)
-    return out
+    return _DECODE_INT4(queries, *coded[0], *coded[1], *blocks, *exact, mask, scale, *span)
 
 
 def _call_decode_int4(queries: Tensor, *flat: Any) -> Tensor:
@@ -318,16 +316,13 @@ def _call_decode_int4(queries: Tensor, *flat: Any) -> Tensor:
     return out
 
 
-def _like_decode_int4(queries: Tensor, *flat: Any) -> Tensor:
-    return queries.new_empty((*queries.shape[:4], flat[9].shape[3]), dtype=torch.float32)
-
-
-# Not `torch.library.custom_op`: its checks take as long as a small product, in every call.
-torch.library.define(
-    "weir::decode_int4",
+_DECODE_INT4 = kernels.register_kernel(
+    "decode_int4",
     "(Tensor queries, Tensor of_keys, Tensor peaks, int levels, Tensor of_values, "
     "Tensor value_peaks, int value_levels, int key_block, int value_block, Tensor keys, "
     "Tensor values, Tensor mask, float scale, int start, int stop) -> Tensor",
+    _call_decode_int4,
+    lambda queries, *flat: queries.new_empty(
+        (*queries.shape[:4], flat[9].shape[3]), dtype=torch.float32
+    ),
 )
-torch.library.impl("weir::decode_int4", "CPU", _call_decode_int4)
-torch.library.register_fake("weir::decode_int4", _like_decode_int4)

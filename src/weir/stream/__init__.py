@@ -16,35 +16,4 @@ from weir.stream.stream import MOST_LOGITS, PIECE, Stream
 from weir.stream.text import BOOK, STANDARD_INPUT, Books, encode, read_books, read_stream, read_text
 from weir.stream.transcript import Transcript, Turn, held_shares, repeats
 
-__all__ = [
-    "BOOK",
-    "MOST_LOGITS",
-    "PIECE",
-    "STANDARD_INPUT",
-    "Books",
-    "BrokenTemplate",
-    "ChatTemplate",
-    "Conversation",
-    "Detokenizer",
-    "PromptEncoder",
-    "PromptTooLong",
-    "RepetitionPenalty",
-    "Sampling",
-    "Stream",
-    "Tokens",
-    "Transcript",
-    "Turn",
-    "check_penalty",
-    "count_beginning",
-    "count_stop_prefix",
-    "cut_at_stop",
-    "describe_tokens",
-    "encode",
-    "held_shares",
-    "read_books",
-    "read_stream",
-    "read_text",
-    "render_chat",
-    "repeats",
-    "replace_atomically",
-]
+__all__ = ["Stream"]

@@ -11,20 +11,18 @@ the text is cut at the marks before it is tokenized.
 from __future__ import annotations
 
 import re
-import sys
 import threading
-import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import cached_property, partial
 from itertools import chain, pairwise
-from types import FrameType
 from typing import Any
 
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError, shorten
+from weir.stream.template_bounds import OutOfBounds, bounded
 
 MARK = "\ufdd0"
 """Put into control tokens that stand in a message; Unicode keeps this character for such uses."""
@@ -200,14 +198,10 @@ SYSTEM = ("system", "developer")
 """Roles of instructions, which come before the conversation."""
 TRUSTED = (*SYSTEM, "assistant")
 """Roles whose texts may have tokens such as `<think>`, but no control tokens."""
-MAX_STEPS = 10_000_000
-"""Lines of a compiled template, and calls, that rendering may take: a few for each message."""
-MAX_SECONDS = 10.0
-"""Seconds of a processor that it may take."""
 
 
 class BrokenTemplate(WeirError):
-    """A chat template fails or does not come to an end, whatever the messages are."""
+    """A chat template fails, takes too much memory or does not come to an end."""
 
 
 class ChatTemplate:
@@ -338,11 +332,11 @@ def render_chat(
 
     Raises:
         WeirError: the template refuses the turns, as those do that want roles to alternate.
-        BrokenTemplate: the template fails, or does not come to an end.
+        BrokenTemplate: the template fails, takes too much memory, or does not come to an end.
     """
     name = tokenizer.name_or_path or "this model"
     try:
-        with _bounded():
+        with bounded([*turns, *tools]):
             text = tokenizer.apply_chat_template(
                 list(turns),
                 tools=list(tools) or None,
@@ -353,36 +347,9 @@ def render_chat(
     except TemplateError as error:
         why = shorten(str(error))
         raise WeirError(f"the model's chat template refuses these messages: {why}") from None
-    except _TooManySteps:
-        raise BrokenTemplate(
-            f"the chat template of {name} does not come to an end: it was stopped after "
-            f"{MAX_STEPS:,} steps or {MAX_SECONDS:g} seconds; give the model another"
-        ) from None
+    except OutOfBounds as error:
+        raise BrokenTemplate(f"the chat template of {name} {error}") from None
     except Exception as error:
         why = shorten(f"{type(error).__name__}: {error}")
         raise BrokenTemplate(f"the chat template of {name} fails with {why}") from None
     return str(text)
-
-
-class _TooManySteps(Exception):
-    """Something has taken too many steps."""
-
-
-@contextmanager
-def _bounded() -> Iterator[None]:
-    """Stop a template that is rendered in this thread after too many steps, or too long."""
-    steps, until = 0, time.thread_time() + MAX_SECONDS
-
-    def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal steps
-        steps += 1
-        if steps > MAX_STEPS or (not steps % 1000 and time.thread_time() > until):
-            raise _TooManySteps
-        return trace if frame.f_code.co_filename == "<template>" else None
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)

@@ -99,10 +99,7 @@ class Words:
 
 
 def front_of(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Return the ids that the tokenizer puts in front of every text [front].
-
-    If it puts none there, the result is its start token, if it has one.
-    """
+    """Return the ids that a tokenizer puts in front of every text [front], or its start token."""
     front = list(tokenizer("")["input_ids"])
     if not front and tokenizer.bos_token_id is not None:
         front = [tokenizer.bos_token_id]
@@ -115,10 +112,7 @@ Sample = tuple[np.ndarray, np.ndarray]
 def book_sample(
     front: np.ndarray, book: np.ndarray, length: int, rng: np.random.Generator
 ) -> Sample:
-    """Make a sample of the front tokens and a passage of a book; ids and weights [length].
-
-    The random passage depends on how many front tokens there are, not on which.
-    """
+    """Make a sample of the front tokens and a passage of a book; ids and weights [length]."""
     ids = np.concatenate([front, passage(book, length - len(front), rng)])
     weights = np.ones(length)
     weights[: max(1, len(front))] = 0.0  # nothing predicts the first token, and the front is given

@@ -117,8 +117,7 @@ def _exercise(
     recipe: TrainingRecipe, lesson: Lesson, done: float, rng: np.random.Generator
 ) -> exercises.Sample:
     words, length = lesson.words, recipe.window
-    if words is None:
-        raise AssertionError("a recipe with exercises has a lesson with their words")
+    assert words is not None  # a recipe with exercises has a lesson with their words
     if done < recipe.only_segments:
         return exercises.segment_sample(words, length, 8, 16, rng)
     if rng.random() < 0.25:
@@ -149,10 +148,7 @@ def optimizers(model: PreTrainedModel, recipe: TrainingRecipe) -> list[torch.opt
 def losses(
     model: PreTrainedModel, ids: Tensor, weight: Tensor, text: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute weighted sums of the negative log-likelihood of every next token, in nats.
-
-    Of a `TrainingBatch`, the sum by `weight`, to minimize, and that by `text`, without gradient.
-    """
+    """Sum a `TrainingBatch`'s losses, in nats, by `weight`, to minimize, and by `text`, to log."""
     with torch.autocast(ids.device.type, torch.bfloat16):
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
     target = ids[:, 1:]
@@ -180,10 +176,9 @@ def sink_loss(model: PreTrainedModel, ids: torch.Tensor, share: float) -> torch.
 
 
 def _window(model: PreTrainedModel) -> int:
-    """Return the length of a model's training samples, sinks included."""
+    """Return the length of a model's training samples, sinks included, which it is made for."""
     window = window_of(model.config)
-    if window is None:
-        raise WeirError("the model's configuration does not say how many tokens it reads at once")
+    assert window is not None
     return window
 
 
@@ -332,7 +327,9 @@ def train(
                 )
             if looks := (step + 1) % look_every == 0 or step + 1 == recipe.steps:
                 seconds = time.monotonic() - began
-                facts |= _look(model, lesson, seconds)
+                facts |= {"held_out_loss": book_loss(model, lesson), "seconds": round(seconds, 1)}
+                if lesson.words is not None:
+                    facts["recall"] = recall_accuracy(model, lesson.words, lesson.held_out)
             log(facts)
             if looks and processes.is_first:
                 save_checkpoint(saved, recipe, model, steppers, step + 1, seconds)
@@ -371,11 +368,3 @@ def _step(
         stepper.zero_grad(set_to_none=True)
     sums = processes.sum(torch.stack([text, objective, pull.detach()])).tolist()
     return dict(zip(("loss", "objective", "sink_loss"), sums, strict=True))
-
-
-def _look(model: PreTrainedModel, lesson: Lesson, seconds: float) -> dict[str, Any]:
-    """Measure the model on held-out text."""
-    facts = {"held_out_loss": book_loss(model, lesson), "seconds": round(seconds, 1)}
-    if lesson.words is not None:
-        facts["recall"] = recall_accuracy(model, lesson.words, lesson.held_out)
-    return facts

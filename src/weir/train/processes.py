@@ -20,13 +20,9 @@ from weir.errors import WeirError, describe_missing
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of a run, seen from one of them.
+    """The processes of a run, seen from one of them; the one of rank 0 writes files and messages.
 
-    Attributes:
-        device: this process's device.
-        rank: this process's index; process 0 writes files and messages.
-        count: number of processes.
-        state: accelerate's state; None for a single process, which needs no accelerate.
+    `state` is accelerate's; None for a single process, which needs no accelerate.
     """
 
     device: torch.device
@@ -56,7 +52,7 @@ class Processes:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is process 0, which writes files and messages."""
+        """Whether this is process 0."""
         return self.rank == 0
 
     def share(self, rows: Tensor) -> Tensor:

@@ -148,7 +148,7 @@ def test_only_dense_grows(result):
 def test_it_ends_early_with_what_all_policies_have_read(llama):
     text = torch.randint(0, 61, (1300,))
     found = demo.read_book(
-        llama, text, policies=SMALL, block=250, on_step=lambda rs: rs[0].reading.tokens >= 600
+        llama, text, policies=SMALL, block=250, on_step=lambda rs: rs[0].tokens >= 600
     )
     assert found["tokens"] == 600
     assert {policy["tokens"] for policy in found["policies"]} == {600}

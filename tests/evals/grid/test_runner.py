@@ -17,7 +17,8 @@ from weir.errors import WeirError
 from weir.evals.fitting import budget_in
 from weir.evals.grid import extend_grid, runner
 from weir.evals.grid.grid import make_grid
-from weir.evals.grid.runner import failure_reason, failures, run, subject_of
+from weir.evals.grid.runner import failure_reason, run, subject_of
+from weir.evals.results import failures
 from weir.evals.results.file import read_results
 from weir.evals.results.naming import read_together
 from weir.evals.task import TASKS, Better, Subject, Task

@@ -78,7 +78,7 @@ def test_facts_stand_where_they_are_told_and_are_all_asked_for(nano, form):
     book = np.array(nano[1]("The river rose and fell. " * 400).input_ids)
     told = ToldFacts(wording, task, book, np.random.default_rng(0))
     last = 400 + 200 * (1 if form == "several" else 9 if form == "changed" else 4)
-    assert told.length == len(told.ids) == last + 700
+    assert len(told.ids) == told.schedule[-1][0] == last + 700
     assert sorted((n, d) for _, n, d in told.schedule) == [
         (n, d) for n in range(5) for d in (200, 700)
     ]
@@ -114,7 +114,7 @@ def test_a_rule_is_told_in_the_system_turn_and_marked_for_policies_that_keep_it(
     text = nano[1].decode(told.ids[: told.beginning])
     assert text.startswith("<system>You are the receptionist of a hotel")
     assert all(fact.answers[0] in text for fact in told.facts)
-    assert len(told.ids) == told.length == 600
+    assert len(told.ids) == told.schedule[-1][0] == 600
     assert made[0].cache.marks[0].beginning == told.beginning
 
 

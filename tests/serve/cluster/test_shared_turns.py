@@ -23,7 +23,9 @@ from stores import FORM, MODEL, NODES, Killed, PlainStore, record, same, save
 from weir.errors import WeirError
 from weir.serve.cluster import SharedTurns, Storage, open_storage, shared_turns, storage
 from weir.serve.messages import Call, Message
-from weir.serve.sessions import NameTaken, RowFormat, SessionStore, StorageFull, TurnRecord
+from weir.serve.sessions.records import NameTaken, StorageFull, TurnRecord
+from weir.serve.sessions.snapshot import RowFormat
+from weir.serve.sessions.store import SessionStore
 
 FOLDER = shared_turns._folder("me", "s")
 

@@ -27,7 +27,9 @@ from servers import POLICY, make_model, make_tokenizer, serving
 from weir import Stream
 from weir.serve import Engine, EngineClient, Limits
 from weir.serve.api import Keys
-from weir.serve.sessions import DiskTurns, RowFormat, SessionStore
+from weir.serve.sessions.disk_turns import DiskTurns
+from weir.serve.sessions.snapshot import RowFormat
+from weir.serve.sessions.store import SessionStore
 
 OWNERS = ("wk-alice-0123456789", "wk-bob-0123456789")
 KEYS = Keys([hashlib.sha256(key.encode()).hexdigest() for key in OWNERS])

@@ -15,16 +15,12 @@ from weir.cache import StreamingCache
 from weir.errors import WeirError
 from weir.serve import Checkpoint
 from weir.serve.messages import Message
-from weir.serve.sessions import (
-    DiskTurns,
-    RowFormat,
-    SessionStore,
-    SessionSummary,
-    TurnRecord,
-    pack_ids,
-)
 from weir.serve.sessions import snapshot_folder as folder_file
 from weir.serve.sessions.archive import read_archive, write_archive
+from weir.serve.sessions.disk_turns import DiskTurns
+from weir.serve.sessions.records import SessionSummary, TurnRecord, pack_ids
+from weir.serve.sessions.snapshot import RowFormat
+from weir.serve.sessions.store import SessionStore
 
 MODEL = make_llama(layers=1)
 POLICY = "sink(2) | recent(6)"

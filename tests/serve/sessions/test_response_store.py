@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from weir.errors import WeirError
-from weir.serve.sessions import ResponseStore, StoredResponse, input_item
+from weir.serve.sessions.items import input_item
+from weir.serve.sessions.responses import ResponseStore, StoredResponse
 
 
 def response(name: str, size: int = 0, **given) -> StoredResponse:

@@ -37,16 +37,11 @@ from stores import (
 )
 
 from weir.errors import WeirError
-from weir.serve.sessions import (
-    RowFormat,
-    SessionStore,
-    SessionSummary,
-    TurnRecord,
-    archive,
-    pack_ids,
-    unpack_ids,
-)
+from weir.serve.sessions import archive
 from weir.serve.sessions import snapshot_folder as folder_file
+from weir.serve.sessions.records import SessionSummary, TurnRecord, pack_ids, unpack_ids
+from weir.serve.sessions.snapshot import RowFormat
+from weir.serve.sessions.store import SessionStore
 
 # Threads of processes that were killed end as they may.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

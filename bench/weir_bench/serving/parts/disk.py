@@ -12,7 +12,9 @@ import torch
 from weir.cache import StreamingCache
 from weir.models import load
 from weir.serve import Checkpoint, TurnRecord
-from weir.serve.sessions import DiskTurns, RowFormat, SessionStore
+from weir.serve.sessions.disk_turns import DiskTurns
+from weir.serve.sessions.snapshot import RowFormat
+from weir.serve.sessions.store import SessionStore
 from weir_bench.figure import Row, compare
 from weir_bench.serving.load import Heard
 from weir_bench.serving.part import Plan, part

@@ -5,19 +5,3 @@ from weir.cache.layer.fold import states_of
 from weir.cache.layer.layer import HeadSplit, Layer, LayerParts, RowsNotFinite
 from weir.cache.layer.layer_state import LayerSpec, Layout, lay_out
 from weir.cache.layer.plan import ForwardPlan, Segment, place_on_axes, plan_forward
-
-__all__ = [
-    "DecodeSlots",
-    "ForwardPlan",
-    "HeadSplit",
-    "Layer",
-    "LayerParts",
-    "LayerSpec",
-    "Layout",
-    "RowsNotFinite",
-    "Segment",
-    "lay_out",
-    "place_on_axes",
-    "plan_forward",
-    "states_of",
-]

@@ -8,7 +8,9 @@ every step.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,17 +36,47 @@ QUERY_BLOCK = 256
 """Queries computed at once, so that no mask is as large as the prompt squared."""
 
 
-def rotate_to_positions(
-    spec: LayerSpec, slab: Slab, queries: Tensor, keys: Tensor, segment: Segment
-) -> tuple[Tensor, Tensor]:
-    """Rotate queries [batch, kv_heads, group, width, key_dim] and keys of a segment to their
-    places.
+class NewTokens(NamedTuple):
+    """New tokens in one layer, and how it attends.
+
+    Attributes:
+        queries: [batch, kv_heads, group, length, key_dim].
+        keys, values: [batch, kv_heads, length, dim].
     """
-    if spec.positions.rotary is not None and not spec.positions.placed:
-        queries, keys = _rotate(spec.positions.rotary, queries, keys, segment.positions)
-    if spec.pipe.log_n:
-        queries = _scale_by_log_n(slab, queries, segment)
-    return queries, keys
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    params: AttentionParams
+
+    def part(self, start: int, count: int) -> NewTokens:
+        """View the tokens of `count` columns."""
+        return self._map(lambda t: t.narrow(-2, start, count))
+
+    def columns(self, index: Tensor) -> NewTokens:
+        """Gather the tokens of the columns `index` [batch, n]."""
+
+        def pick(t: Tensor) -> Tensor:
+            each = index.view(index.shape[0], *(1,) * (t.ndim - 3), -1, 1)
+            return t.gather(t.ndim - 2, each.expand(*t.shape[:-2], -1, t.shape[-1]))
+
+        return self._map(pick)
+
+    def row(self, row: int) -> NewTokens:
+        """View one row, as a batch of its own."""
+        return self._map(lambda t: t[row : row + 1])
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> NewTokens:
+        return NewTokens(*map(change, self[:3]), self.params)
+
+    def rotated(self, spec: LayerSpec, slab: Slab, segment: Segment) -> NewTokens:
+        """Rotate queries and keys of a segment to their places."""
+        queries, keys, values, params = self
+        if spec.positions.rotary is not None and not spec.positions.placed:
+            queries, keys = _rotate(spec.positions.rotary, queries, keys, segment.positions)
+        if spec.pipe.log_n:
+            queries = _scale_by_log_n(slab, queries, segment)
+        return NewTokens(queries, keys, values, params)
 
 
 def _rotate(
@@ -135,20 +167,14 @@ def _add_alibi(
 
 
 def attend_prompt(
-    spec: LayerSpec,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    params: AttentionParams,
-    segment: Segment,
-    answers: bool = True,
+    spec: LayerSpec, new: NewTokens, segment: Segment, answers: bool = True
 ) -> tuple[Tensor, Slots]:
     """Answer every query of a prompt from all tokens before it; without `answers` they are zeros.
 
-    Takes rotated queries [batch, kv_heads, group, width, key_dim], rotated keys and values [batch,
-    kv_heads, width, dim]; rows may have fewer tokens. Returns answers [batch, kv_heads, group,
-    width, value_dim], and the tokens.
+    Takes rotated tokens; rows may have fewer. Returns answers [batch, kv_heads, group, width,
+    value_dim], and the tokens.
     """
+    queries, keys, values, params = new
     kv_heads, width, positions = keys.shape[1], segment.width, spec.positions
     zeros = torch.zeros(keys.shape[:3], device=keys.device)
     received = zeros.clone() if spec.pipe.needs_mass else None
@@ -256,15 +282,7 @@ def mass_from_tail(
     return mass
 
 
-def read_again(
-    state: LayerState,
-    row: int,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    params: AttentionParams,
-    segment: Segment,
-) -> Tensor:
+def read_again(state: LayerState, row: int, new: NewTokens, segment: Segment) -> Tensor:
     """Answer the queries of repeated tokens of one row, and note what the originals were given.
 
     After a fold the model reads the last chunk once more, with the slots as they stand, as if it
@@ -274,10 +292,8 @@ def read_again(
     Args:
         state: the layer's slots; `Slab.mass` of the row's last tokens is set, if the pipe asks.
         row: the row; its tail is empty.
-        queries: [1, kv_heads, group, width, key_dim], of the last `width` tokens read once more.
-        keys, values: theirs [1, kv_heads, width, dim].
-        params: how the layer attends.
-        segment: the repeated tokens, behind all others.
+        new: the last tokens once more, in a batch of one row.
+        segment: these, behind all others.
 
     Returns:
         [1, kv_heads, group, width, value_dim].
@@ -287,7 +303,7 @@ def read_again(
     slab = state.slab.view(row, row + 1).copy()
     slab.grow(used + width)
     slab.open_tail(used, segment.start, width)
-    queries, keys = rotate_to_positions(spec, slab, queries, keys, segment)
+    queries, keys, values, params = new.rotated(spec, slab, segment)
     slab.append(keys, values, used)
     if slab.span is not None:
         slab.span.narrow(2, used, width).copy_(segment.spans[:, None])

@@ -13,15 +13,12 @@ import torch
 from torch import Tensor
 
 from weir.cache.layer.layer_state import LayerSpec
-from weir.kernels import register_operator
 from weir.slab import (
     AttendedSlots,
     AttentionParams,
     QuantizedStorage,
     Slab,
-    attend_in_loops,
     compute_attention,
-    fused_attention,
     merge_groups,
     put_lines,
     slot_lines,
@@ -104,30 +101,6 @@ class DecodeSlots:
             waiting: tokens in each row's tail before it [batch], int64.
             largest: output; the largest absolute key or value of each row [batch], float32.
         """
-        looped = uses_loops(
-            queries, keys.shape[1]
-        )  # not asked in `answer`, which may be an operator
-        if self.quantized is not None:
-            return self.answer(queries, keys, values, params, ends, waiting, largest, looped)
-        out: Tensor = _ATTEND_EXACT(
-            *(queries, keys, values, self.keys, self.values, self.queries, largest),
-            *(self.a, self.b, *(self.split or (None, None, None)), params.sinks, ends, waiting),
-            *(params.scale, params.softcap, self.unasked, self.window, looped),
-        )
-        return out
-
-    def answer(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        params: AttentionParams,
-        ends: Tensor,
-        waiting: Tensor,
-        largest: Tensor,
-        looped: bool,
-    ) -> Tensor:
-        """`attend` as the compiler traces it; `looped`: whether to use compiled loops."""
         largest.copy_(torch.maximum(keys.abs().amax((1, 2, 3)), values.abs().amax((1, 2, 3))))
         batch, kv_heads, _, dim = keys.shape
         queries = queries.view(batch, kv_heads, -1, 1, dim)
@@ -151,46 +124,6 @@ class DecodeSlots:
             split = split[0].masked_fill(unseen, -torch.inf), *split[1:]
         held = self.keys, self.values, self.quantized
         slots = AttendedSlots(*held, above, below, split, 0, self.b.shape[2])
-        result = compute_attention(queries, slots, params, by="loops" if looped else "torch")
+        by = "loops" if uses_loops(queries) else "torch"
+        result = compute_attention(queries, slots, params, by=by)
         return result.answers.flatten(1, 2)
-
-
-def _attend_exact(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    held_keys: Tensor,
-    held_values: Tensor,
-    held_queries: Tensor | None,
-    largest: Tensor,
-    a: Tensor | None,
-    b: Tensor,
-    mask: Tensor | None,
-    above: Tensor | None,
-    below: Tensor | None,
-    sinks: Tensor | None,
-    ends: Tensor,
-    waiting: Tensor,
-    scale: float,
-    softcap: float | None,
-    unasked: int,
-    window: int | None,
-    looped: bool,
-) -> Tensor:
-    """`DecodeSlots.answer` for exact slots, with every tensor as an argument."""
-    split = None if mask is None or above is None or below is None else (mask, above, below)
-    held = DecodeSlots(held_keys, held_values, None, a, b, split, held_queries, unasked, window)
-    params = AttentionParams(scale=scale, softcap=softcap, sinks=sinks)
-    return held.answer(queries, keys, values, params, ends, waiting, largest, looped)
-
-
-_ATTEND_EXACT = register_operator(
-    "attended",
-    "(Tensor queries, Tensor keys, Tensor values, Tensor(a!) held_keys, Tensor(b!) held_values, "
-    "Tensor(c!)? held_queries, Tensor(d!) largest, Tensor? a, Tensor b, Tensor? mask, "
-    "Tensor? above, Tensor? below, Tensor? sinks, Tensor ends, Tensor waiting, float scale, "
-    "float? softcap, int unasked, int? window, bool looped) -> Tensor",
-    _attend_exact,
-    lambda queries, keys, values, *_: values.new_empty(*queries.shape[:3], values.shape[3]),
-    *(fused_attention, attend_in_loops, put_lines),
-)

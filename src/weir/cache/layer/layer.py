@@ -23,11 +23,11 @@ from torch import Tensor
 
 from weir import kernels
 from weir.cache.layer.attention import (
+    NewTokens,
     attend_prompt,
     mask_of_piece,
     mask_of_step,
     read_again,
-    rotate_to_positions,
     store_last_queries,
     store_queries,
 )
@@ -150,28 +150,26 @@ class Layer:
             first = plan.segments[0].start
             self.state.allocate(sizes, batch, first, keys.device)
         self._check_like(keys, values)
+        new = NewTokens(queries, keys, values, params)
         if plan.step:
-            return self._attend_step(queries, keys, values, params, plan.segments[0]).flatten(1, 2)
+            return self._attend_step(new, plan.segments[0]).flatten(1, 2)
         exactly = partial(self._attend_exactly, answers=answers)
         by_piece = partial(self._attend_piece, last=plan.segments[-1])
         take = exactly if plan.prefill else by_piece
         if plan.regular and len(plan.segments) == 1:
-            return take(queries, keys, values, params, plan.segments[0]).flatten(1, 2)
+            return take(new, plan.segments[0]).flatten(1, 2)
         if plan.regular:
-            together = self._attend_together(queries, keys, values, params, plan)
+            together = self._attend_together(new, plan)
             if together is not None:
                 return together.flatten(1, 2)
             parts, done = [], 0
             for segment in plan.segments:
-                columns = slice(done, done + segment.width)
+                parts.append(take(new.part(done, segment.width), segment))
                 done += segment.width
-                q, k, v = queries[..., columns, :], keys[..., columns, :], values[..., columns, :]
-                parts.append(take(q, k, v, params, segment))
             return torch.cat(parts, dim=3).flatten(1, 2)
         out = values.new_zeros((*queries.shape[:4], values.shape[3]))
         for segment in plan.segments:
-            q, k, v = (_columns(t, segment.columns) for t in (queries, keys, values))
-            part = take(q, k, v, params, segment)
+            part = take(new.columns(segment.columns), segment)
             rows, places, columns_of = segment.entries
             out[rows, :, :, columns_of] = part[rows, :, :, places]
         return out.flatten(1, 2)
@@ -297,21 +295,14 @@ class Layer:
 
     # --- segments
 
-    def _attend_step(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        params: AttentionParams,
-        segment: Segment,
-    ) -> Tensor:
+    def _attend_step(self, new: NewTokens, segment: Segment) -> Tensor:
         """Store one token of each row in the slot that waits for it, and attend.
 
         A row without a token writes too; its next token overwrites what was written.
         """
         slab, spec = self.state.slab, self.spec
         assert slab is not None
-        queries, keys = rotate_to_positions(spec, slab, queries, keys, segment)
+        queries, keys, values, params = new.rotated(spec, slab, segment)
         ends = segment.ends(tuple(self.state.ends(segment.waiting)))
         kv_heads = keys.shape[1]
         if ends.in_step:
@@ -334,21 +325,13 @@ class Layer:
         slots = slab.attended(self.state.first, ends.stop, plain=self.state.plain)
         return compute_attention(queries, slots, params, bias).answers
 
-    def _attend_piece(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        params: AttentionParams,
-        segment: Segment,
-        last: Segment,
-    ) -> Tensor:
+    def _attend_piece(self, new: NewTokens, segment: Segment, last: Segment) -> Tensor:
         """Store one segment of a forward in the tail, and attend; `last` is the final segment."""
         if self._pending is not None:
             self._commit_early()
         slab, spec = self.state.slab, self.spec
         assert slab is not None
-        queries, keys = rotate_to_positions(spec, slab, queries, keys, segment)
+        queries, keys, values, params = new.rotated(spec, slab, segment)
         ends = self.state.ends(segment.waiting)
         in_step = segment.in_step and len(set(ends)) == 1
         if in_step:
@@ -379,15 +362,9 @@ class Layer:
         self._pending = Pending(segment, params, mass=mass, observed=observed)
         return result.answers
 
-    def _attend_together(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        params: AttentionParams,
-        plan: ForwardPlan,
-    ) -> Tensor | None:
+    def _attend_together(self, new: NewTokens, plan: ForwardPlan) -> Tensor | None:
         """Attend all segments of a forward in one call, and fold once; None if that cannot be."""
+        queries, keys, values, params = new
         kernel = kernels.attend_window(queries, values)
         plain = params.softcap is None and params.sinks is None
         if kernel is None or not plain or self._pending is not None:
@@ -421,11 +398,10 @@ class Layer:
         """
         batch, heads, length, _ = queries.shape
         queries = queries.view(batch, keys.shape[1], heads // keys.shape[1], length, -1)
+        new, segment = NewTokens(queries, keys, values, params), plan.segments[0]
         out = values.new_zeros((*queries.shape[:4], values.shape[3]))
         for row in rows:
-            one, segment = slice(row, row + 1), plan.segments[0].of_row(row)
-            given = queries[one], keys[one], values[one]
-            out[one] = read_again(self.state, row, *given, params, segment)
+            out[row] = read_again(self.state, row, new.row(row), segment.of_row(row))[0]
         return out.flatten(1, 2)
 
     def _note_spans(self, segment: Segment) -> None:
@@ -441,31 +417,17 @@ class Layer:
         slots = torch.tensor(ends, device=slab.span.device)[rows] + places
         slab.span[rows, :, slots] = segment.spans[rows, places][:, None]
 
-    def _attend_exactly(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        params: AttentionParams,
-        segment: Segment,
-        answers: bool,
-    ) -> Tensor:
+    def _attend_exactly(self, new: NewTokens, segment: Segment, answers: bool) -> Tensor:
         """Attend causally over a whole prompt, then fold at once: only one layer at a time holds
         the prompt.
         """
         assert self.state.slab is not None
-        queries, keys = rotate_to_positions(self.spec, self.state.slab, queries, keys, segment)
-        out, arrivals = attend_prompt(self.spec, queries, keys, values, params, segment, answers)
-        store_last_queries(self.state.slab, self.spec, queries, segment)
-        self._pending = Pending(segment, params, arrivals)
+        new = new.rotated(self.spec, self.state.slab, segment)
+        out, arrivals = attend_prompt(self.spec, new, segment, answers)
+        store_last_queries(self.state.slab, self.spec, new.queries, segment)
+        self._pending = Pending(segment, new.params, arrivals)
         self._commit_early()
         return out
-
-
-def _columns(t: Tensor, index: Tensor) -> Tensor:
-    """Gather the columns `index` [batch, n] of `t` [batch, ..., length, dim]."""
-    pick = index.view(index.shape[0], *(1,) * (t.ndim - 3), -1, 1)
-    return t.gather(t.ndim - 2, pick.expand(*t.shape[:-2], -1, t.shape[-1]))
 
 
 class RowsNotFinite(Exception):

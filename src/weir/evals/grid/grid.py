@@ -27,15 +27,9 @@ from weir.policies import NAMED, Layered, Pipe, is_file, parse_policy, with_slot
 
 @dataclass(frozen=True)
 class Protocol:
-    """The way a paper's experiments read a prompt.
+    """The way a paper's experiments read a prompt, with fields as in `Subject`.
 
-    Attributes:
-        about: one-sentence summary of the settings.
-        chunk: tokens between two folds; None leaves it to the user.
-        positions: counted inside the cache, or in the stream.
-        prefill: "full" attends to a prompt whole and compresses it once.
-        rate: makes the budget this share of a prompt; None takes the given budgets.
-        keeps_answers: whether all tokens that follow a prompt are kept.
+    `about` sums it up in a sentence; a `chunk` or `rate` of None leaves it to the user.
     """
 
     about: str
@@ -98,14 +92,10 @@ class Cell:
     """One measurement: everything that its figures depend on.
 
     Attributes:
-        model: name of the model, as given.
-        policy: the policy, with its budget written into it.
-        budget: the budget that was inserted; None if the policy has its own or none.
-        task: the task with all its parameters.
-        seed: seed of all random draws.
+        model, task: name of the model, as given, and the task with all its parameters.
+        policy, budget: the policy with its budget in it, and the budget if it was inserted.
+        seed, chunk, positions: as for `Stream`; a protocol has its own positions.
         protocol: the paper's protocol, if the cell follows one.
-        chunk: tokens between two folds.
-        positions: as for `Stream`; a protocol has its own.
         memory: bytes from which the budget was computed; None if budgets were given in slots.
         loading: how the model is loaded, pairs of an argument of `weir.load` and its value.
         compiled: whether decode steps are compiled; never for a model given as an object.
@@ -302,17 +292,11 @@ def pools_of(policy: str) -> str | None:
 
 
 def extend_grid(path: Path, grid: Grid) -> Grid:
-    """Append the cells of a grid to the grid of a results file, without duplicates.
+    """Append the cells of a grid to that of a results file, if it is there, without duplicates.
 
-    Cells in the file keep their numbers, so the file's records stay valid. Without a file the grid
-    is returned unchanged. A policy whose name now stands for other pools counts as another policy.
-
-    Args:
-        path: the results file.
-        grid: cells to measure in addition.
-
-    Raises:
-        WeirError: the file is no results file, or this version of weir cannot read its cells.
+    Cells in the file keep their numbers, so the file's records stay valid. A policy whose name now
+    stands for other pools counts as another policy. A `WeirError` where the file is no results
+    file, or this version of weir cannot read its cells.
     """
     if not path.exists() or (path.is_file() and not path.stat().st_size):
         return grid

@@ -27,7 +27,7 @@ from weir.evals.grid.grid import Cell, Grid, Protocol, pools_of, protocol
 from weir.evals.notation import takes_budget
 from weir.evals.perplexity import NOT_FINITE
 from weir.evals.records import import_optional
-from weir.evals.results import CellRecord, ResultsFile, failures
+from weir.evals.results import CellRecord, ResultsFile
 from weir.evals.task import Subject
 from weir.models import compile_steps, load
 from weir.policies import parse_policy
@@ -55,8 +55,7 @@ def run(
     """Run unfinished cells, and return the records of all cells in grid order.
 
     Args:
-        grid: the cells to run.
-        path: the results file.
+        grid, path: the cells to run, and the results file.
         resume: continue an existing file; failed cells are tried again.
         add: continue an existing file whose grid is the beginning of this one, as `extend_grid`
             returns it.
@@ -76,14 +75,14 @@ def run(
         )
     work = work or partial(one_by_one, models=models)
     with ResultsFile(path, grid.as_json(), resume=resume, add=add) as results:
-        results.forget({record["cell"] for record in failures(results.records.values())})
+        results.keep({n: one for n, one in results.records.items() if one["status"] == "done"})
         for record in results.records.values():
             on_record(record)
         left = [(n, cell) for n, cell in enumerate(grid.cells) if n not in results.records]
         for record in work(left, on_progress):
             results.append(record)
             on_record(record)
-        results.sort()
+        results.keep(dict(sorted(results.records.items())))
         return list(results.records.values())
 
 
@@ -112,32 +111,25 @@ def measure(
         value = result.get(metric)
         if value is not None and not math.isfinite(value):
             raise WeirError(f"there is no {metric}: {NOT_FINITE}")
-        return {
-            **_facts(number, cell),
+        found = {
             "status": "done",
             "metric": metric,
             "value": value,
             "better": better,
             "kv_bytes": result.get("kv_bytes"),
             "result": result,
-            "seconds": round(time.perf_counter() - begun, 3),
         }
     except Exception as error:
-        return failed_record(number, cell, failure_reason(error), time.perf_counter() - begun)
+        found = {"status": "failed", "reason": failure_reason(error)}
+    return record_of(number, cell, {**found, "seconds": round(time.perf_counter() - begun, 3)})
 
 
-def failed_record(number: int, cell: Cell, why: str, seconds: float | None = None) -> CellRecord:
-    """The record of a cell that failed, with its seconds if they are known."""
-    took = None if seconds is None else round(seconds, 3)
-    return {**_facts(number, cell), "status": "failed", "reason": why, "seconds": took}
-
-
-def _facts(number: int, cell: Cell) -> CellRecord:
-    """The fields that every record of a cell has."""
+def record_of(number: int, cell: Cell, found: dict[str, Any]) -> CellRecord:
+    """The record of a cell: everything that decides on its figures, and what was found."""
     facts = cell.as_json()
     setting = facts.pop("task")
     name = setting.partition("(")[0]
-    return {"cell": number, "task": name, "setting": setting, "weir": __version__, **facts}
+    return {"cell": number, "task": name, "setting": setting, "weir": __version__, **facts, **found}
 
 
 def subject_of(cell: Cell, models: Mapping[str, Loaded] = MappingProxyType({})) -> Subject:
@@ -192,14 +184,10 @@ CLUSTER_PATIENCE = 5.0
 
 
 def on_ray(address: str) -> Worker:
-    """Make a worker that runs cells on a cluster.
+    """Make a worker that runs cells on a cluster; `WeirError` without Ray, or where none answers.
 
-    Args:
-        address: `local` for a temporary cluster on this machine; or
-            `host:port` of a cluster's head, or `ray://host:port` of one that takes clients.
-
-    Raises:
-        WeirError: Ray is not installed, or nothing answers at this address.
+    `local` is a temporary cluster on this machine, `host:port` a cluster's head, and
+    `ray://host:port` one that takes clients.
     """
     # Ray's own log would repeat on standard error what weir reports in one line.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
@@ -228,12 +216,14 @@ def on_ray(address: str) -> Worker:
                 number, cell = waiting.pop(ended)
                 try:
                     yield ray.get(ended)
+                    continue
                 except ray.exceptions.WorkerCrashedError:
-                    yield failed_record(number, cell, f"its worker died {TRIES} times")
+                    why = f"its worker died {TRIES} times"
                 except ray.exceptions.RayError as error:
                     said = str(error).strip().splitlines() or [type(error).__name__]
                     why = f"its worker could not run it: {said[-1].strip()}"
-                    yield failed_record(number, cell, why)
+                failed = {"status": "failed", "reason": why, "seconds": None}
+                yield record_of(number, cell, failed)
         finally:
             if ours:
                 ray.shutdown()

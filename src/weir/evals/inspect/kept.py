@@ -92,16 +92,14 @@ def label_of(run: Run, holding: Holding) -> str:
     which, prefix = f"token {run.first:,}", ""
     if run.first < run.last:
         which, prefix = f"tokens {run.first:,} to {run.last:,}", "each "
-    if run.held is None:
+    if (held := run.held) is None:
         return f"{which}: gone"
-    by = ", ".join(f"{pool} {count:,}" for pool, count in run.held.pools.items())
-    label = f"{which}: {prefix}held by {run.held.pairs:,} of {holding.pairs:,} (layer, head)\n{by}"
-    if run.held.above != 1 or run.held.below != 1:
-        label += (
-            f"\na slot stands for {run.held.above:.3g} tokens in the numerator, "
-            f"{run.held.below:.3g} in the denominator"
-        )
-    return label
+    by = ", ".join(f"{pool} {count:,}" for pool, count in held.pools.items())
+    label = f"{which}: {prefix}held by {held.pairs:,} of {holding.pairs:,} (layer, head)\n{by}"
+    if held.above == held.below == 1:
+        return label
+    stands = f"{held.above:.3g} tokens in the numerator, {held.below:.3g} in the denominator"
+    return f"{label}\na slot stands for {stands}"
 
 
 def _style_of(pools: Sequence[str], pool: str, share: float) -> str:
@@ -181,8 +179,9 @@ def chosen(asked: Inspection) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The layers and KV heads to show; all if none were chosen."""
     known = describe(asked.model).layers
     layers = tuple(range(len(known))) if asked.layers is None else asked.layers
-    heads = asked.kv_heads(known[layers[0]].heads.group)
-    return layers, tuple(range(known[layers[0]].heads.kv_heads)) if heads is None else heads
+    of = known[layers[0]].heads
+    heads = asked.kv_heads(of.group)
+    return layers, tuple(range(of.kv_heads)) if heads is None else heads
 
 
 def follow(asked: Inspection, policy: str, ids: Tensor, moments: Sequence[int]) -> list[Holding]:
@@ -190,12 +189,10 @@ def follow(asked: Inspection, policy: str, ids: Tensor, moments: Sequence[int]) 
     layers, heads = chosen(asked)
     stream = Stream(asked.model, policy, seed=asked.seed)
     found: list[Holding] = []
-    before = 0
     try:
         for moment in moments:
-            stream.feed(ids[before:moment])
+            stream.feed(ids[stream.seen : moment])
             found.append(only(stream.holding(), layers, heads))
-            before = moment
             asked.on_step(len(found), len(moments))
     finally:
         if stream.cache is not None:
@@ -213,9 +210,9 @@ def only(holding: Holding, layers: Sequence[int], heads: Sequence[int]) -> Holdi
 
 
 def strip(holding: Holding, tokens: int, layers: Sequence[int], heads: Sequence[int]) -> Tensor:
-    """The pool that holds each token of a text, a number of `holding.pools`, for each KV head.
+    """The pool that holds each token of a text, by KV head [layers * heads, tokens], int64.
 
-    [layers * heads, tokens], int64; -1 for gone, -2 for tokens not read yet.
+    A number of `holding.pools`; -1 for gone, -2 for tokens not read yet.
     """
     found = torch.full((len(layers) * len(heads), tokens), -2)
     found[:, : holding.seen] = -1
@@ -266,21 +263,17 @@ def narrow_image(image: Tensor) -> Tensor:
 
 
 def _explain(policy: str, found: Sequence[Holding]) -> str:
-    last = found[-1]
-    times = "after " + ", ".join(f"{holding.seen:,}" for holding in found) + " tokens"
+    times, last = ", ".join(f"{holding.seen:,}" for holding in found), found[-1]
     weighs = any(held.above != 1 or held.below != 1 for held in last.tokens())
-    text = (
-        f"A stream under {policy}, looked at {times}. A token is held by a KV head of a layer "
-        "while its own key and value lie in a slot there; its color is the pool, and "
-        f'"{last.pools[-1]}" are tokens that wait for the next fold.'
+    others = (
+        " Slots of this policy speak for others too: tokens that are gone are still counted in an "
+        "estimate, and a token's label says for how many its slots stand."
     )
-    if weighs:
-        text += (
-            " Slots of this policy speak for others too: tokens that are gone are still counted in "
-            "an estimate, and a token's label says for how many its slots stand."
-        )
-    return text + (
-        " Below is the text itself. The more layers and heads hold a token, the stronger its shade "
+    return (
+        f"A stream under {policy}, looked at after {times} tokens. A token is held by a KV head of "
+        "a layer while its own key and value lie in a slot there; its color is the pool, and "
+        f'"{last.pools[-1]}" are tokens that wait for the next fold.{others if weighs else ""} '
+        "Below is the text itself. The more layers and heads hold a token, the stronger its shade "
         "and its line; tokens without a line are gone from all of them. Point at one, or tap it, "
         "to see who holds it."
     )

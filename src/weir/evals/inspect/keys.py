@@ -72,9 +72,9 @@ MOST_ROWS = 40
 
 @dataclass(frozen=True)
 class Covering:
-    """Covering radii of sets of points and of their controls, in units of the points' spread.
+    """Covering radii [sets, counts] of points and of their controls, in units of the spread.
 
-    `counts` are numbers of centers, k; the radii are [sets, counts], float32.
+    `counts` are numbers of centers, k.
     """
 
     counts: tuple[int, ...]
@@ -127,10 +127,7 @@ def shuffle_coordinates(points: Tensor, seed: int) -> Tensor:
 
 
 def centers(points: Tensor, k: int) -> Tensor:
-    """Pick k of points [sets, n, dim] by greedy k-center, starting from the first [sets, n].
-
-    This is the traversal of the pool `kcenter`: the first k of more centers are the same.
-    """
+    """Pick k of points [sets, n, dim] as the pool `kcenter` does, from the first on [sets, n]."""
     if not 1 <= k <= points.shape[1]:
         raise WeirError(f"{k} centers cannot be picked from {points.shape[1]} tokens")
     pick = kernels.farthest_first(points.device) or farthest_first
@@ -139,10 +136,7 @@ def centers(points: Tensor, k: int) -> Tensor:
 
 
 def covering_radii(points: Tensor, counts: Sequence[int]) -> Tensor:
-    """The largest distance of points [sets, n, dim] from the nearest of k centers [sets, counts].
-
-    No choice of k centers has less than half of this radius (Gonzalez 1985).
-    """
+    """The largest distance of points [sets, n, dim] from their nearest center [sets, counts]."""
     found = []
     for k in counts:
         for mine, picked in zip(points, centers(points, k), strict=True):
@@ -210,14 +204,13 @@ def some_of(layers: Sequence[int]) -> tuple[int, ...]:
 def measure(
     asked: Inspection, texts: Tensor, layers: Sequence[int]
 ) -> tuple[list[dict[str, Any]], list[Vectors]]:
-    """Measure the coverings of every head over passages [passages, length], and keep vectors.
-
-    Only one layer of one passage is in memory at a time. Vectors are kept to be drawn: of the first
-    passage, a few layers and one head, which is random as in the paper if none is chosen.
+    """Measure the coverings of every head over passages [passages, length], layer by layer.
 
     Returns:
         Of each layer, KV head and kind: the mean "score" and its interval's "reach", "scores" by
-        passage, "k" (numbers of centers), "radius" and "control" by passage and k. And the vectors.
+        passage, "k" (numbers of centers), "radius" and "control" by passage and k. And vectors to
+        draw: of the first passage, a few layers and one head, random as in the paper if none is
+        chosen.
     """
     found: dict[tuple[int, int, str], dict[str, Any]] = {}
     kept: list[Vectors] = []
@@ -232,14 +225,15 @@ def measure(
         for kind, x in kinds_of(one).items():
             points = x[0, heads, sink:]
             covering = cover(points, asked.seed + 1000 * number + one.layer)
-            for row, kv_head in enumerate(heads):
+            parts = covering.score, covering.radius, covering.control
+            for kv_head, score, radius, control in zip(heads, *parts, strict=True):
                 name = {"layer": one.layer, "head": kv_head, "kind": kind}
                 lists = {"scores": [], "k": list(covering.counts), "radius": [], "control": []}
                 new = {**name, "score": 0.0, "reach": None, **lists}
                 mine = found.setdefault((one.layer, kv_head, kind), new)
-                mine["radius"].append(covering.radius[row].tolist())
-                mine["control"].append(covering.control[row].tolist())
-                mine["scores"].append(float(covering.score[row]))
+                mine["scores"].append(float(score))
+                mine["radius"].append(radius.tolist())
+                mine["control"].append(control.tolist())
             if number == 0 and kind != TURNED and one.layer in drawn:
                 kept.append(Vectors(one.layer, head, kind, x[0, head, sink:].clone()))
         done += 1
@@ -253,20 +247,13 @@ def measure(
 
 
 def kinds_of(one: LayerInputs) -> dict[str, Tensor]:
-    """Keys, unrotated keys and values of a layer, by kind [1, kv_heads, length, dim].
-
-    Keys at place 0 are missing where a layer rotates nothing.
-    """
-    back = unrotated_keys(one)
-    found = {KEYS: in_place(one, one.keys), TURNED: back, VALUES: one.values}
+    """Keys, keys at place 0 if a layer rotates them, and values [1, kv_heads, length, dim]."""
+    found = {KEYS: in_place(one, one.keys), TURNED: unrotated_keys(one), VALUES: one.values}
     return {kind: x for kind, x in found.items() if x is not None}
 
 
 def plane_of(points: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Project points [tokens, dim] by t-SNE (van der Maaten and Hinton 2008) and pick centers.
-
-    Returns their places in the plane [tokens, 2], and whether greedy k-center picked each [tokens].
-    """
+    """Places [tokens, 2] of points [tokens, dim] by t-SNE, and which are centers [tokens]."""
     count = len(points)
     # If all vectors are equal, principal components have zero length and cannot be scaled.
     start = "pca" if bool((points != points[:1]).any()) else "random"

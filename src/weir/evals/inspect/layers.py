@@ -79,10 +79,9 @@ Hidden = dict[int, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class StreamSetup:
-    """Sizes of the stream that reads a text.
+    """Sizes of the stream that reads a text, with `recent` newest tokens.
 
-    `kv_heads` counts those of each layer that follows the policy; the others slide over windows of
-    their own. `recent` newest tokens are kept.
+    `kv_heads` counts those of each layer that does not slide over a window of its own.
     """
 
     kv_heads: dict[int, int]
@@ -136,8 +135,7 @@ def section(asked: Inspection) -> Section:
         """Perplexity, its rise in nats per token, and the rise's standard error."""
         mine = read(hidden)
         apart = mine - seen
-        error = float(apart.std()) / len(apart) ** 0.5
-        rise = float(apart.mean())
+        rise, error = float(apart.mean()), float(apart.std()) / len(apart) ** 0.5
         return {"layer": layer, "head": head, "ppl": _ppl(mine), "rise": rise, "error": error}
 
     seen = read({})
@@ -164,13 +162,18 @@ def section(asked: Inspection) -> Section:
         "tokens are the same in all runs. A layer whose loss hardly rises could do without its "
         "sinks."
     )
-    pictures = []
-    for name, case, label, when in (
-        ("without", "hidden_in", "hidden in this layer alone", "the sinks are hidden in one layer"),
-        ("alone", "seen_by", "seen by this layer alone", "one layer alone sees the sinks"),
-    ):
-        alt = f"Perplexity when {when}, for each layer."
-        pictures.append(Picture(f"layers-{name}", _draw(facts, case, label), alt))
+    pictures = [
+        Picture(
+            "layers-without",
+            _draw(facts, "hidden_in", "hidden in this layer alone"),
+            "Perplexity when the sinks are hidden in one layer, for each layer.",
+        ),
+        Picture(
+            "layers-alone",
+            _draw(facts, "seen_by", "seen by this layer alone"),
+            "Perplexity when one layer alone sees the sinks, for each layer.",
+        ),
+    ]
     if heads:
         text += " Last, they are hidden in one KV head of one layer."
         alt = "Rise of the loss when the sinks are hidden in one KV head, by layer and head."
@@ -247,9 +250,8 @@ def _draw(facts: dict[str, Any], case: str, label: str) -> Figure:
 
 
 def _heat(losses: list[dict[str, Any]]) -> Figure:
-    layers = list(dict.fromkeys(loss["layer"] for loss in losses))
-    heads = list(dict.fromkeys(loss["head"] for loss in losses))
     of = {(loss["layer"], loss["head"]): loss["rise"] for loss in losses}
+    layers, heads = (list(dict.fromkeys(which)) for which in zip(*of, strict=True))
     rises = [[of.get((layer, head), float("nan")) for head in heads] for layer in layers]
     far = max(map(abs, of.values())) or 1.0
     with drawing(0.9 + 0.32 * len(layers)) as figure:

@@ -57,17 +57,15 @@ def section(asked: Inspection) -> Section:
     with drawing(1.45 * math.ceil(len(maps) / ACROSS) + 0.9) as figure:
         _draw(figure, maps)
     named = "; ".join(f"place {place} is {token} in all of them" for place, token in fixed.items())
+    named = f" ({named})" if named else ""
+    ahead = looks_ahead(asked.model)
     text = (
-        f"The mean over {len(ids)} sequences of {asked.length} tokens"
-        + (f" ({named})" if named else "")
-        + ": each row is a query, each column a key, as StreamingLLM's Figures 2, 7, 11, 13 and "
-        "14. A bright column is a token that all look at: a sink. Logits "
-        "are those that go into the softmax: scaled, and capped where the model caps them. "
+        f"The mean over {len(ids)} sequences of {asked.length} tokens{named}: each row is a query, "
+        "each column a key, as StreamingLLM's Figures 2, 7, 11, 13 and 14. A bright column is a "
+        "token that all look at: a sink. Logits are those that go into the softmax: scaled, and "
+        "capped where the model caps them. "
     )
-    if looks_ahead(asked.model):
-        text += "Every token sees every other."
-    else:
-        text += "Keys that come after a query are left white."
+    text += "Every token sees every other." if ahead else "Keys that come after a query are white."
     shown = f"{len(layers)} of {len(sizes)} layers" if len(layers) < len(sizes) else "all layers"
     which = ", ".join(map(str, heads))
     alt = f"Maps of average attention logits, query by key, for {shown} and heads {which}."
@@ -158,14 +156,12 @@ def _panels(
     sizes: dict[int, int], layers: tuple[int, ...] | None, heads: tuple[int, ...] | None
 ) -> tuple[Sequence[int], Sequence[int]]:
     """The layers and heads to draw, of layers with so many heads."""
-    known = list(sizes)
-    every = min(sizes.values())
+    known, every = list(sizes), min(sizes.values())
     for layer in layers or ():
         if layer not in sizes:
             raise WeirError(f"layer {layer} has no attention weights to show")
     if heads is None:
-        some = len(layers or known)
-        heads = tuple(range(every)) if some * every <= MOST_PANELS else (0,)
+        heads = tuple(range(every)) if len(layers or known) * every <= MOST_PANELS else (0,)
     if layers is None:
         layers = tuple(known[n] for n in spread(len(known), max(4, MOST_PANELS // len(heads))))
     return layers, heads

@@ -9,7 +9,6 @@ optional packages are imported inside functions.
 - Layers and heads have been checked to exist. Heads are query heads; a section about keys or values
   shows the KV heads that they read (`Inspection.kv_heads`).
 - A picture has labeled axes with units and is 5.2 inches wide, so that a phone shows it readably.
-- The page escapes all text but a `fragment`, whose author escapes it.
 """
 
 from __future__ import annotations
@@ -172,12 +171,9 @@ def sentences(asked: Inspection, count: int, length: int) -> Tensor:
         rows = asked.tokenizer(some, truncation=True, max_length=length, **_QUIET)["input_ids"]
         found += [asked.sink.first(row)[:length] for row in rows if len(row) == length]
         if len(found) >= count:
-            break
-    if len(found) < count:
-        others = pieces(asked, count, length)
-        if len(others) > len(found):
-            return others
-    return torch.tensor(found[:count], dtype=torch.int64)
+            return torch.tensor(found[:count])
+    others = pieces(asked, count, length)
+    return others if len(others) > len(found) else torch.tensor(found)
 
 
 def pieces(asked: Inspection, count: int, length: int) -> Tensor:

@@ -76,7 +76,7 @@ def check_cell(line: JsonRecord, cells: int) -> None:
                 cell.number(name, known=True)
 
 
-def _check_word(line: JsonRecord, name: str, words: tuple[str, ...]) -> Any:
+def _check_word(line: JsonRecord, name: str, words: tuple[str, ...]) -> str:
     value = line.text(name)
     if value not in words:
         raise line.wrong(name, f"must be {' or '.join(words)}, not {value!r}")
@@ -93,8 +93,7 @@ class ResultsFile:
     """A results file, open for writing; no other process can open it meanwhile.
 
     Args:
-        path: path of the file.
-        grid: the first line, with a fingerprint under "grid".
+        path, grid: the file, and its first line, with a fingerprint under "grid".
         resume: continue an existing file; otherwise there must be none.
         add: continue an existing file; if the file's grid is the beginning of this one, replace it.
 
@@ -102,8 +101,8 @@ class ResultsFile:
         records: the records in the file, by cell number.
 
     Raises:
-        WeirError: the file exists and `resume` was not set, belongs to another grid, is no results
-            file or no regular file, is open in another process, or cannot be written.
+        WeirError: the file exists and is not to be continued, belongs to another grid, is no
+            results file or no regular file, is open in another process, or cannot be written.
     """
 
     def __init__(
@@ -138,23 +137,12 @@ class ResultsFile:
         os.close(self._file)
 
     def append(self, record: CellRecord) -> None:
-        """Write the record of a cell, whole or not at all.
-
-        Raises:
-            WeirError: the disk is full, or cannot be written.
-        """
+        """Write the record of a cell, whole or not at all."""
         self._write(record)
         self.records[record["cell"]] = record
 
-    def forget(self, numbers: set[int]) -> None:
-        """Remove the records of some cells, so that they can be written again."""
-        self._keep({n: record for n, record in self.records.items() if n not in numbers})
-
-    def sort(self) -> None:
-        """Sort the records into grid order, if needed."""
-        self._keep(dict(sorted(self.records.items())))
-
-    def _keep(self, records: dict[int, CellRecord]) -> None:
+    def keep(self, records: dict[int, CellRecord]) -> None:
+        """Replace the records by some of them, or by the same in another order."""
         if list(records) != list(self.records):
             self.records = records
             self._rewrite(list(records.values()))
@@ -177,9 +165,9 @@ class ResultsFile:
         grows = self._add and here[: len(there)] == there
         if found[0]["grid"] != self._grid["grid"] and not grows:
             raise WeirError(
-                f"{self.path} holds the results of another grid "
-                f"({_difference(found[0]['cells'], self._grid['cells'])}); name another file, or "
-                "ask for the same models, tasks, policies, budgets and seeds as before"
+                f"{self.path} holds the results of another grid ({_difference(there, here)}); name "
+                "another file, or ask for the same models, tasks, policies, budgets and seeds as "
+                "before"
             )
         self.records = {record["cell"]: record for record in found[1:]}
         if len(here) > len(there):
@@ -301,10 +289,8 @@ def _line(record: CellRecord) -> bytes:
 
 
 def _cannot_write(path: Path, error: OSError) -> WeirError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        reason = "there is no room left on the disk"
-    else:
-        reason = str(error.strerror)
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    reason = "there is no room left on the disk" if full else error.strerror
     return WeirError(
         f"cannot write {path}: {reason}; the cells in it are whole, go on with --resume"
     )

@@ -27,8 +27,7 @@ def name_records(records: Sequence[CellRecord]) -> list[CellRecord]:
 def name_loading(records: Sequence[CellRecord]) -> list[CellRecord]:
     """Add loading arguments to the model names of records: `nano (dtype bfloat16)`.
 
-    A model loaded with defaults keeps its name. The field `loaded` has the original name, which is
-    the same however the model was loaded.
+    The field `loaded` has the original name, which is the same however the model was loaded.
     """
     named = []
     for record in records:
@@ -47,8 +46,7 @@ def name_loading(records: Sequence[CellRecord]) -> list[CellRecord]:
 def shorten_layered(records: Sequence[CellRecord]) -> list[CellRecord]:
     """Rename per-layer policies of records by their slots: `layers of 76, 52, 436, 220`.
 
-    Two policies that would get the same name keep their full text, as all other policies do. The
-    field `written` has the full text of the renamed ones.
+    Two that would get the same name keep their full text; the field `written` has that of others.
     """
     lists = [policy for policy in unique(r["policy"] for r in records) if policy.startswith("[")]
     short = {policy: _slots(policy) for policy in lists}
@@ -76,10 +74,7 @@ def _slots(policy: str) -> str:
 
 
 def distinguish_pools(records: Sequence[CellRecord]) -> list[CellRecord]:
-    """Rename policies of records by their pools where one name stands for several.
-
-    Records without pools keep the policy's name and count as the same policy.
-    """
+    """Rename policies of records by their pools, if they say them, where one name has several."""
     meant: dict[str, set[str]] = {}
     for record in records:
         pools = record.get("pools")
@@ -97,13 +92,10 @@ DECIDING = ("model", "setting", "policy", "pools", "seed", "protocol", "chunk", 
 
 
 def read_together(paths: Sequence[Path]) -> tuple[int, list[CellRecord]]:
-    """Read several results files as one: the number of cells, and the records without duplicates.
+    """Read several results files as one: the number of cells, and their renamed records.
 
-    Models and policies are renamed as in `name_records`. If a cell failed in one file and is done
-    in another, the finished record counts.
-
-    Raises:
-        WeirError: a file is no results file, or two files have different figures of the same cell.
+    A cell that failed in one file and is done in another is done; a `WeirError` where two files
+    have different figures of one cell.
     """
     cells = 0
     found: dict[tuple[Any, ...], Found] = {}

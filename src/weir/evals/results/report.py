@@ -39,36 +39,38 @@ from weir.evals.results.summary import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-BEST, SECOND = 1, 2
-
 
 def as_markdown(table: FigureTable) -> str:
     """A table in Markdown."""
-    rows = _cells(table, "**", "**")
-    cells = [[_code(name), *row] for name, row in zip(table.rows, rows, strict=True)]
+    rows = _rows(table, "**%s**", "<u>%s</u>", " <small>%s</small>", group=",")
+    cells = [[_code(name), *map("".join, row)] for name, row in rows]
     return TextTable(["policy", *(column.head for column in table.columns)], cells).markdown()
 
 
 def as_html(table: FigureTable) -> str:
     """A table in HTML."""
     heads = ["policy", *(html.escape(column.head) for column in table.columns)]
-    rows = zip(table.rows, _cells(table, "<b>", "</b>"), strict=True)
-    cells = [[f"<code>{html.escape(name)}</code>", *row] for name, row in rows]
+    rows = _rows(table, "<b>%s</b>", "<u>%s</u>", " <small>%s</small>", group=",")
+    cells = [[f"<code>{html.escape(name)}</code>", *map("".join, row)] for name, row in rows]
     return TextTable(heads, cells, markup=True).html()
 
 
-def _cells(table: FigureTable, bold: str, unbold: str) -> list[list[str]]:
-    """The figures row by row, the best and second best marked."""
-    marks = {BEST: (bold, unbold), SECOND: ("<u>", "</u>")}
-    found: list[list[str]] = [[] for _ in table.rows]
-    for column in table.columns:
-        places = column.places()
-        for number, cells in enumerate(found):
-            before, after = marks.get(places.get(number, 0), ("", ""))
-            sure = column.sure(number)
-            behind = f" <small>{sure}</small>" if sure else ""
-            cells.append(f"{before}{column.written(number, group=',')}{after}{behind}")
-    return found
+def _rows(
+    table: FigureTable, best: str, second: str, sure: str, **how: str
+) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Each policy with its figures and their intervals, empty where there is none.
+
+    `best`, `second` and `sure` are patterns of what is marked; `how` is for `Column.written`.
+    """
+    marks = {1: best, 2: second}
+    places = [column.places() for column in table.columns]
+    for row, name in enumerate(table.rows):
+        cells = []
+        for column, place in zip(table.columns, places, strict=True):
+            interval = column.sure(row)
+            mark = marks.get(place.get(row, 0), "%s")
+            cells.append((mark % column.written(row, **how), sure % interval if interval else ""))
+        yield name, cells
 
 
 def as_csv(tables: Sequence[FigureTable]) -> str:
@@ -94,18 +96,12 @@ def as_latex(tables: Sequence[FigureTable]) -> str:
 def _latex(table: FigureTable) -> str:
     heads = " & ".join(["policy", *(_tex(column.head) for column in table.columns)])
     body = []
-    for row, name in enumerate(table.rows):
-        cells, below = [], []
-        for column in table.columns:
-            place = column.places().get(row, 0)
-            written = column.written(row, unknown="--", group="")
-            mark = {BEST: r"\textbf{%s}", SECOND: r"\underline{%s}"}.get(place, "%s")
-            cells.append(mark % written)
-            sure = column.sure(row)
-            below.append(rf"{{\scriptsize {_tex(sure)}}}" if sure else "")
-        body.append(" & ".join([rf"\texttt{{{_tex(name)}}}", *cells]) + r" \\")
+    marks = r"\textbf{%s}", r"\underline{%s}", r"{\scriptsize %s}"
+    for name, cells in _rows(table, *marks, unknown="--"):
+        figures, below = zip(*cells, strict=True)
+        body.append(" & ".join([rf"\texttt{{{_tex(name)}}}", *figures]) + r" \\")
         if any(below):
-            body.append(" & ".join(["", *below]) + r" \\")
+            body.append(" & ".join(["", *(sure.replace("–", "--") for sure in below)]) + r" \\")
     begin = rf"\begin{{tabular}}{{l{'r' * len(table.columns)}}}"
     top = [f"% {table.title}", begin, r"\toprule", rf"{heads} \\", r"\midrule"]
     return "\n".join([*top, *body, r"\bottomrule", r"\end{tabular}", ""])
@@ -159,21 +155,20 @@ def plot_pareto(records: Sequence[CellRecord], label: str) -> str | None:
     of_policy = group_by((r for r in records if r["value"] is not None and r["kv_bytes"]), "policy")
     if len(of_policy) < 2:
         return None
-    points = {
-        policy: (max(r["kv_bytes"] for r in rows) / 1e6, mean(r["value"] for r in rows))
-        for (policy,), rows in of_policy.items()
-    }
-    names = list(points)
-    with svg_figure(f"pareto{label}", WIDTH, _height(names)) as (figure, out):
+    points = [
+        (max(r["kv_bytes"] for r in rows) / 1e6, mean(r["value"] for r in rows))
+        for rows in of_policy.values()
+    ]
+    families = [family(policy) for (policy,) in of_policy]
+    with svg_figure(f"pareto{label}", WIDTH, _height(len(points))) as (figure, out):
         axes = figure.subplots()
-        higher = records[0]["better"] == "higher"
-        best = [points[names[i]] for i in pareto_front(list(points.values()), higher)]
+        best = [points[i] for i in pareto_front(points, records[0]["better"] == "higher")]
         front: dict[str, Any] = {"color": GRAY, "lw": 5, "alpha": 0.25, "zorder": 1}
         axes.plot(*zip(*best, strict=True), **front, label="not beaten in both")
-        for number, kind in enumerate(unique(family(name) for name in names)):
-            mine = sorted(points[name] for name in names if family(name) == kind)
+        for number, kind in enumerate(unique(families)):
+            mine = sorted(p for p, name in zip(points, families, strict=True) if name == kind)
             axes.plot(*zip(*mine, strict=True), lw=1.2, ms=6, label=kind, **line_style(number))
-        _dress_axes(axes, "cache, MB", label, *zip(*points.values(), strict=True))
+        _dress_axes(axes, "cache, MB", label, *zip(*points, strict=True))
     return out[0]
 
 
@@ -186,7 +181,7 @@ def plot_along(records: Sequence[CellRecord]) -> str | None:
     of_policy = group_by(rows, "policy")
     if not of_policy:
         return None
-    with svg_figure("along", WIDTH, _height([p for (p,) in of_policy])) as (figure, out):
+    with svg_figure("along", WIDTH, _height(len(of_policy))) as (figure, out):
         axes = figure.subplots()
         every = []
         for number, ((policy,), mine) in enumerate(of_policy.items()):
@@ -194,10 +189,10 @@ def plot_along(records: Sequence[CellRecord]) -> str | None:
             values = result["ppl_by_block"]
             edges = [min(i * result["block"], result["tokens"]) for i in range(len(values) + 1)]
             middles = [(a + b) / 2 for a, b in itertools.pairwise(edges)]
-            how = line_style(number)
-            if len(values) > 25:  # more markers would merge into one band
-                how["markevery"] = max(1, len(values) // 8)
-            axes.plot(middles, values, lw=1.4, ms=4, label=policy, **how)
+            # Markers of many blocks would merge into one band.
+            often = max(1, len(values) // 8) if len(values) > 25 else 1
+            how = {"lw": 1.4, "ms": 4, "markevery": often, **line_style(number)}
+            axes.plot(middles, values, label=policy, **how)
             every += [v for v in values if v is not None]
         _dress_axes(axes, "tokens read", "perplexity", (), every)
     return out[0]
@@ -242,9 +237,9 @@ def _share(cells: Sequence[dict[str, Any]]) -> float:
     return float(mean(cell["accuracy"] for cell in cells)) if cells else math.nan
 
 
-def _height(names: Sequence[str]) -> float:
+def _height(names: int) -> float:
     """Height in inches of a picture with a legend of three names per row below."""
-    return 3.4 + 0.17 * -(-len(names) // 3)
+    return 3.4 + 0.17 * -(-names // 3)
 
 
 def _dress_axes(axes: Axes, across: str, up: str, x: Sequence[float], y: Sequence[float]) -> None:
@@ -281,7 +276,7 @@ class ReportPart:
     """A part of a report."""
 
     title: str
-    words: str = ""
+    words: str
     table: FigureTable | None = None
     picture: str | None = None
     name: str = ""

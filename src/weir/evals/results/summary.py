@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weir.evals.results.file import CellRecord, unique
 from weir.evals.scores import count_right, mean_interval
@@ -23,12 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean with its uncertainty: standard deviation, 95 % interval and n.
+    """A mean over seeds, and its uncertainty.
 
     Attributes:
-        mean: mean over the seeds.
         n: number of answers, or of seeds if no answers are counted.
-        seeds: number of seeds.
         sd: standard deviation over the seeds; None for one seed.
         low, high: the 95 % interval; None for a single figure.
     """
@@ -92,11 +90,9 @@ BUDGET = re.compile(r"(?<=\()budget=\d+(?:, )?|, budget=\d+\b")
 
 @dataclass(frozen=True)
 class Column:
-    """A column of figures.
+    """A column of figures, one per row, None if missing.
 
     Attributes:
-        head: heading.
-        figures: one per row; None if missing.
         better: which way is better; None marks nothing.
         digits: digits after the decimal point.
         megabytes: whether figures are bytes, to be shown as MB.
@@ -141,8 +137,7 @@ class Column:
         return f"{value / 1e6:{group}.2f}" if self.megabytes else f"{value:{group}.{self.digits}f}"
 
 
-@dataclass(frozen=True)
-class FigureTable:
+class FigureTable(NamedTuple):
     """A table with a name for each row."""
 
     title: str
@@ -298,13 +293,11 @@ def _changes(
     found: Mapping[Place, Mapping[str, float]], setting: str, name: str, ratio: bool
 ) -> dict[str, float]:
     """A policy's change against the reference by model, averaged over the sizes of both."""
-    changes: dict[str, list[float]] = {}
+    changes: dict[str, list[float]] = defaultdict(list)
     for (model, here, _), row in found.items():
-        if here != setting or not {name, REFERENCE} <= row.keys():
-            continue
-        now, was = row[name], row[REFERENCE]
-        if was or not ratio:
-            changes.setdefault(model, []).append(now / was if ratio else now - was)
+        if here == setting and {name, REFERENCE} <= row.keys() and (row[REFERENCE] or not ratio):
+            now, was = row[name], row[REFERENCE]
+            changes[model].append(now / was if ratio else now - was)
     return {model: fmean(values) for model, values in changes.items()}
 
 

@@ -1,7 +1,7 @@
 """The tasks; importing this package registers all of them."""
 
 from weir.evals.task import TASKS
-from weir.evals.tasks import (  # noqa: F401
+from weir.evals.tasks import (
     attention_error,
     babi,
     choice,

@@ -12,7 +12,7 @@ import itertools
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -38,15 +38,10 @@ STATEMENT = ASK + DIGITS + 1
 """Tokens of a statement: a question, digits, stop."""
 
 
-@dataclass(frozen=True)
-class StreamLayout:
-    """Positions of statements and answers, the same in every sample.
+class StreamLayout(NamedTuple):
+    """Where statements and answers begin, the same in every sample, and the stream's length.
 
-    Attributes:
-        statements: for each question, the positions of the first tokens of its statements, newest
-            last.
-        answers: the position of the first token of each answer, in order.
-        length: length of the stream, up to the end of the last answer and its stop token.
+    `statements` has those of each question, the newest last.
     """
 
     statements: tuple[tuple[int, ...], ...]
@@ -73,14 +68,10 @@ def lay_out(
 ) -> StreamLayout:
     """Draw positions so that each answer comes at its distance, and nothing overlaps.
 
-    Args:
-        distances: tokens from the newest statement of what is asked for to the position of the
-            answer; the farthest last.
-        before: tokens in front of the earliest of the newest statements.
-        rng: draws the places.
-        statement: length of the longest statement.
-        times: number of statements of each fact. Earlier statements stand anywhere before the last.
-        front: reserved tokens at the beginning, where no statement is placed.
+    `distances` are tokens from the newest statement of what is asked for to its answer, the
+    farthest last; `before` are tokens in front of the earliest of the newest statements, `front` of
+    them without any. Of `times` statements, each of `statement` tokens, the earlier ones stand
+    anywhere before the newest.
     """
     if distances[0] < statement:
         raise WeirError(
@@ -122,11 +113,9 @@ def _room(free: np.ndarray, size: int, rng: np.random.Generator) -> int:
     return int(rng.choice(found))
 
 
-@dataclass(frozen=True)
-class Fact:
-    """A number of a person: ids of the question [3], the answer [n] and the whole statement."""
+class Fact(NamedTuple):
+    """A number of a person: ids of the answer [n] and of the whole statement."""
 
-    ask: np.ndarray
     answer: np.ndarray
     statement: np.ndarray
 
@@ -135,8 +124,7 @@ StreamFacts = list[list[Fact]]
 """Of one stream, for each question the stated facts, newest last."""
 
 
-@dataclass(frozen=True)
-class Material:
+class Material(NamedTuple):
     """Sources of streams: words, the ids of a book [tokens], and a generator of random numbers."""
 
     words: Words
@@ -147,10 +135,7 @@ class Material:
 def draw_facts(
     material: Material, count: int, times: int = 1, length: int = DIGITS, distinct: bool = True
 ) -> StreamFacts:
-    """Draw `times` numbers of `length` digits for each of `count` people.
-
-    If `distinct`, the numbers of a person begin with different digits.
-    """
+    """Draw numbers of `length` digits for people; those of a person begin differently if told."""
     words, rng = material.words, material.rng
     if count > len(words.names):
         raise WeirError(
@@ -161,8 +146,7 @@ def draw_facts(
         numbers = rng.choice(words.digits, size=(times, length))
         if distinct:
             numbers[:, 0] = rng.choice(words.digits, size=times, replace=False)
-        ask = words.question(int(name))
-        found.append([Fact(ask, number, words.statement(name, number)) for number in numbers])
+        found.append([Fact(number, words.statement(name, number)) for number in numbers])
     return found
 
 
@@ -186,9 +170,8 @@ def follows(likeliest: np.ndarray, old: np.ndarray, new: np.ndarray) -> bool:
 
     The new answer was fed, so predictions after the first difference say nothing.
     """
-    short = min(len(old), len(new))
-    differ = np.flatnonzero(old[:short] != new[:short])
-    first = int(differ[0]) + 1 if len(differ) else 0
+    pairs = zip(old, new, strict=False)
+    first = next((n for n, (one, other) in enumerate(pairs, 1) if one != other), 0)
     return bool(first and (likeliest[:first] == old[:first]).all())
 
 
@@ -197,8 +180,7 @@ class ExerciseTask(Task):
 
     Attributes:
         samples: streams, each with one question per distance.
-        farthest: the largest distance, in tokens from where a number was said last to the place of
-            the answer.
+        farthest: the largest distance, in tokens from where a number was said last to its answer.
         before: tokens in front of the newest statement that stands farthest back.
         times: how often each name is said with a number.
         length: tokens of an answer.
@@ -227,10 +209,7 @@ class ExerciseTask(Task):
     @property
     def nearest(self) -> int:
         """The first distance, doubled from 16, that leaves room for a whole statement."""
-        least = NEAREST
-        while least < 2 * self.length + 8:
-            least *= 2
-        return least
+        return max(NEAREST, 1 << (2 * self.length + 7).bit_length())
 
     def draw(
         self, material: Material, distances: Sequence[int], rows: int
@@ -270,9 +249,8 @@ class ExerciseTask(Task):
             # Facts may be drawn one stream at a time, with the text of each.
             facts, ids = zip(*((f, fill_in(material, f, layout)) for f in drawn), strict=True)
             stream, text, fed = subject.stream(), torch.from_numpy(np.stack(ids)), 0
-            for question, (distance, place) in enumerate(
-                zip(distances, layout.answers, strict=True)
-            ):
+            places = zip(distances, layout.answers, strict=True)
+            for question, (distance, place) in enumerate(places):
                 stream.feed(text[:, fed : place - 1])
                 fed = place - 1 + self.length
                 # The right answer is fed: greedy decoding gives all of it exactly if each token is

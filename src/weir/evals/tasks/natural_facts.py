@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -93,8 +93,7 @@ def _draw_answer(kind: str, rng: np.random.Generator) -> str:
     return f" {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"
 
 
-@dataclass(frozen=True)
-class NaturalFact:
+class NaturalFact(NamedTuple):
     """A fact in words: how it begins, its question, and its answers, the newest last.
 
     `earlier` is how it began before its answer changed.
@@ -276,7 +275,7 @@ class Facts(Task):
                 for predicted, (*old, new) in zip(likeliest, answers, strict=True):
                     right[distance] += bool((predicted == new).all())
                     stale += any(follows(predicted, one, new) for one in old)
-                progress((done + len(rows) * place / rows[0].length) / self.samples)
+                progress((done + len(rows) * place / ids.shape[1]) / self.samples)
             if self.form == "rule":
                 turn = torch.from_numpy(wording.turn(LEAK))
                 generated = generate_rows(stream, turn.expand(len(rows), -1), LEAK_TOKENS).numpy()
@@ -300,11 +299,10 @@ class ToldFacts:
 
     Attributes:
         facts: what is asked for.
-        ids: of the stream [length].
+        ids: of the stream [length], up to the last question.
         beginning: tokens of a rule's system turn and the first words after it.
         schedule: of every question the place where it comes, the fact's number and the distance;
             the same in every stream of a task.
-        length: tokens of the stream, up to the last question.
     """
 
     def __init__(
@@ -319,10 +317,9 @@ class ToldFacts:
         else:
             told, said = self._tell(task, rng)
         self.schedule = sorted((said[n] + d, n, d) for n in said for d in task.tokens_back)
-        self.length = self.schedule[-1][0]
         self.beginning = begin = len(front)
         blocks = [front]
-        for end in range(BLOCK, self.length + 1, BLOCK):
+        for end in range(BLOCK, self.schedule[-1][0] + 1, BLOCK):
             if end - begin < SHORTEST:
                 continue  # the next block is longer
             statement = wording.statement(told[end]) if end in told else front[:0]
@@ -356,7 +353,7 @@ def _sentence(facts: list[NaturalFact], last: bool) -> str:
 def likeliest_answers(
     stream: Any, prompts: list[np.ndarray], answers: list[np.ndarray]
 ) -> list[Any]:
-    """The likeliest token in each place of the answers, given the right ones before it.
+    """The likeliest tokens in the places of answers, given the right ones before each.
 
     All of an answer's are right exactly if greedy decoding gives the answer.
     """

@@ -45,24 +45,23 @@ class Perplexity(Task):
         """
         books = read_stream(subject.tokenizer, self.text, self.tokens, self.start)
         meter = PerplexityMeter(subject.stream(), self.block)
-        reading = meter.reading
         by_book: list[dict[str, Any]] = []
         nll, scored, begun, largest = 0.0, 0, 0, 0
         for piece in books.pieces(STEP):
             meter.take(piece)
-            largest = max(largest, reading.kv_bytes)
-            progress(reading.tokens / len(books.ids))
-            if reading.tokens in books.edges:
-                mean = (reading.nll - nll) / max(1, reading.scored - scored)
-                by_book.append({"tokens": reading.tokens - begun, "ppl": perplexity_of(mean)})
-                nll, scored, begun = reading.nll, reading.scored, reading.tokens
+            largest = max(largest, meter.kv_bytes)
+            progress(meter.tokens / len(books.ids))
+            if meter.tokens in books.edges:
+                ppl = perplexity_of(meter.nll - nll, meter.scored - scored)
+                by_book.append({"tokens": meter.tokens - begun, "ppl": ppl})
+                nll, scored, begun = meter.nll, meter.scored, meter.tokens
         meter.close()
         return {
-            "ppl": reading.ppl,
-            "tokens": reading.tokens,
-            "nll": reading.nll / reading.scored,
+            "ppl": meter.ppl,
+            "tokens": meter.tokens,
+            "nll": meter.nll / meter.scored,
             "block": self.block,
-            "ppl_by_block": reading.ppl_by_block,
+            "ppl_by_block": meter.ppl_by_block,
             "by_book": by_book,
             "kv_bytes": largest,
         }

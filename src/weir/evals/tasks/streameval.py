@@ -102,10 +102,7 @@ class StreamEval(Task):
 def make_schedule(
     distances: tuple[int, ...], queries: int, every: int, rng: np.random.Generator
 ) -> list[Query]:
-    """Schedule the queries: distances in random order, and no line asked for twice.
-
-    The first query comes when there are enough lines for the farthest distance.
-    """
+    """Schedule the queries, once there are lines enough: in random order, no line twice."""
     left = dict.fromkeys(distances, queries)
     place = -(-max(distances) // every) * every
     asked: set[int] = set()
@@ -122,9 +119,7 @@ def make_schedule(
 
 
 class ExerciseLines:
-    """Lines as nano's exercises have them, 7 tokens each, of streams side by side.
-
-    Any word may be a name.
+    """Lines as nano's exercises have them, with any word for a name.
 
     Attributes:
         at_once: number of streams that can be read side by side.

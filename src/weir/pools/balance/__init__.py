@@ -2,5 +2,3 @@
 
 from weir.pools.balance.balance import Balance, Sums
 from weir.pools.balance.halving import Halves, check_block
-
-__all__ = ["Balance", "Halves", "Sums", "check_block"]

@@ -56,8 +56,7 @@ GRACE = 5
 def make_app(client: EngineClient, keys: Keys | None = None) -> ASGIApp:
     """Make an application, which runs the engine from its start to its end.
 
-    Args:
-        keys: of HTTP clients. Without any, only requests to this machine's own names are answered.
+    Without keys, only requests to this machine's own names are answered.
     """
 
     @asynccontextmanager
@@ -128,16 +127,7 @@ async def _respond_to_error(request: Request, error: Exception) -> Response:
 
 
 def bind(host: str, port: int, keys: Keys) -> socket.socket:
-    """Bind a socket to an address, for `run_app`.
-
-    Args:
-        port: 0 takes any that is free.
-        keys: of clients; without any, only a loopback address is taken.
-
-    Raises:
-        WeirError: the address can be reached from elsewhere and there are no keys, or it is in use
-            or does not exist.
-    """
+    """Bind a socket to an address, for `run_app`; without keys, only to a loopback address."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
@@ -172,13 +162,10 @@ class _Server(uvicorn.Server):
 
 
 def run_app(app: ASGIApp, bound: socket.socket, limits: Limits, drain: Callable[[], None]) -> None:
-    """Serve until SIGTERM or SIGINT.
+    """Serve until SIGTERM or SIGINT, and close the bound socket.
 
     Then no more requests are taken and answers have `limits.drain` seconds to end. The others are
     given up and their clients are told. A second SIGINT ends at once.
-
-    Args:
-        bound: from `bind`; closed when it returns.
     """
     server = _Server(
         uvicorn.Config(

@@ -18,15 +18,16 @@ from weir.serve.api.generation import Events, Renderer, make_request, send, star
 from weir.serve.api.logprobs import LogprobFormatter, clip
 from weir.serve.api.models import check_model
 from weir.serve.api.openapi import describe_body
-from weir.serve.api.output_format import ToolUse, add_constraint, check_tools
+from weir.serve.api.output_format import add_constraint, check_tools
 from weir.serve.api.requests import SESSION_HEADER, named_session, read_body, work_on_body
 from weir.serve.api.schemas.chat import ChatBody, CompletionBody, TextBody
-from weir.serve.api.sse import DONE, EventTemplate, encode_event
+from weir.serve.api.sse import DONE, encode_event
 from weir.serve.client import EngineClient, Generation
-from weir.serve.engine import FinishEvent, TokenEvent
-from weir.serve.messages import Message, StrayResult, link_results
+from weir.serve.engine.output import FinishEvent, TokenEvent
+from weir.serve.messages import Call, Message, StrayResult, link_results
 from weir.serve.prompts import Prompt
-from weir.serve.tools import AnswerPart, CallStart, TextDelta, join_parts
+from weir.serve.tools.formats import Tool
+from weir.serve.tools.parser import AnswerPart, CallStart, TextDelta, join_parts
 
 DEFAULT_LIMIT = 16
 """Tokens that continue a text if the client does not say, as with OpenAI."""
@@ -40,7 +41,8 @@ async def chat(request: Request, client: Client, owner: Owner) -> Response:
     session = named_session(request)
     body = await read_body(request, ChatBody, owner)
     check_model(client, body.model)
-    tools = check_tools(client, body.offer)
+    offer = body.offer
+    check_tools(client, offer)
     if body.top_logprobs is not None and not body.logprobs:
         raise APIError(400, "top_logprobs is for logprobs: true", param="top_logprobs")
     limit: tuple[str, int | None] = ("max_tokens", body.max_tokens)
@@ -48,10 +50,12 @@ async def chat(request: Request, client: Client, owner: Owner) -> Response:
         limit = ("max_completion_tokens", body.max_completion_tokens)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     messages = await work_on_body(request, getattr, body, "history")  # there may be many
-    match = partial(_match, client, messages, owner, session, tools)
+    match = partial(_match, client, messages, owner, session, offer.tools)
     job = make_request(client, body, match, limit, logprobs, client.limits.answer_default)
-    param = "response_format.json_schema.schema"
-    job = await add_constraint(request, body.response_format, tools, job, param)
+    held_to, param = None, "response_format.json_schema.schema"
+    if body.response_format is not None:
+        held_to = body.response_format.held_to
+    job = await add_constraint(request, held_to, offer, job, param)
     generation = await start(request, job, "messages")
     renderer = ChatRenderer(body, client, generation)
     headers = {SESSION_HEADER: generation.prompt.session or ""}
@@ -63,7 +67,7 @@ def _match(
     messages: Sequence[Message],
     owner: str,
     session: str | None,
-    tools: ToolUse,
+    tools: Sequence[Tool],
 ) -> Prompt:
     """Find the prompt of a chat."""
     try:
@@ -75,7 +79,7 @@ def _match(
         raise APIError(
             400, "the last message must be one to answer, not an assistant's", param="messages"
         )
-    return client.matcher.match(owner, linked, session, tools.tools)
+    return client.matcher.match(owner, linked, session, tools)
 
 
 @router.post("/v1/completions", openapi_extra=describe_body(TextBody, streams=True))
@@ -111,11 +115,6 @@ class CompletionRenderer(Renderer):
         self._stop_ids = generation.request.stop_ids
         self._logprobs = LogprobFormatter(client.tokenizer, self._stop_ids)
         self._head = head
-        mark = secrets.token_hex(16)
-        self._templates = [
-            EventTemplate(self._chunk(self._text_choice(answer, mark)), mark)
-            for answer in range(self._num_answers)
-        ]
 
     async def stream(self, events: Events) -> AsyncIterator[bytes]:
         """Write answers as events."""
@@ -135,10 +134,6 @@ class CompletionRenderer(Renderer):
     def _first_choices(self) -> Iterator[dict[str, Any]]:
         """The choices of the chunks that come before any token."""
         yield from ()
-
-    @abstractmethod
-    def _text_choice(self, answer: int, text: str) -> dict[str, Any]:
-        """The choice of a chunk that adds nothing but text."""
 
     @abstractmethod
     def _encode(self, event: TokenEvent | FinishEvent) -> bytes:
@@ -185,12 +180,7 @@ class ChatRenderer(CompletionRenderer):
             content = None if self._parsers else ""
             yield self._choice(answer, {"role": "assistant", "content": content})
 
-    def _text_choice(self, answer: int, text: str) -> dict[str, Any]:
-        return self._choice(answer, {"content": text})
-
     def _encode(self, event: TokenEvent | FinishEvent) -> bytes:
-        if isinstance(event, TokenEvent) and not (self._parsers or self._with_logprobs):
-            return self._templates[event.answer].encode(event.text) if event.text else b""
         logprobs = self._logprobs.entries_of(event)
         make_id = self._generation.call_id(event.answer)
         deltas = [delta for part in self._parse(event) if (delta := _delta(part, make_id))]
@@ -244,14 +234,7 @@ def _message(message: Message) -> dict[str, Any]:
     }
     if message.calls:
         data["content"] = message.content or None
-        data["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in message.calls
-        ]
+        data["tool_calls"] = [call.for_chat(call.arguments) for call in message.calls]
     return data
 
 
@@ -262,13 +245,8 @@ def _delta(part: AnswerPart, make_id: Callable[[int], str]) -> dict[str, Any] | 
     if isinstance(part, TextDelta):
         return {"tool_calls": [{"index": part.call, "function": {"arguments": part.text}}]}
     if isinstance(part, CallStart):
-        call = {
-            "index": part.call,
-            "id": make_id(part.call),
-            "type": "function",
-            "function": {"name": part.name, "arguments": ""},
-        }
-        return {"tool_calls": [call]}
+        call = Call(make_id(part.call), part.name, "")
+        return {"tool_calls": [{"index": part.call, **call.for_chat("")}]}
     return None
 
 
@@ -302,12 +280,9 @@ class TextRenderer(CompletionRenderer):
         ]
         return {**self._head, "choices": choices, "usage": usage_of(self._generation)}
 
-    def _text_choice(self, answer: int, text: str) -> dict[str, Any]:
-        return self._choice(answer, text, [], None)
-
     def _encode(self, event: TokenEvent | FinishEvent) -> bytes:
-        if isinstance(event, TokenEvent) and not self._with_logprobs:
-            return self._templates[event.answer].encode(event.text) if event.text else b""
+        if isinstance(event, TokenEvent) and not (event.text or self._with_logprobs):
+            return b""
         tokens = [event] if isinstance(event, TokenEvent) else []
         reason = event.reason if isinstance(event, FinishEvent) else None
         return encode_event(self._chunk(self._choice(event.answer, event.text, tokens, reason)))

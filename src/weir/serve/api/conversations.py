@@ -10,16 +10,23 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 
 from weir.errors import quote
-from weir.serve.api.dependencies import Client, Owner, PageQuery, list_object
+from weir.serve.api.dependencies import (
+    Client,
+    Owner,
+    PageQuery,
+    list_object,
+    look_up,
+    run_in_thread,
+)
 from weir.serve.api.errors import APIError
 from weir.serve.api.openapi import describe_body
 from weir.serve.api.requests import read_body
 from weir.serve.api.responses import lock
 from weir.serve.api.schemas.responses import ConversationBody, ItemsBody, MetadataBody, result_param
-from weir.serve.api.sessions import look_up, run_in_thread
 from weir.serve.client import EngineClient
 from weir.serve.messages import find_stray_results
-from weir.serve.sessions import Item, StoredConversation, messages_of
+from weir.serve.sessions.items import Item, messages_of
+from weir.serve.sessions.responses import StoredConversation
 
 router = APIRouter()
 PATH = "/v1/conversations/{name}"

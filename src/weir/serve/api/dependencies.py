@@ -1,31 +1,35 @@
-"""Dependencies of routes: the owner of a request by its key, the engine's client, a page of a list.
+"""What routes share: the owner of a request by its key, the engine's client, work in a thread, and
+a page of a list.
 
 Of keys only hashes are known, and they are compared in constant time.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from fastapi import Depends, Query, Request
 
 from weir.errors import WeirError
-from weir.serve.api.errors import APIError, not_found
+from weir.serve.api.errors import APIError, not_found, rate_limited, storage_full
 from weir.serve.client import EngineClient
-from weir.serve.sessions import Item
+from weir.serve.engine.scheduler import Busy
+from weir.serve.sessions.items import Item
+from weir.serve.sessions.manager import HeldByConversation, UnknownSession
+from weir.serve.sessions.records import NameTaken, StorageFull
+from weir.stream import PromptTooLong
+
+Result = TypeVar("Result")
 
 
 class Keys:
-    """The keys that a server takes.
-
-    Args:
-        hashes: SHA-256 of each key, in hexadecimal; none where no key is needed.
-    """
+    """The keys that a server takes, by their SHA-256 in hexadecimal; none if it takes anybody."""
 
     def __init__(self, hashes: Iterable[str] = ()) -> None:
         self.hashes = tuple(digest.lower() for digest in hashes)
@@ -35,11 +39,7 @@ class Keys:
 
     @classmethod
     def read(cls, path: str | Path) -> Keys:
-        """Read keys from a file: a hash at the start of each line; `#` starts a comment.
-
-        Raises:
-            WeirError: the file cannot be read, has no key, or a line that is no hash.
-        """
+        """Read keys from a file: a hash at the start of each line; `#` starts a comment."""
         try:
             text = Path(path).read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -61,16 +61,11 @@ class Keys:
         return cls(hashes)
 
     def owner_of(self, key: str) -> str | None:
-        """The owner with a key, which is the key's hash; None if the key is wrong.
-
-        Compares with all hashes, each in constant time.
-        """
+        """The owner with a key, which is the key's hash; None if the key is wrong."""
         digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
-        found = None
-        for known in self.hashes:
-            if hmac.compare_digest(known, digest):
-                found = known
-        return found
+        # Compared with all, each in constant time.
+        same = [known for known in self.hashes if hmac.compare_digest(known, digest)]
+        return same[0] if same else None
 
 
 async def authorize(request: Request) -> str:
@@ -100,15 +95,41 @@ Owner = Annotated[str, Depends(authorize)]
 Client = Annotated[EngineClient, Depends(find_client)]
 
 
+async def look_up(what: str, find: Callable[..., Result | None], *given: Any) -> Result:
+    """Look something up in a thread."""
+    found = await asyncio.to_thread(find, *given)
+    if found is None:
+        raise not_found(what)
+    return found
+
+
+async def run_in_thread(
+    work: Callable[..., Result], *given: Any, param: str | None = None
+) -> Result:
+    """Run work in a thread; a WeirError of it is about the request, or its field `param`."""
+    try:
+        return await asyncio.to_thread(work, *given)
+    except UnknownSession as error:
+        raise not_found(str(error).rpartition(" ")[2]) from None
+    except Busy as error:
+        raise rate_limited(str(error)) from None
+    except NameTaken as error:
+        raise APIError(409, str(error), code="already_exists", param="id") from None
+    except HeldByConversation as error:
+        raise APIError(409, str(error), code="is_conversation") from None
+    except StorageFull:
+        raise storage_full() from None
+    except PromptTooLong as error:
+        raise APIError(400, str(error), param=param, code="prompt_too_long") from None
+    except WeirError as error:
+        raise APIError(400, str(error), param=param) from None
+
+
 @dataclass(frozen=True)
 class PageQuery:
-    """The page of a list that a client asks for; a dependency of routes.
+    """The page of a list that a client asks for, after an item; a dependency of routes.
 
-    Attributes:
-        after: id of the item before the page.
-        limit: number of items.
-        order: oldest or newest first.
-        include: further fields; there are none.
+    `include` is for further fields; there are none.
     """
 
     after: Annotated[str | None, Query()] = None

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.responses import JSONResponse
 
 from weir.errors import shorten
+from weir.serve.sessions.records import DISK_FULL
 
 CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}
 
@@ -60,12 +61,7 @@ class ErrorBody(BaseModel):
 
 
 class APIError(Exception):
-    """An error that is sent to the client.
-
-    Args:
-        param: the part of the request that is wrong.
-        code: for programs; None for the status's own.
-    """
+    """An error that is sent to the client; `param` is the part of the request that is wrong."""
 
     def __init__(
         self,
@@ -109,11 +105,10 @@ def server_error(message: str = "the server failed to answer; its log says why")
     return APIError(500, message, code="server_error", kind="server_error")
 
 
-def storage_full(message: str) -> APIError:
+def storage_full() -> APIError:
     """Nothing can be kept: asking again does not help, so clients are told not to."""
-    return APIError(
-        507, message, code="storage_full", kind="server_error", headers={"x-should-retry": "false"}
-    )
+    no_retry = {"x-should-retry": "false"}
+    return APIError(507, DISK_FULL, code="storage_full", kind="server_error", headers=no_retry)
 
 
 def server_closing() -> APIError:

@@ -12,6 +12,7 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from weir.errors import NotFiniteError, WeirError
+from weir.serve.api.dependencies import run_in_thread
 from weir.serve.api.errors import (
     APIError,
     rate_limited,
@@ -25,11 +26,12 @@ from weir.serve.api.requests import while_connected
 from weir.serve.api.schemas.chat import GenerationBody
 from weir.serve.api.sse import EventStream, encode_event
 from weir.serve.client import EngineClient, Generation, GenerationRequest, ServerClosing
-from weir.serve.engine import Busy, Cancelled, FinishEvent, TokenEvent
+from weir.serve.engine.engine import Cancelled
+from weir.serve.engine.output import FinishEvent, TokenEvent
+from weir.serve.engine.scheduler import Busy
 from weir.serve.prompts import Prompt
-from weir.serve.sessions import DISK_FULL, StorageFull
+from weir.serve.sessions.records import StorageFull
 from weir.serve.structured import BadSchema
-from weir.stream import PromptTooLong
 
 ATTEMPTS = 3
 """Times that a request is started, if the turn that it continues is dropped while it waits."""
@@ -67,9 +69,6 @@ def make_request(
         limit: the field with the number of tokens of an answer, and what it says.
         logprobs: number of most likely tokens to report with each; None for no log-probabilities.
         default: tokens of an answer if the body does not say.
-
-    Raises:
-        APIError: it asks for more than the server gives, or for tokens that do not exist.
     """
     limits, rows = client.limits, client.engine.load().rows
     name, tokens = limit
@@ -107,17 +106,13 @@ async def start(http: Request, request: GenerationRequest, param: str) -> Genera
 
     Args:
         param: the field that the prompt is made of, for errors.
-
-    Raises:
-        APIError: it is not answered.
-        ClientGone: the client has hung up.
     """
     client: EngineClient = http.app.state.client
     metrics: Metrics = http.app.state.metrics
     loop = asyncio.get_running_loop()
     began = loop.time()
     for attempt in range(1, ATTEMPTS + 1):
-        prompt = await _find_prompt(client, request, param)
+        prompt = await run_in_thread(client.match, request, param=param)
         try:
             generation = client.generate(request, prompt, loop)
         except Busy:
@@ -134,7 +129,9 @@ async def start(http: Request, request: GenerationRequest, param: str) -> Genera
             raise
         if error is None:
             break
-        if attempt < ATTEMPTS and client.is_dropped(prompt):
+        parent = prompt.parent
+        dropped = parent is not None and client.store.find_turn(prompt.owner, parent.node) is None
+        if attempt < ATTEMPTS and dropped:
             generation.close()
             continue
         _close(generation, metrics)
@@ -145,18 +142,6 @@ async def start(http: Request, request: GenerationRequest, param: str) -> Genera
     metrics.first.observe(loop.time() - began)
     add_log_fields(http.scope, read=read, cached=cached)
     return generation
-
-
-async def _find_prompt(client: EngineClient, request: GenerationRequest, param: str) -> Prompt:
-    """Find the prompt in a thread."""
-    try:
-        return await asyncio.to_thread(client.match, request)
-    except PromptTooLong as error:
-        raise APIError(400, str(error), param=param, code="prompt_too_long") from None
-    except StorageFull as error:
-        raise storage_full(str(error)) from None
-    except WeirError as error:
-        raise APIError(400, str(error), param=param) from None
 
 
 async def send(
@@ -249,7 +234,7 @@ def to_api_error(error: Exception) -> APIError:
         return APIError(400, str(error), code="invalid_json_schema")
     LOG.error("turn failed", exc_info=error)
     if isinstance(error, StorageFull):
-        return storage_full(DISK_FULL)
+        return storage_full()
     if isinstance(error, NotFiniteError):
         return server_error(str(error))
     return server_error()

@@ -8,7 +8,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from weir.serve.engine import FinishEvent, SampledToken, TokenEvent
+from weir.serve.engine.output import FinishEvent, TokenEvent
+from weir.serve.engine.sampler import SampledToken
 
 REPLACEMENT = "\ufffd"
 """Stands in a decoded token for bytes that are no whole character."""

@@ -7,12 +7,14 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 
+from weir.cache import holding_in
 from weir.errors import WeirError
 from weir.serve.api.dependencies import Client, Owner
 from weir.serve.api.errors import not_found
 from weir.serve.client import EngineClient
-from weir.serve.engine import RowInspection, Sequence
-from weir.serve.recall import Recaller, running_row, saved_row
+from weir.serve.engine.engine import RowInspection
+from weir.serve.engine.sequence import Sequence, Stage
+from weir.serve.recall import Recaller, running_turns
 
 router = APIRouter()
 PATIENCE = 5.0
@@ -38,14 +40,16 @@ async def memory(
     inspection = None if sequence is None else await inspect(client, sequence)
 
     def recall() -> dict[str, Any]:
+        store = client.store
         if sequence is not None and inspection is not None:
-            source = running_row(client.store, owner, sequence, inspection)
-        else:
-            found = client.store.get_session(owner, name)
-            if found is None:
-                raise not_found("session")
-            source = saved_row(client.store, owner, found.head, client.engine.cache.plans)
-        return recaller.recall(source, most, latest)
+            doing = "reading" if sequence.stage is Stage.PREFILL else "answering"
+            turns = running_turns(store, owner, sequence, inspection)
+            return recaller.recall(inspection.holding, turns, most, latest, doing)
+        found = store.get_session(owner, name)
+        if found is None:
+            raise not_found("session")
+        holding = holding_in(client.engine.cache.plans, store.load(found.head).state)
+        return recaller.recall(holding, store.ancestry(owner, found.head), most, latest)
 
     try:
         recalled = await asyncio.to_thread(recall)

@@ -32,8 +32,6 @@ class RequestMiddleware:
     """Wraps an application.
 
     Args:
-        app: what it wraps.
-        metrics: where requests are counted.
         local: whether only requests to this machine's own names are taken. Otherwise a server
             without keys would answer any web page in a browser on its machine, by a DNS name that
             leads there.

@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 from starlette.requests import Request
 
 from weir.errors import WeirError
 from weir.serve.api.errors import APIError
-from weir.serve.api.schemas.formats import ResponseFormat, ToolOffer
+from weir.serve.api.schemas.formats import ToolOffer
 from weir.serve.client import EngineClient, GenerationRequest
 from weir.serve.structured import ANY_SPACE, BadSchema, GrammarCompiler, add_guidance, check_schema
-from weir.serve.tools import Tool
-from weir.serve.tools.grammar import CallMode, tool_grammar
+from weir.serve.tools.grammar import tool_grammar
 
 
-@dataclass(frozen=True)
-class ToolUse:
-    """The tools of a request, checked.
-
-    Attributes:
-        params: for each of the callable, the field of the request with its schema, for errors.
-    """
-
-    tools: Sequence[Tool] = ()
-    callable: tuple[Tool, ...] = ()
-    choice: CallMode = "none"
-    parallel: bool = True
-    params: Sequence[str] = ()
-
-
-def check_tools(client: EngineClient, offer: ToolOffer) -> ToolUse:
+def check_tools(client: EngineClient, offer: ToolOffer) -> None:
     """Check the tools that a client offers; APIError if they contradict each other, or the model's
     call format is not known.
     """
@@ -40,9 +24,9 @@ def check_tools(client: EngineClient, offer: ToolOffer) -> ToolUse:
     if not tools:
         if offer.names is not None or offer.choice == "required":
             raise APIError(400, "there are no tools to choose", param="tool_choice")
-        return ToolUse()
-    known = [tool.name for tool in tools]
-    if len(set(known)) < len(tools):
+        return
+    known = {tool.name for tool in tools}
+    if len(known) < len(tools):
         raise APIError(400, "two tools have the same name", param="tools")
     for number, tool in enumerate(tools):
         if tool.schema.get("type", "object") != "object":
@@ -53,43 +37,37 @@ def check_tools(client: EngineClient, offer: ToolOffer) -> ToolUse:
                 code="invalid_json_schema",
             )
     try:
-        form = client.renderer.call_format
+        _ = client.renderer.call_format
     except WeirError as error:
         raise APIError(400, str(error), param="tools", code="unsupported") from None
-    names = known if offer.names is None else offer.names
-    unknown = next((name for name in names if name not in known), None)
-    if unknown is not None:
-        message = f"there is no tool {unknown} among the tools"
-        raise APIError(400, message, param=offer.choice_param)
-    numbers = [number for number, name in enumerate(known) if name in names]
-    return ToolUse(
-        tools,
-        tuple(tools[number] for number in numbers),
-        offer.choice or "auto",
-        offer.parallel and form.parallel,
-        [offer.schema_param.format(number) for number in numbers],
-    )
+    for name in offer.names or ():
+        if name not in known:
+            message = f"there is no tool {name} among the tools"
+            raise APIError(400, message, param=offer.choice_param)
 
 
 async def add_constraint(
     http: Request,
-    response_format: ResponseFormat | None,
-    use: ToolUse,
+    held_to: tuple[dict[str, Any], bool] | None,
+    offer: ToolOffer,
     request: GenerationRequest,
     param: str,
 ) -> GenerationRequest:
-    """Hold the answers of a request to a format, whose schema is the field `param`."""
+    """Hold the answers of a request to its tools, and to the schema in the field `param`, if any.
+
+    Args:
+        held_to: the schema, and whether unknown keywords are refused.
+    """
     client: EngineClient = http.app.state.client
-    is_text = response_format is None or response_format.type == "text"
-    if client.renderer.is_line_based and is_text and use.choice != "required":
+    if client.renderer.is_line_based and held_to is None and offer.choice != "required":
         request = replace(request, stops=(*request.stops, "\n"))
-    schema, strict = _schema_of(response_format)
     grammars: GrammarCompiler = http.app.state.grammars
-    if use.tools:
-        arguments = (client, grammars, schema, strict, use, request, param)
+    if offer.tools:
+        arguments = (client, grammars, held_to, offer, request, param)
         return await asyncio.to_thread(_compile_tools, *arguments)
-    if schema is None:
+    if held_to is None:
         return request
+    schema, strict = held_to
     try:
         compiled = await asyncio.to_thread(grammars.compile_schema, schema, strict=strict)
     except BadSchema as error:
@@ -97,30 +75,20 @@ async def add_constraint(
     return replace(request, constraint=compiled)
 
 
-def _schema_of(response_format: ResponseFormat | None) -> tuple[dict[str, object] | None, bool]:
-    """The schema of a format, and whether unknown keywords are refused."""
-    if response_format is None or response_format.type == "text":
-        return None, False
-    named = response_format.json_schema
-    if named is None or named.schema_ is None:
-        return {"type": "object"}, True
-    return named.schema_, bool(named.strict)
-
-
 def _compile_tools(
     client: EngineClient,
     grammars: GrammarCompiler,
-    schema: dict[str, object] | None,
-    strict: bool,
-    use: ToolUse,
+    held_to: tuple[dict[str, Any], bool] | None,
+    offer: ToolOffer,
     request: GenerationRequest,
     param: str,
 ) -> GenerationRequest:
     """Hold answers to tool calls, and to a schema where they are not calls."""
-    schemas = [] if schema is None else [("the schema", schema, strict, param)]
+    choice, tools = offer.choice or "auto", tuple(tool for tool, _ in offer.callable)
+    schemas = [] if held_to is None else [("the schema", *held_to, param)]
     schemas += [
         (f"the parameters of {tool.name}", dict(tool.schema), tool.strict, place)
-        for tool, place in zip(use.callable, use.params, strict=True)
+        for tool, place in offer.callable
     ]
     for what, one, _, place in schemas:
         try:
@@ -129,29 +97,29 @@ def _compile_tools(
             raise _invalid_schema(what, error, place) from None
     grammar = tool_grammar(
         client.renderer.call_format,
-        use.callable,
-        use.choice,
-        parallel=use.parallel,
+        tools,
+        choice,
+        parallel=offer.parallel,
         newlines=not client.renderer.is_line_based,
         special=client.renderer.call_tokens,
-        schema=None if schema is None else add_guidance(schema, ANY_SPACE, strict=strict),
+        schema=held_to and add_guidance(held_to[0], ANY_SPACE, strict=held_to[1]),
     )
-    stop_when_complete = use.choice == "required" or schema is not None
+    stop_when_complete = choice == "required" or held_to is not None
     try:
         compiled = grammars.compile(grammar, stop_when_complete=stop_when_complete)
     except BadSchema as error:
         # Which of the schemas is it?
-        for what, one, one_strict, place in schemas:
+        for what, one, strict, place in schemas:
             try:
-                grammars.compile_schema(one, strict=one_strict)
+                grammars.compile_schema(one, strict=strict)
             except BadSchema as own:
                 raise _invalid_schema(what, own, place) from None
         raise _invalid_schema("all tools together", error, "tools") from None
     return replace(
         request,
         constraint=compiled,
-        tools=use.callable if use.choice != "none" else (),
-        calls_only=use.choice == "required",
+        tools=tools if choice != "none" else (),
+        calls_only=choice == "required",
     )
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weir.serve.messages import Call
-from weir.serve.sessions import Item, answer_item, answer_part, call_item, new_id
-from weir.serve.tools import AnswerPart, CallEnd, CallParser, CallStart, TextDelta
+from weir.serve.sessions.items import Item, answer_item, answer_part, call_item, new_id
+from weir.serve.tools.parser import AnswerPart, CallEnd, CallParser, CallStart, TextDelta
 
 ItemEvent = tuple[str, dict[str, Any]]
 """An event: its type and its fields."""

@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from weir.serve.api.errors import APIError, invalid_body, invalid_json, rate_limited
 from weir.serve.api.middleware import at_end
 from weir.serve.client import EngineClient
-from weir.serve.engine import Busy
+from weir.serve.engine.scheduler import Busy
 from weir.serve.limits import NODE, Limits
 
 Body = TypeVar("Body", bound=BaseModel)

@@ -6,7 +6,6 @@ A response is sent as one object, or as typed events with sequence numbers.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
@@ -16,7 +15,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from weir.errors import WeirError
-from weir.serve.api.dependencies import Client, Owner, PageQuery
+from weir.serve.api.dependencies import Client, Owner, PageQuery, look_up, run_in_thread
 from weir.serve.api.errors import APIError, server_error
 from weir.serve.api.generation import Events, Renderer, make_request, send, start, usage_of
 from weir.serve.api.logprobs import LogprobFormatter
@@ -27,13 +26,13 @@ from weir.serve.api.output_format import add_constraint, check_tools
 from weir.serve.api.output_items import ItemEvent, OutputItems
 from weir.serve.api.requests import SESSION_HEADER, named_session, read_body, work_on_body
 from weir.serve.api.schemas.responses import ResponseBody, result_param
-from weir.serve.api.sessions import look_up, run_in_thread
-from weir.serve.api.sse import DONE
+from weir.serve.api.sse import DONE, encode_event
 from weir.serve.client import EngineClient, Generation
 from weir.serve.messages import StrayResult
 from weir.serve.prompts import Prompt
 from weir.serve.response_turn import HistoryNotKept, PreviousNotFound, ResponseTurn, node_of
-from weir.serve.sessions import Item, StoredResponse
+from weir.serve.sessions.items import Item
+from weir.serve.sessions.responses import StoredResponse
 
 router = APIRouter()
 
@@ -47,6 +46,7 @@ async def respond(request: Request, client: Client, owner: Owner) -> Response:
     _check(body, session)
     if body.named is not None:
         lock(request, client, owner, body.named)
+    offer = body.offer
     turn = ResponseTurn(
         client,
         owner,
@@ -56,14 +56,14 @@ async def respond(request: Request, client: Client, owner: Owner) -> Response:
         body.named,
         session,
         body.is_stored,
-        body.offer.tools,
+        offer.tools,
     )
     limit = ("max_output_tokens", body.max_output_tokens)
     default = client.limits.answer_default
     job = make_request(client, body, partial(_match, turn), limit, body.logprobs, default)
-    tools = check_tools(client, body.offer)
-    param = "text.format.schema"
-    job = await add_constraint(request, body.response_format, tools, job, param)
+    check_tools(client, offer)
+    held_to = None if body.text is None or body.text.format is None else body.text.format.held_to
+    job = await add_constraint(request, held_to, offer, job, "text.format.schema")
     generation = await start(request, job, "input")
     renderer = ResponseRenderer(body, turn, generation)
     saved_in = generation.prompt.session
@@ -227,13 +227,12 @@ class ResponseRenderer(Renderer):
 
     def _encode(self, events: Sequence[ItemEvent]) -> bytes:
         """Events as they are sent, numbered."""
-        encoded = bytearray()
-        for kind, fields in events:
-            event = {"type": kind, "sequence_number": self._number, **fields}
-            self._number += 1
-            data = json.dumps(event, separators=(",", ":"))
-            encoded += f"event: {kind}\ndata: {data}\n\n".encode()
-        return bytes(encoded)
+        numbered = [
+            encode_event({"type": kind, "sequence_number": number, **fields})
+            for number, (kind, fields) in enumerate(events, self._number)
+        ]
+        self._number += len(numbered)
+        return b"".join(numbered)
 
     def _response(self, status: str, output: list[Item]) -> dict[str, Any]:
         body, conversation = self._body, self._turn.conversation

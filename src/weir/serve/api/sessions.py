@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Depends, Query, Request
 from pydantic import Field, StringConstraints
 from starlette.responses import Response
 
-from weir.errors import WeirError
-from weir.serve.api.dependencies import Client, Owner, PageQuery
-from weir.serve.api.errors import APIError, not_found, rate_limited, storage_full
+from weir.serve.api.dependencies import Client, Owner, PageQuery, look_up, run_in_thread
+from weir.serve.api.errors import not_found
 from weir.serve.api.openapi import describe_body
 from weir.serve.api.requests import SESSION_NAME, begin_request, check_query, read_body, read_chunks
 from weir.serve.api.schemas.base import Strict
 from weir.serve.api.sse import EventStream
-from weir.serve.engine import Busy
-from weir.serve.sessions import DISK_FULL, NameTaken, SessionSummary, StorageFull, TurnRecord
-from weir.serve.sessions.manager import HeldByConversation, UnknownSession
+from weir.serve.sessions.records import SessionSummary, TurnRecord
 
 FILE = "application/octet-stream"
 CHUNK = 2**18
@@ -34,7 +31,6 @@ STREAM_FACTS = ("held", "bytes", "folds", "pinned", "beginning")
 BINARY = {FILE: {"schema": {"type": "string", "format": "binary"}}}
 
 router = APIRouter(dependencies=[Depends(check_query)])
-Result = TypeVar("Result")
 Turn = Annotated[str, StringConstraints(pattern=r"^(resp_)?[0-9a-f]{32}$")]
 
 
@@ -155,32 +151,6 @@ async def _read(path: Path) -> AsyncIterator[bytes]:
     with open(path, "rb") as file:
         while chunk := await asyncio.to_thread(file.read, CHUNK):
             yield chunk
-
-
-async def look_up(what: str, find: Callable[..., Result | None], *given: Any) -> Result:
-    """Look something up in a thread."""
-    found = await asyncio.to_thread(find, *given)
-    if found is None:
-        raise not_found(what)
-    return found
-
-
-async def run_in_thread(work: Callable[..., Result], *given: Any) -> Result:
-    """Run work on sessions in a thread."""
-    try:
-        return await asyncio.to_thread(work, *given)
-    except UnknownSession as error:
-        raise not_found(str(error).rpartition(" ")[2]) from None
-    except Busy as error:
-        raise rate_limited(str(error)) from None
-    except NameTaken as error:
-        raise APIError(409, str(error), code="already_exists", param="id") from None
-    except HeldByConversation as error:
-        raise APIError(409, str(error), code="is_conversation") from None
-    except StorageFull:
-        raise storage_full(DISK_FULL) from None
-    except WeirError as error:
-        raise APIError(400, str(error)) from None
 
 
 def session_object(session: SessionSummary) -> dict[str, Any]:

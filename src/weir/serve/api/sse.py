@@ -19,7 +19,6 @@ class EventStream(Response):
     """A response that is sent while it is made.
 
     Args:
-        frames: what is sent; each may have many events.
         overrun: set when the client has read too little.
         stall: seconds that the client may leave what is sent unread.
     """
@@ -83,21 +82,9 @@ class EventStream(Response):
 
 
 def encode_event(data: dict[str, Any]) -> bytes:
-    """One event with JSON data."""
-    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+    """One event with JSON data, named if that has a type."""
+    name = f"event: {data['type']}\n" if "type" in data else ""
+    return f"{name}data: {_to_json(data)}\n\n".encode()
 
 
-class EventTemplate:
-    """Events that differ in one text: the rest is encoded once.
-
-    Args:
-        data: of an event whose text is `mark`.
-        mark: a text that stands nowhere else in it.
-    """
-
-    def __init__(self, data: dict[str, Any], mark: str) -> None:
-        self._before, self._after = encode_event(data).split(json.dumps(mark).encode())
-
-    def encode(self, text: str) -> bytes:
-        """The event with this text."""
-        return self._before + json.dumps(text).encode() + self._after
+_to_json = json.JSONEncoder(separators=(",", ":")).encode

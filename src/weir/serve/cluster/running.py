@@ -29,9 +29,10 @@ from weir.serve.api import Keys, log_json, make_app
 from weir.serve.client import EngineClient
 from weir.serve.cluster.shared_turns import SharedTurns
 from weir.serve.cluster.storage import open_storage
-from weir.serve.engine import Engine
+from weir.serve.engine.engine import Engine
 from weir.serve.limits import Limits
-from weir.serve.sessions import RowFormat, SessionStore
+from weir.serve.sessions.snapshot import RowFormat
+from weir.serve.sessions.store import SessionStore
 
 LOCAL = "local"
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
@@ -42,13 +43,7 @@ PATIENCE = 5.0
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of every replica.
-
-    Attributes:
-        place: address of the shared storage (`open_storage`).
-        most: number of turns that a replica keeps in memory.
-        keys: SHA-256 hashes of the API keys.
-    """
+    """The settings of every replica: `place` is for `open_storage`, `keys` are SHA-256 hashes."""
 
     model: str
     policy: str
@@ -109,14 +104,8 @@ class Replica:
 def joined(address: str) -> Iterator[None]:
     """Join a cluster for a `with` block; on exit, finish answers under way and remove all replicas.
 
-    SIGTERM works like SIGINT inside the block.
-
-    Args:
-        address: `local` for a cluster of this machine alone that ends with this process, or
-            `host:port` of a cluster's head.
-
-    Raises:
-        WeirError: no cluster answers there, or it lets anybody in.
+    SIGTERM works like SIGINT inside the block. The address `local` is a cluster of this machine
+    alone that ends with this process; others are `host:port` of a cluster's head.
     """
     _connect(address)
     # Ray has installed its own handler, which aborts the process.

@@ -26,20 +26,18 @@ from weir.cache import RowState
 from weir.errors import WeirError
 from weir.serve.cluster.storage import Storage
 from weir.serve.messages import Message
-from weir.serve.sessions import (
+from weir.serve.sessions.records import (
     NOT_KEPT,
     Checkpoint,
     NameTaken,
-    RowFormat,
     SessionSummary,
     Turn,
     TurnRecord,
-    TurnTables,
     TurnTokens,
-    decode_checkpoint,
-    encode_checkpoint,
     find_path,
 )
+from weir.serve.sessions.snapshot import RowFormat, decode_checkpoint, encode_checkpoint
+from weir.serve.sessions.turn_tables import TurnTables
 
 KEPT = 8
 """The newest turns of a session, which are kept."""
@@ -48,15 +46,7 @@ ABANDONED = 3600.0
 
 
 class SharedTurns(TurnTables):
-    """One replica's view of the turns that all share.
-
-    Args:
-        most: number of turns that this replica keeps in memory.
-        kept: number of turns that are kept per session.
-
-    Raises:
-        WeirError: the files belong to another model or policy.
-    """
+    """One replica's view of the turns that all share: `most` in memory, `kept` of a session."""
 
     def __init__(
         self, storage: Storage, row_format: RowFormat, *, most: int = 256, kept: int = KEPT
@@ -229,9 +219,11 @@ class SharedTurns(TurnTables):
 
     def _read_record(self, folder: str, name: str) -> TurnRecord | None:
         """Read the record of a turn; None if it was just deleted, or cannot be read."""
-        data = self._storage.read(f"{folder}/{name}.json")
         try:
-            return None if data is None else _record_from_json(data)
+            values = json.loads(self._storage.read(f"{folder}/{name}.json") or b"")
+            values["messages"] = tuple(Message.from_json(kept) for kept in values["messages"])
+            values["ids"] = bytes.fromhex(values["ids"])
+            return TurnRecord(**values)
         except (ValueError, TypeError, LookupError):
             return None
 
@@ -269,10 +261,3 @@ def _hash(*parts: str) -> str:
 def _record_to_json(record: TurnRecord) -> bytes:
     values = {**vars(record), "messages": [message.to_json() for message in record.messages]}
     return json.dumps({**values, "ids": record.ids.hex()}).encode()
-
-
-def _record_from_json(data: bytes) -> TurnRecord:
-    values = json.loads(data)
-    values["messages"] = tuple(Message.from_json(kept) for kept in values["messages"])
-    values["ids"] = bytes.fromhex(values["ids"])
-    return TurnRecord(**values)

@@ -14,18 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from weir.errors import WeirError
-from weir.serve.sessions import free_bytes, refusal
+from weir.serve.sessions.snapshot_folder import free_bytes, refusal
 
 
 def open_storage(place: str) -> Storage:
-    """Open a storage.
-
-    Args:
-        place: a folder that every replica has at this path, or an address of fsspec's, as in
-            `s3://bucket/folder`.
-
-    Raises:
-        WeirError: the storage cannot be used.
+    """Open a folder that every replica has at this path, or an address of fsspec's, as in
+    `s3://bucket/folder`.
     """
     scheme, found, rest = place.partition("://")
     if not found or scheme == "file":
@@ -34,11 +28,7 @@ def open_storage(place: str) -> Storage:
 
 
 class Storage:
-    """A storage of fsspec's. Paths are names with slashes between them.
-
-    Raises:
-        WeirError: fsspec does not know the storage, or lacks a package for it.
-    """
+    """A storage of fsspec's. Paths are names with slashes between them."""
 
     def __init__(self, address: str) -> None:
         import fsspec
@@ -51,11 +41,7 @@ class Storage:
         self._root = str(root).rstrip("/")
 
     def write(self, path: str, data: bytes) -> None:
-        """Create a file or replace it, whole and safe.
-
-        Raises:
-            WeirError: it cannot be written.
-        """
+        """Create a file or replace it, whole and safe."""
         try:
             self._write(path, data)
         except OSError as error:

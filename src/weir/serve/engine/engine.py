@@ -26,7 +26,8 @@ from weir.pools import Marks
 from weir.serve.engine.sampler import SampledToken, sample
 from weir.serve.engine.scheduler import Scheduler
 from weir.serve.engine.sequence import Sequence, Stage
-from weir.serve.sessions import Checkpoint, SessionStore
+from weir.serve.sessions.records import Checkpoint
+from weir.serve.sessions.store import SessionStore
 
 PREFILL_CHUNK = 256
 """Tokens of prompts that are read between two decode calls."""
@@ -41,12 +42,7 @@ class Cancelled(WeirError):
 
 @dataclass(frozen=True)
 class RowInspection:
-    """A running sequence between two steps.
-
-    Attributes:
-        holding: what its row holds.
-        output_ids: its answer so far; the row has not read the last token of it yet.
-    """
+    """A running sequence between two steps; its row has not read the last of `output_ids` yet."""
 
     holding: Holding
     output_ids: tuple[int, ...]
@@ -54,12 +50,7 @@ class RowInspection:
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """How busy an engine is.
-
-    Attributes:
-        rows, busy, resting: all rows, those of running sequences, those at a checkpoint.
-        seen: tokens read and answered since the start.
-    """
+    """How busy an engine is; `seen` and `calls` are tokens and decode calls since the start."""
 
     rows: int
     busy: int
@@ -69,27 +60,11 @@ class EngineLoad:
     calls: int
 
 
-@dataclass(frozen=True)
-class StepOutput:
-    """The result of one call of the model.
-
-    Attributes:
-        logits: after the last token of each row, in the order they were given [rows, vocabulary].
-        failed: by row, why it did not take its tokens; its logits mean nothing.
-    """
-
-    logits: Tensor
-    failed: dict[int, WeirError]
-
-
 class ModelRunner:
     """Calls the model over some rows of a cache: neighboring ones.
 
     Rows among them that get no tokens, and the beginning of those that get fewer than others, are
     padding.
-
-    Args:
-        cache: with `failures="keep"`.
 
     Attributes:
         sizes: the numbers of rows that a call of one token a row may have, ascending; empty for
@@ -102,11 +77,12 @@ class ModelRunner:
         self._cache = cache
         self._device = input_device(transformers_model(model))
 
-    def run(self, tokens: Mapping[int, list[int]]) -> StepOutput:
-        """Call the model once.
+    def run(self, tokens: Mapping[int, list[int]]) -> tuple[Tensor, dict[int, WeirError]]:
+        """Call the model once; if it raises, no row has changed, unless `cache.broken`.
 
-        Raises:
-            Exception: whatever the model raises; no row has changed, unless `cache.broken`.
+        Returns:
+            The logits after the last token of each row, in the order they were given [rows,
+            vocabulary]; and by row, why it did not take its tokens: then its logits mean nothing.
         """
         width = max(map(len, tokens.values()))
         first, stop = self._span(tokens, width)
@@ -128,7 +104,7 @@ class ModelRunner:
         index = [row - first for row in tokens]
         if index != list(range(len(logits))):
             logits = logits[index]
-        return StepOutput(logits, {row + first: error for row, error in self._cache.failed.items()})
+        return logits, {row + first: error for row, error in self._cache.failed.items()}
 
     def _span(self, rows: Collection[int], width: int) -> tuple[int, int]:
         """The rows of a call: the first, and the one after the last."""
@@ -148,15 +124,11 @@ class Engine:
 
     Args:
         chunk: tokens between two folds; None for what the policy was measured with, or 64.
-        prefill_chunk: tokens of prompts that are read between two decode calls.
         deterministic: an answer does not depend on what else is running: each row is read and
             decoded in calls of its own, since matrix products of other batches may round otherwise.
 
     Attributes:
         on_step: called twice a step, when listeners have got the tokens of a call.
-
-    Raises:
-        WeirError: the model cannot be served, or the rows do not fit into memory.
     """
 
     def __init__(
@@ -186,16 +158,7 @@ class Engine:
     # --- from any thread
 
     def submit(self, sequence: Sequence) -> None:
-        """Let a sequence wait for a row.
-
-        Raises:
-            Busy: the queue is full.
-            WeirError: the engine is stopping, or the sequence has nothing to read.
-        """
-        if not sequence.prompt_ids:
-            raise WeirError("a turn reads one token or more")
-        if sequence.max_tokens < 1:
-            raise WeirError(f"a turn answers with one token or more, not {sequence.max_tokens}")
+        """Let a sequence wait for a row; WeirError if the engine stops, Busy if too many wait."""
         with self._changed:
             if self._stopping:
                 raise WeirError("the engine is stopping and takes no more turns")
@@ -227,15 +190,15 @@ class Engine:
     def forget(self, checkpoint: str) -> None:
         """Drop a checkpoint, and free the row that stands there."""
         with self._changed:
-            self.scheduler.forget(checkpoint)
+            self.scheduler.resting.pop(checkpoint, None)
         self.store.drop(checkpoint)
 
     def load(self) -> EngineLoad:
         """How busy the engine is."""
         with self._changed:
             plan = self.scheduler
-            busy, waiting = len(plan.running), len(plan.waiting)
-            return EngineLoad(plan.rows, busy, plan.resting, waiting, self._seen, self._calls)
+            busy, resting, waiting = map(len, (plan.running, plan.resting, plan.waiting))
+            return EngineLoad(plan.rows, busy, resting, waiting, self._seen, self._calls)
 
     # --- in the engine's thread
 
@@ -349,22 +312,17 @@ class Engine:
         self._sample([fed[at] for at in ready], logits[ready])
 
     def _run(self, tokens: Mapping[Sequence, list[int]]) -> tuple[list[Sequence], Tensor]:
-        """Call the model once over the rows of some sequences.
-
-        Returns:
-            The sequences that took their tokens, and the logits after them [sequences,
-            vocabulary]. The others have failed.
+        """Call the model once over the rows of some sequences; return those that took their tokens,
+        and the logits after them [sequences, vocabulary]. The others have failed.
         """
         by_row = {sequence.row: sequence for sequence in tokens if sequence.row is not None}
-        output = self.runner.run({row: tokens[sequence] for row, sequence in by_row.items()})
+        logits, failed = self.runner.run({row: tokens[one] for row, one in by_row.items()})
         self._seen += sum(map(len, tokens.values()))
-        if not output.failed:
-            return list(tokens), output.logits
-        for row, error in output.failed.items():
+        for row, error in failed.items():
             self._fail(by_row[row], error)
-        good = [at for at, row in enumerate(by_row) if row not in output.failed]
-        fed = [sequence for row, sequence in by_row.items() if row not in output.failed]
-        return fed, output.logits[good]
+        good = [at for at, row in enumerate(by_row) if row not in failed]
+        fed = [sequence for row, sequence in by_row.items() if row not in failed]
+        return fed, logits[good] if failed else logits
 
     def _fork(self, sequence: Sequence, logits: Tensor) -> None:
         """Let the forks of a sequence start where its prompt ends."""
@@ -376,10 +334,7 @@ class Engine:
                 self.scheduler.add_first(fork)
 
     def _sample(self, sequences: list[Sequence], logits: Tensor) -> None:
-        """Sample the next token of each answer from the logits [sequences, vocabulary].
-
-        An error fails the sequence it is about, and no other.
-        """
+        """Sample the next token of each answer from the logits [sequences, vocabulary]."""
         tokens = sample([sequence.sampler for sequence in sequences], logits)
         for sequence, token in zip(sequences, tokens, strict=True):
             try:
@@ -416,7 +371,7 @@ class Engine:
                 sequence.listener.on_finish(reason)
                 return
             with self._changed:
-                self.scheduler.forget(sequence.id)
+                self.scheduler.resting.pop(sequence.id, None)
             sequence.listener.on_failure(error)
 
         try:
@@ -449,7 +404,7 @@ class Engine:
         for sequence in list(self.scheduler.running):
             self._fail(sequence, error)
         with self._changed:
-            self.scheduler.forget_all()
+            self.scheduler.resting.clear()
         self.cache.reset()
 
     def _inspect(self) -> None:
@@ -471,10 +426,7 @@ class Engine:
 
 
 def sizes_of(engine: Engine) -> tuple[int, ...]:
-    """The numbers of rows that compiled decode calls have: 1, 4, 16, ... and all.
-
-    Only 1 in a deterministic engine.
-    """
+    """The numbers of rows of compiled decode calls: 1, 4, 16, ... and all; 1 if deterministic."""
     rows = engine.load().rows
     sizes = [1]
     while not engine.deterministic and sizes[-1] < rows:
@@ -486,13 +438,8 @@ def compile_engine(engine: Engine, **options: Any) -> bool:
     """Compile the decode steps of an engine, each number of rows when a call first has it.
 
     Answers differ by rounding only. Until a program is ready, and where none can be made, steps run
-    uncompiled.
-
-    Returns:
-        Whether there may be programs; if not, standard error has said why.
-
-    Raises:
-        WeirError: the model cannot be compiled, whatever the compiler.
+    uncompiled; WeirError if the model cannot be compiled, whatever the compiler. Returns whether
+    there may be programs; if not, standard error has said why.
     """
     compiles = compile_steps(engine.model, **options)
     if compiles:

@@ -59,12 +59,7 @@ class StreamStats:
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """A token of an answer.
-
-    Attributes:
-        answer: which of the request's answers, from 0.
-        at: when it was sampled, by `time.perf_counter`.
-    """
+    """A token of one of the request's answers, sampled `at` a time of `time.perf_counter`."""
 
     answer: int
     text: str
@@ -101,19 +96,13 @@ OutputEvent = TokenEvent | FinishEvent | FailureEvent
 
 
 class OutputQueue:
-    """The events of one request; all but `loop` and `full` is for its event loop only.
+    """The events of one request, for its event loop.
 
-    Args:
-        size: tokens that may wait.
-
-    Attributes:
-        full: whether more tokens came than may wait; the further ones are lost.
-        overrun: set when it is full.
+    `overrun` is set when more tokens came than `size` that may wait; the further ones are lost.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, size: int) -> None:
         self.loop = loop
-        self.full = False
         self.overrun = asyncio.Event()
         self._size = size
         self._events: list[OutputEvent] = []
@@ -122,7 +111,6 @@ class OutputQueue:
     def put(self, event: OutputEvent) -> None:
         """Put an event in; a token is lost if too many wait."""
         if isinstance(event, TokenEvent) and len(self._events) >= self._size:
-            self.full = True
             self.overrun.set()
             return
         self._events.append(event)
@@ -178,7 +166,6 @@ class OutputProcessor:
 
     Attributes:
         on_saved: called when the answer is saved, before the client hears of its end.
-        sequence: its sequence; set before that is submitted.
         stats: of its stream; set when the last token has come.
     """
 
@@ -200,7 +187,7 @@ class OutputProcessor:
         text = "" if is_stop else self.detokenizer.add(token.id)
         if text:
             self._text.append(text)
-        if self.queue.full:
+        if self.queue.overrun.is_set():
             sequence.cancelled = True  # the client does not read; the next step ends it
         else:
             at = time.perf_counter()

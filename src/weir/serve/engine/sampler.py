@@ -10,14 +10,16 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools import fits
-from weir.stream import RepetitionPenalty, Sampling, check_penalty
+from weir.stream import RepetitionPenalty, Sampling
+
+if TYPE_CHECKING:
+    from weir.serve.structured import GrammarConstraint
 
 LOGITS_AT_ONCE = 2**17
 """Logits drawn from together; copies of more do not fit into a processor's cache."""
@@ -25,35 +27,16 @@ LOGITS_AT_ONCE = 2**17
 
 @dataclass(frozen=True)
 class SampledToken:
-    """A token of an answer.
-
-    Attributes:
-        logprob: the logarithm of its probability before temperature and limits; None if not asked
-            for.
-    """
+    """A token of an answer; its `logprob`, if asked for, is from before temperature and limits."""
 
     id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
 
 
-class Constraint(Protocol):
-    """The format that an answer is held to, token by token; a JSON schema, for example."""
-
-    @property
-    def done(self) -> bool:
-        """Whether the answer is complete and nothing more may come."""
-
-    def allow(self, logits: Tensor) -> Tensor:
-        """The logits [vocabulary] with -inf for what may not come next; may work in place."""
-
-    def accept(self, token: int) -> None:
-        """Advance by a token that was sampled."""
-
-
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one answer are sampled.
+    """How the tokens of one answer are sampled; requests have bounds for all of it.
 
     Attributes:
         repetition: logits of tokens that came before are divided by it where they are positive and
@@ -62,9 +45,6 @@ class SamplingParams:
         frequency: subtracted as often as they came.
         logprobs: number of most likely tokens to report with every token; None for no
             log-probabilities at all.
-
-    Raises:
-        WeirError: a penalty is not a usable number.
     """
 
     sampling: Sampling = field(default_factory=Sampling)
@@ -75,26 +55,15 @@ class SamplingParams:
     logprobs: int | None = None
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        check_penalty(self.repetition)
-        for name in ("presence", "frequency"):
-            penalty = getattr(self, name)
-            if not fits(penalty, float) or not math.isfinite(penalty):
-                raise WeirError(f"{name}_penalty must be a number, not {penalty!r}")
-
 
 class Sampler:
-    """The sampling state of one answer.
-
-    Args:
-        prompt_ids: tokens that the repetition penalty counts from the start.
-    """
+    """The sampling state of one answer; the repetition penalty counts `prompt_ids` too."""
 
     def __init__(
         self,
         params: SamplingParams,
         prompt_ids: tuple[int, ...] = (),
-        constraint: Constraint | None = None,
+        constraint: GrammarConstraint | None = None,
     ) -> None:
         self.params = params
         self.constraint = constraint
@@ -115,10 +84,8 @@ class Sampler:
     def adjust(self, logits: Tensor) -> Tensor:
         """Apply penalties, bias and constraint to logits [vocabulary], in a copy.
 
-        The same tensor is returned where nothing applies.
-
-        Raises:
-            WeirError: the constraint cannot be followed any further.
+        The same tensor is returned where nothing applies. WeirError if the constraint cannot be
+        followed any further.
         """
         params, counts = self.params, self._counts
         penalized = counts and (params.presence or params.frequency)
@@ -138,14 +105,9 @@ class Sampler:
         return adjusted if self.constraint is None else self.constraint.allow(adjusted)
 
     def accept(self, token: int, logits: Tensor, adjusted: Tensor) -> SampledToken:
-        """Advance by a token that was drawn.
+        """Advance by a token that was drawn from logits [vocabulary] that `adjust` has adjusted.
 
-        Args:
-            logits: of the model [vocabulary].
-            adjusted: what `adjust` made of them.
-
-        Raises:
-            WeirError: no token was left to draw, or the constraint does not take this one.
+        WeirError if no token was left to draw, or the constraint does not take this one.
         """
         if adjusted is not logits and adjusted[token] == -math.inf:
             raise WeirError("the format and bias of this answer leave no token to choose from")
@@ -165,13 +127,8 @@ class Sampler:
 
 
 def sample(samplers: Sequence[Sampler], logits: Tensor) -> list[SampledToken | Exception]:
-    """Sample the next token of several answers; each is what it would be alone, to the last bit.
-
-    Args:
-        logits: of each answer [answers, vocabulary].
-
-    Returns:
-        Of each answer its token, or why there is none.
+    """Sample the next token of each answer from logits [answers, vocabulary], or say why there is
+    none; each token is what it would be alone, to the last bit.
     """
     rows = list(logits.float().cpu())
     adjusted = list(rows)

@@ -27,8 +27,8 @@ class Scheduler:
         deterministic: every call is over one row.
 
     Attributes:
-        rows: number of rows.
         running: sequences with a row, the one whose prompt was read longest ago first.
+        resting: rows that stand at a checkpoint, by its name, the one used last at the end.
     """
 
     def __init__(self, rows: int, queue: int, prefill_chunk: int, *, deterministic: bool) -> None:
@@ -38,24 +38,15 @@ class Scheduler:
         self.prefill_chunk = prefill_chunk
         self._queue = queue
         self._deterministic = deterministic
-        self._resting: dict[str, int] = {}  # by checkpoint, the one used last at the end
+        self.resting: dict[str, int] = {}
         self._served: dict[str, int] = {}  # when an owner got a row, on a clock of its own
         self._clock = 0
 
     def __bool__(self) -> bool:
         return bool(self.running or self.waiting)
 
-    @property
-    def resting(self) -> int:
-        """Number of rows that stand at a checkpoint."""
-        return len(self._resting)
-
     def add(self, sequence: Sequence) -> None:
-        """Let a sequence wait for a row.
-
-        Raises:
-            Busy: the queue is full.
-        """
+        """Let a sequence wait for a row; Busy if too many wait already."""
         if not self:
             self._served.clear()
         waiting = len(self.waiting) - (self.rows - len(self.running))
@@ -71,22 +62,18 @@ class Scheduler:
         """Give a row to the next sequence of the owner served longest ago.
 
         The row is one that stands where the sequence starts, a free one, or the one at rest
-        longest.
-
-        Returns:
-            The sequence, and whether its row stands where it starts; None if nobody waits or all
-            rows are busy.
+        longest. Returns whether it stands there, too; None if nobody waits or all rows are busy.
         """
         if not self.waiting or len(self.running) == self.rows:
             return None
         sequence = min(self.waiting, key=lambda one: self._served.get(one.owner, 0))
-        row = None if sequence.parent is None else self._resting.pop(sequence.parent, None)
+        row = None if sequence.parent is None else self.resting.pop(sequence.parent, None)
         resident = row is not None
         if row is None:
-            taken = {*(one.row for one in self.running), *self._resting.values()}
+            taken = {*(one.row for one in self.running), *self.resting.values()}
             row = min(set(range(self.rows)) - taken, default=None)
         if row is None:
-            row = self._resting.pop(next(iter(self._resting)))
+            row = self.resting.pop(next(iter(self.resting)))
         self.waiting.remove(sequence)
         self._clock += 1
         self._served[sequence.owner] = self._clock
@@ -120,16 +107,8 @@ class Scheduler:
             if sequence in sequences:
                 sequences.remove(sequence)
         if sequence.row is not None and at_checkpoint:
-            self.forget(sequence.id)  # a turn may be asked for again by its name
-            self._resting[sequence.id] = sequence.row
-
-    def forget(self, checkpoint: str) -> None:
-        """Free the row that stands at a checkpoint, if one does."""
-        self._resting.pop(checkpoint, None)
-
-    def forget_all(self) -> None:
-        """Free all rows that stand at checkpoints."""
-        self._resting.clear()
+            self.resting.pop(sequence.id, None)  # a turn may be asked for again by its name
+            self.resting[sequence.id] = sequence.row
 
 
 def group_prefills(reading: list[Sequence], chunk: int) -> list[Sequence]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from weir.cache import RowState
 from weir.serve.engine.sampler import SampledToken, Sampler
-from weir.serve.sessions import TurnRecord
+from weir.serve.sessions.records import TurnRecord
 
 
 class Stage(enum.Enum):
@@ -32,11 +32,7 @@ class Listener(Protocol):
     """Receives the tokens of a sequence, in the engine's thread: it must not block."""
 
     def on_token(self, token: SampledToken) -> str | None:
-        """Take the next token of the answer.
-
-        Returns:
-            "stop" if the answer ends with this token; None to go on.
-        """
+        """Take the next token of the answer; return "stop" if the answer ends with it."""
 
     def on_finish(self, reason: str) -> None:
         """The sequence has ended and is saved; `reason` is "stop" or "length"."""
@@ -87,16 +83,6 @@ class Sequence:
     alone: bool = False
     output_ids: list[int] = field(default_factory=list)
     prefilled: tuple[RowState, Tensor] | None = None
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether it waits for a row."""
-        return self.stage is Stage.WAITING
-
-    @property
-    def is_prefilling(self) -> bool:
-        """Whether its prompt is being read."""
-        return self.stage is Stage.PREFILL
 
     @property
     def is_running(self) -> bool:

@@ -56,14 +56,9 @@ def write_archive(path: Path, turns: Sequence[Turn], row_format: RowFormat) -> N
 
 
 def read_archive(path: Path, row_format: RowFormat, limit: int | None, owner: str) -> list[Turn]:
-    """Read turns from a file, for a new session of an owner's, under new names.
+    """Read turns from a file of `limit` bytes at most, for a new session, under new names.
 
-    Args:
-        limit: maximum size in bytes; None for no limit.
-
-    Raises:
-        WeirError: it is missing, too large, damaged or no export of weir, or a turn in it cannot be
-            continued here.
+    WeirError if it is missing or damaged, or a turn in it cannot be continued here.
     """
     if not path.is_file():
         raise WeirError("there is no such file")

@@ -27,10 +27,6 @@ class Database:
         tables: SQL that makes the tables of a new database.
         version: version of the tables (`PRAGMA user_version`).
         create: whether the file may be missing.
-
-    Raises:
-        WeirError: the file is missing and may not be, is not an ordinary file, is damaged, or has
-            another version.
     """
 
     def __init__(
@@ -91,11 +87,7 @@ class Database:
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """Open a transaction, for one thread at a time: all of it is written, or nothing.
-
-        Raises:
-            WeirError: it cannot be written.
-        """
+        """Open a transaction, for one thread at a time: all of it is written, or nothing."""
         with self._writing:
             try:
                 self._writer.execute("BEGIN IMMEDIATE")
@@ -119,6 +111,12 @@ class Database:
     def first(self, query: str, *values: Any) -> sqlite3.Row | None:
         """The first row of a query; None if there is none."""
         return next(iter(self.query(query, *values)), None)
+
+
+def insert(db: sqlite3.Connection, table: str, **values: Any) -> None:
+    """Insert a row, given by the names of its columns."""
+    names, marks = ", ".join(values), ", ".join("?" * len(values))
+    db.execute(f"INSERT INTO {table} ({names}) VALUES ({marks})", tuple(values.values()))
 
 
 def _connected(path: Path | str) -> sqlite3.Connection:

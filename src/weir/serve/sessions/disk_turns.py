@@ -43,17 +43,11 @@ class DiskTurns(TurnTables):
         limit: bytes of all snapshots, and one more while one is written; past it, or where the disk
             is full before, the least recently used turns are deleted. None for no limit: nothing is
             ever deleted.
-
-    Raises:
-        WeirError: the folder cannot be used, another process uses it, or its rows are of another
-            model or policy.
     """
 
     unit = "bytes"
 
     def __init__(self, folder: Path, row_format: RowFormat, limit: int | None = None) -> None:
-        if limit is not None and limit < 1:
-            raise WeirError(f"a store may have one byte or more, not {limit}")
         self.folder = folder
         self.row_format = row_format
         self.scratch = folder / "moving"
@@ -178,16 +172,10 @@ class DiskTurns(TurnTables):
         return self._files.has_room(turns * self.row_format.turn_bytes)
 
     def make_room(self, turns: int, keep: int) -> bool:
-        """Delete the least recently used turns until the disk has room for so many others.
+        """Delete old turns, but not the newest `keep`, until the disk has room for so many others.
 
         Nothing is deleted without a limit, which says that old turns may go, and nothing where that
         would not help: there are too few, or the disk refuses bytes that are free.
-
-        Args:
-            keep: number of turns that stay, the most recently used ones.
-
-        Returns:
-            Whether there is room.
         """
         if self.has_room(turns) or self._limit is None:
             return self.has_room(turns)

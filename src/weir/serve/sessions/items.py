@@ -39,12 +39,7 @@ def input_item(role: str, texts: Sequence[str]) -> Item:
 def answer_item(
     name: str, text: str | None, status: str, logprobs: Sequence[dict[str, Any]] = ()
 ) -> Item:
-    """Build the item of an answer.
-
-    Args:
-        text: text of the answer; None if there is none yet.
-        status: "in_progress", "completed" or "incomplete".
-    """
+    """Build the item of an answer; `text` is None if there is none yet."""
     parts = [] if text is None else [answer_part(text, logprobs)]
     return {"id": name, "type": "message", "role": "assistant", "status": status, "content": parts}
 
@@ -55,11 +50,7 @@ def answer_part(text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str,
 
 
 def call_item(name: str, call: Call, status: str) -> Item:
-    """Build the item of a function call.
-
-    Args:
-        name: id of the item, which differs from the call's id.
-    """
+    """Build the item of a function call; `name` is its id, which differs from the call's."""
     return {
         "id": name,
         "type": "function_call",

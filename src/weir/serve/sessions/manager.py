@@ -13,7 +13,8 @@ from functools import cached_property
 from pathlib import Path
 
 from weir.errors import WeirError
-from weir.serve.engine import Busy, Engine
+from weir.serve.engine.engine import Engine
+from weir.serve.engine.scheduler import Busy
 from weir.serve.limits import Limits
 from weir.serve.sessions.archive import read_archive, write_archive
 from weir.serve.sessions.records import Checkpoint, SessionSummary, Turn, TurnRecord, find_path
@@ -58,12 +59,7 @@ class SessionManager:
         return records, _path(records, records[-1].node)
 
     def fork(self, owner: str, session: str, node: str | None, name: str | None) -> SessionSummary:
-        """Begin a session with a turn of another and its ancestors; the other stays as it is.
-
-        Args:
-            node: name of the turn; None for the newest.
-            name: name of the new session; None for a random one.
-        """
+        """Begin a session with a turn of another, or its newest, and its ancestors."""
         records = self._records(owner, session)
         at = _find(records, node or records[-1].node)
         found = self._store.fork(owner, at, name or f"sess_{secrets.token_hex(16)}")
@@ -99,26 +95,14 @@ class SessionManager:
         self.delete(owner, conversation)
 
     def trim(self, owner: str) -> None:
-        """Delete the least recently used sessions of an owner who has more than allowed.
-
-        Responses remain as text, and can be read again.
-        """
+        """Delete the least recently used sessions of an owner who has too many; text stays."""
         sessions = self._store.list_sessions(owner)
         for session in sessions[: max(0, len(sessions) - self._limits.sessions)]:
             nodes = [record.node for record in self._store.list_turns(owner, session.id)]
             self._forget(owner, session.id, nodes)
 
     def export_file(self, owner: str, session: str, most: int | None, path: Path) -> None:
-        """Export an owner's session to a file.
-
-        Args:
-            most: maximum number of newest turns; None for all.
-
-        Raises:
-            UnknownSession: there is no such session.
-            Busy: another export or import is running.
-            WeirError: it is too large for a file, or damaged, or the file cannot be written.
-        """
+        """Export an owner's session, or the newest turns of it, to a file; one at a time (Busy)."""
         records = self._records(owner, session)
         records = records if most is None else records[-most:]
         cache = self._engine.cache
@@ -143,13 +127,7 @@ class SessionManager:
             write_archive(path, turns, self.row_format)
 
     def import_file(self, owner: str, path: Path) -> SessionSummary:
-        """Import a session from a file, as a new one of the owner's.
-
-        Raises:
-            Busy: another export or import is running.
-            WeirError: it is no export of weir, or damaged, or of another model or policy, or there
-                is no room for it; nothing of it is kept.
-        """
+        """Import a session from a file, as a new one of the owner's; one at a time (Busy)."""
         with _one_at_a_time(self._transfer):
             turns = read_archive(path, self.row_format, self._limits.parcel, owner)
             found = self._store.import_session(turns)

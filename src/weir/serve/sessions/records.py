@@ -59,7 +59,6 @@ class TurnRecord:
 
     Attributes:
         owner: hash of the API key of the request; empty if the server needs none.
-        parent: the turn it continues; None at the beginning of a stream.
         chain: hash of all messages up to and including its answer.
         messages: of this turn, its answer last.
         seen: tokens of the stream so far, including `last`.
@@ -106,11 +105,7 @@ def unpack_ids(ids: bytes) -> array[int]:
 
 @dataclass(frozen=True)
 class TurnTokens:
-    """The tokens of one turn in its stream.
-
-    Attributes:
-        end: tokens of the stream at its end.
-    """
+    """The tokens of one turn, which end at the position `end` of its stream."""
 
     node: str
     end: int
@@ -124,12 +119,8 @@ class TurnTokens:
 
 @dataclass(frozen=True)
 class SessionSummary:
-    """A session as lists show it, without its messages.
-
-    Attributes:
-        created: when the first kept turn ended, in seconds since 1970.
-        used: when the newest turn ended.
-        seen: tokens of the stream at the newest turn.
+    """A session as lists show it: when its first kept turn and its newest ended, in seconds since
+    1970, and facts of the newest.
     """
 
     id: str
@@ -143,11 +134,7 @@ class SessionSummary:
 
 
 def find_path(node: str, parents: Mapping[str, str | None]) -> list[str]:
-    """A turn and its ancestors, the oldest first.
-
-    Args:
-        parents: the parent of each turn; the path ends at one that is not in it.
-    """
+    """A turn and its ancestors, the oldest first, as far as `parents` knows them."""
     path: dict[str, None] = {}
     at: str | None = node
     while at is not None and at in parents and at not in path:

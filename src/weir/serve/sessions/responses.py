@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weir.serve.sessions.database import Database
+from weir.serve.sessions.database import Database, insert
 from weir.serve.sessions.items import Item, new_id
 from weir.serve.sessions.records import DISK_FULL, StorageFull
 from weir.serve.sessions.snapshot_folder import free_bytes
@@ -67,12 +67,7 @@ CREATE INDEX items_owner ON items (owner, number, bytes);
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A stored response.
-
-    Attributes:
-        id: `resp_` and the name of its turn.
-        instructions: its system message; the next response does not inherit it.
-    """
+    """A stored response; its id is `resp_` and the name of its turn."""
 
     id: str
     session: str
@@ -84,12 +79,7 @@ class StoredResponse:
 
 @dataclass(frozen=True)
 class StoredConversation:
-    """A stored conversation.
-
-    Attributes:
-        head: the response whose turn has read the items up to `read`.
-        read: number of the last item that was read.
-    """
+    """A stored conversation; the turn of the response `head` has read its items up to `read`."""
 
     id: str
     created: int
@@ -108,9 +98,6 @@ class ResponseStore:
         path: path of the file; None for memory.
         most: maximum bytes of an owner's responses, and of the items of its conversations. The
             oldest are deleted first.
-
-    Raises:
-        WeirError: the file is damaged, or of another weir.
     """
 
     def __init__(self, path: Path | None = None, most: int = 64_000_000) -> None:
@@ -123,11 +110,7 @@ class ResponseStore:
         self._tables.close()
 
     def check_room(self) -> None:
-        """Refuse a response that could not be kept, before it is answered.
-
-        Raises:
-            StorageFull: the disk has no room for one.
-        """
+        """Raise StorageFull for a response that could not be kept, before it is answered."""
         if self._path is not None and free_bytes(self._path.parent) < ROOM:
             raise StorageFull(DISK_FULL)
 
@@ -140,27 +123,11 @@ class ResponseStore:
         conversation: str | None = None,
         items: Sequence[Item] = (),
     ) -> None:
-        """Save a response.
-
-        Args:
-            conversation: conversation whose newest response this is; None for none.
-            items: items of the response that the conversation does not have yet.
-        """
+        """Save a response, and items that its conversation, if any, does not have yet."""
         with self._tables.writing() as db:
-            written = json.dumps(response.input), json.dumps(response.body)
-            db.execute(
-                "INSERT INTO responses (id, owner, session, previous, instructions, input, body, "
-                "bytes) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                (
-                    response.id,
-                    owner,
-                    response.session,
-                    response.previous,
-                    response.instructions,
-                    *written,
-                    sum(map(len, written)) + OVERHEAD,
-                ),
-            )
+            written = {"input": json.dumps(response.input), "body": json.dumps(response.body)}
+            size = sum(map(len, written.values())) + OVERHEAD
+            insert(db, "responses", **(vars(response) | written), owner=owner, bytes=size)
             self._trim(db, "responses", owner)
             if conversation is not None:
                 self._append(db, owner, conversation, items)
@@ -254,15 +221,7 @@ class ResponseStore:
     def page_items(
         self, owner: str, conversation: str, after: str | None, most: int, *, newest: bool
     ) -> list[Item] | None:
-        """List a page of a conversation's items.
-
-        Args:
-            after: the item before the page; None for the first page.
-            newest: whether to list the newest first.
-
-        Returns:
-            None if there is no such item.
-        """
+        """List the items of a conversation after one; None if there is no such item."""
         order, compare = ("DESC", "<") if newest else ("ASC", ">")
         start = self._tables.first(
             "SELECT number FROM items WHERE conversation = ? AND owner = ? AND id = ?",
@@ -317,10 +276,8 @@ class ResponseStore:
         )
         for item in items:
             written = json.dumps(item)
-            db.execute(
-                "INSERT INTO items (id, owner, conversation, body, bytes) VALUES (?, ?, ?, ?, ?)",
-                (item["id"], owner, conversation, written, len(written) + OVERHEAD),
-            )
+            facts = {"id": item["id"], "owner": owner, "conversation": conversation}
+            insert(db, "items", **facts, body=written, bytes=len(written) + OVERHEAD)
         self._trim(db, "items", owner)
 
     def _trim(self, db: sqlite3.Connection, table: str, owner: str) -> None:

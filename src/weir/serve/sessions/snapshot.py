@@ -53,11 +53,7 @@ class RowFormat:
 
     @classmethod
     def of(cls, model: PreTrainedModel, policy: str | Policy, chunk: int | None) -> RowFormat:
-        """The format of an engine's rows, found without allocating a cache.
-
-        Raises:
-            WeirError: there is no such cache.
-        """
+        """The format of an engine's rows, found without allocating a cache."""
         cache = StreamingCache(model, policy, chunk=chunk)
         vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
         return cls(fingerprint(model), cache.kind, cache.plans, vocabulary)
@@ -72,10 +68,8 @@ class RowFormat:
         return {"model": self.model, "kind": self.kind}
 
     def check_place(self, place: str, stated: str | bytes) -> None:
-        """Refuse a place whose rows, as its JSON says, are of another model or policy.
-
-        Raises:
-            WeirError: they are, or nobody can tell.
+        """Refuse a place whose rows, as its JSON says, are of another model or policy, or that does
+        not say it.
         """
         try:
             self.check(json.loads(stated))
@@ -86,11 +80,7 @@ class RowFormat:
             ) from None
 
     def check(self, stated: Any) -> None:
-        """Refuse rows of another model or policy.
-
-        Raises:
-            WeirError: the rows differ; the message says in what.
-        """
+        """Refuse rows of another model or policy, and say in what they differ."""
         mine = self.to_json()
         if not isinstance(stated, dict) or not all(isinstance(stated.get(n), dict) for n in mine):
             raise WeirError("it does not say which model and policy it is of")
@@ -128,11 +118,7 @@ def decode_checkpoint(row_format: RowFormat, data: bytes) -> Checkpoint:
 
 
 def decode_foreign(row_format: RowFormat, data: bytes) -> Checkpoint:
-    """Decode and validate the checkpoint in an untrusted file.
-
-    Raises:
-        WeirError: it is damaged, of another model or policy, or its row is one that no stream has.
-    """
+    """Decode and validate the checkpoint in an untrusted file (WeirError)."""
     facts, state = _decode(row_format, data)
     row_format.check(facts)
     token = integer(0, row_format.vocabulary - 1)

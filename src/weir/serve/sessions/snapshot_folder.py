@@ -50,11 +50,7 @@ def free_bytes(folder: Path | int) -> int:
 
 
 class SnapshotFolder:
-    """A folder, open until `close`; created if missing.
-
-    Raises:
-        OSError: it cannot be created or opened.
-    """
+    """A folder, open until `close`; created if missing."""
 
     def __init__(self, path: Path) -> None:
         with contextlib.suppress(FileExistsError):
@@ -115,11 +111,7 @@ class SnapshotFolder:
         return True
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file; once this returns, it survives a power cut.
-
-        Raises:
-            OSError: it cannot be written; nothing is left of it.
-        """
+        """Write a file that survives a power cut, or leave nothing of it (OSError)."""
         _check(name)
         part = f"{name.partition('.')[0]}.part"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -142,13 +134,7 @@ class SnapshotFolder:
             raise
 
     def read(self, name: str, size: int) -> bytes:
-        """Read a file of a given size; a file of another size is not read.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            WeirError: it is not an ordinary file, or has another size.
-            OSError: it cannot be read.
-        """
+        """Read an ordinary file of this size; WeirError if it is another."""
         _check(name)
         # Non-blocking: a pipe in the place of the file would make the reader wait.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -185,14 +171,8 @@ def _check(name: str) -> None:
 
 
 def lock_file(path: Path) -> int:
-    """Lock a file, so that other processes stay out; the system unlocks it when this one ends.
-
-    Returns:
-        A descriptor; closing it unlocks the file.
-
-    Raises:
-        BlockingIOError: another process has the lock, or this one already.
-        OSError: the file cannot be opened.
+    """Lock a file until the returned descriptor is closed or this process ends; BlockingIOError if
+    another has the lock, or this one already.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:

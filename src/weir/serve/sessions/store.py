@@ -34,7 +34,7 @@ from weir.serve.sessions.turn_tables import TurnTables
 
 _log = logging.getLogger(__name__)
 DEFAULT_KEPT = 256
-"""Turns kept in memory, where nothing else is said and there is no folder."""
+"""Turns that are kept in memory by default, if so many fit."""
 
 
 class SessionStore:
@@ -44,7 +44,6 @@ class SessionStore:
     write raise a WeirError where the disk refuses.
 
     Args:
-        place: where turns are kept; None for memory.
         keep: number of turns in memory; None for `DEFAULT_KEPT`, and 0 with another place. With
             one, so many turns are not deleted for a full disk, and as many that it is full for go
             on in memory until there is room.
@@ -59,8 +58,6 @@ class SessionStore:
         self.place = place or self._memory
         # The newest turns are in the last.
         self._places = [self._memory] if place is None else [place, self._memory]
-        if queue < 1:
-            raise WeirError(f"one turn or more may wait to be written, not {queue}")
         # The thread writes turns in the order they come.
         self._writer = None if place is None else ThreadPoolExecutor(1, "weir-store")
         self._room_to_wait = threading.BoundedSemaphore(queue)
@@ -84,21 +81,16 @@ class SessionStore:
     # --- saving
 
     def load(self, node: str) -> Checkpoint:
-        """The checkpoint of a turn; one on disk is read when its state is needed.
-
-        Raises:
-            WeirError: it is not kept.
-        """
+        """The checkpoint of a turn, if it is kept; one on disk is read when its state is needed."""
         for place in reversed(self._places):
             if (found := place.load(node)) is not None:
                 return found
         raise WeirError(NOT_KEPT)
 
     def check_room(self, turns: int) -> None:
-        """Refuse turns that could not be kept, before they are answered; may drop old ones.
+        """Raise StorageFull for turns that could not be kept, before they are answered.
 
-        Raises:
-            StorageFull: there is no room for so many turns.
+        May drop old ones.
         """
         full = not self.place.make_room(turns, self._keep)
         if full and not self._was_full:
@@ -189,13 +181,10 @@ class SessionStore:
 
     def find_history(self, owner: str, chain: str) -> TurnRecord | None:
         """The owner's newest turn that ends a conversation of this hash."""
-        return self._newest(owner, "chain", chain)
+        return self.find_turn(owner, chain, "chain")
 
-    def find_turn(self, owner: str, node: str) -> TurnRecord | None:
+    def find_turn(self, owner: str, value: str, column: str = "node") -> TurnRecord | None:
         """A turn of the owner's."""
-        return self._newest(owner, "node", node)
-
-    def _newest(self, owner: str, column: str, value: str) -> TurnRecord | None:
         found = (place.newest(owner, column, value) for place in reversed(self._places))
         return next((record for record in found if record is not None), None)
 
@@ -236,9 +225,7 @@ class SessionStore:
     def fork(self, owner: str, node: str, session: str) -> SessionSummary:
         """Begin a session that ends with a turn of another: that one and its ancestors.
 
-        Raises:
-            NameTaken: the owner has a session of this name.
-            WeirError: the owner has no such turn.
+        NameTaken if the owner has a session of this name, a WeirError without such a turn.
         """
         if self._writer is not None:
             self._write_remembered()

@@ -17,7 +17,7 @@ from typing import Any
 
 from weir.errors import WeirError
 from weir.serve.messages import Message
-from weir.serve.sessions.database import Database
+from weir.serve.sessions.database import Database, insert
 from weir.serve.sessions.records import (
     NOT_KEPT,
     Checkpoint,
@@ -27,9 +27,7 @@ from weir.serve.sessions.records import (
     TurnRecord,
     TurnTokens,
 )
-from weir.serve.sessions.snapshot_folder import (
-    new_name,
-)
+from weir.serve.sessions.snapshot_folder import new_name
 
 _log = logging.getLogger(__name__)
 
@@ -123,9 +121,6 @@ _JOIN = "INSERT INTO members (owner, session, node) VALUES (?, ?, ?)"
 
 class TurnTables:
     """Turns of which both record and state are in memory; base of other places.
-
-    Args:
-        limit: number of turns.
 
     Attributes:
         nbytes: bytes of all snapshots; in memory, their number.
@@ -242,11 +237,7 @@ class TurnTables:
 
     @contextmanager
     def changing(self) -> Iterator[sqlite3.Connection]:
-        """Open a transaction, which also writes when turns were used.
-
-        Raises:
-            WeirError: it cannot be committed; nothing has changed.
-        """
+        """Open a transaction, which also writes when turns were used; all of it or nothing."""
         with self.exclusive, self.db.writing() as db:
             uses = self._unwritten_uses()
             db.executemany(
@@ -260,14 +251,7 @@ class TurnTables:
                     del self._uses[name]
 
     def add(self, turns: Sequence[Turn], what: str = "one turn") -> None:
-        """Add turns, all or none; one of the same name is replaced.
-
-        Args:
-            what: name of the turns, for errors.
-
-        Raises:
-            WeirError: they exceed the limit, or the disk refuses them; nothing has changed.
-        """
+        """Add turns, all or none; one of the same name is replaced. Errors call them `what`."""
         kept: list[tuple[str, int, str]] = []
         names = json.dumps([record.node for _, record in turns])
         try:
@@ -319,31 +303,17 @@ class TurnTables:
             "INSERT INTO nodes VALUES (?, ?, ?, ?, ?, ?)",
             (node, *snapshot, pending, self._touch(node)),
         )
-        db.execute(
-            f"INSERT INTO records ({_RECORD}, topic) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                node,
-                record.owner,
-                record.parent,
-                record.chain,
-                json.dumps([message.to_json() for message in record.messages]),
-                record.last,
-                record.seen,
-                json.dumps(record.usage),
-                record.created,
-                record.ids,
-                record.topic,
-            ),
-        )
+        facts = {name: getattr(record, name) for name in _RECORD.split(", ")}
+        facts["messages"] = json.dumps([message.to_json() for message in record.messages])
+        facts["usage"] = json.dumps(record.usage)
+        insert(db, "records", **facts, topic=record.topic)
         db.execute(_JOIN, (record.owner, record.session, node))
 
     def remove(
         self, nodes: Collection[str], owner: str | None = None, session: str | None = None
     ) -> list[str]:
-        """Take turns out of a session, or out of all.
-
-        Returns:
-            Those that are in no session any more, which are deleted.
+        """Take turns out of a session, or out of all; return those that are in none any more, which
+        are deleted.
         """
         with self.exclusive:
             rows = self.db.query(LEAVING, json.dumps(sorted(nodes)), owner, session)

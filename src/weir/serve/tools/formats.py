@@ -26,7 +26,6 @@ class Tool:
     """A function.
 
     Attributes:
-        name: letters, digits, `_` and `-`.
         parameters: a JSON schema of an object; None where it takes nothing.
         strict: refuse a schema of which some keyword cannot be enforced.
     """
@@ -147,10 +146,8 @@ MISTRAL_ARGS = CallFormat("[TOOL_CALLS]", "", between="[ARGS]", short_ids=True)
 
 
 def format_of(tokenizer: PreTrainedTokenizerBase) -> CallFormat:
-    """The format that a model was made for.
-
-    Raises:
-        WeirError: its chat template takes tools, but writes calls in a format that is not known.
+    """The format that a model was made for; WeirError if its chat template takes tools, but writes
+    calls in a format that is not known.
     """
     if tokenizer.chat_template is None:
         return replace(HERMES, in_template=False)

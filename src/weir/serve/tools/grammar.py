@@ -28,16 +28,12 @@ def tool_grammar(
     special: Mapping[str, int],
     schema: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Make the grammar of an answer.
+    """Make the grammar of an answer, for `GrammarCompiler.compile`.
 
     Args:
-        choice: "none" for no calls, "auto" for text or calls, "required" for calls only.
         newlines: whether a call may have line ends around its JSON.
         special: the texts of the format that are special tokens, with their ids.
         schema: of an answer without calls, as llguidance takes it; None for text.
-
-    Returns:
-        What `GrammarCompiler.compile` takes.
     """
     rules = _Rules(form, newlines, special)
     text = "TEXT" if schema is None else "@answer"

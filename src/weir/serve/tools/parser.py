@@ -17,11 +17,7 @@ from weir.stream import count_stop_prefix
 
 @dataclass(frozen=True)
 class TextDelta:
-    """More text of the answer, or of the arguments of a call.
-
-    Attributes:
-        call: index of the call whose arguments it is part of; None for the answer's own text.
-    """
+    """More text of the answer, or of the arguments of the call with an index."""
 
     text: str
     call: int | None = None

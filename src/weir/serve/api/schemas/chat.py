@@ -29,7 +29,7 @@ from weir.serve.api.schemas.formats import (
     ToolChoice,
     ToolOffer,
 )
-from weir.serve.engine import SamplingParams
+from weir.serve.engine.sampler import SamplingParams
 from weir.serve.messages import Call, Message
 from weir.stream import Sampling
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, Discriminator, Field, StringConstraints, Tag, model_validator
 
 from weir.serve.api.schemas.base import Arguments, Lenient, ListOf, Name, Strict, unsupported
-from weir.serve.tools import Tool
+from weir.serve.tools.formats import Tool
 from weir.serve.tools.grammar import CallMode
 
 Description = Annotated[str, StringConstraints(max_length=65_536)]
@@ -37,6 +37,14 @@ class ResponseFormat(Strict):
                 "json_schema goes with type: json_schema, and neither without the other"
             )
         return self
+
+    @property
+    def held_to(self) -> tuple[dict[str, Any], bool] | None:
+        """The schema of answers, and whether unknown keywords are refused; None for text."""
+        named = self.json_schema
+        if named is not None and named.schema_ is not None:
+            return named.schema_, bool(named.strict)
+        return None if self.type == "text" else ({"type": "object"}, True)
 
 
 class Function(Strict):
@@ -151,6 +159,13 @@ class ToolOffer:
     parallel: bool = True
     schema_param: str = "tools[{}].parameters"
     choice_param: str = "tool_choice"
+
+    @property
+    def callable(self) -> list[tuple[Tool, str]]:
+        """The tools that the model may call, and the fields with their schemas."""
+        places = [(tool, self.schema_param.format(n)) for n, tool in enumerate(self.tools)]
+        names = self.names
+        return places if names is None else [place for place in places if place[0].name in names]
 
 
 class CalledFunction(Lenient):

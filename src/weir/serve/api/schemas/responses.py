@@ -35,12 +35,10 @@ from weir.serve.api.schemas.formats import (
     FlatChoice,
     FlatName,
     FlatTool,
-    JsonSchema,
-    ResponseFormat,
     ToolOffer,
 )
 from weir.serve.messages import Call, StrayResult
-from weir.serve.sessions import Item, call_item, input_item, new_id, result_item
+from weir.serve.sessions.items import Item, call_item, input_item, new_id, result_item
 
 Metadata = Annotated[
     dict[
@@ -191,14 +189,11 @@ class TextFormat(Strict):
         return self
 
     @property
-    def response_format(self) -> ResponseFormat:
-        """The format, as chats have it."""
-        if self.name is None:
-            return ResponseFormat(type=self.type)
-        return ResponseFormat(
-            type=self.type,
-            json_schema=JsonSchema(name=self.name, schema=self.schema_, strict=self.strict),
-        )
+    def held_to(self) -> tuple[dict[str, Any], bool] | None:
+        """The schema of answers, and whether unknown keywords are refused; None for text."""
+        if self.schema_ is not None:
+            return self.schema_, bool(self.strict)
+        return None if self.type == "text" else ({"type": "object"}, True)
 
 
 class TextOptions(Strict):
@@ -258,12 +253,6 @@ class ResponseBody(GenerationBody):
         if self.top_logprobs or LOGPROBS in (self.include or ()):
             return self.top_logprobs or 0
         return None
-
-    @property
-    def response_format(self) -> ResponseFormat | None:
-        """The format of the answer; None for text."""
-        found = self.text.format if self.text else None
-        return None if found is None else found.response_format
 
     @property
     def offer(self) -> ToolOffer:

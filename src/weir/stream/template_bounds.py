@@ -1,0 +1,313 @@
+"""Bounds of a chat template while it is rendered: steps, processor time, and what it makes.
+
+A template is a program that comes with a model. A trace counts its steps. What it makes is counted
+by the environment in which transformers compiles templates: afterwards where that is no larger
+than what it is made of, and before where it can be (`'a' * 10**10`). Knows no messages or tokens.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache, wraps
+from itertools import chain
+from math import inf, prod
+from types import FrameType, MappingProxyType
+from typing import Any
+
+from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers.utils import chat_template_utils
+
+MAX_STEPS = 10_000_000
+"""Lines of a compiled template, and calls, that rendering may take: a few for each message."""
+MAX_SECONDS = 10.0
+"""Seconds of a processor that it may take."""
+MAX_MADE = 16_000_000
+"""Characters, and entries of lists, that it may make of any messages."""
+MADE_OF_ONE = 32
+"""Further ones of each character of the messages: most expressions copy what they change."""
+
+_WIDE = re.compile(r"%[^%a-zA-Z]*(\*|\d{4,})|\{[^{}]*:[^{}]*\d{4,}|\{[^{}]*\{")
+"""What makes a text of many characters of a short one, where a text is a format."""
+
+
+class OutOfBounds(Exception):
+    """A template takes too much; the message says what, after the template's name."""
+
+
+class Account:
+    """What one rendering may make: characters, and entries of lists.
+
+    Attributes:
+        left: what it may still make.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = self.left = most
+
+    def take(self, made: float) -> None:
+        """Count what is made, before or after; OutOfBounds if that is too much."""
+        self.left -= int(min(made, self.left + 1))
+        if self.left < 0:
+            raise OutOfBounds(
+                f"takes too much memory: it was stopped at {self.most:,} characters; give the "
+                "model another"
+            )
+
+    def foresee(self, made: float) -> None:
+        """Check whether so much may be made, without counting it; OutOfBounds if not."""
+        if made > self.left:
+            self.take(made)
+
+
+_account: ContextVar[Account | None] = ContextVar("account", default=None)
+"""The account of the rendering in this thread; where there is none, nothing is counted."""
+
+
+@contextmanager
+def bounded(given: Any) -> Iterator[None]:
+    """Stop a template that is rendered in this thread, of `given`, when it takes too much
+    (OutOfBounds).
+    """
+    _bound_compilation()
+    steps, until = 0, time.thread_time() + MAX_SECONDS
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps > MAX_STEPS or (not steps % 1000 and time.thread_time() > until):
+            raise OutOfBounds(
+                f"does not come to an end: it was stopped after {MAX_STEPS:,} steps or "
+                f"{MAX_SECONDS:g} seconds; give the model another"
+            )
+        return trace if frame.f_code.co_filename == "<template>" else None
+
+    token = _account.set(Account(MAX_MADE + MADE_OF_ONE * int(size_of(given))))
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+        _account.reset(token)
+
+
+@cache
+def _bound_compilation() -> None:
+    """Let transformers compile templates, from now on, in an environment that counts."""
+    known = chat_template_utils.__dict__
+    known["ImmutableSandboxedEnvironment"] = BoundedEnvironment
+    for name in ("_compile_jinja_template", "_cached_compile_jinja_template"):
+        if forget := getattr(known.get(name), "cache_clear", None):
+            forget()  # what was compiled before counts nothing
+
+
+def size_of(value: Any, most: float = inf, indent: int = 0, level: int = 1) -> float:
+    """Count the characters of a value and the entries in it, however deep, until there are `most`.
+
+    Args:
+        indent: characters that each entry counts for beside its own, times its level.
+    """
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, int):
+        return 1 + value.bit_length() // 8
+    parts: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        parts = chain(value.keys(), value.values())
+    elif isinstance(value, Sequence | Set) and not isinstance(value, range):
+        parts = value
+    total: float = 1
+    for part in parts:
+        total += 1 + indent * level + size_of(part, most - total, indent, level + 1)
+        if total > most:
+            break
+    return total
+
+
+class _CountingGenerator(CodeGenerator):
+    """Writes Python that counts what a template's expressions make."""
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        """Join texts by a method that counts them first."""
+        self.write("environment.concat(map(str, (")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write(")))")
+
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
+        """Count slices; other items are made already."""
+        if isinstance(node.arg, nodes.Slice):
+            self._count(super().visit_Getitem, node, frame)
+        else:
+            super().visit_Getitem(node, frame)
+
+    def visit_List(self, node: nodes.List, frame: Frame) -> None:
+        """Count a list."""
+        self._count(super().visit_List, node, frame)
+
+    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
+        """Count a dictionary."""
+        self._count(super().visit_Dict, node, frame)
+
+    def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:
+        """Count a tuple, unless names are set from it."""
+        if node.ctx == "load":
+            self._count(super().visit_Tuple, node, frame)
+        else:
+            super().visit_Tuple(node, frame)
+
+    def _count(self, write: Callable[[Any, Frame], None], node: nodes.Expr, frame: Frame) -> None:
+        self.write("environment.count(")
+        write(node, frame)
+        self.write(")")
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """An environment for chat templates that counts what they make while `bounded`."""
+
+    code_generator_class = _CountingGenerator
+    intercepted_binops = frozenset(["+", "*", "**", "%"])
+
+    def from_string(self, source: Any, *given: Any, **more: Any) -> Any:
+        """Compile a template; its filters count what they make."""
+        self.filters = {name: self._counted(name, each) for name, each in self.filters.items()}
+        return super().from_string(source, *given, **more)
+
+    def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A filter that counts what it makes."""
+        passed = int(hasattr(function, "jinja_pass_arg"))
+
+        @wraps(function)
+        def counted(*given: Any, **more: Any) -> Any:
+            checked = _foresee(name, given[passed:], more)
+            return self.count(function(*given[:passed], *checked, **more))
+
+        return counted
+
+    def count(self, value: Any) -> Any:
+        """Count a value that was made; return it."""
+        account = _account.get()
+        if account is None:
+            return value
+        if isinstance(value, str | bytes | int):
+            account.take(size_of(value))
+        elif isinstance(value, Mapping | Sequence | Set) and not isinstance(value, range):
+            account.take(len(value))
+            account.foresee(size_of(value, account.most))
+        return value
+
+    def concat(self, texts: Iterable[str]) -> str:
+        """Join texts, each of which is counted before."""
+        account = _account.get()
+        if account is None:
+            return "".join(texts)
+        parts = []
+        for text in texts:
+            account.left -= len(text)
+            if account.left < 0:
+                account.take(1)
+            parts.append(text)
+        return "".join(parts)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Calculate, unless that makes too much."""
+        account = _account.get()
+        if operator == "+" and type(left) is type(right) is str:  # a trace makes calls slow
+            if account is not None:
+                account.left -= len(left) + len(right)
+                if account.left < 0:
+                    account.take(1)
+            return left + right
+        _foresee(operator, (left, right))
+        return self.count(super().call_binop(context, operator, left, right))
+
+    def call(__self, __context: Any, __obj: Any, *given: Any, **more: Any) -> Any:
+        """Call a function or method, unless that makes too much."""
+        method = getattr(__obj, "__wrapped__", __obj)  # of str.format, which the sandbox wraps
+        owner = getattr(method, "__self__", None)
+        owners = (owner,) if isinstance(owner, str | bytes | int) else ()
+        checked = _foresee(getattr(method, "__name__", ""), (*owners, *given), more)
+        return __self.count(super().call(__context, __obj, *checked[len(owners) :], **more))
+
+
+def _foresee(
+    name: str, given: tuple[Any, ...], more: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[Any, ...]:
+    """Check whether a function, method, filter or operator may make what it would (OutOfBounds).
+
+    Returns:
+        What it is given; of an iterator a list, since reading it is how it is counted.
+    """
+    account, estimate = _account.get(), _ESTIMATES.get(name)
+    if account is None or estimate is None or not given:
+        return given
+    given = tuple(list(each) if isinstance(each, Iterator) else each for each in given)
+    account.foresee(estimate(account.most, *given, *more.values()))
+    return given
+
+
+def _of_product(most: int, value: Any, *others: Any) -> float:
+    """Characters of a text or list that is repeated, filled or indented."""
+    return max(1, size_of(value, most)) * prod(max(1, _times(other, most)) for other in others)
+
+
+def _times(value: Any, most: int) -> float:
+    return abs(value) if isinstance(value, int) else size_of(value, most)
+
+
+def _of_power(most: int, base: Any, exponent: Any) -> float:
+    whole = isinstance(base, int) and isinstance(exponent, int)
+    return size_of(base) * max(1, exponent) if whole else 0
+
+
+def _of_times(most: int, left: Any, right: Any) -> float:
+    if isinstance(left, int) and isinstance(right, int):
+        return size_of(left) + size_of(right)
+    return _of_product(most, *((right, left) if isinstance(left, int) else (left, right)))
+
+
+def _of_format(most: int, text: Any, *given: Any) -> float:
+    """Characters of a format that is filled in, each of whose fields may be all that is given."""
+    if not isinstance(text, str):
+        return 0
+    if _WIDE.search(text.replace("{{", "")):
+        return inf
+    fields = text.count("%") + text.count("{")
+    return len(text) + fields * size_of(given, most)
+
+
+def _of_replace(most: int, text: Any, old: Any = "", new: Any = "", *_: Any) -> float:
+    text, old, new = map(str, (text, old, new))
+    return len(text) + text.count(old) * len(new)
+
+
+def _of_json(most: int, value: Any, *options: Any) -> float:
+    indent = max((_times(option, most) for option in options), default=0)
+    return size_of(value, most, int(indent))
+
+
+_ESTIMATES: dict[str, Callable[..., float]] = {
+    "*": _of_times,
+    "**": _of_power,
+    "replace": _of_replace,
+    "tojson": _of_json,
+    **dict.fromkeys(("%", "format", "format_map"), _of_format),
+    **dict.fromkeys(
+        (
+            *("center", "ljust", "rjust", "zfill", "expandtabs", "indent", "wordwrap"),
+            *("join", "batch", "slice", "lipsum", "to_bytes", "round", "translate", "urlize"),
+        ),
+        _of_product,
+    ),
+}
+"""By name, the most characters that something makes of what it is given, if those may be many more
+than all of it together.
+"""
