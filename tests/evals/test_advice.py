@@ -126,9 +126,10 @@ def test_a_text_that_fits_needs_no_policy(nano, tmp_path):
     assert not advise(*nano, str(path), 700_000).everything
 
 
-def test_too_little_memory_is_refused_with_what_it_takes(nano):
-    with pytest.raises(WeirError, match=r"10,000 bytes are too few .* takes 675,840\. A smaller"):
-        advise(*nano, str(BOOK), 10_000)
+@pytest.mark.parametrize("memory", [10_000, 400_000])  # into 400,000 smaller budgets fit
+def test_too_little_memory_is_refused_with_what_it_takes(nano, memory):
+    with pytest.raises(WeirError, match=r"bytes are too few .* takes 675,840\. A smaller"):
+        advise(*nano, str(BOOK), memory)
 
 
 def test_a_budget_takes_the_place_of_memory(nano):

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from weir import kernels
-from weir.models import linear_kernels, memory
+from weir.models import linear_kernels, memory, quantize_weights
 from weir.models.memory import move_to_huge_pages
 from weir.slab import LARGE_PAGE
 
@@ -80,6 +80,16 @@ def test_what_was_moved_is_not_moved_again_until_it_lies_elsewhere(offered, weig
     assert weight.data_ptr() == lies
     weight.data = weight.detach().clone()
     assert move_to_huge_pages([weight]) > 0
+
+
+def test_weights_in_blocks_are_moved_too(offered):
+    model = LlamaForCausalLM(LlamaConfig(**CONFIG.to_dict() | {"vocab_size": 40_000}))
+    quantize_weights(model, "q8_0")
+    head, embedding = model.lm_head, model.model.embed_tokens
+    assert head.codes is embedding.codes and head.scales is embedding.scales
+    for layer in (head, model.model.layers[0].mlp.up_proj):
+        for held in (layer.codes, layer.scales):
+            assert memory._MOVED[held] == held.data_ptr()
 
 
 def test_linux_gives_large_pages(weight):

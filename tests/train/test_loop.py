@@ -83,7 +83,7 @@ def assert_same_weights(left, right):
         ({"sink": "learnable:x"}, "not 'learnable:x'"),
         ({"sink": "one"}, "none, zero, learnable, .*, not 'one'"),
         ({"sink": "none:2"}, "not 'none:2'"),
-        ({"shape": "gpt"}, "a shape is llama, qwen3, alibi, not 'gpt'"),
+        ({"shape": "gpt"}, "shape of a recipe must be llama or qwen3 or alibi, not 'gpt'"),
         ({"shape": "alibi"}, "as many KV heads as heads, 2, not 1"),
         ({"shape": "alibi", "kv_heads": 2}, "no sink can be taught to them: choose learnable"),
         ({"shape": "alibi", "kv_heads": 2, "sink": "zero"}, "without softmax-off-by-one"),

@@ -16,7 +16,7 @@ from statistics import mean, median
 from typing import Any
 
 from weir.errors import WeirError
-from weir_bench.peers.engines import COMPILED, POLICY, EngineSetup, model_file
+from weir_bench.peers.engines import POLICY, EngineSetup, model_file
 from weir_bench.serving.server import weir_serves
 from weir_bench.serving.talk import Reply, Talk
 
@@ -65,7 +65,7 @@ class Shifting(Talk):
             try:
                 reply = await super().turn(words, tokens)
             except WeirError as error:
-                if "exceed" not in str(error) or len(self.messages) < 3:
+                if not re.search(r"request \(\d+ tokens\)", str(error)) or len(self.messages) < 3:
                     raise
                 del self.messages[1:3]
                 self.left_out += 1
@@ -79,18 +79,16 @@ def endless_chats(
 ) -> Iterator[tuple[str, Chat]]:
     """Each chat by its name, for the servers of those that are compared."""
     for each in engines:
-        if each.name == "weir float32":
-            yield "weir serve", functools.partial(_weir, window, ())
-            if each.compiles:
-                yield f"weir serve{COMPILED}", functools.partial(_weir, window, ("--compile",))
+        if each.name == "weir q4_1":
+            yield "weir serve, q4_1", functools.partial(_weir, window)
         if each.name == "llama.cpp Q4_1":
             for shift in (True, False):
                 name = f"{each.name}, {'context shift' if shift else 'as it is'}"
                 yield name, functools.partial(_llamacpp, each, threads, window, shift)
 
 
-def _weir(window: int, more: Sequence[str], turns: int) -> dict[str, Any]:
-    options = ("--policy", POLICY.format(window=window), "--rows", "1", *more)
+def _weir(window: int, turns: int) -> dict[str, Any]:
+    options = ("--policy", POLICY.format(window=window), "--rows", "1", "--weights", "gguf")
     with weir_serves(model_file("Q4_1"), *options) as server:
         talk = Talk(server.port, server.model, more={})
         return asyncio.run(_talked(talk, lambda: server.memory, window, turns))

@@ -74,7 +74,7 @@ def _torch(name: str, bits: int, **given: Any) -> EngineSetup:
     ours = name.startswith("weir")
     if ours:
         given["policy"] = POLICY
-    main = name in ("weir float32", "weir q8_0", "transformers float32")
+    main = name in ("weir float32", "weir q8_0", "weir q4_1", "transformers float32")
     return EngineSetup(name, "", "torch_side.py", bits, "Q4_1", given, main, ours)
 
 

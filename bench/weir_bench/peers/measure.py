@@ -40,7 +40,8 @@ class PeerPlan:
         say: told what is under way.
         window: slots of weir's policy, and tokens of the chat's context.
         behind: tokens in front of a step, rising.
-        prompt, long: tokens of prompts; the long one is for the main engines.
+        prompt, long: tokens of prompts; the long one is for the main engines, and leaves room for
+            an answer in SmolLM2's 8,192.
         rounds: turns of each.
         rows: conversations at once.
         held: tokens of each of those.
@@ -55,7 +56,7 @@ class PeerPlan:
     window: int = 1024
     behind: tuple[int, ...] = (1024, 4096)
     prompt: int = 1024
-    long: int = 8192
+    long: int = 8128
     rounds: int = 3
     rows: tuple[int, ...] = (1, 4, 16)
     held: int = 256
@@ -188,20 +189,23 @@ def rows(plan: PeerPlan, results: Results) -> None:
     """Tokens a second of several conversations at once, by the main engines."""
     threads = plan.threads[-1]
     for each in plan.engines:
+        name = each.name + (COMPILED if each.compiles else "")
         wanted = [
             rows
             for rows in plan.rows
-            if not results.find("rows", who=each.name, threads=threads, rows=rows)
+            if not results.find("rows", who=name, threads=threads, rows=rows)
         ]
         if not each.main or not wanted:
             continue
-        more = {"context": plan.held + 128, "slots": max(plan.rows)}
+        more: dict[str, Any] = {"context": plan.held + 128, "slots": max(plan.rows)}
+        if each.compiles:
+            more["compiled"] = True
         with _running(plan, results, [each], threads, **more) as running:
             for rows in wanted:
                 asked = {"rows": rows, "behind": plan.held, "count": CLOCK}
                 for taken in _in_turns(results, running, 1, "rows", **asked).values():
                     pace = rows / median(taken[0])
-                    named = {"who": each.name, "threads": threads, "rows": rows}
+                    named = {"who": name, "threads": threads, "rows": rows}
                     results.add("rows", named, {"tokens_per_second": pace})
 
 

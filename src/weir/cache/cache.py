@@ -175,8 +175,7 @@ class StreamingCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Mark new keys for weir's attention and pass them on; nothing is stored yet.
 
-        Raises:
-            WeirError: the call did not come through the model this cache was made for.
+        WeirError if the call did not come through the model this cache was made for.
         """
         forward = self.attachment.running
         if not isinstance(forward, Forward) or forward.stack is not self.stack:
@@ -289,23 +288,16 @@ class StreamingCache(Cache):
         return False
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse to crop: folded tokens cannot be removed.
+        """Refuse to crop (WeirError): folded tokens cannot be removed.
 
         Older versions of transformers call this for an assistant, after a first forward.
-
-        Raises:
-            WeirError: always.
         """
         raise WeirError(
             f"a StreamingCache cannot be cropped: what left its slots is gone; {ASSISTED}"
         )
 
     def activate_past_recording(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse assisted and prompt-lookup decoding, which remove tokens.
-
-        Raises:
-            WeirError: always.
-        """
+        """Refuse assisted and prompt-lookup decoding, which remove tokens (WeirError)."""
         raise WeirError(ASSISTED)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -346,11 +338,7 @@ class StreamingCache(Cache):
             self.batch_select_indices(torch.arange(self.rows.batch).repeat_interleave(repeats))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to pickle: the model would have to be pickled too.
-
-        Raises:
-            WeirError: always.
-        """
+        """Refuse to pickle (WeirError): the model would have to be pickled too."""
         raise WeirError(
             "a StreamingCache cannot be pickled or copied shallowly; copy.deepcopy makes a second "
             "one, and weir.Stream saves to a file"
@@ -749,8 +737,7 @@ class StreamingCache(Cache):
     def begin(self, given: dict[str, Any], without: tuple[int, ...] = ()) -> Forward:
         """Begin a forward; `given` are the decoder's arguments by name.
 
-        Raises:
-            WeirError: the forward does not continue this stream.
+        WeirError if it does not continue this stream.
         """
         self._check_whole()
         if self not in self.attachment.caches:
@@ -779,11 +766,7 @@ class StreamingCache(Cache):
         return Forward(self.stack, given, begun, self._rotaries, self.begin, without)
 
     def end(self) -> None:
-        """End a forward: call `on_fold`, and raise for refused rows.
-
-        Raises:
-            WeirError: tokens of a row were refused; the other rows went on.
-        """
+        """End a forward: call `on_fold`, and raise for refused rows; the other rows went on."""
         stack = self.stack
         if self._repeating:
             return

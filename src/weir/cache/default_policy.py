@@ -68,9 +68,8 @@ def find_model_policy(model: PreTrainedModel | str, revision: str | None = None)
     """Find the policy in the folder of a model, or of a name as `weir.load` takes it; None without
     one.
 
-    Raises:
-        WeirError: the file is no policy file, or was measured on another model. It is not ignored:
-            whoever put it there would not notice.
+    A file that is no policy file, or was measured on another model, is refused (WeirError) and not
+    ignored: whoever put it there would not notice.
     """
     file = sidecar_path(model, FILE, revision)
     if file is None:

@@ -52,6 +52,7 @@ class LayerStack(list[Layer]):
 
     Attributes:
         by_index: the layer or layers of each layer of the model.
+        moves_on_axes: whether tokens of a layer move on three axes, so that it keeps their places.
         rows: the progress of each row.
         broken: whether a call was interrupted during a fold.
         failed: by row, why its tokens of the last forward were refused.
@@ -71,6 +72,7 @@ class LayerStack(list[Layer]):
         super().__init__(layers)
         parts = groupby(self, key=lambda layer: layer.spec.index)
         self.by_index = [LayerParts(tuple(each)) for _, each in parts]
+        self.moves_on_axes = any(layer.spec.moves_on_axes for layer in self)
 
     def reset(self) -> None:
         """Forget all rows."""
@@ -88,6 +90,9 @@ class Forward:
         given: the decoder's arguments by name.
         plan: the segments of the call.
     """
+
+    _stored = False
+    """Whether a step has stored all there is, and no layer has anything to check or fold."""
 
     def __init__(
         self,
@@ -170,6 +175,9 @@ class Forward:
         (segment,) = self.plan.segments
         # One check of all layers; one a layer only if it fails.
         whole = math.isfinite(step.largest.amax().item())
+        self._stored = whole and not segment.due and not self.stack.moves_on_axes
+        if self._stored:
+            return
         per_layer = [None] * len(self.stack) if whole else step.largest
         for layer, largest in zip(self.stack, per_layer, strict=True):
             layer.commit_step(segment, largest)
@@ -183,7 +191,7 @@ class Forward:
         there is nothing to repeat. Raises NotFiniteError, and undoes the call, if that is every
         row.
         """
-        failed = self._unfinite()
+        failed = {} if self._stored else self._unfinite()
         if failed and not self.plan.step:
             return self._again(failed)
         stack = self.stack
@@ -194,7 +202,8 @@ class Forward:
             if failed and len(failed) == sum(self.plan.segments[0].counts):
                 self._undo()
                 raise self._record_failures(failed) from None
-        self._commit()
+        if not self._stored:
+            self._commit()
         stack.again = {
             row: ids for row, ids in self._begun.again.items() if row not in stack.failed | failed
         }

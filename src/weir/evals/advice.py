@@ -139,8 +139,9 @@ def advise(
         whole = attempt("dense", len(ids), ids)
         if memory is None or whole.kv_bytes <= memory:
             return Advice((whole,), len(ids), len(ids), window, everything=True)
+    left_out: dict[str, str] = {}
     if named is None and memory is not None:
-        fits, left_out = _candidates(model, memory, chunk, window), {}
+        fits = _candidates(model, memory, chunk, window)
     else:
         fits, left_out = _fitting(model, named or CANDIDATES, memory, budget, chunk)
         if not fits:

@@ -196,7 +196,7 @@ def measure_error(
     *,
     layers: Sequence[int] | None = None,
     seeds: Sequence[int] = (0,),
-    on_step: Callable[[int, int], bool] | None = None,
+    on_step: Callable[[int, int], bool | None] = lambda done, total: None,
 ) -> list[LayerError]:
     """Measure the error of every layer under every policy.
 
@@ -223,7 +223,7 @@ def measure_error(
         errors = [float((out - exact).norm() / exact.norm()) for out in outs]
         which = str(one.policy), one.name, one.rate, inputs.layer
         rows.append(LayerError(*which, errors, fmean(kept), median(seconds)))
-        if on_step is not None and on_step(len(rows), len(sized) * len(heard)):
+        if on_step(len(rows), len(sized) * len(heard)):
             break
     return rows
 

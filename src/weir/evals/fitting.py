@@ -16,8 +16,6 @@ from weir.models import sight_of
 
 MOST = 2**24
 """No budget is larger, in slots, whatever the memory."""
-STEPS = 8
-"""Slots by which rounding may take a budget past the first that does not fit."""
 LEAST = 4096
 """Some budget below this makes every policy."""
 
@@ -44,10 +42,8 @@ def budget_in(
         return size_of(model, sized, chunk=chunk).stream <= memory
 
     # From small to large: budgets too small for the policy, budgets that fit, budgets that do not.
-    budgets = range(1, most + 1)
-    last = bisect_left(budgets, True, key=lambda budget: fits(budget) is False)
-    # Pools round their shares of a budget, so a budget may fit although the one below does not.
-    return next((n for n in reversed(budgets[max(0, last - 1) : last + STEPS]) if fits(n)), None)
+    last = bisect_left(range(1, most + 1), True, key=lambda budget: fits(budget) is False)
+    return last if last and fits(last) else None
 
 
 def fit_to_memory(

@@ -20,6 +20,7 @@ from weir.cache import Positions, Prefill
 from weir.errors import WeirError
 from weir.evals.notation import with_budget
 from weir.policies import Policy, parse_policy
+from weir.pools import check_arguments
 from weir.stream import Stream
 
 Better = Literal["higher", "lower"]
@@ -99,13 +100,11 @@ class Task(ABC):
         metrics: figures of `run` to compare by, most important first, and which way is better.
         drawn: whether the seed decides what is asked. If not, and the policy draws nothing either,
             one seed is enough.
-        least: the least value of parameters that are numbers.
     """
 
     name: ClassVar[str]
     drawn: ClassVar[bool] = True
     metrics: ClassVar[Mapping[str, Better]]
-    least: ClassVar[Mapping[str, int]] = {}
 
     def settings(self) -> Sequence[Task]:
         """The tasks to run and record one by one; a sweep stands for several.
@@ -114,12 +113,6 @@ class Task(ABC):
             WeirError: the parameters contradict each other.
         """
         return (self,)
-
-    def __post_init__(self) -> None:
-        for name, least in self.least.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise WeirError(f"{self.name} takes {name}={least} or more, not {value}")
 
     @abstractmethod
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
@@ -152,11 +145,11 @@ AnyTask = TypeVar("AnyTask", bound=type[Task])
 
 
 def task(name: str) -> Callable[[AnyTask], AnyTask]:
-    """Register a class of tasks under a name."""
+    """Register a class of tasks under a name; it refuses what annotations do not allow."""
 
     def register(kind: AnyTask) -> AnyTask:
         kind.name = name
-        TASKS[name] = kind
+        TASKS[name] = check_arguments(kind, name)
         return kind
 
     return register

@@ -18,8 +18,8 @@ APART = 2**18
 """Numbers from which on lines are read at two places at once."""
 CACHE_LINE = 64
 """Bytes that come from memory at once."""
-WIDE, NARROW = 256, 64
-"""Sums that fit into the registers of a processor: half of 32 of 16 numbers, and of 16 of 8."""
+SUMS = 256 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 64
+"""Sums that fit into the registers of a processor: half of 32 of 16 numbers, or of 16 of 8."""
 
 
 def register_kernel(
@@ -94,6 +94,5 @@ def _columns(lines: Tensor, rows: int) -> list[Tensor]:
     each loop would jump from line to line. Where their sums do not fit into registers it is jumped.
     """
     dim, width = lines.shape[-1], CACHE_LINE // lines.element_size()
-    wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    fit = dim % width == 0 and rows * dim <= (WIDE if wide else NARROW)
+    fit = dim % width == 0 and rows * dim <= SUMS
     return [part.float() for part in lines.split(width if fit else dim, dim=-1)]

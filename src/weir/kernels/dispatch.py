@@ -264,11 +264,7 @@ def _for_floats(name: str, t: torch.Tensor, *dtypes: torch.dtype) -> Callable[..
 
 
 def _library(device: torch.device) -> str:
-    """The library to take.
-
-    Raises:
-        WeirError: the environment asks for a library that does not exist or is not installed.
-    """
+    """The library to take; WeirError if the environment asks for one that there is not."""
     wanted = os.environ.get(VARIABLE, "")
     if not wanted:
         return _BY_DEVICE.get(device.type, "reference")

@@ -42,8 +42,7 @@ class ModelSink:
         kind: one of `KINDS`.
         tokens: ids in front of every training sample, in order; only a learnable sink has any.
 
-    Raises:
-        WeirError: there is no such sink.
+    WeirError if there is no such sink.
     """
 
     kind: str = "none"

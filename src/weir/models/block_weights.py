@@ -29,6 +29,8 @@ BLOCK_FORMATS = {"q8_0": (8, False), "q4_0": (4, False), "q4_1": (4, True)}
 """Bits of a code, and whether blocks have a minimum, by the name of the format in GGUF."""
 STORED_FORMATS = {"Q8_0": "q8_0", "Q4_0": "q4_0", "Q4_1": "q4_1", "Q4_K": "q4_1"}
 """The types of a GGUF file that are multiplied as they are, and the format that they lie in."""
+COMPARED = 8
+"""One block in so many is compared to see in which order a file has a weight's outputs."""
 AS_STORED = "gguf"
 """`weights=` for the blocks of the file that a model was loaded from."""
 
@@ -53,10 +55,12 @@ class Blocks:
         spare = -self.outputs % PANEL
         codes = nn.functional.pad(codes, (0, 0, 0, spare))
         scales = nn.functional.pad(scales, (0, 0, 0, 0, 0, spare))
-        quads = codes.view(-1, PANEL, inputs // BLOCK, BLOCK // 4, 4).permute(0, 2, 3, 1, 4)
+        # Four codes at a time, which are moved and packed as one number.
+        quads = codes.contiguous().view(torch.int32)
+        quads = quads.view(-1, PANEL, inputs // BLOCK, BLOCK // 4).permute(0, 2, 3, 1)
         if bits == 4:
             quads = quads[:, :, :4] | quads[:, :, 4:] << 4
-        self.codes = quads.flatten(2).contiguous()
+        self.codes = quads.flatten(2).contiguous().view(torch.uint8)
         panels = scales.view(-1, PANEL, *scales.shape[1:]).permute(0, 2, 3, 1)
         self.scales = panels.contiguous().view(torch.int16)
 
@@ -329,19 +333,21 @@ def _matching(model: PreTrainedModel, blocks: Blocks, weight: Tensor) -> Blocks 
     half a head apart.
     """
     config = model.config.get_text_config(decoder=True)
-    wanted = weight.detach().float()
+    if weight.shape != (blocks.outputs, blocks.codes.shape[1] * BLOCK):
+        return None
+    wanted = weight.detach().unflatten(1, (-1, BLOCK))[:, ::COMPARED].float()
     exact = max(torch.finfo(weight.dtype).eps, torch.finfo(torch.float16).eps)
     limit = exact * wanted.abs().amax()
+    parts = blocks.codes[:, ::COMPARED], blocks.scales[:, ::COMPARED]
+    numbers = write_out(*parts, blocks.outputs).view_as(wanted)
     outputs = torch.arange(blocks.outputs)
     orders = [outputs]
     for heads in {config.num_attention_heads, config.num_key_value_heads}:
         if blocks.outputs % (2 * heads) == 0:
             orders.append(outputs.view(heads, -1, 2).transpose(1, 2).flatten())
     for order in orders:
-        found = blocks if order is outputs else blocks.reordered(order)
-        numbers = found.rows()
-        if numbers.shape == wanted.shape and (numbers - wanted).abs().amax() <= limit:
-            return found
+        if (numbers[order] - wanted).abs().amax() <= limit:
+            return blocks if order is outputs else blocks.reordered(order)
     return None
 
 

@@ -68,8 +68,7 @@ class Compiling:
         strict: see the attribute; such steps wait.
         programs: see the attribute.
 
-    Raises:
-        WeirError: `torch.compile` does not take these options.
+    WeirError if `torch.compile` does not take these options.
     """
 
     wait = False
@@ -102,11 +101,7 @@ class Compiling:
             raise WeirError(f"torch.compile does not take these options: {reason}") from None
 
     def give_up(self, reason: str) -> None:
-        """Run all steps uncompiled from now on, and write a notice.
-
-        Raises:
-            WeirError: `strict` is set.
-        """
+        """Run all steps uncompiled from now on, and write a notice; with `strict` a WeirError."""
         self.failed = f"the steps of this model cannot be compiled here: {reason}"
         if self.strict:
             raise WeirError(self.failed)
@@ -146,11 +141,7 @@ class Compiling:
         return self._traced[-1]
 
     def compile_traced(self, sizes: Hashable) -> None:
-        """Compile what was traced in a step of these sizes, in a thread or at once.
-
-        Raises:
-            Exception: whatever the compiler raises, if it does not run in a thread.
-        """
+        """Compile what was traced in a step of these sizes, in a thread or at once."""
         programs, self._traced = self._traced, []
         if not programs:
             self.known.add(sizes)
@@ -164,10 +155,8 @@ class Compiling:
             threading.Thread(target=job.try_to_run, name="weir compiles", daemon=True).start()
 
     def is_under_way(self, sizes: Hashable) -> bool:
-        """Return whether a thread compiles for these sizes; take over what it has compiled.
-
-        Raises:
-            Exception: what the compiler raised.
+        """Return whether a thread compiles for these sizes; take over what it has compiled, or
+        raise what the compiler raised.
         """
         job = self.under_way.get(sizes)
         if job is None:
@@ -183,10 +172,8 @@ class Compiling:
         return False
 
     def refuse(self, sizes: Hashable, error: Exception) -> None:
-        """Run steps of these sizes uncompiled from now on, or all steps, and say why.
-
-        Raises:
-            WeirError: `strict` is set.
+        """Run steps of these sizes uncompiled from now on, or all steps, and say why; with `strict`
+        a WeirError.
         """
         self._traced = []
         failure = f"the steps of this model cannot be compiled here: {_reason(error)}"
@@ -344,9 +331,6 @@ class Compiled:
         Args:
             step: the cache's stand-in, `cache.forward.Step`.
             given: the decoder's arguments by name.
-
-        Raises:
-            WeirError: the model cannot be compiled here and `strict` is set; it says why.
         """
         how = self._compiling
         sizes = step.sizes  # read once: computing it walks through all layers

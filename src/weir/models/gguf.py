@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import math
+import mmap
 import os
 import shutil
 import struct
@@ -190,13 +191,25 @@ class _HeaderReader:
             return self.number(self.code(kind))
         item, n = self.number("I"), self.count(MAX_ITEMS, "items of one array")
         if item == _STRING:
-            for _ in range(n):
-                self.bytes(self.count(MAX_STRING, "bytes of one string"))
+            self.skip_strings(n)
         elif item == _ARRAY:
             raise _Damaged("it has an array of arrays")
         else:
             self.bytes(n * struct.calcsize("<" + self.code(item)))
         return n
+
+    def skip_strings(self, n: int) -> None:
+        """Walk over an array of strings: a vocabulary has a hundred thousand of them."""
+        with mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
+            at, length = self.file.tell(), struct.Struct("<Q")
+            for _ in range(n):
+                if at + 8 > self.size:
+                    break
+                (size,) = length.unpack_from(whole, at)
+                if size > MAX_STRING:
+                    raise _Damaged(f"its header declares {size:,} bytes of one string")
+                at += 8 + size
+        self.bytes(at - self.file.tell())  # refuses what ends behind the file
 
     @staticmethod
     def code(kind: int) -> str:

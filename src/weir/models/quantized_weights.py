@@ -58,11 +58,7 @@ def check_bits(weights: str | None) -> None:
 
 
 def check_not_quantized(name: str, config: Any) -> None:
-    """Refuse to quantize a model that was saved quantized.
-
-    Raises:
-        WeirError: the configuration says that the weights are quantized.
-    """
+    """Refuse to quantize a model whose configuration says that it is quantized (WeirError)."""
     saved = getattr(config, "quantization_config", None)
     if saved is not None:
         how = saved.get("quant_method") if isinstance(saved, dict) else saved.quant_method
@@ -81,9 +77,8 @@ def quantize_weights(model: PreTrainedModel, weights: str, path: Path | None = N
         weights: one of `BITS` or `BLOCK_FORMATS`, or "gguf" for the blocks of the file at `path`.
         path: the GGUF file that the model was loaded from.
 
-    Raises:
-        WeirError: torchao is needed and not installed, or cannot quantize on this device; no layer
-            can be quantized; or there is no file.
+    WeirError if torchao is needed and not installed, or cannot quantize on this device; if no layer
+    can be quantized, or there is no file.
     """
     bits = _bits(model, weights)
     choose_products(model, on=False)  # remove patches that use the old weights
@@ -92,6 +87,7 @@ def quantize_weights(model: PreTrainedModel, weights: str, path: Path | None = N
             put_stored_blocks(model, list(bits), check_stored(path, str(model.config.name_or_path)))
         else:
             put_blocks(model, list(bits), weights)
+        move_to_huge_pages([t for t in model.buffers() if t.is_cpu and t.is_contiguous()])
         run_mlps_whole(model)
         warn_without_kernel(model)
     else:
@@ -99,6 +95,10 @@ def quantize_weights(model: PreTrainedModel, weights: str, path: Path | None = N
     model.register_load_state_dict_pre_hook(_refuse_plain_weights)
     model.config.tie_word_embeddings = False
     model.requires_grad_(False)
+    for parameter in model.parameters():
+        if type(parameter) is nn.Parameter and parameter.ndim == 1:
+            # Norms and biases lie in the mapped file, and would keep all of it in memory.
+            parameter.data = parameter.data.clone()
 
 
 def _quantize_by_torchao(model: PreTrainedModel, bits: dict[str, int]) -> None:
@@ -133,10 +133,8 @@ def _quantize_by_torchao(model: PreTrainedModel, bits: dict[str, int]) -> None:
 
 
 def shrink(skeleton: PreTrainedModel, weights: str, path: Path | None = None) -> None:
-    """Give a model on the device `meta` tensors of the sizes that `quantize_weights` would make.
-
-    Raises:
-        WeirError: as `quantize_weights`, except that torchao is not needed.
+    """Give a model on the device `meta` tensors of the sizes that `quantize_weights` would make,
+    with its errors; torchao is not needed.
     """
     bits = _bits(skeleton, weights)
     if weights == AS_STORED:
@@ -219,11 +217,7 @@ class Int4Linear(QuantizedLinear):
     """Linear layer with a torchao weight of 4 bits."""
 
     def _check(self, dtype: torch.dtype, wanted: torch.dtype) -> None:
-        """Refuse another dtype: scales are packed in one dtype, which inputs must have too.
-
-        Raises:
-            WeirError: the wanted dtype differs.
-        """
+        """Refuse another dtype: scales are packed in one dtype, which inputs must have too."""
         if wanted != dtype:
             raise WeirError(
                 f"weights of 4 bits stay in the dtype they were made in ({dtype}): load the model "

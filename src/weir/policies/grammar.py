@@ -85,10 +85,7 @@ def parse_call(text: str) -> PolicyCall | None:
     """Read the call of a named policy without making the policy, which may still need a budget.
 
     None for a pipe of pools, a list of policies or a policy file, and for arguments that the policy
-    does not have.
-
-    Raises:
-        PolicyError: the first call cannot be read.
+    does not have; PolicyError if the first call cannot be read.
     """
     parser = Parser(text)
     if is_file(text) or parser.take(LIST):

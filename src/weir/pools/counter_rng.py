@@ -84,9 +84,6 @@ class CounterRNG:
             position: places in the stream [batch, kv_heads or 1, n], int64.
             index: a number, or a tensor that broadcasts with `position`, for several draws for one
                 token.
-
-        Raises:
-            WeirError: the batch has more or fewer rows than there are seeds.
         """
         if isinstance(index, int) and index == 0:
             return self.uniforms(purpose, position, 1)[..., 0]

@@ -184,9 +184,6 @@ def read_inputs(
         images: the facts about the model's images; None if it sees none.
         within: with embeddings, their offsets [length, 5] or [batch, length, 5]
             (`models.offsets`); None for words.
-
-    Raises:
-        WeirError: there are none, or ids, embeddings, offsets or images do not fit.
     """
     if embeddings is not None:
         inputs = _with_embeddings(given, embeddings, model, vocabulary)

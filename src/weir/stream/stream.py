@@ -92,11 +92,7 @@ class Stream:
         return f"<weir.Stream {self._held.summary()}>"
 
     def __copy__(self) -> Stream:
-        """Refused: both would feed the same cache.
-
-        Raises:
-            WeirError: always.
-        """
+        """Refuse a shallow copy (WeirError): both would feed the same cache."""
         raise WeirError(
             "a Stream cannot be copied shallowly: both would go on in one cache; copy.deepcopy "
             "makes a second one"

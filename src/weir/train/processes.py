@@ -7,43 +7,32 @@ before the optimizers step, so all processes keep equal weights. Knows nothing a
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
-
-from weir.errors import WeirError, describe_missing
+from torch import Tensor, distributed
 
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of a run, seen from one of them; the one of rank 0 writes files and messages.
-
-    `state` is accelerate's; None for a single process, which needs no accelerate.
-    """
+    """The processes of a run, seen from one; that of rank 0 writes files and messages."""
 
     device: torch.device
     rank: int = 0
     count: int = 1
-    state: Any = None
 
     @classmethod
     def here(cls) -> Processes:
-        """Return the processes of `accelerate launch`, or else one process on the GPU or CPU."""
-        count = int(os.environ.get("WORLD_SIZE") or 1)
+        """Join the processes that the launcher's environment tells of, if any."""
         gpu = torch.cuda.is_available()
-        if count == 1:
+        if int(os.environ.get("WORLD_SIZE") or 1) == 1:
             return cls(torch.device("cuda" if gpu else "cpu"))
-        try:
-            from accelerate import PartialState
-        except ImportError:
-            what = f"training in {count} processes"
-            raise WeirError(describe_missing(what, "accelerate")) from None
-        state = PartialState(cpu=not gpu)
-        return cls(state.device, state.process_index, state.num_processes, state)
+        device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if gpu else "cpu")
+        if not distributed.is_initialized():
+            distributed.init_process_group("nccl" if gpu else "gloo")
+        return cls(device, distributed.get_rank(), distributed.get_world_size())
 
     @staticmethod
     def speaks_here() -> bool:
@@ -60,13 +49,10 @@ class Processes:
         return rows[self.rank :: self.count].to(self.device)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of a tensor over all processes."""
-        if self.count == 1:
-            return values
-        from accelerate.utils import reduce
-
-        summed: Tensor = reduce(values, reduction="sum")
-        return summed
+        """Replace a tensor by its sum over all processes, and return it."""
+        if self.count > 1:
+            distributed.all_reduce(values)
+        return values
 
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Replace every gradient by its sum over all processes."""
@@ -78,11 +64,16 @@ class Processes:
         for gradient, part in zip(gradients, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
 
-    def first_before_others(self) -> AbstractContextManager[None]:
-        """Return a block that process 0 has ended before the others begin it."""
-        return self.state.main_process_first() if self.state is not None else nullcontext()
+    @contextmanager
+    def first_before_others(self) -> Iterator[None]:
+        """Let process 0 end a block before the others begin it."""
+        if not self.is_first:
+            self.wait()
+        yield
+        if self.is_first:
+            self.wait()
 
     def wait(self) -> None:
         """Wait until all processes have called this."""
-        if self.state is not None:
-            self.state.wait_for_everyone()
+        if self.count > 1:
+            distributed.barrier()

@@ -8,16 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from weir.errors import WeirError, quote
+from weir.pools import check_arguments
 
 ROOM = 192
 """Tokens of text in the shortest sample that has room for the exercises and for the sink loss."""
 MOST_SINKS = 64
-OPTIMIZERS = ("muon", "adamw")
-SHAPES = ("llama", "qwen3", "alibi")
-"""Rotary embeddings; the same with QK norm, as in Qwen3; ALiBi, as in MPT."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +96,13 @@ class TrainingRecipe:
     tokens: int = 31_936_000
     rows: int = 16
     length: int = 511
-    shape: str = "llama"
+    shape: Literal["llama", "qwen3", "alibi"] = "llama"
     width: int = 256
     layers: int = 4
     heads: int = 4
     kv_heads: int = 2
     inner: int = 768
-    optimizer: str = "muon"
+    optimizer: Literal["muon", "adamw"] = "muon"
     rate: float = 4e-3
     decay: float = 0.05
     falling: float = 0.23
@@ -119,7 +117,8 @@ class TrainingRecipe:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sink", str(SinkKind.of(self.sink)))
-        self._check_shape()
+        if self.shape == "alibi":
+            self._check_alibi()
         if self.width % (2 * self.heads):
             raise WeirError(
                 f"a model {self.width} wide has no {self.heads} heads of an even size: choose a "
@@ -129,10 +128,6 @@ class TrainingRecipe:
             raise WeirError(
                 f"{self.heads} heads cannot share {self.kv_heads} KV heads evenly: choose a number "
                 "that divides them"
-            )
-        if self.optimizer not in OPTIMIZERS:
-            raise WeirError(
-                f"the optimizer is {' or '.join(OPTIMIZERS)}, not {quote(self.optimizer)}"
             )
         if not self.exercise_rows < self.rows:
             raise WeirError(
@@ -155,12 +150,8 @@ class TrainingRecipe:
                 f"{self.length}: choose {self.rows * self.length:,} or more"
             )
 
-    def _check_shape(self) -> None:
-        """Refuse unknown shapes, and settings that an ALiBi model cannot have."""
-        if self.shape not in SHAPES:
-            raise WeirError(f"a shape is {', '.join(SHAPES)}, not {quote(self.shape)}")
-        if self.shape != "alibi":
-            return
+    def _check_alibi(self) -> None:
+        """Refuse settings that an ALiBi model cannot have."""
         object.__setattr__(self, "inner", 4 * self.width)
         if self.kv_heads != self.heads:
             raise WeirError(
@@ -214,6 +205,9 @@ class TrainingRecipe:
                     f"{where} was begun with {name}={begun.get(name)}, not {getattr(self, name)}: "
                     "give that, or another folder"
                 )
+
+
+check_arguments(TrainingRecipe, "a recipe")
 
 
 @dataclass(frozen=True)

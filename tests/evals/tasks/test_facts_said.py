@@ -195,14 +195,14 @@ def test_numbers_of_one_name_begin_differently_and_answers_are_as_long_as_asked(
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: Repeated(times=1), "repeated says a number 2 to 9 times, not 1"),
-        (lambda: Changed(times=10), "changed says a number 2 to 9 times, not 10"),
-        (lambda: Changed(samples=0), "changed takes samples=1 or more, not 0"),
-        (lambda: Repeated(before=0), "before=1"),
+        (lambda: Repeated(times=1), "times of repeated must be a whole number from 2 to 9, not 1"),
+        (lambda: Changed(times=10), "times of changed must be a whole number from 2 to 9, not 10"),
+        (lambda: Changed(samples=0), "samples of changed must be a whole number from 1 on, not 0"),
+        (lambda: Repeated(before=0), "before of repeated must be"),
         (lambda: Repeated(farthest=15), "begin at 16, past 15"),
-        (lambda: Instruction(samples=0), "instruction takes samples=1"),
+        (lambda: Instruction(samples=0), "samples of instruction must be"),
         (lambda: Instruction(farthest=31), "begin at 32, past 31"),
-        (lambda: Verbatim(length=1), "verbatim takes length=2 or more, not 1"),
+        (lambda: Verbatim(length=1), "length of verbatim must be a whole number from 2 on, not 1"),
         (lambda: Verbatim(length=20, farthest=60), "begin at 64, past 60"),
     ],
 )

@@ -118,7 +118,7 @@ def test_what_is_not_in_the_format_is_named(tmp_path: Path) -> None:
     path.write_text(json.dumps({**ROWS[0], "dataset": "hotpot"}))
     with pytest.raises(WeirError, match="no data set 'hotpot', did you mean 'hotpotqa'"):
         LongBench(file=str(path)).run(stranger(), quiet)
-    with pytest.raises(WeirError, match="truncate=2 or more"):
+    with pytest.raises(WeirError, match="truncate of longbench must be a whole number from 2 on"):
         LongBench(file=str(path), truncate=1)
 
 

@@ -149,10 +149,10 @@ def test_a_question_leaves_nothing_in_the_stream(nano, policy):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"form": "song"}, "form of facts is sentence, chat, changed, several"),
+        ({"form": "song"}, "form of facts must be sentence or chat or changed or several or rule"),
         ({"distances": "150"}, "multiples of 100"),
         ({"distances": "far"}, "multiples of 100"),
-        ({"facts": len(KINDS) + 1}, "8 facts at most"),
+        ({"facts": len(KINDS) + 1}, "facts of facts must be a whole number from 1 to 8"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(given, said):

@@ -95,8 +95,8 @@ def test_in_words_dense_answers_as_a_plain_loop() -> None:
 
 def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
     for options, said in [
-        ({"format": "song"}, "format of needle is exercises or text, not 'song'"),
-        ({"depths": 1}, "depths=2 or more"),
+        ({"format": "song"}, "format of needle must be exercises or text or none"),
+        ({"depths": 1}, "depths of needle must be a whole number from 2 on"),
         ({"longest": 100, "lengths": 2}, "would be 50 tokens; hay begins at 64"),
     ]:
         with pytest.raises(WeirError, match=said):

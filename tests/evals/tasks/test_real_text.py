@@ -133,9 +133,12 @@ def test_all_dialogues_stand_on_one_stream_and_are_judged_alone(tmp_path, monkey
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Babi("qa1.txt", length=10), "length=100 or more"),
+        (lambda: Babi("qa1.txt", length=10), "length of babi must be a whole number from 100 on"),
         (lambda: Loop(tokens=300), "multiple of 250"),
-        (lambda: MTBench("bench.jsonl", samples=2), "samples=4 or more"),
+        (
+            lambda: MTBench("bench.jsonl", samples=2),
+            "samples of mtbench must be a whole number from 4 on",
+        ),
     ],
 )
 def test_what_cannot_be_asked_is_refused(make, said):

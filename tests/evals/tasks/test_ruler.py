@@ -114,8 +114,8 @@ def test_records_are_read_as_ruler_and_the_harness_write_them(tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"samples": 0}, "samples=1 or more"),
-        ({"most": 0}, "most=1 or more"),
+        ({"samples": 0}, "samples of ruler must be"),
+        ({"most": 0}, "most of ruler must be"),
         ({"chat": True}, "no chat template"),
     ],
 )

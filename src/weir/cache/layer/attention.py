@@ -67,7 +67,8 @@ class NewTokens(NamedTuple):
         return self._map(lambda t: t[row : row + 1])
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> NewTokens:
-        return NewTokens(*map(change, self[:3]), self.params)
+        queries, keys, values, params = self
+        return NewTokens(change(queries), change(keys), change(values), params)
 
     def rotated(self, spec: LayerSpec, slab: Slab, segment: Segment) -> NewTokens:
         """Rotate queries and keys of a segment to their places."""

@@ -124,6 +124,7 @@ class DecodeSlots:
             split = split[0].masked_fill(unseen, -torch.inf), *split[1:]
         held = self.keys, self.values, self.quantized
         slots = AttendedSlots(*held, above, below, split, 0, self.b.shape[2])
-        by = "loops" if uses_loops(queries) else "torch"
-        result = compute_attention(queries, slots, params, by=by)
+        result = compute_attention(
+            queries, slots, params, by="loops" if uses_loops(queries) else "torch"
+        )
         return result.answers.flatten(1, 2)

@@ -58,14 +58,16 @@ def section(asked: Inspection) -> Section:
         _draw(figure, maps)
     named = "; ".join(f"place {place} is {token} in all of them" for place, token in fixed.items())
     named = f" ({named})" if named else ""
-    ahead = looks_ahead(asked.model)
     text = (
         f"The mean over {len(ids)} sequences of {asked.length} tokens{named}: each row is a query, "
         "each column a key, as StreamingLLM's Figures 2, 7, 11, 13 and 14. A bright column is a "
         "token that all look at: a sink. Logits are those that go into the softmax: scaled, and "
         "capped where the model caps them. "
     )
-    text += "Every token sees every other." if ahead else "Keys that come after a query are white."
+    if looks_ahead(asked.model):
+        text += "Every token sees every other."
+    else:
+        text += "Keys that come after a query are left white."
     shown = f"{len(layers)} of {len(sizes)} layers" if len(layers) < len(sizes) else "all layers"
     which = ", ".join(map(str, heads))
     alt = f"Maps of average attention logits, query by key, for {shown} and heads {which}."

@@ -59,9 +59,8 @@ class AttentionError(Task):
         rates = () if self.rate is None else (self.rate,)
         sized, _ = size_policies([str(subject.policy)], setup, rates)
 
-        def report(done: int, rows: int) -> bool:
+        def report(done: int, rows: int) -> None:
             progress(done / rows)
-            return False
 
         seeds = (subject.seed,)
         rows = measure_error(subject.model, ids, sized, setup, seeds=seeds, on_step=report)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from weir.evals.scores import count_right
 from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.evals.tasks.exercises import BOOK_TOKENS
 from weir.evals.tasks.natural_facts import AT_ONCE, Wording, likeliest_answers
+from weir.pools import Bounds, Count
 from weir.stream import read_stream, read_text
 from weir.train import passage
 
@@ -75,12 +76,11 @@ class Babi(Task):
     """
 
     file: str
-    length: int = 1000
-    samples: int = 64
+    length: Annotated[int, Bounds(100)] = 1000
+    samples: Count = 64
     text: str | None = None
 
     metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher"}
-    least: ClassVar[dict[str, int]] = {"length": 100, "samples": 1}
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
         """Ask all questions, some streams side by side.

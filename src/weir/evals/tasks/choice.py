@@ -17,6 +17,7 @@ from weir.evals.answers import check_template
 from weir.evals.records import JsonRecord, read_records
 from weir.evals.scores import count_right
 from weir.evals.task import Better, Progress, Subject, Task, task
+from weir.pools import Count
 from weir.stream import Conversation, Stream
 
 
@@ -45,11 +46,10 @@ class Choice(Task):
     """
 
     file: str
-    samples: int | None = None
+    samples: Count | None = None
     chat: bool = False
 
     metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher", "one_shot": "higher"}
-    least: ClassVar[dict[str, int]] = {"samples": 1}
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
         """Ask all questions on one stream, then each on its own stream.

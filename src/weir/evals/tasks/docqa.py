@@ -15,6 +15,7 @@ from weir.evals.answers import ask_all, costs
 from weir.evals.records import JsonRecord, read_records
 from weir.evals.scores import contains, count_right, is_exact
 from weir.evals.task import Better, Progress, Subject, Task, task
+from weir.pools import Count
 
 MOST = 100
 """Tokens of an answer, as in Lost in the Middle."""
@@ -57,15 +58,13 @@ class DocumentQA(Task):
 
     file: str
     gold: int | str | None = None
-    documents: int | None = None
-    samples: int | None = None
+    documents: Count | None = None
+    samples: Count | None = None
     chat: bool = False
 
     metrics: ClassVar[dict[str, Better]] = {"exact_match": "higher", "contains": "higher"}
-    least: ClassVar[dict[str, int]] = {"documents": 1, "samples": 1}
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         for place in self.places():
             if place < 0 or (self.documents is not None and place >= self.documents):
                 raise WeirError(f"there is no place {place} among the documents of docqa")

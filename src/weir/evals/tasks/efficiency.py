@@ -21,6 +21,7 @@ from torch import Tensor
 from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.models import window_of
 from weir.policies import parse_policy
+from weir.pools import Count
 from weir.stream import Stream
 
 EXACT, RECOMPUTE = "exact", "recompute"
@@ -39,16 +40,15 @@ class Efficiency(Task):
         repeats: the prompt is read so often.
     """
 
-    prompt: int = 1024
-    tokens: int = 64
-    repeats: int = 3
+    prompt: Count = 1024
+    tokens: Count = 64
+    repeats: Count = 3
 
     metrics: ClassVar[dict[str, Better]] = {
         "decode_over_exact": "lower",
         "decode_over_recompute": "lower",
         "prefill_over_exact": "lower",
     }
-    least: ClassVar[dict[str, int]] = {"prompt": 1, "tokens": 1, "repeats": 1}
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
         """Read the prompt and decode, all rivals in turns.

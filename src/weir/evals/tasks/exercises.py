@@ -12,7 +12,7 @@ import itertools
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ import torch
 from weir.errors import WeirError
 from weir.evals.scores import count_by_distance
 from weir.evals.task import Better, Progress, Subject, Task, task
+from weir.pools import Bounds, Count
 from weir.stream import read_stream
 from weir.train import DIGITS, Words, passage
 
@@ -188,19 +189,17 @@ class ExerciseTask(Task):
         left_out: figures that say nothing about this task.
     """
 
-    samples: int
+    samples: Count
     farthest: int
-    before: int = 1
+    before: Count = 1
     text: str | None
     times: int = 1
     length: int = DIGITS
     at_once: ClassVar[int] = AT_ONCE
     left_out: ClassVar[tuple[str, ...]] = ("stale",)
     metrics: ClassVar[Mapping[str, Better]] = {"accuracy": "higher"}
-    least: ClassVar[Mapping[str, int]] = {"samples": 1, "before": 1}
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.farthest < self.nearest:
             raise WeirError(
                 f"the distances of {self.name} begin at {self.nearest}, past {self.farthest}"
@@ -280,9 +279,9 @@ class ExerciseTask(Task):
 class Recall(ExerciseTask):
     """Nano's exercises on a stream: numbers asked for after 16, 32, 64 ... tokens."""
 
-    samples: int = 32
+    samples: Count = 32
     farthest: int = 1024
-    before: int = 256
+    before: Count = 256
     text: str | None = None
 
     at_once: ClassVar[int] = sys.maxsize
@@ -306,16 +305,11 @@ class Recall(ExerciseTask):
 class _RepeatedFacts(ExerciseTask):
     """Numbers that are said several times before they are asked for."""
 
-    times: int = 3
-    samples: int = 32
+    times: Annotated[int, Bounds(2, MOST)] = 3
+    samples: Count = 32
     farthest: int = 1024
-    before: int = 512
+    before: Count = 512
     text: str | None = None
-
-    def __post_init__(self) -> None:
-        if not 2 <= self.times <= MOST:
-            raise WeirError(f"{self.name} says a number 2 to {MOST} times, not {self.times}")
-        super().__post_init__()
 
 
 @task("repeated")
@@ -358,14 +352,13 @@ class Verbatim(ExerciseTask):
     some of the tokens cannot reproduce them. Distances are from the beginning of what is asked for.
     """
 
-    length: int = 6
-    samples: int = 32
+    length: Annotated[int, Bounds(2)] = 6
+    samples: Count = 32
     farthest: int = 1024
-    before: int = 256
+    before: Count = 256
     text: str | None = None
 
     metrics: ClassVar[Mapping[str, Better]] = {"accuracy": "higher", "token_accuracy": "higher"}
-    least: ClassVar[Mapping[str, int]] = {"length": 2, **ExerciseTask.least}
 
 
 @task("instruction")
@@ -377,7 +370,7 @@ class Instruction(ExerciseTask):
     loses first. Distances are from the end of the instructions.
     """
 
-    samples: int = 32
+    samples: Count = 32
     farthest: int = 1024
     text: str | None = None
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from weir.errors import WeirError
 from weir.evals.answers import ask_all, costs
 from weir.evals.records import read_records
 from weir.evals.scores import count_right
 from weir.evals.task import Better, Progress, Subject, Task, task
+from weir.pools import Bounds, Count
 
 SAMPLES = 50
 """Questions, where nothing else is said; as many as an official file has."""
@@ -48,17 +48,11 @@ class Lines(Task):
     """
 
     file: str | None = None
-    lines: int = 20
-    samples: int = SAMPLES
+    lines: Annotated[int, Bounds(1, NAMES)] = 20
+    samples: Count = SAMPLES
     chat: bool = False
 
     metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher"}
-    least: ClassVar[dict[str, int]] = {"lines": 1, "samples": 1}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.lines > NAMES:
-            raise WeirError(f"a case can be made of {NAMES:,} lines at most, not of {self.lines}")
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
         """Ask every question on its own stream.

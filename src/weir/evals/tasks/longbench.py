@@ -12,7 +12,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -20,6 +20,7 @@ from weir.errors import WeirError, suggest
 from weir.evals.answers import ask_all, costs
 from weir.evals.records import JsonRecord, import_optional, read_records
 from weir.evals.task import Better, Progress, Subject, Task, task
+from weir.pools import Bounds, Count
 
 PLAIN = ("trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p")
 """Data sets whose prompts LongBench never puts into a chat template: few-shot, and code."""
@@ -42,12 +43,11 @@ class LongBench(Task):
     """
 
     file: str
-    samples: int | None = None
-    truncate: int | None = None
+    samples: Count | None = None
+    truncate: Annotated[int, Bounds(2)] | None = None
     chat: bool = False
 
     metrics: ClassVar[dict[str, Better]] = {"score": "higher"}
-    least: ClassVar[dict[str, int]] = {"samples": 1, "truncate": 2}
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
         """Answer every prompt on its own stream.

@@ -17,6 +17,7 @@ from weir.errors import WeirError
 from weir.evals.answers import generate_rows
 from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.evals.tasks.mtbench import share_distinct
+from weir.pools import Count
 from weir.stream import read_stream
 from weir.train import front_of, passage
 
@@ -38,15 +39,13 @@ class Loop(Task):
         samples: texts.
     """
 
-    tokens: int = 20_000
-    samples: int = 1
+    tokens: Count = 20_000
+    samples: Count = 1
     text: str | None = None
 
     metrics: ClassVar[dict[str, Better]] = {"looped": "lower"}
-    least: ClassVar[dict[str, int]] = {"tokens": 1, "samples": 1}
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.tokens % SPAN:
             raise WeirError(f"loop writes a multiple of {SPAN} tokens, not {self.tokens}")
 

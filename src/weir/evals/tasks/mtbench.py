@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from weir.evals.answers import check_template
 from weir.evals.records import read_records
 from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.policies import parse_policy
+from weir.pools import Bounds, Count
 from weir.stream import Conversation, Stream, render_chat
 
 GRAM = 3
@@ -43,12 +44,11 @@ class MTBench(Task):
     """
 
     file: str
-    samples: int | None = None
-    most: int = 96
+    samples: Annotated[int, Bounds(4)] | None = None
+    most: Count = 96
     alone: bool = False
 
     metrics: ClassVar[dict[str, Better]] = {"nll_last": "lower", "distinct_last": "higher"}
-    least: ClassVar[dict[str, int]] = {"samples": 4, "most": 1}
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
         """Hold all dialogues.

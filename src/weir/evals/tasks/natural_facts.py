@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from weir.evals.scores import count_by_distance
 from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.evals.tasks.exercises import BOOK_TOKENS, follows
 from weir.evals.tasks.lines import ADJECTIVES, NOUNS
-from weir.pools import Marks
+from weir.pools import Bounds, Count, Marks
 from weir.stream import read_stream, render_chat
 from weir.train import NAMES, front_of, passage
 
@@ -211,21 +211,15 @@ class Facts(Task):
 
     form: Form = "sentence"
     distances: str | int = "200 400 800 1600"
-    samples: int = 8
-    facts: int = 8
+    samples: Count = 8
+    facts: Annotated[int, Bounds(1, len(KINDS))] = 8
     every: int = 100
     before: int = 300
     text: str | None = None
 
     metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher"}
-    least: ClassVar[dict[str, int]] = {"samples": 1, "facts": 1}
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.form not in get_args(Form):
-            raise WeirError(f"form of facts is {', '.join(get_args(Form))}, not {self.form!r}")
-        if self.facts > len(KINDS):
-            raise WeirError(f"facts takes {len(KINDS)} facts at most, not {self.facts}")
         if not self.tokens_back or any(
             n < BLOCK or n % BLOCK for n in (self.every, self.before, *self.tokens_back)
         ):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -23,10 +23,10 @@ from weir.evals.answers import ask
 from weir.evals.scores import words_found
 from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.evals.tasks.exercises import BOOK_TOKENS
+from weir.pools import Bounds, Count
 from weir.stream import read_stream
 from weir.train import DIGITS, Words, passage, practiced
 
-FORMATS = ("exercises", "text")
 SHORTEST = 64
 MOST = 50
 """Tokens of an answer in words."""
@@ -49,10 +49,10 @@ class Needle(Task):
     """
 
     longest: int = 1024
-    lengths: int = 4
-    depths: int = 5
-    samples: int = 8
-    format: str | None = None
+    lengths: Count = 4
+    depths: Annotated[int, Bounds(2)] = 5
+    samples: Count = 8
+    format: Literal["exercises", "text"] | None = None
     needle: str = "The miller's secret is a spoonful of chestnut honey in the dough."
     question: str = "What is the miller's secret?"
     answer: str = "a spoonful of chestnut honey in the dough"
@@ -60,12 +60,8 @@ class Needle(Task):
     chat: bool = False
 
     metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher"}
-    least: ClassVar[dict[str, int]] = {"lengths": 1, "depths": 2, "samples": 1}
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.format is not None and self.format not in FORMATS:
-            raise WeirError(f"format of needle is {' or '.join(FORMATS)}, not {self.format!r}")
         if self.longest // self.lengths < SHORTEST:
             raise WeirError(
                 f"the shortest of {self.lengths} lengths up to {self.longest} would be "

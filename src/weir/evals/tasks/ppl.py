@@ -8,10 +8,11 @@ paper's tables: `window(2048)` is 0+2048, `streaming_llm(2048, sinks=4)` is 4+20
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from weir.evals.perplexity import STEP, PerplexityMeter, perplexity_of
 from weir.evals.task import Better, Progress, Subject, Task, task
+from weir.pools import Bounds, Count
 from weir.stream import read_stream
 
 
@@ -26,14 +27,13 @@ class Perplexity(Task):
         start: a text to stand in front in place of the tokenizer's start token.
     """
 
-    tokens: int | None = 20_000
+    tokens: Annotated[int, Bounds(2)] | None = 20_000
     text: str | None = None
-    block: int = 1000
+    block: Count = 1000
     start: str | None = None
 
     drawn: ClassVar[bool] = False
     metrics: ClassVar[dict[str, Better]] = {"ppl": "lower"}
-    least: ClassVar[dict[str, int]] = {"tokens": 2, "block": 1}
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
         """Read the stream once and measure perplexity.

@@ -20,6 +20,7 @@ from weir.evals.records import JsonRecord, read_records
 from weir.evals.scores import mean_interval
 from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.models import sink_of, transformers_model
+from weir.pools import Count
 from weir.stream import render_chat
 
 
@@ -70,12 +71,11 @@ class Ruler(Task):
     file: str
     question: Literal["after", "within", "before"] = "after"
     match: Literal["all", "part"] = "all"
-    most: int = 128
-    samples: int | None = None
+    most: Count = 128
+    samples: Count | None = None
     chat: bool = False
 
     metrics: ClassVar[dict[str, Better]] = {"score": "higher"}
-    least: ClassVar[dict[str, int]] = {"samples": 1, "most": 1}
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
         """Answer every record on its own stream.

@@ -7,22 +7,21 @@ a given number of lines back; nothing is ever reset, and the model's own answers
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from weir.errors import WeirError
 from weir.evals.scores import count_by_distance
 from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.evals.tasks.lines import LARGEST, NAMES, line_name, line_start
+from weir.pools import Count
 from weir.train import DIGITS, Words, practiced
 
 DISTANCES = (20, 40, 60, 80, 100, 150, 200, 400, 600, 800, 1000)
 """Table 7's, in lines."""
-FORMATS = ("exercises", "text")
 
 Query = tuple[int, int]
 """After how many lines it comes, and how many lines back it asks."""
@@ -44,19 +43,13 @@ class StreamEval(Task):
             exercises for a model that was trained on them, as nano was, and text for others.
     """
 
-    distance: int | None = None
-    samples: int = 8
-    queries: int = 10
-    every: int = 10
-    format: str | None = None
+    distance: Count | None = None
+    samples: Count = 8
+    queries: Count = 10
+    every: Count = 10
+    format: Literal["exercises", "text"] | None = None
 
     metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher"}
-    least: ClassVar[dict[str, int]] = {"distance": 1, "samples": 1, "queries": 1, "every": 1}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.format is not None and self.format not in FORMATS:
-            raise WeirError(f"format of streameval is {' or '.join(FORMATS)}, not {self.format!r}")
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
         """Ask every question.

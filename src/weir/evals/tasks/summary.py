@@ -15,6 +15,7 @@ from weir.evals.answers import ask_all, costs
 from weir.evals.records import JsonRecord, read_records
 from weir.evals.scores import rouge_scores, self_bleu
 from weir.evals.task import Better, Progress, Subject, Task, task
+from weir.pools import Count
 
 FIELDS = (("document", "summary"), ("article", "highlights"))
 """Names of the fields for a text and its summary in XSUM and in CNN/DailyMail."""
@@ -32,8 +33,8 @@ class Summary(Task):
     """
 
     file: str
-    samples: int | None = None
-    most: int = 64
+    samples: Count | None = None
+    most: Count = 64
     chat: bool = False
 
     metrics: ClassVar[dict[str, Better]] = {
@@ -42,7 +43,6 @@ class Summary(Task):
         "rouge2": "higher",
         "rougeL": "higher",
     }
-    least: ClassVar[dict[str, int]] = {"samples": 1, "most": 1}
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
         """Summarize every article on its own stream.
