@@ -184,6 +184,12 @@ def test_rows_apart_and_rows_that_rest(taken) -> None:
     check(make("llama", **WIDE), POLICIES[1], taken, 3, mask=mask)
 
 
+def test_a_row_that_rests_in_the_first_step_has_no_say_in_its_proof(taken) -> None:
+    mask = torch.ones(3, PROMPT + STEPS, dtype=torch.long)
+    mask[1, PROMPT : PROMPT + 2] = 0
+    check(make("llama", **WIDE), POLICIES[1], taken, 3, mask=mask)
+
+
 def test_a_long_stream_and_one_that_is_restored(taken, tmp_path) -> None:
     model, ids = make("llama", **WIDE), tokens(1, 600)
     usual = weir.Stream(model, POLICIES[0], chunk=CHUNK)

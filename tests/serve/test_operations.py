@@ -254,6 +254,12 @@ def test_a_turn_that_cannot_be_saved_fails_and_nobody_hears_of_an_end(server, mo
     assert server.post(CHAT, body_of(max_tokens=2)).status_code == 200
 
 
+def test_health_can_be_asked_for_without_a_body(server):
+    found = httpx.head(f"{server.url}/health")
+    assert (found.status_code, found.content) == (200, b"")
+    assert found.headers["content-length"] == str(len(httpx.get(f"{server.url}/health").content))
+
+
 def test_what_happens_is_counted(server):
     folds, read = count(server, "weir_folds_total"), count(server, 'weir_tokens_total{kind="read"}')
     used = server.post(CHAT, body_of(max_tokens=20)).json()["usage"]

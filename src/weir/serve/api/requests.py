@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from codecs import BOM_UTF8
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -259,7 +260,7 @@ def parse_body(
 ) -> Body:
     """Parse and validate the body of a request (APIError); `counter` counts JSON in its texts."""
     try:
-        value = from_json(data, cache_strings="keys")
+        value = from_json(data.removeprefix(BOM_UTF8), cache_strings="keys")
     except ValueError as error:
         raise invalid_json(str(error)) from None
     try:

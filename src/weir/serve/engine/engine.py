@@ -448,11 +448,14 @@ def sizes_of(engine: Engine) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def compile_engine(engine: Engine, **options: Any) -> None:
+def compile_engine(engine: Engine, **options: Any) -> bool:
     """Compile the decode steps of an engine, each number of rows when a call first has it.
 
     Answers differ by rounding only. Until a program is ready, and where none can be made, steps run
-    uncompiled; WeirError if the model cannot be compiled, whatever the compiler.
+    uncompiled; WeirError if the model cannot be compiled, whatever the compiler. Returns whether
+    there may be programs; if not, standard error has said why.
     """
-    compile_steps(engine.model, **options)
-    engine.runner.sizes = sizes_of(engine)
+    compiles = compile_steps(engine.model, **options)
+    if compiles:
+        engine.runner.sizes = sizes_of(engine)
+    return compiles
