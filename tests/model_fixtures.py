@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,15 @@ def smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed: pip install {install}")
     return weir.load("smollm2", dtype="float32", device="cpu")
+
+
+@pytest.fixture(params=[1, 2], ids="{} threads".format)
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """One thread of PyTorch, and two; the number of them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -142,7 +142,7 @@ def test_a_second_reading_asks_all_heads(llama, ids):
     [
         (
             "[[window(4)], window(4)]",
-            "has policies for 1 KV heads, and layer 0 of this model has 2",
+            "layer 0 of this model: .* has policies for 1 KV heads, and the layer has 2",
         ),
         ("[[recent(4) | gated(4), recent(8)], recent(8)]", "gated reads all KV heads"),
     ],
@@ -150,6 +150,16 @@ def test_a_second_reading_asks_all_heads(llama, ids):
 def test_heads_that_cannot_be_are_refused(llama, policy, said):
     with pytest.raises(WeirError, match=said):
         weir.StreamingCache(llama, policy)
+
+
+def test_a_layer_with_other_heads_is_named_by_its_number_in_the_model():
+    """Sliding layers keep their own window, and a policy holds the others."""
+    model = make("gemma2")
+    windows = [layer.positions.window for layer in describe(model).layers]
+    held = windows.index(None)
+    assert held > 0 and windows.count(None) == 1
+    with pytest.raises(WeirError, match=f"layer {held} of this model: "):
+        weir.StreamingCache(model, "[[window(4), window(4), window(4)]]")
 
 
 def test_lists_are_two_deep():

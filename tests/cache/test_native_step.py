@@ -105,30 +105,23 @@ def test_torch_compile_can_be_left_out(taken, monkeypatch) -> None:
         compile_steps(model, torch_compile=False, backend="eager")
 
 
-@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("bits", ["int8", "int4"])
 def test_slots_of_few_bits(bits: str, threads: int, taken) -> None:
     """From one state at every step: a number between two levels may be rounded to either."""
     policy, ids = f"sink(2) | recent(6) | recent(20):{bits}", tokens(2, PROMPT + STEPS)
     model, twin = (make("llama", **WIDE, **_THREE) for _ in range(2))
     cache, other = (StreamingCache(m, policy, chunk=CHUNK) for m in (model, twin))
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
     compile_steps(twin)
-    try:
-        with torch.no_grad():
-            for m, held in ((model, cache), (twin, other)):
-                m(ids[:, :PROMPT], past_key_values=held)
-            for step in ids[:, PROMPT:].split(1, dim=1):
-                for row, state in enumerate(cache.take_rows()):
-                    other.put_row(row, state)
-                found = [
-                    m(step, past_key_values=held).logits
-                    for m, held in ((model, cache), (twin, other))
-                ]
-                close_runs(found[1], found[0], model)
-    finally:
-        torch.set_num_threads(before)
+    with torch.no_grad():
+        for m, held in ((model, cache), (twin, other)):
+            m(ids[:, :PROMPT], past_key_values=held)
+        for step in ids[:, PROMPT:].split(1, dim=1):
+            for row, state in enumerate(cache.take_rows()):
+                other.put_row(row, state)
+            found = [
+                m(step, past_key_values=held).logits for m, held in ((model, cache), (twin, other))
+            ]
+            close_runs(found[1], found[0], model)
     assert len(taken) == STEPS
 
 
@@ -152,13 +145,9 @@ def test_what_modules_do_beside_their_names_is_noticed_by_the_first_step(
 
 
 @pytest.mark.parametrize("policy", POLICIES[1::2])
-def test_threads_share_a_step(policy: str, taken) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)  # and three heads, in two stretches each
-    try:
-        check(make("llama", **{**WIDE, **_THREE}), policy, taken)
-    finally:
-        torch.set_num_threads(before)
+@pytest.mark.parametrize("threads", [2], indirect=True)
+def test_threads_share_a_step(policy: str, threads: int, taken) -> None:
+    check(make("llama", **{**WIDE, **_THREE}), policy, taken)  # three heads in two stretches each
 
 
 def test_half_precision(taken) -> None:
@@ -192,6 +181,12 @@ def test_a_sliding_layer_beside_others_sees_its_window_alone(taken) -> None:
 def test_rows_apart_and_rows_that_rest(taken) -> None:
     mask = torch.ones(3, PROMPT + STEPS, dtype=torch.long)
     mask[1, :3] = mask[2, :9] = mask[0, PROMPT + 4 : PROMPT + 7] = 0
+    check(make("llama", **WIDE), POLICIES[1], taken, 3, mask=mask)
+
+
+def test_a_row_that_rests_in_the_first_step_has_no_say_in_its_proof(taken) -> None:
+    mask = torch.ones(3, PROMPT + STEPS, dtype=torch.long)
+    mask[1, PROMPT : PROMPT + 2] = 0
     check(make("llama", **WIDE), POLICIES[1], taken, 3, mask=mask)
 
 

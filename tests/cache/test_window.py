@@ -24,7 +24,7 @@ def told(make) -> list[warnings.WarningMessage]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         make()
-    return [it for it in found if "this model was made for" in str(it.message)]
+    return [it for it in found if str(it.message).startswith("weir: ")]
 
 
 @pytest.mark.parametrize("make", [weir.Stream, weir.StreamingCache])
@@ -62,3 +62,31 @@ def test_a_policy_without_a_limit_is_told_where_frequencies_change():
     ids = torch.randint(1, 90, (1, 250), generator=torch.Generator().manual_seed(0))
     logits = weir.Stream(model, "window(248)", chunk=8).feed(ids, all_logits=True)
     assert logits.allclose(model(ids, use_cache=False).logits, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "why"),
+    [
+        ("phi3-longrope", 192, "past 192 tokens this model rotates keys by other frequencies"),
+        ("llama", WINDOW, f"this model was made for {WINDOW} tokens"),
+    ],
+)
+def test_places_past_those_of_a_model_are_told_once(name, known, why):
+    model = make(name, **({} if "rope" in name else {"max_position_embeddings": WINDOW}))
+    stream = weir.Stream(model, "window(16)", chunk=8, positions="original")
+    rolling = weir.Stream(model, "window(16)", chunk=8)
+    ids = torch.randint(1, 60, (known + 2,), generator=torch.Generator().manual_seed(0))
+    assert not told(lambda: stream.feed(ids[:known]))
+    (said,) = told(lambda: stream.feed(ids[known:]))
+    assert why in str(said.message) and 'positions="rolling"' in str(said.message)
+    assert not told(lambda: stream.feed(ids))
+    assert not told(lambda: rolling.feed(ids))
+
+
+def test_places_are_counted_from_the_origin_and_the_caller_is_pointed_at(small):
+    cache = weir.StreamingCache(small, "window(16)", positions="original", origin=WINDOW - 2)
+    ids = torch.tensor([[3, 1]])
+    assert not told(lambda: small(ids, past_key_values=cache))
+    with pytest.warns(UserWarning, match="come past the places") as found:
+        small(ids, past_key_values=cache)
+    assert found[0].filename == __file__

@@ -122,6 +122,14 @@ def test_an_empty_system_turn_is_none(chat):
     assert "keeps the first 4 and" in chat("Hello", words=("--system", "")).err
 
 
+def test_a_template_without_a_system_turn_is_told_with_what_to_do(chat, tmp_path):
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    model = make_model(tmp_path, refusing + CHATML)
+    ended = chat("Hello", of=model, words=("--system", SYSTEM))
+    assert (ended.code, ended.err.count("\n")) == (1, 1)
+    assert ended.err.endswith("no system; leave --system out, and say it in your first message\n")
+
+
 def test_a_system_turn_is_for_a_conversation_that_has_not_begun(chat, tmp_path):
     ended = chat(words=("--system", SYSTEM, "--session", tmp_path / "talk"))
     assert (ended.code, ended.out) == (1, "")

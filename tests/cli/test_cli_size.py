@@ -84,6 +84,8 @@ def test_for_people_it_is_a_few_lines(capsys, model):
     assert lines[6].endswith(" together, at 1.0 GB/s")
     plain = run(capsys, "size", model).out.splitlines()
     assert plain == lines[:5]
+    large = run(capsys, "size", model, "--policy", "window(4000)", "--chunk", 2000).out
+    assert "window(4000), 4,000 slots a layer and 2,000 new tokens\n" in large
 
 
 @pytest.mark.parametrize(

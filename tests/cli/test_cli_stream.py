@@ -46,6 +46,14 @@ def test_a_budget_past_the_window_is_told(capsys, model, text):
     assert "hold up to 5,008 tokens, and this model was made for" in ended.err
 
 
+def test_places_past_the_window_are_told_in_one_line(model, text):
+    words = ("stream", "--model", model, "--text", text, "--policy", SMALL)
+    ended = Process(*words, "--positions", "original", "--json").end()
+    assert (ended.code, json.loads(ended.out)["positions"]) == (0, "original")
+    assert ended.err.count("weir: a stream has come past the places") == 1
+    assert "UserWarning" not in ended.err
+
+
 def test_json_is_one_object_with_every_figure_and_nothing_else(capsys, model, text):
     ended = run(
         capsys, "stream", "--text", text, "--model", model, "--policy", SMALL, "--tokens", 900,
@@ -140,14 +148,21 @@ def test_text_in_front_takes_the_place_of_the_start_token(capsys, model, text):
     assert front["ppl"] != pytest.approx(plain["ppl"], rel=nll_off(reader, 299))
 
 
-def test_a_perplexity_that_is_no_number_is_null_in_json(capsys, tmp_path, text):
+@pytest.mark.parametrize(("weight", "shown"), [(float("nan"), "nan"), (1e30, "inf")])
+def test_a_perplexity_that_is_no_number_ends_the_reading_in_one_sentence(
+    capsys, tmp_path, text, weight, shown
+):
     model = make_model(tmp_path)
     broken = AutoModelForCausalLM.from_pretrained(model)
-    torch.nn.init.constant_(broken.lm_head.weight, float("nan"))
+    broken.lm_head.weight.data[: broken.config.vocab_size // 2] = weight
     broken.save_pretrained(model)
-    ended = run(capsys, "stream", "--text", text, "--model", model, "--tokens", 300, "--json")
-    assert json.loads(ended.out, parse_constant=pytest.fail)["ppl"] is None
-    assert "nan" in run(capsys, "stream", "--text", text, "--model", model, "--tokens", 300).out
+    words = ("--text", text, "--model", model, "--tokens", 900)
+    for_people, for_programs = (run(capsys, "stream", *words, *more) for more in ((), ("--json",)))
+    for ended in (for_people, for_programs):
+        assert ended.code == 1
+        assert ended.err.splitlines()[-1].startswith("weir: there is no perplexity: what the model")
+    assert f"perplexity {shown} over 200 tokens" in for_people.out
+    assert json.loads(for_programs.out, parse_constant=pytest.fail)["ppl"] is None
 
 
 @pytest.mark.slow

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
+import torch
 from roundings import nll_off
 
 import weir
@@ -39,6 +42,13 @@ def test_the_policies_are_tried_on_the_text_and_the_best_is_named(nano, monkeypa
     assert (found.tokens, found.window, found.everything) == (900, 512, False)
     assert told[-1][1] == 1.0
     assert [share for _, share in told] == sorted(share for _, share in told)
+
+
+def test_a_model_without_a_perplexity_gets_no_advice(nano):
+    model, tokenizer = copy.deepcopy(nano[0]), nano[1]
+    model.lm_head.weight = torch.nn.Parameter(torch.full_like(model.lm_head.weight, torch.nan))
+    with pytest.raises(WeirError, match="there is no perplexity"):
+        advise(model, tokenizer, str(BOOK), budget=100, policies="window", tokens=300)
 
 
 def test_what_is_taken_where_nobody_says_is_among_the_candidates():

@@ -49,14 +49,6 @@ def test_no_row_is_no_product():
     assert kernel.linear_blocks(torch.empty(0, BLOCK), held.codes, held.scales, 16).shape == (0, 16)
 
 
-@pytest.fixture(params=[1, 2], ids="{} threads".format)
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("kind", BLOCK_FORMATS)
 @pytest.mark.parametrize("rows", [13, 70, 301])
 def test_a_row_is_the_same_alone_and_among_others(kind, rows, threads):

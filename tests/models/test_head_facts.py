@@ -11,7 +11,8 @@ import torch
 from reference.models import make
 
 import weir
-from weir.cache import fit_to_model
+from weir.cache import fit_to_model, size_of
+from weir.errors import WeirError
 from weir.models import find_head_facts, head_facts, measure_heads
 from weir.policies.weir import LOOKS_UP, SPOILED
 from weir.slab import FORMATS, as_read
@@ -190,3 +191,11 @@ def test_no_head_gets_more_than_layers_see_that_all_slide(monkeypatch):
     pipes = weir.Stream(model, "weir(400)").policy.for_heads(0, 2, 2)
     assert [pipe.slots for pipe in pipes] == [436, (400 * 4 - 436) // 3]
     assert weir.Stream(model).policy.slots == 436
+    # The chunk that was asked for lies beside, not the usual one.
+    for chunk in (8, 200):
+        assert weir.Stream(model, chunk=chunk).policy.slots == 500 - chunk
+        assert size_of(model, chunk=chunk).slots == (500 - chunk,) * len(model.model.layers)
+        pinned = fit_to_model(weir.policy("pinned(weir, 20, 4)"), model, chunk)
+        assert pinned.pipes[0].slots == 500 - chunk
+    with pytest.raises(WeirError, match="sees only 500 tokens, fewer than the policy's 5 slots"):
+        weir.Stream(model, chunk=600)

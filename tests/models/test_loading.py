@@ -17,7 +17,14 @@ from transformers import LlavaConfig, T5Config, T5ForConditionalGeneration
 
 import weir
 from weir.errors import WeirError
-from weir.models.loading import ASSETS, drop_kernels, is_encoder, is_local, skeleton
+from weir.models.loading import (
+    ASSETS,
+    drop_kernels,
+    is_encoder,
+    is_local,
+    load_processor,
+    skeleton,
+)
 
 NANO = ASSETS / "nano"
 
@@ -60,6 +67,16 @@ def test_a_folder_is_loaded_as_it_was_saved(folder, llama, monkeypatch):
         assert not model.training
         for mine, theirs in zip(model.parameters(), llama.parameters(), strict=True):
             assert torch.equal(mine, theirs)
+
+
+def test_a_folder_may_be_a_path_and_other_names_are_refused_in_a_sentence(folder):
+    assert weir.load(folder, device="cpu")[0].config.model_type == "llama"
+    for name in (None, 3, b"nano", ["nano"]):
+        for load in (weir.load, load_processor):
+            with pytest.raises(WeirError, match="a model is named by a text, as in weir"):
+                load(name)
+    with pytest.raises(WeirError, match="there is no model folder"):
+        weir.load(folder / "none")
 
 
 def test_weights_saved_in_half_stay_in_half(folder, fresh_llama):

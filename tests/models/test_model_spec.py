@@ -63,7 +63,17 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "GPT2LMHeadModel": (
         "GPT2Config",
         {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4},
-        "weir does not know how gpt2 attends; it serves apertus, arcee, bloom",
+        "gpt2 adds a position to each token before its first layer",
+    ),
+    "OPTForCausalLM": (
+        "OPTConfig",
+        {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+        "opt adds a position to each token before its first layer",
+    ),
+    "BertLMHeadModel": (
+        "BertConfig",
+        {**SMALL},
+        "bert is an encoder: its tokens see later ones too; weir streams decoders only",
     ),
     "CohereForCausalLM": (
         "CohereConfig",

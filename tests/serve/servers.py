@@ -105,6 +105,7 @@ def make_client(
     data: Path | None = None,
     policy: str = POLICY,
     limit: int | None = None,
+    shared: bool = False,
     **disk: Any,
 ) -> EngineClient:
     """A client of an engine of a small model, whose turns are in memory or in a folder."""
@@ -114,7 +115,7 @@ def make_client(
     store: SessionStore = SessionStore(keep=most)
     if data is not None:
         store = SessionStore(DiskTurns(data, RowFormat.of(model, policy, 4), limit), **disk)
-    engine = Engine(model, policy, rows, store, chunk=4, queue=limits.queue)
+    engine = Engine(model, policy, rows, store, chunk=4, queue=limits.queue, shared=shared)
     book = ResponseStore(None if data is None else data / "book.db", limits.texts)
     return EngineClient(engine, tokenizer, "small", limits, book)
 

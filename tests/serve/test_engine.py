@@ -379,8 +379,8 @@ def test_nobodys_prompt_stops_the_answers_of_others():
 
 def test_clients_take_turns():
     served = engine(rows=1)
-    greedy = [turn(f"a{n}", words(n, 3), limit=2, owner="a") for n in range(4)]
-    modest = turn("b", words(9, 3), limit=2, owner="b")
+    greedy = [turn(f"a{n}", words(n, 3), limit=2, holder="a") for n in range(4)]
+    modest = turn("b", words(9, 3), limit=2, holder="b")
     for each in (*greedy, modest):
         served.submit(each)
     order = []
@@ -388,6 +388,24 @@ def test_clients_take_turns():
         served.step()
         order += [e.id for e in (*greedy, modest) if e.listener.over and e.id not in order]
     assert order.index("b") == 1
+
+
+def test_a_warm_engine_has_run_both_kinds_of_calls_and_holds_nothing(monkeypatch):
+    warm, sizes = engine(), []
+    run = warm.runner.run
+    monkeypatch.setattr(
+        warm.runner, "run", lambda given: sizes.append([*map(len, given.values())]) or run(given)
+    )
+    warm.warm_up()
+    assert sizes == [[5], [1, 1, 1]]
+    assert list(warm.cache.seen) == [0, 0, 0]
+    assert warm.load() == engine().load()
+    told = []
+    for each in (warm, engine()):
+        asked = turn("a", words(1, 12))
+        work(each, asked)
+        told.append(asked.output_ids)
+    assert told[0] == told[1]
 
 
 def test_the_queue_is_bounded_and_a_stopped_engine_takes_no_more():
@@ -455,7 +473,7 @@ class Sessions(RuleBasedStateMachine):
         self.count += 1
         ids = words(seed, length)
         history = [*(self.nodes[start] if start else []), (ids, limit)]
-        each = turn(f"n{self.count}", ids, start=start, limit=limit, owner=str(seed % 2))
+        each = turn(f"n{self.count}", ids, start=start, limit=limit, holder=str(seed % 2))
         self.engine.submit(each)
         self.under_way.append((each, history))
 

@@ -6,9 +6,12 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from reference.models import make
 from reference.naive import VOCABULARY, make_llama
 
 from weir import compile_steps
+from weir.cli.serve import compile_or_say
+from weir.errors import WeirError
 from weir.models.compiling import Compiled, Compiling
 from weir.serve import (
     Engine,
@@ -118,3 +121,15 @@ def test_without_a_compiler_the_engine_answers_as_before(model, steps, capfd):
     assert answers(engine, [4, 6, 5]) == answers(engine_of(model, 3), [4, 6, 5])
     assert set(steps) == {0}
     assert capfd.readouterr().err.count("no compiler here; they go the usual way") == 1
+
+
+def test_a_server_says_it_where_no_steps_are_compiled(capsys):
+    engine = engine_of(make("mpt"), 3)
+    compile_or_say(engine)
+    assert engine.runner.sizes == ()
+    assert capsys.readouterr().err == (
+        "weir: the steps of this model cannot be compiled here: the attention of mpt is code of "
+        "its own; they go the usual way\n"
+    )
+    with pytest.raises(WeirError, match="the attention of mpt is code of its own"):
+        compile_steps(engine.model, strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -26,6 +27,7 @@ from weir.cli.serve import compile_or_say
 from weir.errors import WeirError
 from weir.models import ASSETS
 from weir.serve import Limits
+from weir.serve.api import Keys
 from weir.serve.api.middleware import JSONFormatter
 from weir.serve.engine.scheduler import Busy
 
@@ -156,6 +158,59 @@ def test_requests_of_all_are_bounded():
     engine_client.begin_request("c")
 
 
+def test_one_key_leaves_rows_and_room_for_bodies_to_another():
+    limits = Limits(body=2_000_000, bodies=3_000_000, wait=0.5)
+    first, second = "wk-first", "wk-second"
+    keys = Keys(hashlib.sha256(key.encode()).hexdigest() for key in (first, second))
+    with serving(make_client(rows=2, limits=limits, shared=True), keys) as server:
+
+        def post(key: str, **more: Any) -> httpx.Response:
+            return server.post(CHAT, body_of(**more), Authorization=f"Bearer {key}")
+
+        greedy = server.client(key=first)
+        stream = greedy.chat.completions.create(**body_of(max_tokens=60_000), stream=True)
+        next(iter(stream))
+        refused = post(first)  # the second row is not for the same key
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"] == "1"
+        assert post(second, max_tokens=2).status_code == 200
+        head = f"Authorization: Bearer {first}"
+        half = raw(server.port, CHAT, b" " * 1_900_000, head, length=1_900_001)
+        large = "x" * 1_000_000
+        while (refused := post(first, user=large)).status_code != 429 or (
+            "too large" not in refused.text
+        ):
+            pass  # until all of the half has come
+        assert "of this key" in refused.json()["error"]["message"]
+        assert post(second, max_tokens=2, user=large).status_code == 200
+        half.close()
+        stream.close()
+
+
+def test_addresses_take_turns_where_there_are_no_keys():
+    with serving(make_client(rows=1)) as server:
+        stream = server.client().chat.completions.create(**body_of(max_tokens=60_000), stream=True)
+        next(iter(stream))
+        order: list[str] = []
+
+        def ask(address: str) -> None:
+            with httpx.Client(transport=httpx.HTTPTransport(local_address=address)) as client:
+                answer = client.post(server.url + CHAT, json=body_of(max_tokens=2), timeout=60)
+                assert answer.status_code == 200
+                order.append(address)
+
+        asking = []
+        for number, address in enumerate(["127.0.0.1"] * 3 + ["127.0.0.2"], 1):
+            asking.append(threading.Thread(target=ask, args=(address,)))
+            asking[-1].start()
+            while server.engine.load().waiting < number:
+                time.sleep(0.005)
+        stream.close()
+        for thread in asking:
+            thread.join()
+        assert order[0] == "127.0.0.2"
+
+
 def test_a_turn_whose_beginning_was_dropped_while_it_waited_is_read_anew(server, monkeypatch):
     first = server.post(CHAT, body_of(max_tokens=4)).json()
     said = {"role": "assistant", "content": first["choices"][0]["message"]["content"]}
@@ -197,6 +252,12 @@ def test_a_turn_that_cannot_be_saved_fails_and_nobody_hears_of_an_end(server, mo
     assert '"finish_reason":"length"' not in text
     monkeypatch.undo()
     assert server.post(CHAT, body_of(max_tokens=2)).status_code == 200
+
+
+def test_health_can_be_asked_for_without_a_body(server):
+    found = httpx.head(f"{server.url}/health")
+    assert (found.status_code, found.content) == (200, b"")
+    assert found.headers["content-length"] == str(len(httpx.get(f"{server.url}/health").content))
 
 
 def test_what_happens_is_counted(server):

@@ -8,9 +8,9 @@ from weir.serve import Sampler, SamplingParams, Sequence
 from weir.serve.engine.scheduler import Busy, Scheduler, fits_one_call, group_prefills
 
 
-def turn(length: int, row: int | None = None, owner: str = "", read: int = 0) -> Sequence:
+def turn(length: int, row: int | None = None, holder: str = "", read: int = 0) -> Sequence:
     made = Sequence(
-        "", None, [1] * length, 1, frozenset(), Sampler(SamplingParams()), None, owner=owner
+        "", None, [1] * length, 1, frozenset(), Sampler(SamplingParams()), None, holder=holder
     )
     made.row, made.unread, made.num_read = row, [1] * length, read
     return made
@@ -22,7 +22,7 @@ def scheduler(queue: int) -> Scheduler:
 
 def test_clients_take_turns_and_one_clients_turns_come_in_order():
     its = scheduler(5)
-    turns = [turn(1, owner=name) for name in "aaabbc"]
+    turns = [turn(1, holder=name) for name in "aaabbc"]
     for each in turns:
         its.add(each)
     with pytest.raises(Busy, match="5 turns are waiting already"):
@@ -35,10 +35,28 @@ def test_clients_take_turns_and_one_clients_turns_come_in_order():
     assert order == [0, 3, 5, 1, 4, 2]
 
 
+def test_where_keys_share_a_server_one_of_them_leaves_a_row_and_a_place_to_others():
+    its = Scheduler(4, 20, 100, deterministic=False, shared=True)
+    for _ in range(3 + 18):
+        its.add(turn(1, holder="a"))
+    with pytest.raises(Busy, match="18 turns are waiting"):
+        its.add(turn(1, holder="a"))
+    for _ in range(3):
+        assert its.admit()
+    assert its.admit() is None
+    other = turn(1, holder="b")
+    its.add(other)
+    assert its.admit() == (other, False)
+    its.add(turn(1, holder="b"))
+    its.finish(other, at_checkpoint=False)
+    admitted = its.admit()
+    assert admitted and admitted[0].holder == "b"
+
+
 def test_what_is_read_already_goes_first_however_many_wait():
     its = scheduler(0)
-    its.add(turn(1, owner="a"))
-    read = turn(1, owner="a")
+    its.add(turn(1, holder="a"))
+    read = turn(1, holder="a")
     its.add_first(read)
     assert its.admit() == (read, False)
     its.finish(read, at_checkpoint=False)

@@ -12,7 +12,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from weir.serve.api.errors import APIError, invalid_query
 from weir.serve.api.requests import parse_body
 from weir.serve.api.schemas.chat import ChatBody
-from weir.serve.api.schemas.responses import ResponseBody
+from weir.serve.api.schemas.responses import ConversationBody, ResponseBody
 
 
 def said(body: Any, kind: type[BaseModel] = ResponseBody) -> str:
@@ -80,3 +80,31 @@ def test_a_number_in_an_address_that_is_none_is_said_to_be_none():
     errors = [{**each, "loc": ("query", "limit")} for each in found.value.errors()]
     error = invalid_query(RequestValidationError(errors)).body["error"]
     assert error["message"] == "Invalid 'limit': it is to be a whole number."
+
+
+def test_calls_of_one_message_have_ids_of_their_own():
+    def call(name: str) -> dict[str, Any]:
+        return {"id": name, "function": {"name": "f", "arguments": "{}"}}
+
+    def chat(*calls: str) -> dict[str, Any]:
+        asked = {"role": "user", "content": "x"}
+        answer = {"role": "assistant", "tool_calls": [call(name) for name in calls]}
+        return response(messages=[asked, answer])
+
+    assert "two calls of one message have the id 'a'" in said(chat("a", "b", "a"), ChatBody)
+    assert parse_body(json.dumps(chat("a", "b")).encode(), ChatBody)
+
+    made = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
+    answer = {"role": "assistant", "content": "x"}
+    result = {"type": "function_call_output", "call_id": "a", "output": "y"}
+    assert "have the id 'a'" in said(response(input=[made, answer, made]))
+    assert "have the id 'a'" in said({"items": [made, made]}, ConversationBody)
+    assert parse_body(json.dumps(response(input=[made, result, made])).encode(), ResponseBody)
+
+
+def test_a_byte_order_mark_in_front_of_a_body_is_passed_over():
+    body = json.dumps(response(input="x")).encode("utf-8-sig")
+    for given in (body, bytearray(body)):
+        assert parse_body(given, ResponseBody).input == "x"
+    with pytest.raises(APIError):
+        parse_body(body[:3] + body, ResponseBody)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import quantiles
 from typing import Any
@@ -103,11 +103,22 @@ class Heard:
     @property
     def worked_between(self) -> list[float]:
         """Seconds that processors worked for the server between two tokens of an answer."""
+        return self._worked(
+            pair
+            for reply in self.replies
+            for pair in zip(reply.arrived, reply.arrived[1:], strict=False)
+        )
+
+    @property
+    def worked_first(self) -> list[float]:
+        """Seconds that they worked until the first token of each turn."""
+        return self._worked((reply.asked, reply.arrived[0]) for reply in self.replies)
+
+    def _worked(self, pairs: Iterable[tuple[float, float]]) -> list[float]:
         when, worked = zip(*self.processor, strict=True)
         return [
             float(np.diff(np.interp(pair, when, worked))[0])
-            for reply in self.replies
-            for pair in zip(reply.arrived, reply.arrived[1:], strict=False)
+            for pair in pairs
             if all(map(self._within, pair))
         ]
 

@@ -20,9 +20,11 @@ from weir.cache.layers import (
     LayerPlan,
     check_memory,
     keep_freed_memory,
+    known_places,
     plan_layers,
     reads_twice,
     three_axes,
+    warn_of_place,
     warn_of_window,
     with_gates,
 )
@@ -76,7 +78,7 @@ class StreamingCache(Cache):
             or in a `Stream`.
         positions: `"rolling"`: positions inside the cache (StreamingLLM, section 3.2), for endless
             streams. `"original"`: keys keep their places in the stream, for streams within the
-            model's window.
+            model's window; a warning says so once where one goes on past it.
         prefill: `"chunked"`: a prompt is fed through the tail like everything else, so it never
             takes more than the slab. `"full"`: the papers' protocol; the first call attends to all
             of its tokens exactly and folds them once. That holds the keys and values of the whole
@@ -126,15 +128,13 @@ class StreamingCache(Cache):
         _one_of("prefill", prefill, ("chunked", "full"))
         _one_of("failures", failures, ("raise", "keep"))
         numbers = [("seed", seed, 0), ("origin", origin, 0)]
-        if chunk is not None:
-            numbers.append(("chunk", chunk, 1))
         if batch is not None:
             numbers.append(("batch", batch, 1))
         for name, value, at_least in numbers:
             if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
                 raise WeirError(f"{name} must be a whole number from {at_least} on, not {value!r}")
         served = transformers_model(model)
-        self.policy = choose_policy(served, policy, slots)
+        self.policy = choose_policy(served, policy, slots, chunk)
         self.chunk = chunk = resolve_chunk(self.policy, chunk)
         self.seed = seed
         self.positions = positions
@@ -159,6 +159,8 @@ class StreamingCache(Cache):
         keep_freed_memory()
         if rolling:
             warn_of_window(served, self.policy, chunk)
+        # None once that was said; rolling positions stay within the cache.
+        self._known_places = None if rolling else known_places(served)
         self._kind = facts.kind
         self._model = weakref.ref(served)
         self.stack = LayerStack(Layer(plan.spec) for plan in self.plans)
@@ -755,6 +757,10 @@ class StreamingCache(Cache):
             fixed=self._batch is not None,
             twice=self._twice,
         )
+        known, model = self._known_places, self._model()
+        if known is not None and model is not None and self.origin + max(begun.after.seen) > known:
+            self._known_places = None
+            warn_of_place(model)
         if self.rows.batch is None and len(begun.after.seen) > 1:
             check_memory(self.plans, self.policy, len(begun.after.seen), self._device)
         return Forward(self.stack, given, begun, self._rotaries, self.begin, without)

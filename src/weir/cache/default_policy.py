@@ -87,35 +87,40 @@ def find_model_policy(model: PreTrainedModel | str, revision: str | None = None)
 
 
 def choose_policy(
-    model: PreTrainedModel, policy: str | Policy | None, slots: str | None = None
+    model: PreTrainedModel,
+    policy: str | Policy | None,
+    slots: str | None = None,
+    chunk: int | None = None,
 ) -> Policy:
     """Return the given policy, or that in the model's folder, or else `DEFAULT`.
 
-    With `slots`, the format of its slots, and no policy it is `DEFAULT`. Errors are those of
-    `parse_policy`, `with_slots` and `find_model_policy`.
+    With `slots`, the format of its slots, and no policy it is `DEFAULT`. A `chunk` has its places
+    in the model's window. Errors are those of `parse_policy`, `with_slots` and `find_model_policy`.
     """
     if policy is None and slots is None and (found := find_model_policy(model)) is not None:
         return found
-    return fit_to_model(
-        with_slots(parse_policy(DEFAULT if policy is None else policy), slots), model
-    )
+    named = with_slots(parse_policy(DEFAULT if policy is None else policy), slots)
+    return fit_to_model(named, model, chunk)
 
 
-def fit_to_model(policy: Policy, model: PreTrainedModel, beside: int = 0) -> Policy:
+def fit_to_model(
+    policy: Policy, model: PreTrainedModel, chunk: int | None = None, beside: int = 0
+) -> Policy:
     """Share out the budget of `weir` over a model's KV heads; other policies stay as they are.
 
-    A model without weights gets the same budget in all heads; a policy around `weir` holds
-    `beside` slots of each.
+    A model without weights gets the same budget in all heads. What the model's window has places
+    for is bounded by the `chunk`, if not the policy's usual one, and by the slots that a policy
+    around `weir` holds `beside` it.
     """
     if isinstance(policy, PolicyWrapper):
         inner = policy.policy
         more = (policy.pipes[0].slots or 0) - (inner.pipes[0].slots or 0)
-        inner = fit_to_model(inner, model, beside + more)
+        inner = fit_to_model(inner, model, chunk, beside + more)
         return policy if inner is policy.policy else policy.around(inner)
     if not is_weir(policy):
         return policy
     sight = sight_of(model)
-    most = None if sight is None else sight - resolve_chunk(policy, None) - beside
+    most = None if sight is None else sight - resolve_chunk(policy, chunk) - beside
     facts = find_head_facts(model)
     if facts is None:
         return fit_budgets(policy, (), 0.0, most)

@@ -352,6 +352,7 @@ class StepRows:
             token [parts, 1 + batch], int64.
         waiting: tokens in each row's tail before it [batch], int64.
         places: each row's place in the stream [batch], int64.
+        busy: the rows that have a token.
         largest: output; as in `Step`, and None until the step has run.
     """
 
@@ -363,6 +364,7 @@ class StepRows:
         spans = [[layer.state.first, *layer.state.ends(waiting)] for layer in stack]
         self.spans, self.waiting = np.array(spans), np.array(waiting)
         self.places = np.array(segment.seen) + segment.origin
+        self.busy = [row for row, count in enumerate(segment.counts) if count]
         if segment.drift is not None:
             self.places += segment.drift.numpy()
 

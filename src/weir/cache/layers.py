@@ -22,7 +22,7 @@ from weir.models import (
     load_gates,
     window_of,
 )
-from weir.policies import Pipe, Policy
+from weir.policies import OtherHeads, Pipe, Policy
 from weir.pools import CounterRNG, Recent
 from weir.slab import Heads, Slab, SlabSpec
 
@@ -60,10 +60,13 @@ def _pipes_of(policy: Policy, facts: ModelSpec) -> list[tuple[Pipe, ...]]:
     count = len(facts.layers)
     full = [index for index, layer in enumerate(facts.layers) if layer.positions.window is None]
     served = full or list(range(count))
-    asked = {
-        index: policy.for_heads(place, len(served), facts.layers[index].heads.kv_heads)
-        for place, index in enumerate(served)
-    }
+    asked = {}
+    for place, index in enumerate(served):
+        kv_heads = facts.layers[index].heads.kv_heads
+        try:
+            asked[index] = policy.for_heads(place, len(served), kv_heads)
+        except OtherHeads as error:
+            raise WeirError(f"layer {index} of this model: {error}") from None
     return [asked[index if index in asked else served[0]] for index in range(count)]
 
 
@@ -185,7 +188,8 @@ def check_memory(
         )
 
 
-PACKAGE = __name__.partition(".")[0]
+WITHIN = (__name__.partition(".")[0], "torch", "transformers")
+"""Packages whose code no warning points at."""
 
 
 def describe_window_excess(model: PreTrainedModel, policy: Policy, chunk: int) -> str | None:
@@ -218,16 +222,39 @@ def warn_of_window(model: PreTrainedModel, policy: Policy, chunk: int) -> None:
         warnings.warn(f"weir: {excess}", stacklevel=_callers())
 
 
+def known_places(model: PreTrainedModel) -> int | None:
+    """Return how many places from 0 on a model and weir read alike: up to its window, or to where
+    its rotary frequencies change; None where it does not say.
+    """
+    return frequencies_change_at(model.config) or window_of(model.config)
+
+
+def warn_of_place(model: PreTrainedModel) -> None:
+    """Warn that a stream of `positions="original"` has left the `known_places`, once per caller."""
+    known = known_places(model)
+    if known == frequencies_change_at(model.config):
+        why = f"past {known:,} tokens this model rotates keys by other frequencies, but not here"
+    else:
+        why = f"this model was made for {known:,} tokens: what it says beyond is worth little"
+    warnings.warn(
+        f'weir: a stream has come past the places that positions="original" is for: {why}; '
+        'positions="rolling" goes on without end',
+        stacklevel=_callers(),
+    )
+
+
 def _callers() -> int:
-    """Return the stack level of the first caller outside weir, for `warnings.warn`."""
+    """Return the stack level of the first caller outside weir and what it calls and is called by,
+    for `warnings.warn`.
+    """
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and _of_weir(frame.f_globals.get("__name__")):
+    while frame.f_back is not None and _is_within(frame.f_globals.get("__name__")):
         frame, level = frame.f_back, level + 1
     return level
 
 
-def _of_weir(module: object) -> bool:
-    return isinstance(module, str) and module.partition(".")[0] == PACKAGE
+def _is_within(module: object) -> bool:
+    return isinstance(module, str) and module.partition(".")[0] in WITHIN
 
 
 MOST_KEPT = 2**25 - 2**16

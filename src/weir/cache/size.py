@@ -66,7 +66,7 @@ def size_of(
     Raises:
         WeirError: the model cannot be served, or the policy has no limit and so no fixed size.
     """
-    wanted = fit_to_model(with_slots(parse_policy(policy), slots), model)
+    wanted = fit_to_model(with_slots(parse_policy(policy), slots), model, chunk)
     chunk = resolve_chunk(wanted, chunk)
     check_origin(wanted, model)
     facts, plans = plan_layers(model, wanted, chunk)

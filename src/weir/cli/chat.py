@@ -267,11 +267,18 @@ def _size_policy(
     from weir.evals.notation import takes_budget, with_budget
     from weir.models import free_memory, input_device
     from weir.policies import Pinned, Recompute, parse_policy, resolve_chunk
-    from weir.stream import count_beginning
+    from weir.stream import BrokenTemplate, count_beginning
 
     pinned = header = 0
     if system is not None:
-        pinned, header = count_beginning(model, tokenizer, system), HEADER
+        try:
+            pinned, header = count_beginning(model, tokenizer, system), HEADER
+        except BrokenTemplate:
+            raise
+        except WeirError as error:
+            raise WeirError(
+                f"{error}; leave --system out, and say it in your first message"
+            ) from None
     reason, policy = "", str(wanted)
     if not given and (beside := find_model_policy(model)) is not None:
         wanted = beside

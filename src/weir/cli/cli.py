@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import warnings
+from typing import Any
 
 from weir.cli.runtime import (
     INTERRUPTED,
@@ -21,6 +22,8 @@ from weir.cli.runtime import (
     wait_briefly,
 )
 from weir.errors import EXTRAS, WeirError, describe_missing
+
+_USUAL_FORMAT = warnings.formatwarning
 
 
 def main() -> None:
@@ -34,6 +37,7 @@ def main() -> None:
         logging.getLogger(chatty).setLevel(logging.ERROR)
     # Commands with one policy report this themselves; comparing policies would repeat it often.
     warnings.filterwarnings("ignore", message="weir: .* (hold up to|has no limit)")
+    warnings.formatwarning = _format_warning
     try:
         with terminable(), collect_seldom():
             from weir.cli.app import run
@@ -58,6 +62,12 @@ def main() -> None:
     if code == INTERRUPTED:  # typer also returns this code on Ctrl-C
         _fail("interrupted", code)
     sys.exit(code)
+
+
+def _format_warning(message: Warning | str, *where: Any, **more: Any) -> str:
+    """Format a warning; one of weir's is a line, as all that a command says."""
+    text = str(message)
+    return f"{text}\n" if text.startswith("weir") else _USUAL_FORMAT(message, *where, **more)
 
 
 def _drop_output() -> None:

@@ -133,7 +133,8 @@ def say_window(model: PreTrainedModel, policy: Policy, chunk: int) -> None:
     """Warn if a policy may hold more tokens at once than the model's window."""
     from weir.cache import describe_window_excess, fit_to_model
 
-    if (warning := describe_window_excess(model, fit_to_model(policy, model), chunk)) is not None:
+    fitted = fit_to_model(policy, model, chunk)
+    if (warning := describe_window_excess(model, fitted, chunk)) is not None:
         say(warning)
 
 

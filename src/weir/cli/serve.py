@@ -218,8 +218,11 @@ def serve(
             store,
             chunk=chunk,
             queue=limits.queue,
+            shared=len(accepted) > 1,
             deterministic=deterministic,
         )
+        with waiting("reading a first text"):
+            engine.warm_up()
         if compiled:
             compile_or_say(engine)
         client = EngineClient(engine, tokenizer, name or model_name, limits, book)
@@ -235,10 +238,11 @@ def compile_or_say(engine: Engine) -> None:
     from weir.serve import compile_engine, sizes_of
 
     try:
-        compile_engine(engine)
+        compiles = compile_engine(engine)
     except WeirError as error:
         say(f"{error}; steps go the usual way")
-    else:
+        return
+    if compiles:
         sizes = ", ".join(map(str, sizes_of(engine)))
         say(f"decode steps are compiled while the server answers, for {sizes} rows at a time")
 

@@ -69,7 +69,7 @@ def size(
         options.say_unused(
             context, ("tokens",), f"{wanted.brief} is of one size however long a stream is"
         )
-    wanted = fit_to_model(with_pin(wanted, pin), model)
+    wanted = fit_to_model(with_pin(wanted, pin), model, chunk)
     chunk = resolve_chunk(wanted, chunk)
     found, sink = size_of(model, wanted, chunk=chunk), sink_of(model.config)
     streams = None if room is None else found.streams_in(room)
@@ -114,7 +114,7 @@ def _show(facts: dict[str, Any]) -> None:
     both = for_people(step["weights"] + step["each_stream"])
     lines = [
         ("model", f"{facts['model']}, {facts['layers']} layers, {facts['dtype']}"),
-        ("policy", f"{policy} and {facts['chunk']} new tokens"),
+        ("policy", f"{policy} and {facts['chunk']:,} new tokens"),
         ("weights", for_people(facts["weights_bytes"])),
         ("a stream", for_people(facts["stream_bytes"])),
         (

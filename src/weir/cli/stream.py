@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Context, Option
@@ -53,7 +54,8 @@ def stream(
 
     A call reads many tokens; with --compile it reads one, in a decode step, as when generating.
 
-    Ctrl-C ends the reading and reports what was read; so does SIGTERM, with exit code 143.
+    Ctrl-C ends the reading and reports what was read; so does SIGTERM, with exit code 143. So does
+    a perplexity that is no finite number, with exit code 1.
     """
     from weir.evals.perplexity import read
     from weir.policies import Layered, Recompute, parse_policy, resolve_chunk, with_slots
@@ -84,7 +86,7 @@ def stream(
             while in_lines() and len(printed) < len(reading.ppl_by_block):
                 printed.append(_block_line(reading, len(printed)))
                 say(printed[-1])
-            return bool(interrupt)
+            return bool(interrupt) or not math.isfinite(reading.ppl)
 
         printed: list[str] = []
         reading = read(reader, ids, block=block, in_steps=compiled, on_step=step)
@@ -98,11 +100,13 @@ def stream(
         print_json(
             {"model": model_name, **reading.as_json(), **settings, "interrupted": bool(interrupt)}
         )
+        reading.check()
         return interrupt.code
     taken = reader.policy.brief
     if isinstance(reader.policy, Layered) and not isinstance(wanted, Layered):
         taken = f"{wanted.brief} ({taken})"
     _print(model_name, taken, reading, ended)
+    reading.check()
     return interrupt.code
 
 

@@ -112,8 +112,8 @@ def advise(
         on_step: called with the policy under trial and the share of all work that is done.
 
     Raises:
-        WeirError: neither `memory` nor `budget` is given, or both; no policy fits, or the text is
-            too short.
+        WeirError: neither `memory` nor `budget` is given, or both; no policy fits, the text is too
+            short, or a perplexity is no finite number.
     """
     if (memory is None) == (budget is None):
         raise WeirError("give either the memory of a stream or a budget of slots")
@@ -130,6 +130,7 @@ def advise(
 
         stream = Stream(model, policy, chunk=chunk, seed=seed)
         found = read(stream, some, on_step=tell)
+        found.check()
         held = [layer["held"] for layer in stream.report()["layers"]]
         evicted = min(held) < found.tokens
         return Trial(policy, budget, found.kv_bytes, found.ppl, found.tokens_per_s, evicted)

@@ -17,10 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weir.errors import WeirError
 from weir.stream import Stream
 
 STEP = 200
 """Tokens fed and timed at once."""
+MOST_NATS = 700.0
+"""Above so many nats a perplexity is infinite: few more, and no float holds it."""
+NOT_FINITE = (
+    "what the model predicts is infinite or no number; its weights are damaged, or too large for "
+    "its dtype: try --dtype float32"
+)
+"""The reason why a figure is not finite."""
 
 
 class PerplexityMeter:
@@ -57,7 +65,12 @@ class PerplexityMeter:
     @property
     def ppl(self) -> float:
         """Perplexity of everything read so far; NaN before the second token."""
-        return _perplexity(self.nll, self.scored)
+        return perplexity_of(self.nll, self.scored)
+
+    def check(self) -> None:
+        """Refuse a perplexity that is infinite or no number (WeirError)."""
+        if self.scored and not math.isfinite(self.ppl):
+            raise WeirError(f"there is no perplexity: {NOT_FINITE}")
 
     @property
     def tokens_per_s(self) -> float:
@@ -123,7 +136,7 @@ class PerplexityMeter:
     def close(self) -> None:
         """End the block under way, if any; the last block of a text may be short."""
         if self.tokens > len(self.ppl_by_block) * self.block:
-            self.ppl_by_block.append(_perplexity(self._block_nll, self._block_scored))
+            self.ppl_by_block.append(perplexity_of(self._block_nll, self._block_scored))
             self.bytes_by_block.append(self.stream.nbytes)
             self._block_nll, self._block_scored = 0.0, 0
 
@@ -149,9 +162,10 @@ def read(
     return meter
 
 
-def _perplexity(nll: float, scored: int) -> float:
+def perplexity_of(nll: float, scored: int) -> float:
     """Perplexity of a sum of losses; NaN of none."""
-    return math.exp(min(nll / scored, 700.0)) if scored else math.nan
+    mean = nll / scored if scored else math.nan
+    return math.inf if mean > MOST_NATS else math.exp(mean)
 
 
 def _memory() -> int | None:

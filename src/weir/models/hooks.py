@@ -36,7 +36,7 @@ from weir.models.images import OFFSETS, note_sizes, offsets, pictures_in
 from weir.models.legacy_attention import install
 from weir.models.linear_kernels import choose_products
 from weir.models.method_patch import MethodPatch
-from weir.models.model_spec import ModelSpec, describe, input_device
+from weir.models.model_spec import OWN_FAMILIES, ModelSpec, describe, input_device
 from weir.models.native_step import NativeStep
 from weir.models.quantized_weights import quantizes_inputs
 from weir.slab import AttentionParams
@@ -281,7 +281,7 @@ def compile_steps(
     strict: bool = False,
     torch_compile: bool = True,
     **options: Any,
-) -> None:
+) -> bool:
     """Compile decode steps of a model with weir caches, present and future ones.
 
     A decode step is one token for each row. The first step compiles, reports that on standard
@@ -305,6 +305,10 @@ def compile_steps(
             are one call of a kernel, with no compiler installed, and others stay as they are.
         options: for `torch.compile`: `mode`, `backend`, `options`.
 
+    Returns:
+        Whether `torch.compile` is used; not for models whose steps it cannot make, as standard
+        error then says.
+
     Raises:
         WeirError: weir cannot serve the model, `torch.compile` has no such option, or is left out
             and given options.
@@ -314,13 +318,16 @@ def compile_steps(
     if options and not torch_compile:
         raise WeirError(f"torch_compile=False leaves out what {', '.join(options)} is for")
     compiling = Compiling(options, strict, torch_compile) if on else None
-    if on and options.get("backend", "inductor") == "inductor":
+    inductor = options.get("backend", "inductor") == "inductor"
+    if on and inductor:
         # Products are written as loops, which only inductor generates. Weights are moved, so no
         # other thread may be in a call, which would go on reading their old memory.
         with forward_lock_of(facts.config):
             choose_products(model)
-        on_cpu = input_device(model).type == "cpu"
-        if compiling is not None and torch_compile and on_cpu and quantizes_inputs(model):
+    if compiling is not None and torch_compile:
+        if facts.kind in OWN_FAMILIES:
+            compiling.give_up(f"the attention of {facts.kind} is code of its own")
+        elif inductor and input_device(model).type == "cpu" and quantizes_inputs(model):
             compiling.give_up(
                 "its layers quantize what they multiply, of which PyTorch's compiler gives wrong "
                 "numbers for one row on a CPU"
@@ -333,6 +340,7 @@ def compile_steps(
     if held is not None:
         with forward_lock_of(facts.config):
             held.compile(compiling)
+    return compiling is not None and torch_compile and compiling.failed is None
 
 
 def detach(cache: Any) -> None:

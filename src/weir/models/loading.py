@@ -25,9 +25,8 @@ from transformers import (
     PreTrainedTokenizerBase,
     ProcessorMixin,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from weir.errors import WeirError
+from weir.errors import WeirError, quote
 from weir.models.attention_sinks import ATTENTION, attend_by_sink, begin_with_sink, sink_of
 from weir.models.block_weights import AS_STORED, check_stored
 from weir.models.gguf import (
@@ -41,6 +40,7 @@ from weir.models.gguf import (
 )
 from weir.models.images import images_of
 from weir.models.memory import free_memory
+from weir.models.model_spec import is_encoder_config
 from weir.models.quantized_weights import check_bits, check_not_quantized, quantize_weights, shrink
 
 ASSETS = Path(str(resources.files("weir"))) / "assets"
@@ -55,7 +55,7 @@ _WITHOUT_KERNELS = {
 
 
 def load(
-    name: str,
+    name: str | os.PathLike[str],
     *,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
@@ -84,6 +84,7 @@ def load(
         WeirError: there is no such model, or it cannot be read; its weights cannot be quantized;
             or both a device and a map are given.
     """
+    name = _read_name(name)
     source = _Source(name, revision, trust_remote_code)
     if weights is not None:
         check_bits(weights)
@@ -119,9 +120,7 @@ def load_encoder(
 
 def is_encoder(name: str, **where: Any) -> bool:
     """Return whether a model is an encoder: one for masked tokens, not configured as a decoder."""
-    config = _Source(name, **where).config()
-    decodes = getattr(config, "is_decoder", False) or config.is_encoder_decoder
-    return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not decodes
+    return is_encoder_config(_Source(name, **where).config())
 
 
 @dataclass(frozen=True)
@@ -251,7 +250,7 @@ def skeleton(
 
 
 def load_processor(
-    name: str, *, revision: str | None = None, trust_remote_code: bool = False
+    name: str | os.PathLike[str], *, revision: str | None = None, trust_remote_code: bool = False
 ) -> ProcessorMixin:
     """Load the processor of a model that sees images, which makes token ids and pixels.
 
@@ -262,7 +261,7 @@ def load_processor(
     Raises:
         WeirError: there is no such model, or it has no processor for images.
     """
-    place, where = _place(name)
+    place, where = _place(name := _read_name(name))
     found = _Source(name, revision, trust_remote_code).read(AutoProcessor, where, place)
     if not isinstance(found, ProcessorMixin) or not hasattr(found, "image_processor"):
         raise WeirError(
@@ -329,6 +328,17 @@ def sidecar_path(
     except HFValidationError:  # the path of a folder that no longer exists
         return None
     return found if isinstance(found, str) else None
+
+
+def _read_name(name: object) -> str:
+    """Return a model's name, which may be a path (WeirError)."""
+    if isinstance(name, os.PathLike):
+        name = os.fspath(name)
+    if not isinstance(name, str):
+        raise WeirError(
+            f"a model is named by a text, as in weir.load('nano'), or a path, not {quote(name)}"
+        )
+    return name
 
 
 def _place(name: str) -> tuple[str, str]:

@@ -16,6 +16,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from weir.errors import WeirError
 from weir.models.attention_sinks import ModelSink, sink_at_work, sink_of
@@ -43,6 +44,9 @@ DROPPING = frozenset({"phi3"})
 """Model types whose `generate` drops a truthy cache once the text reaches the original window.
 Their RoPE frequencies change there and weir's do not, so caches of these models are falsy."""
 
+
+ABSOLUTE = frozenset({"wpe", "embed_positions", "position_embeddings"})
+"""Modules that make a vector of each position, as GPT-2's, OPT's and BERT's do."""
 
 WINDOW_NAMES = ("max_position_embeddings", "max_seq_len", "seq_length")
 """Configuration names of a model's window: of most models, of MPT, and of some Bloom models."""
@@ -251,10 +255,34 @@ def _refuse(model: PreTrainedModel, config: Any) -> None:
     if getattr(config, "use_bidirectional_attention", False):
         raise WeirError(f"this {kind} attends both ways; weir streams causal decoders only")
     if kind not in INTERFACE_FAMILIES | OWN_FAMILIES or outer not in MULTIMODAL | {kind}:
-        known = ", ".join(sorted(INTERFACE_FAMILIES | OWN_FAMILIES | MULTIMODAL))
-        raise WeirError(f"weir does not know how {outer} attends; it serves {known}")
+        raise WeirError(_why_unknown(model, config))
     if not hasattr(model, "get_decoder"):
         raise WeirError(f"{type(model).__name__} has no decoder that takes token ids")
+
+
+def _why_unknown(model: PreTrainedModel, config: Any) -> str:
+    """Describe why weir does not serve a model of a type that it does not know."""
+    kind, outer = config.model_type, model.config.model_type
+    if is_encoder_config(model.config):
+        return f"{outer} is an encoder: its tokens see later ones too; weir streams decoders only"
+    if kind != outer and kind in INTERFACE_FAMILIES | OWN_FAMILIES:
+        known = ", ".join(sorted(MULTIMODAL))
+        return f"weir does not know the images of {outer}, only those of {known}"
+    if any(name.rpartition(".")[2] in ABSOLUTE for name, _ in model.named_modules()):
+        return (
+            f"{outer} adds a position to each token before its first layer, and a stream without "
+            "end leaves its last position behind; weir serves models with rotary positions or ALiBi"
+        )
+    known = ", ".join(sorted(INTERFACE_FAMILIES | OWN_FAMILIES | MULTIMODAL))
+    return f"weir does not know how {outer} attends; it serves {known}"
+
+
+def is_encoder_config(config: Any) -> bool:
+    """Return whether a configuration is an encoder's: of a model for masked tokens, not configured
+    as a decoder.
+    """
+    decodes = getattr(config, "is_decoder", False) or config.is_encoder_decoder
+    return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not decodes
 
 
 def _refuse_closed(kind: str, modules: list[nn.Module]) -> None:

@@ -127,7 +127,9 @@ class NativeStep:
         hidden = program.run(self._embedded(given), rows)
         if program.sizes not in self._proved:
             output = usual()
-            if not is_near(hidden, output.last_hidden_state, min(0.25, GROWTH * program.roundings)):
+            # Rows without a token answer nothing, and otherwise than the model's own step.
+            known, off = output.last_hidden_state[rows.busy], GROWTH * program.roundings
+            if not is_near(hidden[rows.busy], known, min(0.25, off)):
                 self._refused.add((batch, *(len(slab) for slab in rows.slabs)))
                 return output
             self._proved.add(program.sizes)

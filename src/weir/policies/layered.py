@@ -79,6 +79,12 @@ class Layered(Policy):
         return self.policies[layer]
 
 
+class OtherHeads(WeirError):
+    """A layer has another number of KV heads than policies were given for; who knows the layer adds
+    its number.
+    """
+
+
 class ByHead(Layered):
     """A policy for each KV head of one layer, in the list of a `Layered`."""
 
@@ -97,8 +103,8 @@ class ByHead(Layered):
     def for_heads(self, layer: int, layers: int, heads: int) -> tuple[Pipe, ...]:
         """Return the pipes, if the layer has as many KV heads."""
         if heads != len(self.policies):
-            raise WeirError(
-                f"{quote(self.text)} has policies for {len(self.policies)} KV heads, and layer "
-                f"{layer} of this model has {heads} here"
+            raise OtherHeads(
+                f"{quote(self.text)} has policies for {len(self.policies)} KV heads, and the layer "
+                f"has {heads} here"
             )
         return tuple(policy.for_layer(layer, layers) for policy in self.policies)

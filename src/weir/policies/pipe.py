@@ -102,8 +102,10 @@ class Policy(ABC):
 
 
 def resolve_chunk(policy: Policy, chunk: int | None) -> int:
-    """Return the tokens between two folds: as asked for, as measured, or 64."""
+    """Return the tokens between two folds: as asked for (WeirError), as measured, or 64."""
     if chunk is not None:
+        if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
+            raise WeirError(f"chunk must be a whole number from 1 on, not {chunk!r}")
         return chunk
     measured = None if policy.origin is None else policy.origin.chunk
     return CHUNK if measured is None else measured

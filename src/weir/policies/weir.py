@@ -25,6 +25,8 @@ OF_CENTERS = 3
 Heads = Literal["measured", "alike"]
 BUDGET = 1024
 """Slots of a KV head on average where none are given and the model's window holds more."""
+SINKS = 4
+"""Sinks where their number is not given."""
 NEAR = 2
 """Heads that look nothing up keep one in so many slots of the budget."""
 LEAST_NEAR = 256
@@ -43,7 +45,7 @@ perplexity in six cases below 0.3, and 0.3 to 7 % in ten above."""
 )
 def weir(
     budget: int | None = None,
-    sinks: int = 4,
+    sinks: int = SINKS,
     newest: int = 16,
     slots: str = "int4",
     heads: str = "measured",
@@ -97,7 +99,9 @@ def fit_budgets(
     assert policy.called is not None
     given = dict(policy.called.given)
     if given.get("budget") is None:
-        given["budget"] = BUDGET if most is None else max(1, min(BUDGET, most))
+        # A larger chunk than the window has places for is told where layers are planned.
+        fewest = given.get("sinks", SINKS) + 1
+        given["budget"] = BUDGET if most is None else max(fewest, min(BUDGET, most))
     if "slots" not in given and shift >= SPOILED:
         given["slots"] = "int8"
     if given != policy.called.given:

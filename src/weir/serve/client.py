@@ -235,12 +235,19 @@ class EngineClient:
         return prompt
 
     def generate(
-        self, request: GenerationRequest, prompt: Prompt, loop: asyncio.AbstractEventLoop
+        self,
+        request: GenerationRequest,
+        prompt: Prompt,
+        loop: asyncio.AbstractEventLoop,
+        holder: str = "",
     ) -> Generation:
-        """Submit a request with its prompt to the engine; Busy, or a WeirError if it has ended."""
+        """Submit a request with its prompt to the engine; Busy, or a WeirError if it has ended.
+
+        `holder` is whose turn it takes (`Sequence.holder`).
+        """
         answers = range(len(request.sampling))
         queue = OutputQueue(loop, self.limits.unread * len(answers))
-        sequences = [self._sequence(request, prompt, answer, queue) for answer in answers]
+        sequences = [self._sequence(request, prompt, answer, queue, holder) for answer in answers]
         sequences[0].forks = sequences[1:]
         generation = Generation(request, prompt, sequences, queue, self, set(answers))
         with self._lock:
@@ -255,7 +262,12 @@ class EngineClient:
         return generation
 
     def _sequence(
-        self, request: GenerationRequest, prompt: Prompt, answer: int, queue: OutputQueue
+        self,
+        request: GenerationRequest,
+        prompt: Prompt,
+        answer: int,
+        queue: OutputQueue,
+        holder: str,
     ) -> Sequence:
         """The sequence of one of the answers, with its output processor."""
         special = self.renderer.call_tokens.values() if request.tools else ()
@@ -276,7 +288,7 @@ class EngineClient:
             stop_ids=request.stop_ids,
             sampler=Sampler(request.sampling[answer], tuple(prompt.ids), constraint),
             listener=processor,
-            owner=prompt.owner,
+            holder=holder,
             beginning=prompt.beginning,
             header=prompt.header,
             record=None if prompt.session is None else partial(self._record, request, prompt),

@@ -13,20 +13,26 @@ NODE = 64
 the time that the collector of garbage takes to look at it."""
 
 
+def share_of(whole: int) -> int:
+    """What one client may take of something, so that a tenth is left for others: 1 or more."""
+    return max(1, whole - max(1, whole // 10))
+
+
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a server.
+    """Limits of a server. A client is a key, or without keys an address.
 
     Attributes:
         body: bytes of the body of a request.
-        bodies: bytes of the bodies of all requests under way, with `NODE` for each object.
-        reading: bodies of one address that are read at once; a further one ends one that is slow.
+        bodies: bytes of the bodies of all requests under way, with `NODE` for each object; of one
+            client a share.
+        reading: bodies of one client that are read at once; a further one ends one that is slow.
         parcel: bytes of a session's file that is imported or exported.
         prompt: tokens that one request may feed.
         answer: tokens of an answer.
         answer_default: tokens of a chat's answer if the client does not say.
         queue: sequences that may wait for a row.
-        requests: of one key at once, or of one address without keys, waiting ones included.
+        requests: of one client at once, waiting ones included.
         open: requests of all clients at once.
         sessions: of one key; a new one replaces the one used longest ago.
         texts: bytes of a key's responses, and as many of its conversations; the oldest go first.

@@ -65,7 +65,7 @@ class Stream:
         self.model = model
         self._device = input_device(served)
         self._images = images_of(served.config)
-        self.policy = choose_policy(served, policy, slots)
+        self.policy = choose_policy(served, policy, slots, chunk)
         self.seed = seed
         self.cache: StreamingCache | None = None
         self._held: StreamingCache | Recomputation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -89,6 +90,21 @@ def test_a_cell_that_fails_is_recorded_and_stops_nothing(tmp_path, toys):
     assert [r["status"] for r in records] == ["failed"] * 4 + ["done"] * 4
     assert [r["reason"] for r in failures(records)] == ["no room for it"] * 4
     assert len(toys.runs) == 8
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_figure_that_is_no_finite_number_is_a_cell_that_failed(
+    tmp_path, toys, monkeypatch, value
+):
+    right = toys.run
+
+    def run_toy(self: Toy, subject: Subject, progress: Any) -> dict[str, Any]:
+        return right(self, subject, progress) | ({"score": value} if self.n == 1 else {})
+
+    monkeypatch.setattr(toys, "run", run_toy)
+    records = run(grid(policies="dense"), tmp_path / "r.jsonl")
+    assert [r["status"] for r in records] == ["failed"] * 2 + ["done"] * 2
+    assert records[0]["reason"].startswith("there is no score: what the model predicts is infinite")
 
 
 def test_resumed_it_runs_what_is_missing_or_failed_and_the_file_is_the_same(tmp_path, toys):

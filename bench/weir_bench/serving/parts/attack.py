@@ -78,6 +78,8 @@ def attack(plan: Plan) -> Iterator[Row | Heard]:
     what = "most processor time of the server between two tokens, beside attackers ÷ alone"
     most, before = max(beside.worked_between), max(alone.worked_between)
     yield compare(what, most, before, 1 + ALLOWED / before, note=note, unit="ms")
+    what = "most of it until a first token, beside attackers ÷ alone"
+    yield compare(what, max(beside.worked_first), max(alone.worked_first), unit="ms")
     note = "by kind, in seconds: " + ", ".join(f"{k} {v:.2g}" for k, v in told["worst"].items())
     what = "median of what a refused body waits ÷ time to an honest first token"
     first = sorted(beside.first)[len(beside.first) // 2]
@@ -163,6 +165,16 @@ def main(port: str, model: str, seconds: str) -> None:
                     connection.endheaders()
                     connection.send(body[: len(body) // 2])
                     notes.append(("hung up", 0.0))
+                    continue
+                if chance.random() < 0.1:  # an answer that is not read to its end
+                    body = (
+                        f'{{"model":"{model}","stream":true,"max_tokens":4000,"messages":'
+                        '[{"role":"user","content":"a"}]}'
+                    ).encode()
+                    connection.request("POST", CHAT, body, headers)
+                    connection.getresponse().read(100)
+                    time.sleep(chance.choice((0.0, 1.0)))
+                    notes.append(("left", 0.0))
                     continue
                 connection.request("POST", path, body, headers)
                 answer = connection.getresponse()

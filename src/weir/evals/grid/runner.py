@@ -8,6 +8,7 @@ its figures are the same to the last bit; to run more cells side by side, set OM
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import time
@@ -24,6 +25,7 @@ from weir import __version__
 from weir.errors import WeirError
 from weir.evals.grid.grid import Cell, Grid, Protocol, pools_of, protocol
 from weir.evals.notation import takes_budget
+from weir.evals.perplexity import NOT_FINITE
 from weir.evals.records import import_optional
 from weir.evals.results import CellRecord, ResultsFile
 from weir.evals.task import Subject
@@ -106,10 +108,13 @@ def measure(
         task = cell.the_task()
         result = task.run(subject_of(cell, models or {}), progress)
         metric, better = next(iter(task.metrics.items()))
+        value = result.get(metric)
+        if value is not None and not math.isfinite(value):
+            raise WeirError(f"there is no {metric}: {NOT_FINITE}")
         found = {
             "status": "done",
             "metric": metric,
-            "value": result.get(metric),
+            "value": value,
             "better": better,
             "kv_bytes": result.get("kv_bytes"),
             "result": result,

@@ -7,11 +7,10 @@ paper's tables: `window(2048)` is 0+2048, `streaming_llm(2048, sinks=4)` is 4+20
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from weir.evals.perplexity import STEP, PerplexityMeter
+from weir.evals.perplexity import STEP, PerplexityMeter, perplexity_of
 from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.pools import Bounds, Count
 from weir.stream import read_stream
@@ -53,8 +52,8 @@ class Perplexity(Task):
             largest = max(largest, meter.kv_bytes)
             progress(meter.tokens / len(books.ids))
             if meter.tokens in books.edges:
-                mean = (meter.nll - nll) / max(1, meter.scored - scored)
-                by_book.append({"tokens": meter.tokens - begun, "ppl": math.exp(min(mean, 700))})
+                ppl = perplexity_of(meter.nll - nll, meter.scored - scored)
+                by_book.append({"tokens": meter.tokens - begun, "ppl": ppl})
                 nll, scored, begun = meter.nll, meter.scored, meter.tokens
         meter.close()
         return {

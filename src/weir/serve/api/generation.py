@@ -114,7 +114,7 @@ async def start(http: Request, request: GenerationRequest, param: str) -> Genera
     for attempt in range(1, ATTEMPTS + 1):
         prompt = await run_in_thread(client.match, request, param=param)
         try:
-            generation = client.generate(request, prompt, loop)
+            generation = client.generate(request, prompt, loop, http.state.holder)
         except Busy:
             raise rate_limited("too many requests wait for a row") from None
         except WeirError:

@@ -84,6 +84,7 @@ class Metrics:
 
 
 @public.get("/health")
+@public.head("/health", include_in_schema=False)  # some load balancers ask for no body
 async def health(client: Client) -> Response:
     """Check whether the server can answer. Needs no key."""
     if client.failure is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections import defaultdict
+from codecs import BOM_UTF8
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -20,7 +21,7 @@ from weir.serve.api.errors import APIError, invalid_body, invalid_json, rate_lim
 from weir.serve.api.middleware import at_end
 from weir.serve.client import EngineClient
 from weir.serve.engine.scheduler import Busy
-from weir.serve.limits import NODE, Limits
+from weir.serve.limits import NODE, Limits, share_of
 
 Body = TypeVar("Body", bound=BaseModel)
 Result = TypeVar("Result")
@@ -54,32 +55,39 @@ class BodyLimiter:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._bytes = 0
+        self._bytes: Counter[str] = Counter()
         self._reading: defaultdict[str, list[IncomingBody]] = defaultdict(list)
         self.worker = ThreadPoolExecutor(1, "weir-bodies")
 
     def add(self, request: Request, size: int) -> None:
-        """Count bytes of a body until its request ends; APIError if all are too large together."""
-        if self._bytes + size > self._limits.bodies:
+        """Count bytes of a body until its request ends; APIError if all are too large together, or
+        all of its client.
+        """
+        holder = request.state.holder
+        if self._bytes[holder] + size > share_of(self._limits.bodies):
+            raise rate_limited("the requests of this key or address are too large together")
+        if self._bytes.total() + size > self._limits.bodies:
             raise rate_limited("the requests under way are too large together")
-        self._bytes += size
-        at_end(request.scope, lambda: self._remove(size))
+        self._bytes[holder] += size
+        at_end(request.scope, lambda: self._remove(holder, size))
 
-    def _remove(self, size: int) -> None:
-        self._bytes -= size
+    def _remove(self, holder: str, size: int) -> None:
+        self._bytes[holder] -= size
+        if not self._bytes[holder]:
+            del self._bytes[holder]
 
-    def end_slow(self, address: str) -> None:
-        """End a slow body of an address that has many, or they could hold all its places."""
-        bodies = self._reading.get(address, [])
+    def end_slow(self, holder: str) -> None:
+        """End a slow body of a client that has many, or they could hold all its places."""
+        bodies = self._reading.get(holder, [])
         slow = next((body for body in bodies if body.is_slow), None)
         if len(bodies) >= self._limits.reading and slow is not None:
             bodies.remove(slow)
             slow.end()
 
     @contextmanager
-    def reading(self, address: str, seconds: float) -> Iterator[IncomingBody]:
-        """Count a body of an address while it is read, for so many seconds at most."""
-        body, bodies = IncomingBody(seconds), self._reading[address]
+    def reading(self, holder: str, seconds: float) -> Iterator[IncomingBody]:
+        """Count a body of a client while it is read, for so many seconds at most."""
+        body, bodies = IncomingBody(seconds), self._reading[holder]
         bodies.append(body)
         try:
             yield body
@@ -87,7 +95,7 @@ class BodyLimiter:
             if body in bodies:
                 bodies.remove(body)
             if not bodies:
-                self._reading.pop(address, None)
+                self._reading.pop(holder, None)
 
 
 class IncomingBody:
@@ -125,19 +133,16 @@ class IncomingBody:
             self._timeout.reschedule(self._until)
 
 
-def address_of(request: Request) -> str:
-    """The network address of a client; empty where it has none."""
-    return request.client.host if request.client else ""
-
-
 def begin_request(request: Request, owner: str) -> EngineClient:
-    """Count a request as one of its owner's, or of its address without keys, until it ends;
-    APIError if there are too many already.
+    """Count a request as one of its client's, until it ends; APIError if there are too many
+    already.
+
+    Its client is its owner, or without keys its address: `request.state.holder`.
     """
     client: EngineClient = request.app.state.client
-    holder = owner or address_of(request)
+    request.state.holder = holder = owner or (request.client.host if request.client else "")
     limiter: BodyLimiter = request.app.state.bodies
-    limiter.end_slow(address_of(request))
+    limiter.end_slow(holder)
     try:
         client.begin_request(holder)
     except Busy as error:
@@ -168,7 +173,7 @@ async def read_chunks(
     limiter: BodyLimiter = request.app.state.bodies
     parts = request.stream()
     try:
-        with limiter.reading(address_of(request), seconds) as body:
+        with limiter.reading(request.state.holder, seconds) as body:
             while True:
                 async with body.timeout():
                     chunk = await anext(parts, None)
@@ -255,7 +260,7 @@ def parse_body(
 ) -> Body:
     """Parse and validate the body of a request (APIError); `counter` counts JSON in its texts."""
     try:
-        value = from_json(data, cache_strings="keys")
+        value = from_json(data.removeprefix(BOM_UTF8), cache_strings="keys")
     except ValueError as error:
         raise invalid_json(str(error)) from None
     try:

@@ -79,8 +79,10 @@ class Replica:
             store,
             chunk=settings.chunk,
             queue=settings.limits.queue,
+            shared=len(settings.keys) > 1,
             deterministic=settings.deterministic,
         )
+        engine.warm_up()
         self._client = EngineClient(
             engine,
             tokenizer,

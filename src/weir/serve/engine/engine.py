@@ -29,7 +29,7 @@ from weir.serve.engine.sequence import Sequence, Stage
 from weir.serve.sessions.records import Checkpoint
 from weir.serve.sessions.store import SessionStore
 
-PREFILL_CHUNK = 256
+PREFILL_CHUNK = 128
 """Tokens of prompts that are read between two decode calls."""
 GROWTH = 4
 """How many times as many rows the next larger program has: computing a row for nothing costs little
@@ -124,6 +124,7 @@ class Engine:
 
     Args:
         chunk: tokens between two folds; None for what the policy was measured with, or 64.
+        shared: one client may have a share of the rows and of the queue only.
         deterministic: an answer does not depend on what else is running: each row is read and
             decoded in calls of its own, since matrix products of other batches may round otherwise.
 
@@ -141,6 +142,7 @@ class Engine:
         chunk: int | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
         queue: int = 64,
+        shared: bool = False,
         deterministic: bool = False,
     ) -> None:
         self.model = model
@@ -148,12 +150,24 @@ class Engine:
         self.store = store
         self.deterministic = deterministic
         self.runner = ModelRunner(model, self.cache)
-        self.scheduler = Scheduler(rows, queue, prefill_chunk, deterministic=deterministic)
+        self.scheduler = Scheduler(
+            rows, queue, prefill_chunk, deterministic=deterministic, shared=shared
+        )
         self.on_step: Callable[[], None] = lambda: None
         self._inspections: dict[Sequence, Future[RowInspection | None]] = {}
         self._seen = self._calls = 0
         self._stopping = False
         self._changed = threading.Condition()  # guards all of the above, and wakes `run`
+
+    @torch.no_grad()
+    def warm_up(self) -> None:
+        """Read a piece of a prompt and decode a token, before there are sequences.
+
+        What a first call compiles or loads takes seconds, in which everybody would wait.
+        """
+        self.runner.run({0: [0] * self.scheduler.prefill_chunk})
+        self.runner.run({row: [0] for row in range(self.scheduler.rows)})
+        self.cache.reset()
 
     # --- from any thread
 
@@ -434,11 +448,14 @@ def sizes_of(engine: Engine) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def compile_engine(engine: Engine, **options: Any) -> None:
+def compile_engine(engine: Engine, **options: Any) -> bool:
     """Compile the decode steps of an engine, each number of rows when a call first has it.
 
     Answers differ by rounding only. Until a program is ready, and where none can be made, steps run
-    uncompiled; WeirError if the model cannot be compiled, whatever the compiler.
+    uncompiled; WeirError if the model cannot be compiled, whatever the compiler. Returns whether
+    there may be programs; if not, standard error has said why.
     """
-    compile_steps(engine.model, **options)
-    engine.runner.sizes = sizes_of(engine)
+    compiles = compile_steps(engine.model, **options)
+    if compiles:
+        engine.runner.sizes = sizes_of(engine)
+    return compiles

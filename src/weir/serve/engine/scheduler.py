@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from weir.errors import WeirError
 from weir.serve.engine.sequence import Sequence, Stage
+from weir.serve.limits import share_of
 
 
 class Busy(WeirError):
@@ -19,39 +20,52 @@ class Scheduler:
     """Decides which sequences run, and in which rows.
 
     A row is busy with a running sequence, or resting, or free. A resting one stands at a checkpoint
-    until a sequence continues there or another one needs the row. Owners take turns, and the
-    sequences of one owner keep their order.
+    until a sequence continues there or another one needs the row. Clients take turns, and the
+    sequences of one client keep their order.
 
     Args:
         queue: number of sequences that may wait.
         deterministic: every call is over one row.
+        shared: whether one client may have a share of the rows and of the queue only.
 
     Attributes:
         running: sequences with a row, the one whose prompt was read longest ago first.
         resting: rows that stand at a checkpoint, by its name, the one used last at the end.
     """
 
-    def __init__(self, rows: int, queue: int, prefill_chunk: int, *, deterministic: bool) -> None:
+    def __init__(
+        self,
+        rows: int,
+        queue: int,
+        prefill_chunk: int,
+        *,
+        deterministic: bool,
+        shared: bool = False,
+    ) -> None:
         self.rows = rows
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.prefill_chunk = prefill_chunk
         self._queue = queue
+        self._rows_each = share_of(rows) if shared else rows
+        self._queue_each = share_of(queue) if shared else queue
         self._deterministic = deterministic
         self.resting: dict[str, int] = {}
-        self._served: dict[str, int] = {}  # when an owner got a row, on a clock of its own
+        self._served: dict[str, int] = {}  # when a client got a row, on a clock of its own
         self._clock = 0
 
     def __bool__(self) -> bool:
         return bool(self.running or self.waiting)
 
     def add(self, sequence: Sequence) -> None:
-        """Let a sequence wait for a row; Busy if too many wait already."""
+        """Let a sequence wait for a row; Busy if too many wait already, or of its client."""
         if not self:
             self._served.clear()
         waiting = len(self.waiting) - (self.rows - len(self.running))
-        if waiting >= self._queue:
-            raise Busy(f"{waiting} turns are waiting already")
+        own = sum(one.holder == sequence.holder for one in self.waiting)
+        own -= self._rows_each - self._rows_of(sequence.holder)
+        if waiting >= self._queue or own >= self._queue_each:
+            raise Busy(f"{max(waiting, own)} turns are waiting already")
         self.waiting.append(sequence)
 
     def add_first(self, sequence: Sequence) -> None:
@@ -59,14 +73,18 @@ class Scheduler:
         self.waiting.insert(0, sequence)
 
     def admit(self) -> tuple[Sequence, bool] | None:
-        """Give a row to the next sequence of the owner served longest ago.
+        """Give a row to the next sequence of the client served longest ago.
 
         The row is one that stands where the sequence starts, a free one, or the one at rest
-        longest. Returns whether it stands there, too; None if nobody waits or all rows are busy.
+        longest. Returns whether it stands there, too; None if all rows are busy, or nobody waits
+        who may have one.
         """
-        if not self.waiting or len(self.running) == self.rows:
+        if len(self.running) == self.rows:
             return None
-        sequence = min(self.waiting, key=lambda one: self._served.get(one.owner, 0))
+        waiting = [one for one in self.waiting if self._rows_of(one.holder) < self._rows_each]
+        if not waiting:
+            return None
+        sequence = min(waiting, key=lambda one: self._served.get(one.holder, 0))
         row = None if sequence.parent is None else self.resting.pop(sequence.parent, None)
         resident = row is not None
         if row is None:
@@ -76,10 +94,14 @@ class Scheduler:
             row = self.resting.pop(next(iter(self.resting)))
         self.waiting.remove(sequence)
         self._clock += 1
-        self._served[sequence.owner] = self._clock
+        self._served[sequence.holder] = self._clock
         sequence.row = row
         self.running.append(sequence)
         return sequence, resident
+
+    def _rows_of(self, holder: str) -> int:
+        """Number of rows that the sequences of a holder have."""
+        return sum(one.holder == holder for one in self.running)
 
     def decode_batches(self) -> Iterator[list[Sequence]]:
         """The sequences that get a token of their answer, by the calls that give it."""

@@ -49,6 +49,7 @@ class Sequence:
         parent: the checkpoint it starts from; None for a new stream.
         prompt_ids: tokens to feed before the answer, one or more.
         max_tokens: tokens of the answer, 1 or more.
+        holder: whose turn it takes: a key, or without keys an address.
         seed: of the row's random draws, where the stream is new.
         beginning: how many of `prompt_ids` are the stream's beginning, where it is new.
         header: how many tokens at the end of `prompt_ids` are the header of the answer.
@@ -68,7 +69,7 @@ class Sequence:
     stop_ids: frozenset[int]
     sampler: Sampler
     listener: Listener
-    owner: str = ""
+    holder: str = ""
     seed: int = 0
     beginning: int = 0
     header: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Annotated, Any, TypeVar
 
 from pydantic import (
@@ -18,6 +19,8 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import PydanticCustomError, PydanticKnownError, core_schema
+
+from weir.errors import quote
 
 T = TypeVar("T")
 # Validation stops at the first wrong entry: an error for each would take seconds and gigabytes.
@@ -113,6 +116,15 @@ def _check_arguments(value: str, info: ValidationInfo) -> str:
 def unsupported(message: str) -> PydanticCustomError:
     """Make the validation error for an unsupported feature."""
     return PydanticCustomError("unsupported", message)
+
+
+def check_call_ids(ids: Iterable[str]) -> None:
+    """Refuse calls of one message that have the same id: a result could be any of theirs."""
+    known: set[str] = set()
+    for name in ids:
+        if name in known:
+            raise unsupported(f"two calls of one message have the id {quote(name)}")
+        known.add(name)
 
 
 Arguments = Annotated[str, AfterValidator(_check_arguments)]

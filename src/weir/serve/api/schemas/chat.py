@@ -17,6 +17,7 @@ from weir.serve.api.schemas.base import (
     Strict,
     Whole,
     bounded_dict,
+    check_call_ids,
     unsupported,
 )
 from weir.serve.api.schemas.formats import (
@@ -65,6 +66,7 @@ class ChatMessage(Lenient):
     def _check_role(self) -> Self:
         if self.tool_calls and self.role != "assistant":
             raise unsupported("tool_calls are an assistant's")
+        check_call_ids(call.id for call in self.tool_calls or ())
         if (self.role == "tool") != (self.tool_call_id is not None):
             raise unsupported("a message of role tool has a tool_call_id, and no other has one")
         return self

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, StringConstraints, Tag, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from weir.serve.api.schemas.base import (
     Arguments,
@@ -15,6 +24,7 @@ from weir.serve.api.schemas.base import (
     Strict,
     Whole,
     bounded_dict,
+    check_call_ids,
     unsupported,
 )
 from weir.serve.api.schemas.base import Name as PlainName
@@ -115,10 +125,28 @@ AnyItem = Annotated[
 ]
 
 
+def _check_calls(items: list[Any]) -> list[Any]:
+    """Check the ids of the calls in each answer, which no other message interrupts."""
+    answers = groupby(
+        items,
+        lambda item: (
+            isinstance(item, CallItem)
+            or (isinstance(item, MessageItem) and item.role == "assistant")
+        ),
+    )
+    for _, answer in answers:
+        check_call_ids(item.call_id for item in answer if isinstance(item, CallItem))
+    return items
+
+
+Items = Annotated[ListOf[AnyItem], AfterValidator(_check_calls)]
+"""Items of one request."""
+
+
 class ConversationBody(Strict):
     """Request body of `POST /v1/conversations`."""
 
-    items: Annotated[ListOf[AnyItem], Field(max_length=20)] | None = None
+    items: Annotated[Items, Field(max_length=20)] | None = None
     metadata: Metadata | None = None
 
 
@@ -131,7 +159,7 @@ class MetadataBody(Strict):
 class ItemsBody(Strict):
     """Request body of `POST /v1/conversations/{name}/items`."""
 
-    items: Annotated[ListOf[AnyItem], Field(min_length=1, max_length=20)]
+    items: Annotated[Items, Field(min_length=1, max_length=20)]
 
 
 LOGPROBS = "message.output_text.logprobs"
@@ -184,7 +212,7 @@ class ConversationName(Strict):
 class ResponseBody(GenerationBody):
     """Request body of `POST /v1/responses`."""
 
-    input: str | ListOf[AnyItem] | None = None
+    input: str | Items | None = None
     instructions: str | None = None
     previous_response_id: Name | None = None
     conversation: Name | ConversationName | None = None
