@@ -1,5 +1,3 @@
 """The command line: `weir COMMAND`, one file per command."""
 
 from weir.cli.cli import main
-
-__all__ = ["main"]

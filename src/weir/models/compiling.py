@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._dynamo import exc
 from torch._guards import TracingContext, tracing
 
@@ -85,7 +84,7 @@ class Compiling:
         self.refused: set[Hashable] = set()
         self.known: set[Hashable] = set()
         self.under_way: dict[Hashable, _Job] = {}
-        self._layers: dict[Hashable, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        self._layers: dict[Hashable, Callable[..., Any]] = {}
         self._traced: list[_Program] = []
         self.calls: list[ProgramCall] | None = None
         own = (options.get("options") or {}).get("guard_filter_fn")
@@ -119,21 +118,12 @@ class Compiling:
             code = _run_layer.__code__.replace()
             plain: Callable[..., Any] = FunctionType(code, globals(), "layer")
             options: dict[str, Any] = {"guard_filter_fn": self._asked}
-            traced = torch.compile(
+            self._layers[sizes] = torch.compile(
                 plain, fullgraph=True, dynamic=False, backend=self._trace, options=options
             )
-            self._layers[sizes] = plain, traced
-        plain, traced = self._layers[sizes]
-        call: tuple[Any, ...] = (own, (), *given)
         if isinstance(own, MethodType):
-            call = (own.__func__, (own.__self__,), *given)
-        # What `traced` does in Python before each call takes as long as a small layer.
-        prior = set_eval_frame(False)  # programs only, no compiler
-        try:
-            output = plain(*call)
-        finally:
-            set_eval_frame(prior)
-        return traced(*call) if output is None else output
+            return self._layers[sizes](own.__func__, (own.__self__,), *given)
+        return self._layers[sizes](own, (), *given)
 
     def _trace(self, graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Take a traced layer from PyTorch; `compile_traced` compiles it."""
@@ -233,9 +223,7 @@ def _run_layer(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call a layer's function where PyTorch traces; None where it found no program to run."""
-    if not torch.compiler.is_dynamo_compiling():
-        return None
+    """Call a layer's function; each size has a copy of this, with a program of its own."""
     return function(*bound, *args, **kwargs)
 
 

@@ -136,42 +136,31 @@ def choose_products(
                 gains[loop] = known[loop]
         if any(called) or any(looped):
             for module in modules:
-                _LinearPatch(module, kernel, _pack_choices(called, looped))
+                _LinearPatch(module, kernel, _expand(called), _expand(looped))
     if gains and before != known:
         write_json(file, _read(file) | {mine: known})
     return gains
 
 
-_BITS = 40
-"""Bits for calls in the number of `_pack_choices`; the bits above are for loops."""
-
-
-def _pack_choices(called: Sequence[bool], looped: Sequence[bool]) -> int:
-    """Pack the numbers of rows that use weir's kernel into the bits of one number.
-
-    The compiler's guards check before each step that everything it read of a model is unchanged; a
-    list would be checked element by element, in every layer.
-
-    Args:
-        called: for each number of `ROWS`, whether a call of weir's kernel is faster.
-        looped: the same for loops in a compiled step.
-    """
-
-    def bits_of(taken: Sequence[bool]) -> int:
-        timed = ROWS[: len(taken)]
-        some = range(1, timed[-1] + 1)
-        return sum(taken[bisect_left(timed, count)] << count for count in some)
-
-    return bits_of(called) | bits_of(looped) << _BITS
+def _expand(faster: Sequence[bool]) -> tuple[int, ...]:
+    """Return all numbers of rows for which weir's kernel is faster, from those of `ROWS`."""
+    timed = ROWS[: len(faster)]
+    return tuple(n for n in range(1, timed[-1] + 1) if faster[bisect_left(timed, n)])
 
 
 class _LinearPatch(MethodPatch):
     """Patch of a linear layer's forward that uses weir's kernel for some numbers of rows."""
 
-    def __init__(self, module: nn.Linear, kernel: Callable[..., Tensor], taken: int) -> None:
+    def __init__(
+        self,
+        module: nn.Linear,
+        kernel: Callable[..., Tensor],
+        called: tuple[int, ...],
+        looped: tuple[int, ...],
+    ) -> None:
         self._linear = module
         self._kernel = kernel
-        self._taken = taken
+        self._called, self._looped = called, looped
         # Held directly: through the layer, the compiler would add a guard checked at each step.
         self._held = module._parameters
         super().__init__(module, "forward", self._multiply)
@@ -184,7 +173,7 @@ class _LinearPatch(MethodPatch):
         if torch.compiler.is_compiling():
             weight = self._held.get("weight")
             if type(weight) is nn.Parameter:  # a quantized weight has another type
-                return _chosen(input, weight, self._held["bias"], self._taken)
+                return _chosen(input, weight, self._held["bias"], self._called, self._looped)
         out: Tensor = super().__call__(input)
         return out
 
@@ -200,17 +189,20 @@ class _LinearPatch(MethodPatch):
         ):
             return own(x)
         rows = x.numel() // weight.shape[1]
-        if not _has_bit(rows, _call_bits(self._taken)) or torch.is_autocast_enabled("cpu"):
+        if rows not in self._called or torch.is_autocast_enabled("cpu"):
             return own(x)
         return self._kernel(x, weight, bias)
 
 
-def _chosen(x: Tensor, weight: Tensor, bias: Tensor | None, taken: int) -> Tensor:
-    """Compute a linear layer in a compiled step: as a loop, or by weir's or PyTorch's kernel.
-
-    Args:
-        x, weight, bias: as for `torch.nn.functional.linear`.
-        taken: result of `_pack_choices`.
+def _chosen(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    called: tuple[int, ...],
+    looped: tuple[int, ...],
+) -> Tensor:
+    """Compute a linear layer in a compiled step: as a loop, or by weir's or PyTorch's kernel; the
+    last arguments say for which numbers of rows calls and loops are faster.
     """
     usual = nn.functional.linear
     if (
@@ -224,18 +216,8 @@ def _chosen(x: Tensor, weight: Tensor, bias: Tensor | None, taken: int) -> Tenso
         return usual(x, weight, bias)
     rows = x.numel() // weight.shape[1]
     if rows <= LOOPED:
-        return (in_a_loop if _has_bit(rows, taken >> _BITS) else usual)(x, weight, bias)
-    return (_by_kernel if _has_bit(rows, _call_bits(taken)) else usual)(x, weight, bias)
-
-
-def _call_bits(taken: int) -> int:
-    """Return the bits of `_pack_choices` for calls."""
-    return taken & (1 << _BITS) - 1
-
-
-def _has_bit(rows: int, taken: int) -> bool:
-    """Return whether `taken` has the bit for a number of rows."""
-    return bool(taken >> rows & 1)
+        return (in_a_loop if rows in looped else usual)(x, weight, bias)
+    return (_by_kernel if rows in called else usual)(x, weight, bias)
 
 
 def is_decode_step(x: Tensor) -> bool:

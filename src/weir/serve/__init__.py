@@ -9,20 +9,3 @@ from weir.serve.memory_estimate import estimate_memory
 from weir.serve.sessions.records import Checkpoint, TurnRecord
 from weir.serve.sessions.responses import ResponseStore
 from weir.serve.sessions.store import SessionStore
-
-__all__ = [
-    "Checkpoint",
-    "Engine",
-    "EngineClient",
-    "Limits",
-    "ResponseStore",
-    "SampledToken",
-    "Sampler",
-    "SamplingParams",
-    "Sequence",
-    "SessionStore",
-    "TurnRecord",
-    "compile_engine",
-    "estimate_memory",
-    "sizes_of",
-]

@@ -7,7 +7,7 @@ of the tokens in the records. Knows nothing about HTTP.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import groupby
@@ -116,8 +116,12 @@ class Recaller:
         self, turns: list[TurnTokens], places: list[int]
     ) -> Iterator[tuple[int, tuple[str, bool]]]:
         """The texts of tokens at ascending places, and whether they are special, where known."""
-        near = {place - back for place in places for back in range(CONTEXT + 1)}
-        ids = dict(_ids_at(turns, sorted(near)))
+        near = sorted({place - back for place in places for back in range(CONTEXT + 1)})
+        ids: dict[int, int] = {}
+        for turn in turns:
+            inside = near[bisect_left(near, turn.start) : bisect_left(near, turn.end)]
+            own = unpack_ids(turn.ids) if inside else ()
+            ids |= {place: own[place - turn.start] for place in inside}
         known = (place for place in places if place in ids)
         for _, block in groupby(known, key=lambda place: place // BLOCK):
             inside = list(block)
@@ -134,16 +138,3 @@ class Recaller:
             some = [token or 0 for token in run]
             found += [("", False)] * len(some) if gap else describe_tokens(self._tokenizer, some)
         return found
-
-
-def _ids_at(turns: list[TurnTokens], places: list[int]) -> Iterator[tuple[int, int]]:
-    """The ids of tokens at ascending places of a stream, where they are known."""
-    starts = [turn.start for turn in turns]
-    for number, group in groupby(places, key=lambda place: bisect_right(starts, place) - 1):
-        if number < 0:
-            continue
-        turn = turns[number]
-        ids = unpack_ids(turn.ids)
-        for place in group:
-            if place < turn.end:
-                yield place, ids[place - turn.start]

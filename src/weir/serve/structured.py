@@ -13,7 +13,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from functools import partial
 from typing import Any
@@ -184,8 +184,7 @@ def add_guidance(schema: Mapping[str, Any], spaces: str, *, strict: bool) -> dic
 
 def check_schema(schema: Any) -> None:
     """Check that a schema can be compiled in bounded time (BadSchema)."""
-    if _depth(schema) > MAX_DEPTH:
-        raise BadSchema(f"it is nested deeper than {MAX_DEPTH} levels")
+    objects = _objects(schema)
     try:
         # In parts: written at once, a large one would keep the interpreter from all other threads.
         size = sum(map(len, json.JSONEncoder(allow_nan=False).iterencode(schema)))
@@ -194,7 +193,7 @@ def check_schema(schema: Any) -> None:
     if size > MAX_BYTES:
         raise BadSchema(f"it has {size:,} bytes, and may have {MAX_BYTES:,}")
     weight, multiple = 0, 1
-    for node in _objects(schema):
+    for node in objects:
         patterns = [node.get("pattern")]
         by_name = node.get("patternProperties")
         patterns += list(by_name) if isinstance(by_name, dict) else []
@@ -206,24 +205,19 @@ def check_schema(schema: Any) -> None:
             raise BadSchema(f"numbers cannot be held to multiples of {multiple:,}")
 
 
-def _depth(value: Any) -> int:
-    """The number of levels of nested lists and objects, counted to just above the limit."""
-    level, depth = [value], 0
-    while level and depth <= MAX_DEPTH:
-        below: list[Any] = []
-        for one in level:
-            below += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
-        level, depth = below, depth + bool(below)
-    return depth
-
-
-def _objects(schema: Any) -> Iterator[dict[str, Any]]:
-    """All objects in a schema, at any level."""
-    if isinstance(schema, dict):
-        yield schema
-    if isinstance(schema, dict | list):
-        for below in schema.values() if isinstance(schema, dict) else schema:
-            yield from _objects(below)
+def _objects(schema: Any) -> list[dict[str, Any]]:
+    """All objects in a schema, level by level; BadSchema if there are too many levels."""
+    found: list[dict[str, Any]] = []
+    level, depth = [schema], 0
+    while level:
+        if depth > MAX_DEPTH:
+            raise BadSchema(f"it is nested deeper than {MAX_DEPTH} levels")
+        objects = [one for one in level if isinstance(one, dict)]
+        lists = [one for one in level if isinstance(one, list)]
+        found += objects
+        level = [below for one in (*lists, *(o.values() for o in objects)) for below in one]
+        depth += 1
+    return found
 
 
 def _digits(multiple: Any) -> int:

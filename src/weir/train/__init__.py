@@ -5,22 +5,3 @@ from weir.train.folder import WORK, run
 from weir.train.log import read_log, smoothed
 from weir.train.processes import Processes
 from weir.train.recipe import PRESETS, ROOM, Preset, SinkKind, TrainingRecipe
-
-__all__ = [
-    "DIGITS",
-    "NAMES",
-    "PRESETS",
-    "ROOM",
-    "WORK",
-    "Preset",
-    "Processes",
-    "SinkKind",
-    "TrainingRecipe",
-    "Words",
-    "front_of",
-    "passage",
-    "practiced",
-    "read_log",
-    "run",
-    "smoothed",
-]

@@ -9,13 +9,4 @@ from weir.evals.grid.grid import (
 )
 from weir.evals.grid.runner import Worker, on_ray, run
 
-__all__ = [
-    "PROTOCOLS",
-    "Grid",
-    "Worker",
-    "extend_grid",
-    "make_grid",
-    "on_ray",
-    "protocol",
-    "run",
-]
+__all__ = ["make_grid", "run"]

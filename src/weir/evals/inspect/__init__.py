@@ -10,15 +10,4 @@ from weir.evals.inspect.page import (
 )
 from weir.evals.inspect.section import Inspection, Picture, Section
 
-__all__ = [
-    "Attention",
-    "Inspection",
-    "InspectionPage",
-    "Picture",
-    "Section",
-    "check_places",
-    "look",
-    "select_sections",
-    "sizes",
-    "watch",
-]
+__all__ = ["Inspection", "InspectionPage", "Picture", "Section", "look"]

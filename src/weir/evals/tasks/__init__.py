@@ -19,5 +19,3 @@ from weir.evals.tasks import (
     streameval,
     summary,
 )
-
-__all__ = ["TASKS"]

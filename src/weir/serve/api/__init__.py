@@ -3,5 +3,3 @@
 from weir.serve.api.app import bind, make_app, run_app
 from weir.serve.api.dependencies import Keys
 from weir.serve.api.middleware import log_json
-
-__all__ = ["Keys", "bind", "log_json", "make_app", "run_app"]

@@ -7,7 +7,6 @@ nothing about responses but their items.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from weir.serve.messages import Call
@@ -18,34 +17,6 @@ ItemEvent = tuple[str, dict[str, Any]]
 """An event: its type and its fields."""
 
 
-@dataclass
-class _Message:
-    """A message under construction."""
-
-    id: str = field(default_factory=lambda: new_id("msg"))
-    text: str = ""
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
-
-    def item(self, status: str) -> Item:
-        """The item so far."""
-        begun = status != "in_progress"
-        return answer_item(self.id, self.text if begun else None, status, self.logprobs)
-
-
-@dataclass
-class _Call:
-    """A call under construction."""
-
-    call_id: str
-    name: str
-    id: str = field(default_factory=lambda: new_id("fc"))
-    arguments: str = ""
-
-    def item(self, status: str) -> Item:
-        """The item so far."""
-        return call_item(self.id, Call(self.call_id, self.name, self.arguments), status)
-
-
 class OutputItems:
     """The items of one response."""
 
@@ -53,7 +24,7 @@ class OutputItems:
         self.done: list[Item] = []
         self._parser = parser
         self._make_id = make_id
-        self._open: _Message | _Call | None = None
+        self._open: Item | None = None
         self._logprobs: list[dict[str, Any]] = []
 
     def add(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> list[ItemEvent]:
@@ -78,11 +49,12 @@ class OutputItems:
                 self._logprobs.clear()  # what was held back began a call
             events = self._events_of(parts)
         if self._open is None and not self.done:
-            events += self._begin(_Message())  # an empty answer is an empty message
-        if isinstance(self._open, _Message) and self._logprobs:
-            events.append(self._delta(""))
-        # A call that is still open is incomplete, whatever has ended the answer.
-        return events + self._close("incomplete" if isinstance(self._open, _Call) else status)
+            events += self._begin_message()  # an empty answer is an empty message
+        if self._open is not None and _is_call(self._open):
+            status = "incomplete"  # whatever has ended the answer
+        elif self._open is not None and self._logprobs:
+            events.append(self._delta(self._open, ""))
+        return events + self._close(status)
 
     @property
     def _in_call(self) -> bool:
@@ -94,52 +66,54 @@ class OutputItems:
     def _add_part(self, part: AnswerPart) -> list[ItemEvent]:
         if isinstance(part, CallEnd):
             return self._close("completed")
-        events: list[ItemEvent] = []
         if isinstance(part, CallStart):
-            return self._begin(_Call(self._make_id(part.call), part.name))
-        if part.call is None and not isinstance(self._open, _Message):
-            events = self._begin(_Message())
-        return [*events, self._delta(part.text)]
+            call = Call(self._make_id(part.call), part.name, "")
+            return self._begin(call_item(new_id("fc"), call, "in_progress"))
+        events: list[ItemEvent] = []
+        if self._open is None or (part.call is None and _is_call(self._open)):
+            events = self._begin_message()
+        assert self._open is not None
+        return [*events, self._delta(self._open, part.text)]
 
-    def _begin(self, item: _Message | _Call) -> list[ItemEvent]:
+    def _begin(self, item: Item) -> list[ItemEvent]:
         """Close the open item, and open another one."""
         events = self._close("completed")
         self._open = item
-        place = {"output_index": len(self.done)}
-        events.append(("response.output_item.added", {**place, "item": item.item("in_progress")}))
-        if isinstance(item, _Message):
-            part = {**self._place(item), "part": answer_part("")}
-            events.append(("response.content_part.added", part))
-        return events
+        added = {"output_index": len(self.done), "item": dict(item)}
+        return [*events, ("response.output_item.added", added)]
 
-    def _delta(self, text: str) -> ItemEvent:
+    def _begin_message(self) -> list[ItemEvent]:
+        item = answer_item(new_id("msg"), None, "in_progress")
+        events = self._begin(item)
+        item["content"] = [answer_part("")]
+        part = {**self._place(item), "part": answer_part("")}
+        return [*events, ("response.content_part.added", part)]
+
+    def _delta(self, item: Item, text: str) -> ItemEvent:
         """Add text to the open item."""
-        item, logprobs = self._open, self._logprobs[:]
+        logprobs = self._logprobs[:]
         self._logprobs.clear()
-        assert item is not None
-        if isinstance(item, _Call):
-            item.arguments += text
-            return "response.function_call_arguments.delta", {**self._place(item), "delta": text}
-        item.text += text
-        item.logprobs += logprobs
-        fields = {**self._place(item), "delta": text, "logprobs": logprobs}
-        return "response.output_text.delta", fields
+        fields = {**self._place(item), "delta": text}
+        if _is_call(item):
+            item["arguments"] += text
+            return "response.function_call_arguments.delta", fields
+        (part,) = item["content"]
+        part["text"] += text
+        part["logprobs"] += logprobs
+        return "response.output_text.delta", {**fields, "logprobs": logprobs}
 
     def _close(self, status: str) -> list[ItemEvent]:
         """Close the open item, if there is one."""
         item, self._open = self._open, None
         if item is None:
             return []
-        done, place = item.item(status), self._place(item)
-        last: ItemEvent = (
-            "response.output_item.done",
-            {"output_index": len(self.done), "item": done},
-        )
-        self.done.append(done)
-        if isinstance(item, _Call):
-            call = {**place, "name": item.name, "arguments": item.arguments}
+        item["status"], place = status, self._place(item)
+        last = ("response.output_item.done", {"output_index": len(self.done), "item": item})
+        self.done.append(item)
+        if _is_call(item):
+            call = {**place, "name": item["name"], "arguments": item["arguments"]}
             return [("response.function_call_arguments.done", call), last]
-        (part,) = done["content"]
+        (part,) = item["content"]
         text = {**place, "text": part["text"], "logprobs": part["logprobs"]}
         return [
             ("response.output_text.done", text),
@@ -147,6 +121,10 @@ class OutputItems:
             last,
         ]
 
-    def _place(self, item: _Message | _Call) -> dict[str, Any]:
-        place: dict[str, Any] = {"item_id": item.id, "output_index": len(self.done)}
-        return place if isinstance(item, _Call) else {**place, "content_index": 0}
+    def _place(self, item: Item) -> dict[str, Any]:
+        place = {"item_id": item["id"], "output_index": len(self.done)}
+        return place if _is_call(item) else {**place, "content_index": 0}
+
+
+def _is_call(item: Item) -> bool:
+    return bool(item["type"] == "function_call")

@@ -2,5 +2,3 @@
 
 from weir.serve.cluster.shared_turns import SharedTurns
 from weir.serve.cluster.storage import Storage, open_storage
-
-__all__ = ["SharedTurns", "Storage", "open_storage"]
