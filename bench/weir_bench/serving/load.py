@@ -115,12 +115,10 @@ class Heard:
         return self._worked((reply.asked, reply.arrived[0]) for reply in self.replies)
 
     def _worked(self, pairs: Iterable[tuple[float, float]]) -> list[float]:
-        when, worked = zip(*self.processor, strict=True)
-        return [
-            float(np.diff(np.interp(pair, when, worked))[0])
-            for pair in pairs
-            if all(map(self._within, pair))
-        ]
+        inside = [pair for pair in pairs if all(map(self._within, pair))]
+        when, worked = np.array(self.processor).T
+        spent = np.diff(np.interp(np.array(inside).reshape(-1, 2), when, worked))
+        return [float(seconds) for (seconds,) in spent]
 
     def third(self, number: int) -> Heard:
         """The first, second or third third of a run of one round: 0, 1 or 2."""
