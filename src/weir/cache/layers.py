@@ -231,11 +231,11 @@ def known_places(model: PreTrainedModel) -> int | None:
 
 def warn_of_place(model: PreTrainedModel) -> None:
     """Warn that a stream of `positions="original"` has left the `known_places`, once per caller."""
-    known = known_places(model)
-    if known == frequencies_change_at(model.config):
+    if (known := frequencies_change_at(model.config)) is not None:
         why = f"past {known:,} tokens this model rotates keys by other frequencies, but not here"
     else:
-        why = f"this model was made for {known:,} tokens: what it says beyond is worth little"
+        window = window_of(model.config)
+        why = f"this model was made for {window:,} tokens: what it says beyond is worth little"
     warnings.warn(
         f'weir: a stream has come past the places that positions="original" is for: {why}; '
         'positions="rolling" goes on without end',

@@ -14,7 +14,7 @@ the time that the collector of garbage takes to look at it."""
 
 
 def share_of(whole: int) -> int:
-    """What one client may take of something, so that a tenth is left for others: 1 or more."""
+    """Return how much of a whole one client may take: all but a tenth, and at least 1."""
     return max(1, whole - max(1, whole // 10))
 
 

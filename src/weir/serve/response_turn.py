@@ -26,7 +26,7 @@ class PreviousNotFound(WeirError):
 
 
 class HistoryNotKept(WeirError):
-    """What would have to be fed again is not kept any more."""
+    """The history that would have to be fed again is no longer kept."""
 
 
 @dataclass(eq=False)

@@ -110,7 +110,7 @@ class AttendedSlots:
 
 _Stored = tuple[kernels.QuantizedVectors, kernels.QuantizedVectors]
 Observe = Literal["", "received", "shares"]
-"""What a call observes beside its answers: the attention received by slots, or every query's
+"""Observation of a call beside its answers: the attention received by slots, or every query's
 shares.
 """
 

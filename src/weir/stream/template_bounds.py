@@ -34,7 +34,7 @@ MADE_OF_ONE = 32
 """Further ones of each character of the messages: most expressions copy what they change."""
 
 _WIDE = re.compile(r"%[^%a-zA-Z]*(\*|\d{4,})|\{[^{}]*:[^{}]*\d{4,}|\{[^{}]*\{")
-"""What makes a text of many characters of a short one, where a text is a format."""
+"""Format strings that turn a short text into a long one: wide, starred and nested fields."""
 
 
 class OutOfBounds(Exception):

@@ -1,4 +1,4 @@
-"""What routes share: the owner of a request by its key, the engine's client, work in a thread, and
+"""Dependencies of routes: a request's owner by its key, the engine's client, work in a thread, and
 a page of a list.
 
 Of keys only hashes are known, and they are compared in constant time.
