@@ -9,7 +9,7 @@ from roundings import close
 from weir.models.block_weights import BLOCK, BLOCK_FORMATS, Blocks
 
 kernel = pytest.importorskip("weir.kernels.cpu.linear_blocks", reason="needs numba")
-pytestmark = pytest.mark.skipif(not kernel.SUPPORTED, reason="needs AVX-512 VNNI")
+pytestmark = pytest.mark.skipif(not kernel.SUPPORTED, reason="needs VNNI or AVX2")
 
 
 def rounded(x):
@@ -42,6 +42,20 @@ def test_products_are_of_rounded_rows_and_what_codes_stand_for(kind, dtype):
             # Where blocks have minima, these cancel against what codes add up to.
             size = given.abs() @ (2 * numbers.abs().amax(1, keepdim=True).expand_as(numbers)).T
             close(found[:, 0], wanted.to(torch.float64), 3 * blocks, size)
+
+
+@pytest.mark.parametrize(("bits", "zero"), [(8, 128), (4, 8)])
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_the_largest_codes_and_numbers_add_up_to_whole_sums(bits, zero, sign):
+    """Where sums are of 16 bits in between, these are the most that they have to hold."""
+    largest = (1 << bits) - 1
+    codes = torch.tensor([[0] * BLOCK, [largest] * BLOCK, [0, largest] * (BLOCK // 2)])
+    held = Blocks(codes.to(torch.uint8), torch.ones(3, 1, 1, dtype=torch.float16), bits)
+    for rows in (1, 2, kernel.TOGETHER):
+        found = kernel.linear_blocks(
+            torch.full((rows, BLOCK), 127 * sign), held.codes, held.scales, 3
+        )
+        assert torch.equal(found, 127 * sign * (codes - zero).sum(1).float().expand(rows, -1))
 
 
 def test_no_row_is_no_product():

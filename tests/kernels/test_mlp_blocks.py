@@ -10,7 +10,7 @@ from weir.errors import WeirError
 from weir.models.block_weights import BLOCK, Blocks
 
 kernel = pytest.importorskip("weir.kernels.cpu.mlp_blocks", reason="needs numba")
-pytestmark = pytest.mark.skipif(not kernel.SUPPORTED, reason="needs AVX-512 VNNI")
+pytestmark = pytest.mark.skipif(not kernel.SUPPORTED, reason="needs VNNI or AVX2")
 linear = pytest.importorskip("weir.kernels.cpu.linear_blocks").linear_blocks
 INPUTS, WIDTH, OUTPUTS = 2 * BLOCK, 5 * BLOCK, 41
 

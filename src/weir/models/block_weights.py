@@ -1,9 +1,9 @@
 """Weights in GGUF's blocks of 32 numbers: `weir.load(name, weights="q8_0")`, or as a file has them.
 
 A block is 32 codes of 8 or 4 bits and what a step is worth, in float16; with "q4_1" also what the
-code 0 stands for. On a CPU with VNNI a product of any number of rows multiplies the codes as they
-are (`weir.kernels.linear_blocks`), after rounding the rows to 8 bits, block by block. Elsewhere
-each product writes the weight out. Knows nothing about caches.
+code 0 stands for. On a CPU with AVX2 or VNNI a product of any number of rows multiplies the codes
+as they are (`weir.kernels.linear_blocks`), after rounding the rows to 8 bits, block by block.
+Elsewhere each product writes the weight out. Knows nothing about caches.
 
 Format: block_q8_0, block_q4_0, block_q4_1 and block_q4_K of the ggml project.
 """
@@ -356,7 +356,7 @@ def warn_without_kernel(model: PreTrainedModel) -> None:
     if kernels.linear_blocks(torch.empty(1, BLOCK, device=model.device)) is None:
         warnings.warn(
             "weights in blocks are written out for every product here, which is slow: their kernel "
-            "needs numba and a processor with AVX-512 VNNI; without weights= it is faster",
+            "needs numba and a processor with AVX2; without weights= it is faster",
             stacklevel=4,
         )
 

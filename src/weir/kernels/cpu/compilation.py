@@ -137,7 +137,9 @@ class _CodeFiles:
         return data if found == key else None
 
     def _path(self, key: Any) -> Path:
-        return self._base.with_name(f"{self._base.name}.{self._source}.{_digest(key)}.nbc")
+        # The key has numba's processor; kernels also ask PyTorch's, which a user can lessen.
+        made_for = _digest((key, torch.backends.cpu.get_cpu_capability()))
+        return self._base.with_name(f"{self._base.name}.{self._source}.{made_for}.nbc")
 
 
 def _digest(value: Any) -> str:

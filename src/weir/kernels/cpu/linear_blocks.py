@@ -1,15 +1,16 @@
 """Products with weights in GGUF's blocks of 32 numbers of 8 or 4 bits on the CPU.
 
-Rows are quantized to 8 bits, block by block, and multiplied as whole numbers: `vpdpbusd` multiplies
-64 unsigned numbers of the weight with 64 signed ones of the row and adds them up by fours. What
-llama.cpp does with these formats too; it is the only way in which a processor multiplies several
-rows faster than in float32, and one row at the pace of memory.
+Rows are quantized to 8 bits, block by block, and multiplied as whole numbers, which are added up by
+fours: with AVX-512 VNNI 64 products an instruction, with AVX2 32 in a few. What llama.cpp does with
+these formats too; it is the only way in which a processor multiplies several rows faster than in
+float32, and one row at the pace of memory. Whole sums are exact, so both ways give the same.
 
-A weight lies in *panels* of 16 outputs, so that sums of 16 outputs are one vector: of each block
-first the numbers 0 to 3 of all outputs, then 4 to 7. With 4 bits a byte has the number of group `g`
-below and that of group `g + 4` above.
+A weight lies in *panels* of 16 outputs, so that sums of 16 outputs are one vector or two: of each
+block first the numbers 0 to 3 of all outputs, then 4 to 7. With 4 bits a byte has the number of
+group `g` below and that of group `g + 4` above.
 
-Roofline: the larger of the weight's bytes over the bandwidth of memory, and 128 operations a cycle.
+Roofline: the larger of the weight's bytes over the bandwidth of memory, and 128 operations a cycle
+(AVX2: 64).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import njit
-from numba.core.cgutils import alloca_once_value, for_range
+from numba.core.cgutils import alloca_once, alloca_once_value, for_range
 from torch import Tensor
 
 from weir.kernels.cpu.compilation import compile_kernel, floats_at, keep, longs_at
@@ -46,8 +47,6 @@ from weir.kernels.cpu.vectors import (
 )
 from weir.kernels.dispatch import BLOCK, PANEL
 
-TOGETHER = 8
-"""Rows multiplied at once, at most: as many whole and as many float sums fit into registers."""
 LEAST_TOGETHER, MOST_TOGETHER = 32, 64
 """Rows that a thread rounds and takes through a weight: few stay near, many read it seldom."""
 _GROUPS = BLOCK // 4
@@ -58,38 +57,105 @@ _AHEAD = 2**12
 """Bytes from what one row reads to what is asked for."""
 
 
+_FEATURES = llvmlite.binding.get_host_cpu_features()
 _OTHER_PROCESSOR = os.environ.get("NUMBA_CPU_NAME") or os.environ.get("NUMBA_CPU_FEATURES")
-SUPPORTED = (
-    lanes() == PANEL
-    and not _OTHER_PROCESSOR
-    and bool(llvmlite.binding.get_host_cpu_features().get("avx512vnni"))
-)
-"""Whether numba compiles for a processor with vpdpbusd on vectors of 64 bytes."""
+_VNNI = lanes() == PANEL and bool(_FEATURES.get("avx512vnni"))
+_NEEDED = ("avx512vnni",) if _VNNI else ("avx2", "fma", "f16c")
+SUPPORTED = not _OTHER_PROCESSOR and all(_FEATURES.get(name) for name in _NEEDED)
+"""Whether numba compiles for a processor with VNNI on vectors of 64 bytes, or one with AVX2."""
+_LANES = PANEL if _VNNI else PANEL // 2
+"""Whole sums of a vector."""
+TOGETHER = 8 if _VNNI else 4
+"""Rows multiplied at once, at most: so many whole sums of a panel fit into registers."""
+_INTS, _SHORTS, _BYTES = (ir.VectorType(ir.IntType(32 // n), n * _LANES) for n in (1, 2, 4))
 
 
 def _bytes(builder: ir.IRBuilder, address: Any, place: Any) -> Any:
     return builder.gep(builder.inttoptr(address, BYTE.as_pointer()), [place])
 
 
-def _whole(builder: ir.IRBuilder, pointer: Any) -> Any:
-    """A vector of 16 numbers of 32 bits at a pointer."""
-    kind = ir.VectorType(INT, PANEL).as_pointer()
-    return builder.load(builder.bitcast(pointer, kind), align=1)
+def _ints(builder: ir.IRBuilder, pointer: Any) -> Any:
+    """A vector of numbers of 32 bits at a pointer."""
+    return builder.load(builder.bitcast(pointer, _INTS.as_pointer()), align=1)
 
 
 def _spread(builder: ir.IRBuilder, number: Any) -> Any:
     """A vector of one number of 32 bits."""
-    undefined = ir.Constant(ir.VectorType(INT, PANEL), ir.Undefined)
-    alone = builder.insert_element(undefined, number, INT(0))
-    places = ir.Constant(ir.VectorType(INT, PANEL), [0] * PANEL)
-    return builder.shuffle_vector(alone, alone, places)
+    alone = builder.insert_element(ir.Constant(_INTS, ir.Undefined), number, INT(0))
+    return builder.shuffle_vector(alone, alone, ir.Constant(_INTS, [0] * _LANES))
 
 
 def _halves(builder: ir.IRBuilder, address: Any, place: Any) -> Any:
-    """16 numbers of float16 as float32, `place` numbers behind an address."""
+    """Numbers of float16 as float32, `place` numbers behind an address."""
     start = builder.gep(builder.inttoptr(address, _HALF.as_pointer()), [place])
-    vector = builder.bitcast(start, ir.VectorType(_HALF, PANEL).as_pointer())
-    return builder.fpext(builder.load(vector, align=2), ir.VectorType(FLOAT, PANEL))
+    vector = builder.bitcast(start, ir.VectorType(_HALF, _LANES).as_pointer())
+    return builder.fpext(builder.load(vector, align=2), ir.VectorType(FLOAT, _LANES))
+
+
+def _instruction(builder: ir.IRBuilder, name: str, result: Any, *given: Any) -> Any:
+    """What an instruction of x86 makes of vectors, by LLVM's name for it."""
+    kind = ir.FunctionType(result, [value.type for value in given])
+    return builder.call(builder.module.declare_intrinsic(f"llvm.x86.{name}", (), kind), given)
+
+
+class _Sums:
+    """Whole sums of a block's codes times the numbers of some rows.
+
+    VNNI adds unsigned codes times signed numbers, by fours, in 32 bits. AVX2 adds pairs of them in
+    16 bits. Those of codes of 4 bits stay there until a block is done. Of 8 bits, two would not
+    fit: codes are signed then, and the sign goes from the code to what it is multiplied with.
+
+    Attributes:
+        signed: codes are multiplied less their zero of 128, which is not to be taken off after.
+
+    Args:
+        builder: of the code.
+        bits: of a code.
+        count: of sums.
+    """
+
+    def __init__(self, builder: ir.IRBuilder, bits: int, count: int) -> None:
+        self._builder, self.signed = builder, bits == 8 and not _VNNI
+        self._in_16_bits = bits == 4 and not _VNNI
+        nothing = ir.Constant(_SHORTS if self._in_16_bits else _INTS, None)
+        self._sums = [alloca_once(builder, nothing.type) for _ in range(count)]
+        for total in self._sums:
+            builder.store(nothing, total)
+
+    def read(self, codes: Any) -> list[Any]:
+        """A vector of codes as `add` takes it."""
+        if not self.signed:
+            return [codes]
+        builder = self._builder
+        signed = builder.bitcast(builder.xor(codes, constant(-0x7F7F7F80, _LANES, INT)), _BYTES)
+        negative = builder.icmp_signed("<", signed, ir.Constant(_BYTES, None))
+        size = builder.select(negative, builder.sub(ir.Constant(_BYTES, None), signed), signed)
+        return [size, signed]
+
+    def add(self, which: int, codes: list[Any], numbers: Any) -> None:
+        """Add products of codes with the same four numbers for each output."""
+        builder, place = self._builder, self._sums[which]
+        total = builder.load(place)
+        if _VNNI:
+            found = _instruction(builder, "avx512.vpdpbusd.512", _INTS, total, codes[0], numbers)
+            builder.store(found, place)
+            return
+        numbers = builder.bitcast(numbers, _BYTES)
+        if self.signed:
+            numbers = _instruction(builder, "avx2.psign.b", _BYTES, numbers, codes[1])
+        own = builder.bitcast(codes[0], _BYTES)
+        pairs = _instruction(builder, "avx2.pmadd.ub.sw", _SHORTS, own, numbers)
+        more = pairs if self._in_16_bits else self._by_fours(pairs)
+        builder.store(builder.add(total, more), place)
+
+    def total(self, which: int) -> Any:
+        """One of the sums, in 32 bits."""
+        total = self._builder.load(self._sums[which])
+        return self._by_fours(total) if self._in_16_bits else total
+
+    def _by_fours(self, pairs: Any) -> Any:
+        ones = ir.Constant(_SHORTS, [1] * (2 * _LANES))
+        return _instruction(self._builder, "avx2.pmadd.wd", _INTS, pairs, ones)
 
 
 @llvm_function
@@ -124,16 +190,13 @@ def _multiply_panel(
     """
 
     def emit(which: int, count: int) -> None:
-        nothing = constant(0.0, PANEL)
-        total = [alloca_once_value(builder, nothing) for _ in range(count)]
-        own = 64 * (which & -2)
-        dot = builder.module.declare_intrinsic(
-            "llvm.x86.avx512.vpdpbusd.512",
-            (),
-            ir.FunctionType(*(lambda v: (v, (v, v, v)))(ir.VectorType(INT, PANEL))),
-        )
-        low = constant(0x0F0F0F0F, PANEL, INT)
-        four = constant(4, PANEL, INT)
+        bits, minima = which & -2, which & 1
+        parts = range(PANEL // _LANES)
+        total = [
+            [alloca_once_value(builder, constant(0.0, _LANES)) for _ in parts] for _ in range(count)
+        ]
+        own = 64 * bits
+        low, four = (constant(number, _LANES, INT) for number in (0x0F0F0F0F, 4))
         with for_range(builder, blocks) as loop:
             block = loop.index
             start = builder.mul(block, LONG(own))
@@ -142,51 +205,70 @@ def _multiply_panel(
                     prefetch(
                         builder, _bytes(builder, codes, builder.add(start, LONG(_AHEAD + line)))
                     )
-            first = builder.mul(block, LONG((1 + (which & 1)) * PANEL))
+            first = builder.mul(block, LONG((1 + minima) * PANEL))
             # One address for all rows: with one for each there are too few registers.
             tile = builder.mul(block, LONG(count))
             places = [builder.add(tile, LONG(row)) for row in range(count)]
             numbers = _bytes(builder, x, builder.mul(tile, LONG(BLOCK)))
-            if which & 1:
-                whole = [constant(0, PANEL, INT)] * count
+            whole = _Sums(builder, bits, count * len(parts))
+
+            def add_line(line: Any) -> None:
+                """Multiply 64 bytes of codes with numbers of all rows."""
+                at = builder.add(start, builder.mul(line, LONG(64)))
+                read = [
+                    _ints(builder, _bytes(builder, codes, builder.add(at, LONG(4 * _LANES * part))))
+                    for part in parts
+                ]
+                quads = builder.gep(numbers, [builder.mul(line, LONG(4))])
+                for group in range(0, _GROUPS, bits):
+                    above = [builder.lshr(code, four) for code in read] if group else read
+                    taken = [builder.and_(code, low) for code in above] if bits == 4 else read
+                    given = [whole.read(code) for code in taken]
+                    for row in range(count):
+                        quad = builder.gep(quads, [LONG(row * BLOCK + 4 * group)])
+                        quad = builder.load(builder.bitcast(quad, INT.as_pointer()), align=1)
+                        spread = _spread(builder, quad)
+                        for part in parts:
+                            whole.add(row * len(parts) + part, given[part], spread)
+
+            # Written out for some rows, more is kept at hand than AVX2 has registers.
+            if _VNNI or count == 1:
+                for line in range(bits):
+                    add_line(LONG(line))
             else:
-                ints = builder.inttoptr(sums, INT.as_pointer())
-                whole = [_spread(builder, builder.load(builder.gep(ints, [p]))) for p in places]
-            packed: dict[int, Any] = {}
-            for group in range(_GROUPS):
-                line = group % (own // 64)
-                if line == group:
-                    packed[line] = _whole(
-                        builder, _bytes(builder, codes, builder.add(start, LONG(64 * line)))
-                    )
-                code = packed[line]
-                if which < 8:
-                    code = builder.and_(code if line == group else builder.lshr(code, four), low)
+                with for_range(builder, LONG(bits)) as lines:
+                    add_line(lines.index)
+            for part in parts:
+                scale, least = (
+                    _halves(builder, scales, builder.add(first, LONG(i * PANEL + part * _LANES)))
+                    if i <= minima
+                    else None
+                    for i in range(2)
+                )
                 for row in range(count):
-                    quad = builder.gep(numbers, [LONG(row * BLOCK + 4 * group)])
-                    quad = builder.bitcast(quad, INT.as_pointer())
-                    given = _spread(builder, builder.load(quad, align=1))
-                    whole[row] = builder.call(dot, [whole[row], code, given])
-            scale = _halves(builder, scales, first)
-            least = _halves(builder, scales, builder.add(first, LONG(PANEL))) if which & 1 else None
-            for row in range(count):
-                step = builder.load(builder.gep(floats(builder, steps), [places[row]]))
-                factor = builder.fmul(scale, broadcast(builder, step, PANEL))
-                product = builder.sitofp(whole[row], nothing.type)
-                found = multiply_add(builder, product, factor, builder.load(total[row]))
-                if least is not None:
-                    sum_ = builder.load(builder.gep(floats(builder, sums), [places[row]]))
-                    found = multiply_add(builder, least, broadcast(builder, sum_, PANEL), found)
-                builder.store(found, total[row])
+                    found = whole.total(row * len(parts) + part)
+                    step = builder.load(builder.gep(floats(builder, steps), [places[row]]))
+                    factor = builder.fmul(scale, broadcast(builder, step, _LANES))
+                    sum_at = builder.gep(builder.inttoptr(sums, INT.as_pointer()), [places[row]])
+                    sum_ = builder.load(sum_at)
+                    if not minima and not whole.signed:
+                        found = builder.add(found, _spread(builder, sum_))
+                    found = builder.sitofp(found, factor.type)
+                    found = multiply_add(builder, found, factor, builder.load(total[row][part]))
+                    if least is not None:
+                        sum_ = broadcast(builder, builder.bitcast(sum_, FLOAT), _LANES)
+                        found = multiply_add(builder, least, sum_, found)
+                    builder.store(found, total[row][part])
         for row in range(count):
-            place = builder.mul(apart, LONG(row))
-            store_at(builder, builder.load(total[row]), floats(builder, out), place)
+            for part in parts:
+                place = builder.add(builder.mul(apart, LONG(row)), LONG(part * _LANES))
+                store_at(builder, builder.load(total[row][part]), floats(builder, out), place)
 
     if not SUPPORTED:
         return  # no such instruction, and no call
 
     def for_kind(which: int) -> None:
-        switch(builder, rows, (1, 2, 4, TOGETHER), lambda count: emit(which, count))
+        switch(builder, rows, sorted({1, 2, 4, TOGETHER}), lambda count: emit(which, count))
 
     switch(builder, kind, (4, 5, 8), for_kind)
 
