@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import weir
-from weir.cache.layer import ForwardPlan, Layer
+from weir.cache.layer import Layer
 from weir.cache.layer.layer import finite_columns
+from weir.cache.plan import ForwardPlan
 from weir.errors import NotFiniteError
 
 BAD = 7

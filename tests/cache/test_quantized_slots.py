@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 import weir
 from weir import StreamingCache, WeirError, kernels
-from weir.slab import FORMATS, quantization, quantized_slots
+from weir.slab import FORMATS, quantization, slots
 from weir.slab.quantization import INT8, PEAK, steps
 
 PIPES = [
@@ -59,7 +59,7 @@ def lossless(monkeypatch: pytest.MonkeyPatch) -> None:
         return numbers.to(dtype)
 
     monkeypatch.setattr(quantization, "quantize", quantize)
-    for module in (quantization, quantized_slots):
+    for module in (quantization, slots):
         monkeypatch.setattr(module, "dequantize", dequantize)
     monkeypatch.setattr(quantization, "are_levels", lambda numbers, code: True)
     monkeypatch.setattr(kernels, "decode_quantized", lambda device: None)

@@ -22,7 +22,7 @@ from weir.slab.attention import (
     two_weight_attention,
 )
 from weir.slab.quantization import INT8, dequantize, quantize
-from weir.slab.quantized_slots import QuantizedStorage
+from weir.slab.slots import QuantizedStorage
 
 causal_kernel = pytest.importorskip(
     "weir.kernels.cpu.causal",

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from weir.slab.attention import AttentionParams, two_weight_attention
 from weir.slab.quantization import FORMATS, quantize
-from weir.slab.quantized_slots import QuantizedStorage
+from weir.slab.slots import QuantizedStorage
 
 MODULES = {
     "numba": "weir.kernels.cpu.decode_quantized",

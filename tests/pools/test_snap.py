@@ -20,7 +20,7 @@ from torch import Tensor
 import weir
 from weir.cache.layer.layer import Layer
 from weir.cache.layer.layer_state import LayerSpec
-from weir.cache.layer.plan import plan_forward
+from weir.cache.plan import plan_forward
 from weir.policies.pipe import Pipe
 from weir.pools import Fold, ObservedAttention, Recent, Sink, Snap
 from weir.pools.counter_rng import CounterRNG

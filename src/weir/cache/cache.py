@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 
 from weir.cache.default_policy import check_origin, choose_policy
 from weir.cache.forward import Folded, Forward, LayerStack, SecondReading
-from weir.cache.layer import Layer, place_on_axes, plan_forward
+from weir.cache.layer import Layer
 from weir.cache.layers import (
     LayerPlan,
     check_memory,
@@ -28,8 +28,8 @@ from weir.cache.layers import (
     warn_of_window,
     with_gates,
 )
+from weir.cache.plan import BegunForward, Rows, place_on_axes, plan_forward
 from weir.cache.row_state import RowState, check_kind, check_state
-from weir.cache.rows import BegunForward, Rows
 from weir.cache.snapshot import Contents, Holding, contents_of, layer_report, snapshot_row
 from weir.errors import WeirError, quote, shorten
 from weir.models import (

@@ -35,7 +35,6 @@ from weir.models.model_spec import (
     DROPPING,
     ModelSpec,
     StopTokens,
-    check_ids,
     describe,
     frequencies_change_at,
     input_device,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
@@ -431,13 +431,6 @@ def sight_of(model: PreTrainedModel) -> int | None:
     """
     limits = (window_of(model.config), describe(model).sliding)
     return min((size for size in limits if size), default=None)
-
-
-def check_ids(ids: Tensor, vocabulary: int) -> None:
-    """Refuse token ids that are not from 0 to `vocabulary`, exclusive (WeirError)."""
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= vocabulary:
-        raise out_of_range(low if low < 0 else high, vocabulary)
 
 
 def out_of_range(token: int, vocabulary: int, where: str = "") -> WeirError:

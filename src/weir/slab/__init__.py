@@ -24,7 +24,6 @@ from weir.slab.positions import (
     shift_spans,
 )
 from weir.slab.quantization import FORMATS, Format, as_read, block_size
-from weir.slab.quantized_slots import CODED, QuantizedSlots, QuantizedStorage, quantized_buffers
 from weir.slab.selection import AT_ONCE, AttendedSlots, Observe, compute_attention
 from weir.slab.slab import (
     LARGE_PAGE,
@@ -38,7 +37,15 @@ from weir.slab.slab import (
     put_lines,
     slot_lines,
 )
-from weir.slab.slots import EMPTY, Slots, pick
+from weir.slab.slots import (
+    CODED,
+    EMPTY,
+    QuantizedSlots,
+    QuantizedStorage,
+    Slots,
+    pick,
+    quantized_buffers,
+)
 from weir.slab.spec import STATE, Heads, SlabSpec
 
 __all__ = ["Slots"]

@@ -25,7 +25,7 @@ from weir.slab.attention import (
     two_weight_attention,
 )
 from weir.slab.quantization import block_size, hadamard
-from weir.slab.quantized_slots import QuantizedStorage, read_slots
+from weir.slab.slots import QuantizedStorage, read_slots
 
 AT_ONCE = 1 << 24
 """Logits held at once."""

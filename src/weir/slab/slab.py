@@ -22,9 +22,8 @@ from torch import Tensor
 
 from weir.slab.attention import split_weights
 from weir.slab.quantization import Format
-from weir.slab.quantized_slots import Piece, QuantizedSlots, QuantizedStorage, read_slots
 from weir.slab.selection import AttendedSlots
-from weir.slab.slots import EMPTY, Slots
+from weir.slab.slots import EMPTY, Piece, QuantizedSlots, QuantizedStorage, Slots, read_slots
 from weir.slab.spec import STATE, Heads, SlabSpec
 
 _BUFFERS = (

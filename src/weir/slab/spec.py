@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from weir.slab.quantization import PEAK, Format
-from weir.slab.quantized_slots import CODED, KEYS, MASTERS, VALUES
+from weir.slab.slots import CODED, KEYS, MASTERS, VALUES
 
 STATE = "state."
 """Prefix of the names of pool state tensors."""

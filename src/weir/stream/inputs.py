@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from weir.errors import WeirError, quote
-from weir.models import MOST_OFFSET, OFFSETS, PICTURES, Images, check_ids, embed, offsets
+from weir.models import MOST_OFFSET, OFFSETS, PICTURES, Images, embed, offsets, out_of_range
 
 Tokens = (
     Tensor
@@ -46,7 +46,9 @@ def read_ids(given: Tokens | None, vocabulary: int) -> Tensor:
             f"{list(ids.shape)}"
         )
     ids = ids.to(torch.int64)
-    check_ids(ids, vocabulary)
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocabulary:
+        raise out_of_range(low if low < 0 else high, vocabulary)
     return ids[None] if ids.ndim == 1 else ids
 
 

@@ -23,7 +23,7 @@ from weir.stream.sampling import RepetitionPenalty, Sampling, check_penalty
 
 PIECE = 1024
 """Tokens per forward. Memory grows with it; smaller pieces take longer, as layers that keep a
-window attend and fold once a piece (`weir.cache.layer.window`)."""
+window attend and fold once a piece (`weir.cache.layer.attention`)."""
 MOST_LOGITS = 1 << 25
 """Logits written out at once, 128 MB in float32."""
 
@@ -58,7 +58,7 @@ class Stream:
         origin: int = 0,
         slots: str | None = None,
     ) -> None:
-        served = transformers_model(model)
+        self._served = served = transformers_model(model)
         if served.get_output_embeddings() is None:  # a base model
             kind = type(served).__name__
             raise WeirError(f"a {kind} makes no logits; take the causal language model around it")
@@ -336,7 +336,7 @@ class Stream:
             logits=None if logits is None else logits[these],
             rows=rows,
         )
-        session.write(path, saved, cache, transformers_model(self.model))
+        session.write(path, saved, cache, self._served)
 
     @classmethod
     def restore(
@@ -383,7 +383,7 @@ class Stream:
         offsets: Tensor | None = None,
     ) -> Inputs:
         """Checked tokens, on the model's device."""
-        known = transformers_model(self.model), self._images, self._vocabulary
+        known = self._served, self._images, self._vocabulary
         inputs = read_inputs(token_ids, embeddings, *known, offsets)
         logits = self._logits
         if logits is not None and logits.shape[0] != inputs.rows:

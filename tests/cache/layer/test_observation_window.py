@@ -7,7 +7,6 @@ import torch
 from roundings import close_runs
 
 import weir
-from weir.cache.layer import attention as tally
 from weir.cache.layer import fold
 from weir.pools import observed_attention
 
@@ -18,7 +17,7 @@ def test_the_sums_do_not_depend_on_how_many_logits_are_held_at_once(
     llama, ids, monkeypatch, chunk, prefill
 ):
     def masses(at_once: int) -> torch.Tensor:
-        monkeypatch.setattr(tally, "AT_ONCE", at_once)
+        monkeypatch.setattr(fold, "AT_ONCE", at_once)
         cache = weir.StreamingCache(llama, "recent(6) | heavy(7)", chunk=chunk, prefill=prefill)
         with torch.no_grad():
             llama(ids(2, 20), past_key_values=cache)

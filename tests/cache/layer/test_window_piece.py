@@ -9,7 +9,7 @@ from torch import Tensor
 from weir import kernels
 from weir.cache.layer import Layer, LayerSpec
 from weir.cache.layer import layer as module
-from weir.cache.layer.plan import plan_forward
+from weir.cache.plan import plan_forward
 from weir.policies.grammar import policy
 from weir.slab import AttentionParams, LayerPositions, Rotary
 

@@ -2,6 +2,5 @@
 
 from weir.cache.layer.decode import DecodeSlots
 from weir.cache.layer.fold import states_of
-from weir.cache.layer.layer import HeadSplit, Layer, LayerParts, RowsNotFinite
+from weir.cache.layer.layer import Layer, RowsNotFinite
 from weir.cache.layer.layer_state import LayerSpec, Layout, lay_out
-from weir.cache.layer.plan import ForwardPlan, Segment, place_on_axes, plan_forward

@@ -1,30 +1,36 @@
-"""Attention of a layer: rotated queries and keys, masks, whole prompts, and what folds will ask.
+"""Attention of a layer: rotated queries and keys, masks, whole prompts, pieces over a window.
 
 Pools read the last queries, or the attention received, only when they fold, and until then no slot
 moves. So queries wait in the slab, and the fold computes one matrix product in place of one in
 every step.
+
+Where pools keep the first tokens and the newest, what each chunk of a long piece sees is known
+before the first is read, and one fold of all chunks keeps what a fold behind each would have kept:
+each token is quantized once, and keys of the front are rotated from their masters.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from weir.cache.layer.layer_state import LayerSpec, LayerState
-from weir.cache.layer.plan import Segment, StepEnds
+from weir import kernels
+from weir.cache.layer.layer_state import LayerSpec, LayerState, Layout, lay_out
+from weir.cache.plan import Segment, StepEnds
 from weir.slab import (
-    AT_ONCE,
     AttendedSlots,
     AttentionParams,
     LayerPositions,
     Rotary,
     Slab,
     Slots,
+    as_read,
     attention_mass,
     attention_softmax,
     compute_attention,
@@ -234,55 +240,6 @@ def store_last_queries(slab: Slab, spec: LayerSpec, queries: Tensor, segment: Se
         slab.queries[row, :, start:] = merge_groups(last)[0]
 
 
-def last_queries(slab: Slab, wanted: int) -> Tensor | None:
-    """View of the last queries [batch, kv_heads, group, wanted, key_dim]; None for 0."""
-    if slab.queries is None or not wanted:
-        return None
-    last = slab.queries[:, :, slab.queries.shape[2] - wanted :]
-    return last.unflatten(3, (-1, slab.keys.shape[3])).transpose(2, 3)
-
-
-def keep_older_queries(slab: Slab, chunk: int) -> None:
-    """Make room for the queries of the next `chunk` tokens after a fold; older ones move up."""
-    if slab.queries is not None and slab.queries.shape[2] > chunk:
-        older = slab.queries[:, :, chunk:].clone()
-        slab.queries[:, :, : older.shape[2]] = older
-
-
-def tail_of(segment: Segment, rows: list[int], chunk: int) -> Segment:
-    """Build the segment of the whole tails of `rows`, which are full after `segment`."""
-    return Segment(
-        columns=segment.columns.new_zeros(len(rows), chunk),
-        counts=[chunk] * len(rows),
-        seen=[segment.seen[row] + segment.counts[row] - chunk for row in rows],
-        waiting=[0] * len(rows),
-        due=[],
-        origin=segment.origin,
-        device=segment.device,
-    )
-
-
-def mass_from_tail(
-    slab: Slab, spec: LayerSpec, params: AttentionParams, tail: Segment, stop: int
-) -> Tensor:
-    """Compute the attention [batch, kv_heads, stop], float32, that slots get from the tail's
-    queries.
-
-    Takes rows of one layout, and the tokens of their tails (`tail_of`).
-    """
-    queries = last_queries(slab, tail.width)
-    assert queries is not None
-    bias = mask_of_piece(spec.positions, slab, tail, stop, torch.float32, in_step=True)
-    keys, b = slab.read(0, stop)[0], slab.b[:, :, :stop]
-    mass = torch.zeros_like(b)
-    step = max(1, AT_ONCE // (stop * queries.shape[:3].numel()))
-    for start in range(0, tail.width, step):
-        these = slice(start, start + step)
-        mask = bias if bias is None or bias.shape[3] == 1 else bias[:, :, :, these]
-        mass += attention_mass(queries[:, :, :, these], keys, b, params, mask)
-    return mass
-
-
 def read_again(state: LayerState, row: int, new: NewTokens, segment: Segment) -> Tensor:
     """Answer the queries of repeated tokens of one row, and note what the originals were given.
 
@@ -322,3 +279,153 @@ def read_again(state: LayerState, row: int, new: NewTokens, segment: Segment) ->
         mass[row, :, start:used] = most[0].where(again, mass[row, :, start:used])
     slots = slab.attended(start, stop)
     return compute_attention(queries, slots, params, bias).answers
+
+
+class WindowPiece:
+    """New tokens of all rows, in segments that each but the first follow a fold.
+
+    Tokens are counted from the oldest of the run, or of what comes where there is none.
+
+    Args:
+        state: the slots, which are not changed.
+        lies: their layout before each segment.
+        keys, values: new ones [batch, kv_heads, length, dim].
+        segments: each a slice of all rows.
+    """
+
+    def __init__(
+        self,
+        state: LayerState,
+        lies: Sequence[Layout],
+        keys: Tensor,
+        values: Tensor,
+        segments: Sequence[Segment],
+    ) -> None:
+        assert state.slab is not None
+        self._slab, self._spec, self._segments = state.slab, state.spec, segments
+        self._lies = lies
+        first, self._waiting = lies[0], segments[0].waiting[0]
+        tail = slice(first.used - first.first, first.used - first.first + self._waiting)
+        held = self._slab.keys[:, :, tail], self._slab.values[:, :, tail]
+        self._new = [torch.cat(pair, dim=2) for pair in zip(held, (keys, values), strict=True)]
+
+    @classmethod
+    def of(
+        cls, state: LayerState, keys: Tensor, values: Tensor, segments: Sequence[Segment]
+    ) -> WindowPiece | None:
+        """Describe a piece; None where the layer keeps no window."""
+        spec = state.spec
+        if len(segments) == 1 or not spec.keeps_window:
+            return None
+        tokens = sum(state.lengths[0])
+        lies = [_layout_after(spec, tokens + c * spec.chunk) for c in range(len(segments))]
+        if any(tuple(row) != lies[0].lengths for row in state.lengths):
+            return None
+        return cls(state, lies, keys, values, segments)
+
+    def answer(
+        self, kernel: Callable[..., Tensor], queries: Tensor, params: AttentionParams
+    ) -> Tensor:
+        """Answer queries [batch, kv_heads, group, length, key_dim] with a kernel of
+        `kernels.attend_window`.
+        """
+        first, chunk = self._lies[0], self._spec.chunk
+        done, chunks = 0, []
+        for fold, (lies, segment) in enumerate(zip(self._lies, self._segments, strict=True)):
+            front, own = lies.front - lies.first, first.run + self._waiting + done
+            start = first.run + fold * chunk - lies.run
+            seen = front, start, start + lies.quantized, own
+            chunks.append(kernels.WindowChunk(done, segment.width, *seen))
+            done += segment.width
+        exact, coded = self._tokens(chunks[-1].boundary)
+        answers = kernel(queries, exact, coded, self._front(), chunks, params.scale)
+        return answers.to(queries.dtype)
+
+    def folded(self) -> tuple[Segment, Slots]:
+        """Return the tokens that fold, as one segment and as slots."""
+        before, last = self._segments[0], self._segments[-1]
+        count = len(self._segments) * self._spec.chunk
+        batch = len(before.counts)
+        if not last.due:
+            count -= self._spec.chunk
+        segment = replace(before, counts=[count - self._waiting] * batch, due=list(range(batch)))
+        keys, values = (t[:, :, :count] for t in self._new)
+        weights = torch.zeros(keys.shape[:3], device=keys.device)
+        position = self._place[:, None, None] + torch.arange(count, device=keys.device)
+        position = position.expand(-1, keys.shape[1], -1)
+        return segment, Slots(keys, values, weights, weights.clone(), position)
+
+    def rest(self) -> tuple[Tensor, Tensor] | None:
+        """Return keys and values that fill the tail after the fold; None where there are none."""
+        last = self._segments[-1]
+        if last.due:
+            return None
+        keys, values = (t[:, :, -last.width :] for t in self._new)
+        return keys, values
+
+    @cached_property
+    def _place(self) -> Tensor:
+        """Each row's place in the stream of the first token of the tail [batch]."""
+        return self._segments[0].start - self._waiting
+
+    def _tokens(self, boundary: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values of all tokens of run, tail and piece; and of those before `boundary`, as
+        they are read once they are quantized.
+        """
+        slab, first = self._slab, self._lies[0]
+        run = slice(first.front - first.first, first.used - first.first)
+        exact = [
+            torch.cat([t[:, :, run], new], dim=2)
+            for t, new in zip((slab.keys, slab.values), self._new, strict=True)
+        ]
+        if slab.quantized is None:
+            return exact, [t[:, :, :0] for t in exact]
+        stored = slab.quantized.keys, slab.quantized.values
+        held = [read(0, first.quantized) for read in stored]
+        later = max(0, boundary - first.quantized)
+        codes = slab.quantized.format.keys, slab.quantized.format.values
+        coded = [
+            torch.cat([read, as_read(t[:, :, :later], code)], dim=2)
+            for read, t, code in zip(held, exact, codes, strict=True)
+        ]
+        return [torch.cat(pair, dim=2) for pair in zip(held, exact, strict=True)], coded
+
+    def _front(self) -> tuple[Tensor, Tensor]:
+        """Keys of the front as each segment sees them [batch, kv_heads, segments, front, dim], and
+        its values.
+        """
+        slab, lies = self._slab, self._lies
+        held, count = lies[0].front - lies[0].first, lies[-1].front - lies[-1].first
+        keys, values = (
+            torch.cat([t[:, :, :held], new[:, :, : count - held]], dim=2)
+            for t, new in zip((slab.keys, slab.values), self._new, strict=True)
+        )
+        rotary, positions = self._spec.positions.rotary, self._spec.positions
+        if rotary is None or not positions.rolling or not count:
+            return keys[:, :, None].expand(-1, -1, len(lies), -1, -1), values
+        masters = keys
+        if slab.masters is not None:
+            masters = torch.cat([slab.masters[:, :, :held], keys[:, :, held:]], dim=2)
+        came = torch.arange(count - held, device=keys.device) + self._place[:, None]
+        came = came[:, None].expand(-1, keys.shape[1], -1)
+        position = torch.cat([slab.position[:, :, lies[0].first : lies[0].front], came], dim=2)
+        folds = [
+            fold * self._spec.chunk - lay.run - (lay.front - lay.first)
+            for fold, lay in enumerate(lies[1:], 1)
+        ]
+        first = self._place[:, None] + torch.tensor(folds, device=keys.device)
+        frames = first[:, None, :, None] + torch.arange(count, device=keys.device)
+        by = (frames - position[:, :, None]).flatten(2)
+        # One call for all frames: there are many, of few keys each.
+        copies = masters[:, :, None].expand(-1, -1, len(folds), -1, -1).flatten(2, 3)
+        moved = rotary.move(copies, by).unflatten(2, (len(folds), count))
+        return torch.cat([keys[:, :, None], moved], dim=2), values
+
+
+def _layout_after(spec: LayerSpec, tokens: int) -> Layout:
+    """The layout of a row after so many tokens, each of which went to the first pool with room."""
+    lengths = []
+    for pool in spec.pipe.pools:
+        lengths.append(min(tokens, pool.slots() or 0))
+        tokens -= lengths[-1]
+    return lay_out(spec.pipe, lengths)

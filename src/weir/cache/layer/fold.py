@@ -10,21 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weir.cache.layer.attention import (
-    keep_older_queries,
-    last_queries,
-    mass_from_tail,
-    tail_of,
-)
+from weir.cache.layer.attention import mask_of_piece
 from weir.cache.layer.layer_state import LayerSpec, LayerState, Layout, lay_out
-from weir.cache.layer.plan import Segment
+from weir.cache.plan import Segment
 from weir.policies import Pipe
 from weir.pools import Fold, ObservedAttention
 from weir.slab import (
+    AT_ONCE,
     AttentionParams,
     AttentionResult,
     Slab,
     Slots,
+    attention_mass,
     copy_if_shared,
     roll_positions,
     shift_spans,
@@ -121,6 +118,55 @@ def _fold_alike(
         **_marks(spec.pipe, segment, rows),
     )
     return _fold_slab(spec, slab, lies, new, fold, ahead, clock)
+
+
+def last_queries(slab: Slab, wanted: int) -> Tensor | None:
+    """View of the last queries [batch, kv_heads, group, wanted, key_dim]; None for 0."""
+    if slab.queries is None or not wanted:
+        return None
+    last = slab.queries[:, :, slab.queries.shape[2] - wanted :]
+    return last.unflatten(3, (-1, slab.keys.shape[3])).transpose(2, 3)
+
+
+def keep_older_queries(slab: Slab, chunk: int) -> None:
+    """Make room for the queries of the next `chunk` tokens after a fold; older ones move up."""
+    if slab.queries is not None and slab.queries.shape[2] > chunk:
+        older = slab.queries[:, :, chunk:].clone()
+        slab.queries[:, :, : older.shape[2]] = older
+
+
+def tail_of(segment: Segment, rows: list[int], chunk: int) -> Segment:
+    """Build the segment of the whole tails of `rows`, which are full after `segment`."""
+    return Segment(
+        columns=segment.columns.new_zeros(len(rows), chunk),
+        counts=[chunk] * len(rows),
+        seen=[segment.seen[row] + segment.counts[row] - chunk for row in rows],
+        waiting=[0] * len(rows),
+        due=[],
+        origin=segment.origin,
+        device=segment.device,
+    )
+
+
+def mass_from_tail(
+    slab: Slab, spec: LayerSpec, params: AttentionParams, tail: Segment, stop: int
+) -> Tensor:
+    """Compute the attention [batch, kv_heads, stop], float32, that slots get from the tail's
+    queries.
+
+    Takes rows of one layout, and the tokens of their tails (`tail_of`).
+    """
+    queries = last_queries(slab, tail.width)
+    assert queries is not None
+    bias = mask_of_piece(spec.positions, slab, tail, stop, torch.float32, in_step=True)
+    keys, b = slab.read(0, stop)[0], slab.b[:, :, :stop]
+    mass = torch.zeros_like(b)
+    step = max(1, AT_ONCE // (stop * queries.shape[:3].numel()))
+    for start in range(0, tail.width, step):
+        these = slice(start, start + step)
+        mask = bias if bias is None or bias.shape[3] == 1 else bias[:, :, :, these]
+        mass += attention_mass(queries[:, :, :, these], keys, b, params, mask)
+    return mass
 
 
 def _marks_key(pipe: Pipe, segment: Segment, row: int, arrived: int) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weir.cache.layer.plan import ForwardPlan, plan_forward
+from weir.cache.plan import ForwardPlan, plan_forward
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,672 @@
+"""Plan of a forward: what each row is fed, checked, and cut into segments between folds.
+
+`generate` and other callers feed columns, and say by a mask or by positions which of them are
+tokens. Here each row's tokens are told from padding, a forward that does not continue every row is
+refused, and segments say which slots the tokens go to. Layers of equal lengths share slots and
+masks: in a step of a small model their cost shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weir.errors import WeirError
+from weir.models import OFFSETS, StopTokens, out_of_range
+from weir.pools import Marks
+from weir.slab import slot_lines
+
+GO_ON = (
+    "pass the whole conversation again, or only what is new with an attention_mask that covers "
+    "everything so far"
+)
+
+
+class StepEnds:
+    """The slots that take one token of each row.
+
+    Attributes:
+        slots: the slot of each row.
+        stop: slots of the longest row, its token included.
+        in_step: whether all rows have the same slot.
+    """
+
+    def __init__(self, slots: tuple[int, ...], device: torch.device) -> None:
+        self.slots = slots
+        self.stop = max(slots) + 1
+        self.in_step = slots.count(slots[0]) == len(slots)
+        self._device = device
+        self._lines: dict[tuple[int, int], Tensor] = {}
+        self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
+
+    @cached_property
+    def _tensor(self) -> Tensor:
+        return torch.from_numpy(np.array(self.slots)).to(self._device)
+
+    def lines(self, kv_heads: int, size: int) -> Tensor:
+        """`slot_lines` of these slots in a buffer of `size` slots a row [batch * kv_heads]."""
+        lines = self._lines.get((kv_heads, size))
+        if lines is None:
+            lines = self._lines[kv_heads, size] = slot_lines(self._tensor, kv_heads, size)
+        return lines
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Compute the bias on logits over the first `stop` slots [batch, 1, 1, 1, stop].
+
+        -inf behind a row's own token and for slots `window` or more tokens before it.
+        """
+        mask = self._masks.get((window, dtype))
+        if mask is None:
+            # NumPy: on a CPU its calls take a third of PyTorch's time, and another device gets one
+            # copy in place of five kernels.
+            slots, ends = np.arange(self.stop), np.array(self.slots)[:, None]
+            unseen = slots > ends
+            if window is not None:
+                unseen |= slots <= ends - window
+            numbers = np.where(unseen, np.float32(-np.inf), np.float32(0.0))
+            mask = torch.from_numpy(numbers)[:, None, None, None].to(self._device, dtype)
+            self._masks[window, dtype] = mask
+        return mask
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The next tokens of every row, at most as many as fit before one of its tails is full.
+
+    Attributes:
+        columns: the forward's column of each token [batch, width], int64.
+        counts: tokens of each row in this segment; its other columns are undefined.
+        seen: tokens each row had seen before.
+        waiting: tokens each row's tail held before.
+        due: the rows whose tail is full afterwards and folds.
+        origin: the place in the stream of a row's first token.
+        device: the device of the tensors.
+        marks: the marks of each row.
+        drift: for a model with three axes, each row's next place on them after the segment, minus
+            its place in the stream [batch], int64; None if both are the same.
+        pictured: the tokens' spans [batch, width, 2], int64, if there are images among them.
+    """
+
+    columns: Tensor
+    counts: list[int]
+    seen: list[int]
+    waiting: list[int]
+    due: list[int]
+    origin: int
+    device: torch.device
+    marks: list[Marks] = field(default_factory=list)
+    drift: Tensor | None = None
+    pictured: Tensor | None = None
+    # Layers with the same slots share their ends.
+    _ends: dict[tuple[int, ...], StepEnds] = field(
+        default_factory=dict, compare=False, repr=False, init=False
+    )
+
+    @property
+    def width(self) -> int:
+        """Tokens of the longest row."""
+        return self.columns.shape[1]
+
+    @cached_property
+    def in_step(self) -> bool:
+        """Whether all rows have the same number of tokens and equally full tails."""
+        return len(set(self.counts)) == 1 and len(set(self.waiting)) == 1
+
+    @cached_property
+    def start(self) -> Tensor:
+        """Each row's place in the stream before the segment [batch], int64."""
+        return torch.tensor(self.seen, device=self.device) + self.origin
+
+    @cached_property
+    def after(self) -> Tensor:
+        """Each row's place in the stream after the segment [batch], int64."""
+        return self.start + torch.tensor(self.counts, device=self.device)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Places in the stream [batch, 1, width], int64."""
+        steps = torch.arange(self.width, device=self.device)
+        return (self.start[:, None] + steps)[:, None]
+
+    @cached_property
+    def clock(self) -> Tensor:
+        """Each row's place on three axes after the segment [batch], int64."""
+        return self.after if self.drift is None else self.after + self.drift
+
+    @cached_property
+    def spans(self) -> Tensor:
+        """Start of each token's word or image on three axes, and its reach [batch, width, 2],
+        int64.
+        """
+        if self.pictured is not None:
+            return self.pictured
+        begins = self.positions[:, 0]
+        if self.drift is not None:
+            begins = begins + self.drift[:, None]
+        return torch.stack([begins, torch.ones_like(begins)], dim=-1)
+
+    @cached_property
+    def real(self) -> Tensor:
+        """Which columns hold a token [batch, width], bool."""
+        counts = torch.tensor(self.counts, device=self.device)
+        return torch.arange(self.width, device=self.device) < counts[:, None]
+
+    @cached_property
+    def entries(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Row, place in the segment and column of every token; [tokens] each."""
+        rows, places = self.real.nonzero(as_tuple=True)
+        return rows, places, self.columns[rows, places]
+
+    @cached_property
+    def tail_places(self) -> Tensor:
+        """The place in its row's tail of each of `entries` [tokens]."""
+        rows, places, _ = self.entries
+        return torch.tensor(self.waiting, device=self.device)[rows] + places
+
+    def on(self, device: torch.device) -> Segment:
+        """Copy the segment for a layer on another device."""
+        drift = None if self.drift is None else self.drift.to(device)
+        pictured = None if self.pictured is None else self.pictured.to(device)
+        columns = self.columns.to(device)
+        return replace(self, columns=columns, device=device, drift=drift, pictured=pictured)
+
+    def without(self, rows: Sequence[int]) -> Segment:
+        """Copy a segment of one token a row, with no token in some rows."""
+        gone = set(rows)
+        counts = [0 if row in gone else count for row, count in enumerate(self.counts)]
+        return replace(self, counts=counts, due=[row for row in self.due if row not in gone])
+
+    def of_row(self, row: int) -> Segment:
+        """Copy the segment for a batch of one of its rows."""
+        only, parts = slice(row, row + 1), (self.counts, self.seen, self.waiting)
+        counts, seen, waiting = (part[only] for part in parts)
+        drift = None if self.drift is None else self.drift[only]
+        pictured = None if self.pictured is None else self.pictured[only]
+        own = replace(self, columns=self.columns[only], counts=counts, seen=seen, waiting=waiting)
+        return replace(own, due=[], marks=self.marks[only], drift=drift, pictured=pictured)
+
+    def ends(self, slots: tuple[int, ...]) -> StepEnds:
+        """Return the `StepEnds` of these slots, shared between layers."""
+        ends = self._ends.get(slots)
+        if ends is None:
+            ends = self._ends[slots] = StepEnds(slots, self.device)
+        return ends
+
+
+@dataclass(frozen=True)
+class ForwardPlan:
+    """A forward of `length` columns, cut into segments.
+
+    Attributes:
+        regular: all columns hold tokens and every segment is in step, so that segments are plain
+            slices.
+        step: one column, so at most one token a row; tails may be unequally full. A row without a
+            token writes into the slot that waits for its next one, and does not advance.
+        positions: each column's place in the stream [batch or 1, length], int64; undefined
+            where a column holds no token. For a model with three axes the place on them, with
+            images among the columns one on each axis [batch, length, 3].
+        prefill: fold the prompt once, after exact attention (`prefill="full"`): one segment.
+    """
+
+    segments: list[Segment]
+    length: int
+    regular: bool
+    step: bool
+    positions: Tensor
+    prefill: bool = False
+
+    def on(self, device: torch.device) -> ForwardPlan:
+        """Copy the plan for a layer on another device than the token ids."""
+        if all(segment.device == device for segment in self.segments):
+            return self
+        moved = [segment.on(device) for segment in self.segments]
+        return replace(self, segments=moved, positions=self.positions.to(device))
+
+    def after(self, seen: list[int], waiting: list[int]) -> tuple[list[int], list[int]]:
+        """Return the tokens seen and the tokens in the tail of each row after this plan."""
+        for segment in self.segments:
+            seen = [n + count for n, count in zip(seen, segment.counts, strict=True)]
+            due = set(segment.due)
+            waiting = [
+                0 if row in due else n + count
+                for row, (n, count) in enumerate(zip(waiting, segment.counts, strict=True))
+            ]
+        return list(seen), list(waiting)
+
+
+def plan_forward(
+    real: Tensor | None,
+    batch: int,
+    length: int,
+    seen: list[int],
+    waiting: list[int],
+    chunk: int,
+    device: torch.device,
+    *,
+    prefill: bool = False,
+    origin: int = 0,
+    marks: list[Marks] | None = None,
+) -> ForwardPlan:
+    """Cut a forward so that every row folds after each `chunk` tokens of its own.
+
+    Args:
+        real: which columns hold tokens [batch, length], bool; None if all do.
+        seen, waiting: tokens seen and tokens in the tail, by row.
+        prefill: one segment, all of it folded at once.
+        origin: the place in the stream of a row's first token.
+    """
+    marks = [Marks()] * batch if marks is None else marks
+    if real is None and length == 1 and not prefill:  # a decode step
+        columns = torch.zeros(1, 1, dtype=torch.int64, device=device).expand(batch, 1)
+        due = [row for row, held in enumerate(waiting) if held + 1 == chunk]
+        kept = list(seen), list(waiting)
+        segment = Segment(columns, [1] * batch, *kept, due, origin, device, marks)
+        positions = _positions(None, 1, [origin + n for n in seen], device)
+        return ForwardPlan([segment], 1, segment.in_step, True, positions)
+    if real is None:
+        columns = torch.arange(length, device=device).expand(batch, length)
+        left = [length] * batch
+    else:
+        # A stable sort brings each row's tokens to the left and keeps their order.
+        columns = (~real).to(torch.uint8).argsort(dim=1, stable=True)
+        left = real.sum(dim=1).tolist()
+    positions = _positions(real, length, [origin + n for n in seen], device)
+    done = [0] * batch
+    seen, waiting = list(seen), list(waiting)
+    segments: list[Segment] = []
+    while any(left):
+        room = left if prefill else [chunk - w for w in waiting]
+        counts = [min(r, n) for r, n in zip(room, left, strict=True)]
+        width = max(counts)
+        if len(set(done)) == 1:
+            these = columns[:, done[0] : done[0] + width]
+        else:
+            index = torch.tensor(done, device=device)[:, None] + torch.arange(width, device=device)
+            these = columns.gather(1, index.clamp_max(length - 1))
+        after = [w + n for w, n in zip(waiting, counts, strict=True)]
+        due = [r for r, w in enumerate(after) if (prefill and w) or w == chunk]
+        segments.append(
+            Segment(these, counts, list(seen), list(waiting), due, origin, device, marks)
+        )
+        done = [d + n for d, n in zip(done, counts, strict=True)]
+        left = [n - c for n, c in zip(left, counts, strict=True)]
+        seen = [s + n for s, n in zip(seen, counts, strict=True)]
+        folded = set(due)
+        waiting = [0 if r in folded else w for r, w in enumerate(after)]
+    in_step = all(segment.in_step for segment in segments)
+    regular = in_step and (real is None or bool(real.all()))
+    step = length == 1 and len(segments) == 1 and not prefill
+    return ForwardPlan(segments, length, regular, step, positions, prefill)
+
+
+def _positions(real: Tensor | None, length: int, begin: list[int], device: torch.device) -> Tensor:
+    """`ForwardPlan.positions`, for rows that begin at the places `begin`."""
+    if real is not None:
+        return torch.tensor(begin, device=device)[:, None] + real.cumsum(dim=1) - 1
+    # Rows at the same place share their rotations, so one row of positions is enough.
+    first = begin[:1] if len(set(begin)) == 1 else begin
+    starts = torch.tensor(first, device=device)[:, None]
+    return starts if length == 1 else starts + torch.arange(length, device=device)
+
+
+def place_on_axes(
+    plan: ForwardPlan, drift: list[int], offsets: Tensor | None, real: Tensor | None
+) -> tuple[ForwardPlan, list[int]]:
+    """Set the places of a plan's tokens on three axes; returns the plan, and each row's drift after
+    it.
+
+    `offsets` are of each column [batch, length, 5] (`models.offsets`), None for words; `real` says
+    which columns hold tokens [batch, length], None if all do.
+    """
+    if not plan.segments or (offsets is None and not any(drift)):
+        return plan, drift
+    ahead = torch.tensor(drift, device=plan.positions.device)
+    if offsets is None:
+        segments = [replace(segment, drift=ahead) for segment in plan.segments]
+        return replace(plan, segments=segments, positions=plan.positions + ahead[:, None]), drift
+    offsets = offsets.to(ahead.device)
+    steps = offsets[:, :, 4] if real is None else offsets[:, :, 4] * real
+    clock = plan.segments[0].start + ahead
+    after = clock[:, None] + steps.cumsum(dim=1)
+    begins = after - steps
+    spans = torch.stack([begins, offsets[:, :, 3]], dim=-1)
+    segments = []
+    for segment in plan.segments:
+        clock = _clock_after(segment, clock, after)
+        pictured = spans.gather(1, segment.columns[:, :, None].expand(-1, -1, 2))
+        segments.append(replace(segment, drift=clock - segment.after, pictured=pictured))
+    positions = begins[:, :, None] + offsets[:, :, :3]
+    then: list[int] = (clock - segments[-1].after).tolist()
+    return replace(plan, segments=segments, positions=positions), then
+
+
+def _clock_after(segment: Segment, before: Tensor, after: Tensor) -> Tensor:
+    """Return each row's clock [batch] after a segment, given it before and after each column."""
+    counts = torch.tensor(segment.counts, device=before.device)
+    last = segment.columns.gather(1, (counts - 1).clamp_min(0)[:, None])
+    return torch.where(counts > 0, after.gather(1, last)[:, 0], before)
+
+
+# --- rows of a batch
+
+
+@dataclass(frozen=True)
+class BegunForward:
+    """A forward that has been checked and planned.
+
+    Attributes:
+        plan: the segments of the forward.
+        after: the rows after the forward.
+        refused: by row, why its tokens are refused; the other rows go on.
+        ids: token ids for the model, those out of range replaced; None if none were fed.
+        again: by row, the ids of the chunk that folds, where it is read a second time.
+    """
+
+    plan: ForwardPlan
+    after: Rows
+    refused: dict[int, WeirError]
+    ids: Tensor | None
+    again: dict[int, list[int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a cache's batch between two forwards.
+
+    Attributes:
+        columns: columns fed so far, including padding.
+        seen: tokens each row has seen.
+        waiting: tokens in each row's tail.
+        claimed: tokens of each row as `generate` counts them; it also counts the padding of rows
+            that ended.
+        last: each row's last token, if token ids were fed.
+        ended: whether `generate` feeds the row padding since its end token.
+        marks: the marks of each row.
+        drift: each row's next place on three axes minus that in the stream; 0 without images.
+        tail: the ids of the tokens in each row's tail, where chunks are read twice; else none.
+    """
+
+    columns: int = 0
+    seen: list[int] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)
+    claimed: list[int] = field(default_factory=list)
+    last: list[int | None] = field(default_factory=list)
+    ended: list[bool] = field(default_factory=list)
+    marks: list[Marks] = field(default_factory=list)
+    drift: list[int] = field(default_factory=list)
+    tail: list[list[int]] = field(default_factory=list)
+
+    @classmethod
+    def empty(cls, batch: int) -> Rows:
+        """Make rows without tokens."""
+        zeros = [0] * batch
+        ended, marks = [False] * batch, [Marks()] * batch
+        return cls(0, zeros, zeros, zeros, [None] * batch, ended, marks, zeros, [[]] * batch)
+
+    @property
+    def batch(self) -> int | None:
+        """Rows of the batch; None before the first token."""
+        return len(self.seen) or None
+
+    def select(self, index: list[int]) -> Rows:
+        """Return the rows `index`, in that order; a row may come more than once."""
+        return Rows(self.columns, *([part[row] for row in index] for part in self._parts()))
+
+    def with_row(self, row: int, other: Rows) -> Rows:
+        """Replace one row by the only row of `other`."""
+        parts = []
+        for mine, theirs in zip(self._parts(), other._parts(), strict=True):
+            changed = list(mine)
+            changed[row] = theirs[0]
+            parts.append(changed)
+        # `generate` feeds what comes after the columns of the longest row.
+        columns = other.columns if len(self.seen) == 1 else max(self.columns, other.columns)
+        return Rows(columns, *parts)
+
+    def marked(self, row: int, marks: Marks) -> Rows:
+        """Replace the marks of one row."""
+        return replace(self, marks=[*self.marks[:row], marks, *self.marks[row + 1 :]])
+
+    def _parts(self) -> tuple[list[Any], ...]:
+        rest = self.last, self.ended, self.marks
+        return self.seen, self.waiting, self.claimed, *rest, self.drift, self.tail
+
+    def begin(
+        self,
+        given: Mapping[str, Any],
+        *,
+        generation: Any,
+        vocabulary: int,
+        chunk: int,
+        prefill: bool,
+        origin: int,
+        without: Collection[int] = (),
+        fixed: bool = False,
+        twice: bool = False,
+    ) -> BegunForward:
+        """Check and plan a forward, given the decoder's arguments by name.
+
+        Args:
+            generation: the model's generation configuration, which has the stop tokens.
+            prefill: fold the first forward at once.
+            without: rows whose tokens are left out.
+            fixed: whether the cache was made with a number of rows, which a reset keeps.
+            twice: whether chunks are read twice, so that their ids are kept.
+
+        Raises:
+            WeirError: the forward does not continue the stream of every row, or no row is left.
+        """
+        tokens = _tokens(given)
+        batch, length = tokens.shape[:2]
+        self._check_shape(batch, length, fixed)
+        if given.get("use_cache") is False:
+            # MPT's configurations set it, so the caller may not have.
+            raise WeirError(
+                "use_cache=False would feed the whole text at every step; pass use_cache=True"
+            )
+        ids: Tensor | None = given.get("input_ids")
+        before = self if self.seen else Rows.empty(batch)
+        claimed = before._claim(given.get("attention_mask"), batch, length)
+        if given.get("position_ids") is not None:
+            _refuse_right_padding(claimed)
+        before._check_positions(given.get("position_ids"), claimed, batch)
+        ended = before._ended(ids, generation, stepping=given.get("position_ids") is not None)
+        refused: dict[int, WeirError] = {}
+        if ids is not None and (ids.device.type == "cpu" or length > 1):
+            refused, ids = _check_ids(ids, claimed, vocabulary)
+        out = {*refused, *without}
+        real = claimed
+        if out or any(ended):
+            silent = [gone or row in out for row, gone in enumerate(ended)]
+            going = ~torch.tensor(silent, device=tokens.device)[:, None]
+            real = going.expand(batch, length) if claimed is None else claimed & going
+        if prefill and any(before.seen):
+            prefill = False
+            if any(
+                not seen and (real is None or bool(real[row].any()))
+                for row, seen in enumerate(before.seen)
+            ):
+                raise WeirError(
+                    'prefill="full" folds the prompts of all rows at once; feed a row that joins '
+                    "later through a cache of its own and put it here with put_row"
+                )
+        plan = plan_forward(
+            real,
+            batch,
+            length,
+            before.seen,
+            before.waiting,
+            chunk,
+            tokens.device,
+            prefill=prefill,
+            origin=origin,
+            marks=before.marks,
+        )
+        plan, drift = place_on_axes(plan, before.drift, given.get(OFFSETS), real)
+        counts = [length] * batch if claimed is None else claimed.sum(dim=1).tolist()
+        seen, waiting = plan.after(before.seen, before.waiting)
+        again: dict[int, list[int]] = {}
+        tail = before.tail
+        if twice:
+            again, tail = before._repeat(ids, real, plan, chunk)
+        after = Rows(
+            before.columns + length,
+            seen,
+            waiting,
+            [c + n for c, n in zip(before.claimed, counts, strict=True)],
+            before.last if ids is None else ids[:, -1].tolist(),
+            ended,
+            before.marks,
+            drift,
+            tail,
+        )
+        return BegunForward(plan, after.keeping(before, out), refused, ids, again)
+
+    def _repeat(
+        self, ids: Tensor | None, real: Tensor | None, plan: ForwardPlan, chunk: int
+    ) -> tuple[dict[int, list[int]], list[list[int]]]:
+        """Return the ids of each chunk that folds, by row, and those in the tails afterwards."""
+        if ids is None:
+            raise WeirError(
+                "the pool reconstruct repeats token ids, and embeddings were fed; choose a policy "
+                "without it"
+            )
+        if len(plan.segments) > 1:
+            raise WeirError(
+                f"the pool reconstruct reads each {chunk} tokens twice before more come, so a call "
+                f"may not bring {ids.shape[1]:,} at once; feed them through weir.Stream, or choose "
+                "a policy that reads once, as with gated in its place"
+            )
+        rows = [ids[row] if real is None else ids[row][real[row]] for row in range(len(ids))]
+        tail = [old + new.tolist() for old, new in zip(self.tail, rows, strict=True)]
+        again = {row: part[:chunk] for row, part in enumerate(tail) if len(part) >= chunk}
+        return again, [part[chunk:] if row in again else part for row, part in enumerate(tail)]
+
+    def keeping(self, before: Rows, rows: Collection[int]) -> Rows:
+        """Return these rows, with `rows` as they were in `before`."""
+        if not rows:
+            return self
+        parts = [
+            [was if row in rows else now for row, (now, was) in enumerate(zip(*both, strict=True))]
+            for both in zip(self._parts(), before._parts(), strict=True)
+        ]
+        return Rows(self.columns, *parts)
+
+    def _check_shape(self, batch: int, length: int, fixed: bool) -> None:
+        if length == 0 and self.columns:
+            raise WeirError(f"nothing new was fed after {self.columns} tokens; {GO_ON}")
+        if length == 0:
+            raise WeirError("a prompt of zero tokens was fed; a stream needs at least one")
+        if self.seen and batch != self.batch:
+            instead = "use one cache per batch, or reset() it"
+            if fixed:
+                instead = (
+                    "feed all of them, those that get no token with attention_mask 0, or make a "
+                    f"cache with batch={batch}"
+                )
+            raise WeirError(
+                f"this cache holds {self.batch} rows but a batch of {batch} was fed; {instead}"
+            )
+
+    def _claim(self, mask: Tensor | None, batch: int, length: int) -> Tensor | None:
+        """Return which new columns are tokens by the mask [batch, length]; None if all are."""
+        if mask is None:
+            return None
+        if not isinstance(mask, Tensor) or mask.ndim != 2:
+            raise WeirError("attention_mask must be [batch, tokens]; weir makes its own 4D masks")
+        if mask.shape[0] != batch or mask.shape[1] not in (length, self.columns + length):
+            raise WeirError(
+                f"attention_mask is {list(mask.shape)}, but {batch} rows of {length} new tokens "
+                f"after {self.columns} need [{batch}, {self.columns + length}]"
+                + (f"; {GO_ON}" if self.columns else "")
+            )
+        if self.columns and length > 1 and mask.shape[1] > length:
+            for row, count in enumerate((mask[:, :-length] != 0).sum(dim=1).tolist()):
+                self._check_place(row, count)
+        real = mask[:, -length:].bool()
+        return None if bool(real.all()) else real
+
+    def _ended(self, ids: Tensor | None, generation: Any, *, stepping: bool) -> list[bool]:
+        """Return which rows have ended: generate() feeds them padding with mask 1."""
+        if ids is None or ids.shape[1] != 1 or ids.shape[0] == 1 or not stepping:
+            return [False] * len(self.ended)
+        endings = StopTokens.of(generation)
+        return [
+            token == endings.pad and (ended or last in endings.stops)
+            for token, last, ended in zip(ids[:, 0].tolist(), self.last, self.ended, strict=True)
+        ]
+
+    def _check_positions(self, given: Tensor | None, real: Tensor | None, batch: int) -> None:
+        """Refuse tokens that do not continue the stream."""
+        if given is None or given.ndim != 2 or given.device.type == "meta":
+            return
+        places = given.expand(batch, -1)
+        first = places[:, 0]
+        if places.shape[1] > 1:
+            real_columns = torch.ones_like(places, dtype=torch.bool) if real is None else real
+            # Equal for all tokens of a row if positions rise by one from token to token.
+            start = places - real_columns.cumsum(dim=1) + 1
+            first = start.gather(1, real_columns.int().argmax(dim=1, keepdim=True))[:, 0]
+            if bool(((start != first[:, None]) & real_columns).any()):
+                raise WeirError("position_ids must rise by one from token to token of a row")
+        for row, place in enumerate(first.tolist()):
+            if real is None or bool(real[row].any()):
+                self._check_place(row, place)
+
+    def _check_place(self, row: int, place: int) -> None:
+        """Refuse to continue a row at `place` if its stream is elsewhere."""
+        if place not in (self.seen[row], self.claimed[row], self.columns):
+            raise WeirError(
+                f"row {row} is to go on after {place} tokens, but its stream has seen "
+                f"{self.seen[row]}; {GO_ON}"
+            )
+
+
+def _tokens(given: Mapping[str, Any]) -> Tensor:
+    """Return the ids or embeddings that were fed [batch, length, ...]."""
+    ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
+    tokens: Tensor | None = ids if ids is not None else embeds
+    if tokens is None:
+        raise WeirError("neither input_ids nor inputs_embeds was given")
+    if tokens.ndim < 2:
+        raise WeirError(f"input_ids must be [batch, tokens], not {list(tokens.shape)}")
+    return tokens
+
+
+def _refuse_right_padding(real: Tensor | None) -> None:
+    """Refuse right padding for `generate`, which continues from the last column."""
+    if real is None:
+        return
+    wrong = (real.any(dim=1) & ~real[:, -1]).nonzero()[:, 0].tolist()
+    if wrong:
+        raise WeirError(
+            f"row {wrong[0]} is padded on the right, so its last column is no token to go on from; "
+            "pad on the left: tokenizer.padding_side = 'left'"
+        )
+
+
+def _check_ids(
+    ids: Tensor, real: Tensor | None, vocabulary: int
+) -> tuple[dict[int, WeirError], Tensor]:
+    """Return why ids [batch, length] are refused, by row, and ids that the model can look up.
+
+    `real` says which are tokens [batch, length], bool; None if all are.
+    """
+    low, high = ids.aminmax()
+    if int(low) >= 0 and int(high) < vocabulary:
+        return {}, ids
+    wrong = (ids < 0) | (ids >= vocabulary)
+    refused: dict[int, WeirError] = {}
+    for row, column in wrong.nonzero().tolist():
+        if row not in refused and (real is None or bool(real[row, column])):
+            where = f"row {row}, token {column + 1} of this call: " if ids.shape[0] > 1 else ""
+            refused[row] = out_of_range(int(ids[row, column]), vocabulary, where)
+    if refused and len(refused) == ids.shape[0]:
+        raise next(iter(refused.values()))
+    return refused, ids.masked_fill(wrong, 0)
