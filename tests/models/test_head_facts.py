@@ -13,6 +13,7 @@ from reference.models import make
 import weir
 from weir.cache import fit_to_model, size_of
 from weir.errors import WeirError
+from weir.evals.grid import make_grid
 from weir.models import find_head_facts, head_facts, measure_heads
 from weir.policies.weir import LOOKS_UP, SPOILED
 from weir.slab import FORMATS, as_read
@@ -124,6 +125,16 @@ def test_keys_that_4_bits_would_spoil_get_8(kept):
     assert find_head_facts(plain).shift < SPOILED < find_head_facts(model).shift
     assert "slots=int8" in str(weir.Stream(model, "weir(120)").policy)
     assert ":int4" in fit_to_model(weir.policy("weir(120, slots=int4)"), model).stands_for
+
+
+def test_a_memory_is_filled_with_the_slots_that_a_model_gets(kept, tmp_path):
+    """Also where that is known by its weights alone."""
+    model, tokenizer = weir.load("nano")
+    for folder in (spoil(model, 50), tokenizer):
+        folder.save_pretrained(tmp_path / "m")
+    (cell,) = make_grid([str(tmp_path / "m")], "ppl", "weir", memory=[500_000]).cells
+    one_more = f"weir(budget={cell.budget + 1})"
+    assert [size_of(model, one).stream <= 500_000 for one in (cell.policy, one_more)] == [1, 0]
 
 
 @pytest.mark.parametrize("layer", [0, 2, 3])

@@ -16,7 +16,8 @@ import weir
 from weir.errors import WeirError
 from weir.evals.fitting import budget_in
 from weir.evals.grid import extend_grid, runner
-from weir.evals.grid.grid import make_grid
+from weir.evals.grid import grid as grids
+from weir.evals.grid.grid import load_model, make_grid
 from weir.evals.grid.runner import failure_reason, run, subject_of
 from weir.evals.results import failures
 from weir.evals.results.file import read_results
@@ -50,7 +51,7 @@ class Toy(Task):
 @pytest.fixture
 def toys(monkeypatch, llama):
     monkeypatch.setitem(TASKS, "toy", Toy)
-    monkeypatch.setattr(runner, "_loaded", lambda name, loading, compiled: (llama, None))
+    monkeypatch.setattr(runner, "load_model", lambda name, loading, compiled: (llama, None))
     monkeypatch.setattr(Toy, "runs", [])
     monkeypatch.setattr(Toy, "broken", {})
     return Toy
@@ -217,7 +218,7 @@ def test_what_was_asked_of_other_pools_is_not_measured_under_their_name(tmp_path
 
 
 def test_models_may_be_objects(tmp_path, monkeypatch, toys, llama):
-    monkeypatch.setattr(runner, "_loaded", None)
+    monkeypatch.setattr(runner, "load_model", None)
     given = {"mine": (llama, None)}
     with pytest.raises(WeirError, match="compiled of models that are loaded"):
         make_grid(given, "toy(n=1)", "h2o(8)", compiled=True)
@@ -234,7 +235,7 @@ def test_models_may_be_objects(tmp_path, monkeypatch, toys, llama):
 def test_compiled_steps_are_another_cell_and_say_so(tmp_path, monkeypatch, toys, llama):
     loaded: list[bool] = []
     monkeypatch.setattr(
-        runner, "_loaded", lambda name, loading, compiled: loaded.append(compiled) or (llama, None)
+        runner, "load_model", lambda name, loading, on: loaded.append(on) or (llama, None)
     )
     path = tmp_path / "r.jsonl"
     plain, fast = (make_grid(["m"], "toy(n=1)", "h2o(8)", compiled=it) for it in (False, True))
@@ -268,7 +269,7 @@ def test_a_model_that_cannot_be_had_fails_its_cells_only(tmp_path, monkeypatch, 
             raise WeirError("there is no model folder 'bad'")
         return llama, None
 
-    monkeypatch.setattr(runner, "_loaded", load)
+    monkeypatch.setattr(runner, "load_model", load)
     records = run(make_grid(["bad", "m"], "toy", "dense"), tmp_path / "r.jsonl")
     assert [r["status"] for r in records] == ["failed"] * 2 + ["done"] * 2
     assert records[0]["reason"] == "there is no model folder 'bad'"
@@ -337,14 +338,14 @@ def test_a_subject_reads_as_its_protocol_says(toys, ids):
 
 def test_steps_of_a_model_are_compiled_once_for_all_of_its_cells(tmp_path, monkeypatch, llama):
     compiled: list[object] = []
-    monkeypatch.setattr(runner, "compile_steps", lambda model, strict: compiled.append(model))
-    monkeypatch.setattr(runner, "load", lambda name, **given: (llama, None))
-    runner._loaded.cache_clear()
+    monkeypatch.setattr(grids, "compile_steps", lambda model, strict: compiled.append(model))
+    monkeypatch.setattr(grids, "load", lambda name, **given: (llama, None))
+    load_model.cache_clear()
     cells = grid("ppl").cells[:2]
     for cell in cells:
         subject_of(cell)
     assert not compiled
     for cell in cells:
         subject_of(replace(cell, compiled=True))
-    runner._loaded.cache_clear()
+    load_model.cache_clear()
     assert compiled == [llama]

@@ -7,12 +7,12 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weir.cache import Positions, Prefill, check_origin
 from weir.errors import WeirError, suggest
@@ -21,8 +21,11 @@ from weir.evals.notation import read_policies, read_tasks, takes_budget, with_bu
 from weir.evals.results import read_results
 from weir.evals.task import Task
 from weir.evals.tasks import TASKS
-from weir.models import skeleton
-from weir.policies import NAMED, Layered, Pipe, is_file, parse_policy, with_slots
+from weir.models import compile_steps, load, skeleton
+from weir.policies import NAMED, Layered, Pipe, is_file, parse_call, parse_policy, with_slots
+
+Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+"""A model and its tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +180,8 @@ def make_grid(
             `all` stands for every named policy that makes sense.
         budgets: inserted into each policy that takes a budget and was written without one.
         memory: instead of budgets, bytes of one stream's cache: each model gets the largest budget
-            that fits, within the model's window. No weights are loaded for that.
+            that fits, within the model's window. Weights are loaded for `weir` alone, which gets
+            slots of 8 bits on models that do not bear 4.
         seeds: every cell runs with each seed; deterministic cells run with the first alone.
         paper: a protocol's name.
         chunk: tokens between two folds; by default the protocol's, or 64.
@@ -208,6 +212,7 @@ def make_grid(
             f"leave out the {'budgets' if budgets else 'memory'} or the protocol"
         )
     folds = (rules.chunk or 64) if chunk is None else chunk
+    how = tuple(sorted(loading.items()))
 
     @cache
     def shape_of(name: str) -> PreTrainedModel:
@@ -217,13 +222,21 @@ def make_grid(
             return given
         return skeleton(name, **loading)
 
+    def sizing(name: str, policy: str) -> PreTrainedModel:
+        """The model by which a policy is sized; with its weights where these decide its slots."""
+        call = parse_call(policy)
+        if isinstance(models, Mapping) or call is None or call.name != "weir":
+            return shape_of(name)
+        return load_model(name, how, compiled)[0]
+
     def sized(model: str, policy: str) -> list[tuple[str, int | None, int | None]]:
         """A policy with each budget in it, the budget, and the memory that it was made for."""
         if not (budgets or memory) or not takes_budget(policy):
             return [(policy, None, None)]
         found = [(with_budget(policy, budget), budget, None) for budget in budgets]
         fitting = [
-            (*fit_to_memory(shape_of(model), policy, room, folds, model), room) for room in memory
+            (*fit_to_memory(sizing(model, policy), policy, room, folds, model), room)
+            for room in memory
         ]
         return [*found, *fitting]
 
@@ -242,7 +255,7 @@ def make_grid(
             folds,
             rules.positions,
             room,
-            tuple(sorted(loading.items())),
+            how,
             compiled,
             pools_of(policy),
         )
@@ -259,6 +272,15 @@ def make_grid(
             "this grid twice"
         )
     return Grid(tuple(cells))
+
+
+@lru_cache(maxsize=1)
+def load_model(name: str, loading: tuple[tuple[str, Any], ...], compiled: bool) -> Loaded:
+    """Load a model. Only the last is cached, since cells of one model follow each other."""
+    model, tokenizer = load(name, **dict(loading))
+    if compiled:
+        compile_steps(model, strict=True)  # otherwise a cell could claim compiled steps falsely
+    return model, tokenizer
 
 
 def _each(policies: str, slots: str | None) -> list[str]:

@@ -13,28 +13,24 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weir import __version__
 from weir.errors import WeirError
-from weir.evals.grid.grid import Cell, Grid, Protocol, pools_of, protocol
+from weir.evals.grid.grid import Cell, Grid, Loaded, Protocol, load_model, pools_of, protocol
 from weir.evals.notation import takes_budget
 from weir.evals.perplexity import NOT_FINITE
 from weir.evals.records import import_optional
 from weir.evals.results import CellRecord, ResultsFile
 from weir.evals.task import Subject
-from weir.models import compile_steps, load
 from weir.policies import parse_policy
 
 Numbered = tuple[int, Cell]
-Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
-"""A model and its tokenizer."""
 CellProgress = Callable[[int, float], None]
 """Called with the number of a cell in the grid and the share of it that is done."""
 Worker = Callable[[list[Numbered], CellProgress], Iterator[CellRecord]]
@@ -139,7 +135,7 @@ def subject_of(cell: Cell, models: Mapping[str, Loaded] = MappingProxyType({})) 
             f"{cell.policy} was {cell.pools} when this was asked for, and is {pools} now; ask for "
             "these pools by themselves"
         )
-    model, tokenizer = models.get(cell.model) or _loaded(cell.model, cell.loading, cell.compiled)
+    model, tokenizer = models.get(cell.model) or load_model(cell.model, cell.loading, cell.compiled)
     rules = Protocol("") if cell.protocol is None else protocol(cell.protocol)
     return Subject(
         name=cell.model,
@@ -155,15 +151,6 @@ def subject_of(cell: Cell, models: Mapping[str, Loaded] = MappingProxyType({})) 
         keeps_answers=rules.keeps_answers,
         loading=cell.loading,
     )
-
-
-@lru_cache(maxsize=1)
-def _loaded(name: str, loading: tuple[tuple[str, Any], ...], compiled: bool) -> Loaded:
-    """Load a model. Only the last is cached, since cells of one model follow each other."""
-    model, tokenizer = load(name, **dict(loading))
-    if compiled:
-        compile_steps(model, strict=True)  # otherwise a cell could claim compiled steps falsely
-    return model, tokenizer
 
 
 def failure_reason(error: Exception) -> str:
