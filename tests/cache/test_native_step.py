@@ -35,6 +35,7 @@ POLICIES = [
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "smollm3", "llama-yarn"]
 WIDE = {"head_dim": 64, "intermediate_size": 112}
 """Heads of as many numbers as vectors have, and weights that do not divide into tiles."""
+ZERO_SINK = {"weir_sink": {"kind": "zero"}, "attn_implementation": "weir_zero_sink"}
 
 
 @pytest.fixture
@@ -144,10 +145,13 @@ def test_what_modules_do_beside_their_names_is_noticed_by_the_first_step(
     assert torch.equal(found[0], usual[0])
 
 
-@pytest.mark.parametrize("policy", POLICIES[1::2])
+@pytest.mark.parametrize(
+    ("policy", "sink"), [(POLICIES[1], {}), (POLICIES[3], {}), (POLICIES[1], ZERO_SINK)]
+)
 @pytest.mark.parametrize("threads", [2], indirect=True)
-def test_threads_share_a_step(policy: str, threads: int, taken) -> None:
-    check(make("llama", **{**WIDE, **_THREE}), policy, taken)  # three heads in two stretches each
+def test_threads_share_a_step(policy: str, sink: dict[str, Any], threads: int, taken) -> None:
+    """Three heads in two stretches each; a sink is in one of these."""
+    check(make("llama", **{**WIDE, **_THREE, **sink}), policy, taken)
 
 
 def test_half_precision(taken) -> None:
