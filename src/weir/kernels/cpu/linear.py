@@ -1,17 +1,38 @@
 """Products of a few rows with a weight on the CPU: what `torch.nn.functional.linear` does.
 
 A decode step multiplies few rows with every weight, so that nothing ought to take time but to read
-the weights once, in order. Roofline: the bytes of a weight over the bandwidth of memory. A BLAS is
-made for many rows, and how near it comes with few differs from machine to machine; so
-`weir.choose_products` measures. Sums are float32, in another order than PyTorch's; numbers of
-bfloat16, and of 8 bits, are widened on the way.
+the weights once, in order. A BLAS is made for many rows, and how near it comes with few differs
+from machine to machine; so `weir.choose_products` measures. Sums are float32, in another order than
+PyTorch's; numbers of bfloat16, and of 8 bits, are widened on the way. There are three ways:
+
+- Line by line, with one row, and with a few of a weight in float32 or bfloat16.
+- Two lines of 8 bits at a time, with a few rows. What comes next is asked for before it is needed:
+  a processor fetches ahead what is read in order, but not past the end of a page of 4 KB, which is
+  seven lines of 576 numbers. Each number is made a float once, for all rows, and multiplied into
+  sums that stay in registers. A sum is added up in an order of its own: it does not depend on how
+  many rows there are, nor on where the line lies.
+- Tile by tile, with 5 and more rows. For each number of a weight that is read there is a product
+  for every row, and to make them at the pace of the processor, sums have to stay in its registers.
+  A *tile* is the product of 8 or 16 rows, a vector of them, with 12 lines of the weight: its 12
+  vectors of sums fit into the registers of all processors with vectors of 8 numbers (16 of them,
+  AVX2) and more. In each of its steps one number of every row is loaded, as one vector, and for
+  each line one number that all rows share. Meanwhile the lines of the next tile are fetched from
+  memory. Each sum is added up in the order of the line's numbers, so it does not depend on how many
+  rows there are, or on which.
+
+Roofline: the larger of a weight's bytes over the bandwidth of memory, and two operations for each
+number and row over the processor's pace.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
+from llvmlite import ir
 from numba import njit
+from numba.core.cgutils import alloca_once_value, for_range_slice
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -23,15 +44,52 @@ from weir.kernels.cpu.compilation import (
     longs_at,
     shorts_at,
 )
-from weir.kernels.cpu.linear_int8 import few_rows_int8
-from weir.kernels.cpu.linear_tiles import LINES, tiles
 from weir.kernels.cpu.threads import TeamKernel, take_part, threads_for
-from weir.kernels.cpu.vectors import as_float, lanes
+from weir.kernels.cpu.vectors import (
+    BYTE,
+    CACHE_LINE,
+    INT,
+    LONG,
+    add_product,
+    as_float,
+    broadcast,
+    constant,
+    floats,
+    for_lanes,
+    lanes,
+    llvm_function,
+    load_at,
+    pack_rows,
+    prefetch,
+    shuffle,
+    store_at,
+    switch,
+    vector_at,
+    widen,
+)
 
 _WORTH_A_THREAD = 2**15
 """Numbers of a weight below which a thread of their own costs more than it saves."""
 _SOME = 5
 """Rows from which on tiles are faster than line by line."""
+LINES = 12
+"""Lines of a weight in a tile; no weight may have fewer."""
+_STEPS = 16
+"""Steps of a tile in which it reads one line of the processor's cache from each of its lines."""
+TOGETHER = 4
+"""Rows that are multiplied at once with two lines of 8 bits, at most."""
+_AHEAD = 2**13
+"""Bytes from what is read of these to what is asked for: of 1,024 to 8,192 the fastest here, by a
+fifth."""
+_WIDTH = 16
+"""Numbers of their vectors; a processor that has none so wide takes two for it."""
+_Product = tuple[int, int, int, int, int, int, int]
+"""Rows, inputs and outputs; and addresses of float32 [rows, inputs], of the weight [outputs,
+inputs], of float32 [outputs] or 0: what is added to sums, or with int8 what they are multiplied by;
+and of float32 [rows, outputs], the answers."""
+
+
+# --- line by line
 
 
 @njit(nogil=True, fastmath=set(ANY_ORDER))
@@ -44,18 +102,7 @@ def _two_products(a: np.ndarray, b: np.ndarray, row: np.ndarray) -> tuple[np.flo
     return p, q
 
 
-def _one_row(
-    bits: int,
-    rows: int,
-    inputs: int,
-    outputs: int,
-    x: int,
-    weight: int,
-    added: int,
-    out: int,
-    start: int,
-    stop: int,
-) -> None:
+def _one_row(bits: int, product: _Product, start: int, stop: int) -> None:
     """One row with two lines at a time, far from each other: processors fetch ahead what is read in
     order, and two such streams come faster than one. Of an odd number the last is read twice.
 
@@ -64,23 +111,19 @@ def _one_row(
 
     Args:
         bits: of a number of the weight: 32 for float32, 16 for bfloat16, 8 for int8.
-        rows, inputs, outputs: how many there are.
-        x: address of float32 [rows, inputs].
-        weight: address of [outputs, inputs].
-        added: address of float32 [outputs], or 0: what is added to sums, or with int8 what they
-            are multiplied by.
-        out: address of float32 [rows, outputs], of which `start` to `stop` are written.
-        start, stop: which outputs.
+        product: sizes and addresses.
+        start, stop: the outputs that are written.
     """
+    rows, inputs, outputs, x, weight, added, out = product
     row, found = floats_at(x, (rows, inputs))[0], floats_at(out, (rows, outputs))[0]
     bias = factors = floats_at(added, (1, outputs))[0]
-    floats, halves = floats_at(weight, (outputs, inputs)), shorts_at(weight, (outputs, inputs))
+    matrix, halves = floats_at(weight, (outputs, inputs)), shorts_at(weight, (outputs, inputs))
     bytes_ = bytes_at(weight, (outputs, inputs))
     half = (stop - start + 1) // 2
     for i in range(start, start + half):
         far = min(i + half, stop - 1)
         if bits == 32:
-            p, q = _two_products(floats[i], floats[far], row)
+            p, q = _two_products(matrix[i], matrix[far], row)
         elif bits == 16:
             p, q = _two_products(halves[i], halves[far], row)
         else:
@@ -91,21 +134,11 @@ def _one_row(
         found[far] = q + bias[far] if added else q
 
 
-def _few_rows(
-    bits: int,
-    rows: int,
-    inputs: int,
-    outputs: int,
-    x: int,
-    weight: int,
-    added: int,
-    out: int,
-    start: int,
-    stop: int,
-) -> None:
-    """As `_one_row`, of float32 and bfloat16: row by row with a line of the
-    weight, which stays near after the first.
+def _few_rows(bits: int, product: _Product, start: int, stop: int) -> None:
+    """As `_one_row`, of float32 and bfloat16: row by row with a line, which stays near after the
+    first.
     """
+    rows, inputs, outputs, x, weight, added, out = product
     given, found = floats_at(x, (rows, inputs)), floats_at(out, (rows, outputs))
     halves = shorts_at(weight, (outputs, inputs))
     bias, wide = floats_at(added, (1, outputs)), np.empty(inputs, np.float32)
@@ -124,9 +157,218 @@ def _few_rows(
             found[r, i] = total + bias[0, i] if added else total
 
 
+# --- two lines of 8 bits at a time
+
+
+@llvm_function
+def _multiply_pair(
+    builder: ir.IRBuilder, x: Any, one: Any, other: Any, inputs: Any, sums: Any, rows: Any
+) -> None:
+    """`sums[i, row] = sum over j of x[row, j] * line i[j]` of two lines.
+
+    Args:
+        builder: of the code.
+        x: address of float32 [rows, inputs].
+        one, other: addresses of int8 [inputs], the lines.
+        inputs: of the weight.
+        sums: address of float32 [2, rows], which are written.
+        rows: 1 to `TOGETHER`.
+    """
+
+    def emit(count: int) -> None:
+        lines = [builder.inttoptr(address, BYTE.as_pointer()) for address in (one, other)]
+        start, found = floats(builder, x), floats(builder, sums)
+        row_at = [builder.gep(start, [builder.mul(inputs, LONG(row))]) for row in range(count)]
+        nothing = constant(0.0, _WIDTH)
+        total = {
+            (i, row): alloca_once_value(builder, nothing) for i in range(2) for row in range(count)
+        }
+
+        def step(j: Any) -> None:
+            places = [vector_at(builder, line, j, _WIDTH) for line in lines]
+            wide = [widen(builder, builder.load(place, align=1)) for place in places]
+            for row in range(count):
+                numbers = load_at(builder, row_at[row], j, _WIDTH)
+                for i in range(2):
+                    add_product(builder, total[i, row], wide[i], numbers)
+
+        aligned = builder.and_(inputs, LONG(-CACHE_LINE))
+        vectors = builder.and_(inputs, LONG(-_WIDTH))
+        with for_range_slice(builder, LONG(0), aligned, LONG(CACHE_LINE)) as (j, _):
+            for line in lines:
+                prefetch(builder, builder.gep(line, [builder.add(j, LONG(_AHEAD))]))
+            for begin in range(0, CACHE_LINE, _WIDTH):
+                step(builder.add(j, LONG(begin)))
+        with for_range_slice(builder, aligned, vectors, LONG(_WIDTH)) as (j, _):
+            step(j)
+
+        alone = {
+            which: alloca_once_value(builder, _add_up(builder, builder.load(place)))
+            for which, place in total.items()
+        }
+        with for_range_slice(builder, vectors, inputs, LONG(1)) as (j, _):
+            for i in range(2):
+                number = widen(builder, builder.load(builder.gep(lines[i], [j])))
+                for row in range(count):
+                    given = builder.load(builder.gep(row_at[row], [j]))
+                    add_product(builder, alone[i, row], number, given)
+        for (i, row), place in alone.items():
+            builder.store(builder.load(place), builder.gep(found, [LONG(i * count + row)]))
+
+    switch(builder, rows, range(1, TOGETHER + 1), emit)
+
+
+def _add_up(builder: ir.IRBuilder, numbers: Any) -> Any:
+    """The sum of a vector's numbers: half added to half, until one is left."""
+    while numbers.type.count > 1:
+        half = numbers.type.count // 2
+        halves = range(half), range(half, 2 * half)
+        numbers = builder.fadd(*(shuffle(builder, numbers, numbers, at) for at in halves))
+    return builder.extract_element(numbers, INT(0))
+
+
+def _few_rows_int8(together: int, product: _Product, start: int, stop: int) -> None:
+    """As `_one_row`, of int8: up to `together` rows at once, `TOGETHER` at most."""
+    rows, inputs, outputs, x, numbers, scale, out = product
+    scales, found = floats_at(scale, (1, outputs)), floats_at(out, (rows, outputs))
+    sums = np.empty(2 * TOGETHER, np.float32)
+    half = (stop - start + 1) // 2
+    for i in range(start, start + half):
+        far = min(i + half, stop - 1)  # of an odd number the last is made twice
+        one, other, to = numbers + i * inputs, numbers + far * inputs, sums.ctypes.data
+        for first in range(0, rows, together):
+            some = min(together, rows - first)
+            _multiply_pair(x + 4 * first * inputs, one, other, inputs, to, some)
+            for row in range(some):
+                found[first + row, i] = sums[row] * scales[0, i]
+                found[first + row, far] = sums[some + row] * scales[0, far]
+
+
+# --- tile by tile
+
+
+@llvm_function
+def _multiply_tile(
+    builder: ir.IRBuilder, x: Any, lines: Any, inputs: Any, sums: Any, ahead: Any, lanes: Any
+) -> None:
+    """`sums[i, row] = sum over j of x[j, row] * lines[i, j]`.
+
+    numba would make vectors along `j`, whose parts would have to be added up in the end, for each
+    sum.
+
+    Args:
+        builder: of the code.
+        x: address of float32 [inputs, lanes].
+        lines: address of float32 [LINES, inputs].
+        inputs: of the weight.
+        sums: address of float32 [LINES, lanes], which are written.
+        ahead: address of what is read next, to be fetched meanwhile; it need not exist.
+        lanes: 8 or 16.
+    """
+
+    def emit(width: int) -> None:
+        total = [alloca_once_value(builder, constant(0.0, width)) for _ in range(LINES)]
+        start = floats(builder, lines)
+        line = [builder.gep(start, [builder.mul(inputs, LONG(i))]) for i in range(LINES)]
+
+        def step(j: Any) -> None:
+            rows = load_at(builder, floats(builder, x), builder.mul(j, LONG(width)), width)
+            for i in range(LINES):
+                number = builder.load(builder.gep(line[i], [j]))
+                add_product(builder, total[i], rows, broadcast(builder, number, width))
+
+        whole, stride = builder.and_(inputs, LONG(-_STEPS)), 4 * LINES
+        with for_range_slice(builder, LONG(0), whole, LONG(_STEPS)) as (j, _):
+            soon = builder.add(ahead, builder.mul(j, LONG(stride)))
+            for offset in range(0, _STEPS * stride, CACHE_LINE):
+                place = builder.add(soon, LONG(offset))
+                prefetch(builder, builder.inttoptr(place, BYTE.as_pointer()))
+            with for_range_slice(builder, LONG(0), LONG(_STEPS), LONG(4)) as (k, _):
+                for more in range(4):
+                    step(builder.add(j, builder.add(k, LONG(more))))
+        with for_range_slice(builder, whole, inputs, LONG(1)) as (j, _):
+            step(j)
+        for i in range(LINES):
+            store_at(builder, builder.load(total[i]), floats(builder, sums), LONG(i * width))
+
+    for_lanes(builder, lanes, emit)
+
+
+@njit(nogil=True)
+def _pack(x: np.ndarray, lanes: int) -> np.ndarray:
+    """Rows in panels of `lanes`, or of 8 where that holds the last of them.
+
+    Args:
+        x: [rows, inputs].
+        lanes: 8 or 16.
+
+    Returns:
+        [rows, as a multiple of 8, * inputs]. The panel of row `r` begins at `r * inputs`; rows
+        that do not exist are zeros.
+    """
+    rows, inputs = x.shape
+    padded = (rows + 7) // 8 * 8
+    packed = np.empty(padded * inputs, np.float32)
+    for first in range(0, padded, lanes):
+        pack_rows(x, first, min(lanes, padded - first), packed[first * inputs :])
+    return packed
+
+
+@njit(nogil=True)
+def _widen(lines: np.ndarray, first: int, wide: np.ndarray) -> None:
+    """Lines of a weight from `first` on, as float32."""
+    count, inputs = wide.shape
+    for i in range(count):
+        narrow, line = lines[first + i], wide[i]
+        for j in range(inputs):
+            line[j] = as_float(narrow[j])
+
+
+def _tiles(widest: int, bits: int, product: _Product, start: int, stop: int) -> None:
+    """Tile by tile; the last begins earlier where it would not be full, and makes some again.
+
+    An answer is written once and whole: another thread may be making the same one.
+
+    Args:
+        widest: 8 or 16.
+        bits, product, start, stop: as for `_one_row`.
+    """
+    rows, inputs, outputs, x, weight, added, out = product
+    bias = factors = floats_at(added, (1, outputs))[0]
+    matrix, halves = floats_at(weight, (outputs, inputs)), shorts_at(weight, (outputs, inputs))
+    bytes_, found = bytes_at(weight, (outputs, inputs)), floats_at(out, (rows, outputs))
+    packed = _pack(floats_at(x, (rows, inputs)), widest)
+    sums = np.empty(LINES * widest, np.float32)
+    wide = np.empty((0 if bits == 32 else LINES, inputs), np.float32)
+    for i in range(start, stop, LINES):
+        first = max(0, min(i, stop - LINES))
+        lines, ahead = wide.ctypes.data, weight + bits // 8 * (first + LINES) * inputs
+        if bits == 32:
+            lines = matrix[first].ctypes.data
+        elif bits == 16:
+            _widen(halves, first, wide)
+        else:
+            _widen(bytes_, first, wide)
+        for begin in range(0, rows, widest):
+            panel, lanes = packed[begin * inputs :].ctypes.data, 8 if rows - begin <= 8 else widest
+            _multiply_tile(panel, lines, inputs, sums.ctypes.data, ahead, lanes)
+            for row in range(begin, min(begin + lanes, rows)):
+                for line in range(LINES):
+                    total = sums[line * lanes + row - begin]
+                    if bits == 8:
+                        total *= factors[first + line]
+                    elif added:
+                        total += bias[first + line]
+                    found[row, first + line] = total
+
+
+# --- which way
+
+
 _compiled_one_row, _compiled_few_rows = (
     compile_kernel(way, fastmath=ANY_ORDER) for way in (_one_row, _few_rows)
 )
+_compiled_few_rows_int8, _compiled_tiles = compile_kernel(_few_rows_int8), compile_kernel(_tiles)
 
 
 _ONE, _TILES, _FEW, _FEW_INT8 = range(4)
@@ -159,22 +401,22 @@ def multiply_part(
 ) -> tuple[int, int]:
     """Multiply with one of `parts` parts of a weight; returns the range of its outputs.
 
-    `way` and `first` are from `way_of`, the others as for `_one_row`.
+    `way` and `first` are from `way_of`, the others those of a `_Product`.
     """
     # Of whole tiles, but for what is left over.
     whole = outputs // LINES
     start = LINES * (whole * part // parts)
     stop = LINES * (whole * (part + 1) // parts) if part + 1 < parts else outputs
     if start < stop:
+        product = (rows, inputs, outputs, x, weight, added, out)
         if way == _ONE:
-            _compiled_one_row(first, rows, inputs, outputs, x, weight, added, out, start, stop)
+            _compiled_one_row(first, product, start, stop)
         elif way == _TILES:
-            bits = first & 255
-            tiles(first >> 8, bits, rows, inputs, outputs, x, weight, added, out, start, stop)
+            _compiled_tiles(first >> 8, first & 255, product, start, stop)
         elif way == _FEW:
-            _compiled_few_rows(first, rows, inputs, outputs, x, weight, added, out, start, stop)
+            _compiled_few_rows(first, product, start, stop)
         else:
-            few_rows_int8(first, rows, inputs, outputs, x, weight, added, out, start, stop)
+            _compiled_few_rows_int8(first, product, start, stop)
     return start, stop
 
 
