@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import njit
-from numba.core.cgutils import alloca_once_value, for_range_slice
+from numba.core.cgutils import alloca_once, alloca_once_value, for_range, for_range_slice
+from numba.extending import register_jitable
 
 from weir.kernels.cpu.compilation import WHOLE, bytes_at, floats_at, shorts_at
 from weir.kernels.cpu.vectors import (
@@ -46,7 +47,7 @@ from weir.kernels.cpu.vectors import (
 )
 
 VECTORS = 4
-"""Vectors of a value that are summed at once."""
+"""Vectors of a value that are summed at once, at most."""
 _STREAMS = 4
 """Keys that are read at once."""
 _MEMBERS = 3
@@ -60,34 +61,39 @@ _KINDS = {4: BYTE, 8: BYTE, 16: ir.IntType(16), 32: ir.FloatType()}
 
 
 @partial(llvm_function, apart=True)
-def _dot_four(
+def _dot_streams(
     builder: ir.IRBuilder,
     queries: Any,
     slots: Any,
     bits: Any,
     step: Any,
+    times: Any,
     dim: Any,
     logits: Any,
     count: Any,
     lanes: Any,
     members: Any,
+    ahead: Any,
+    stop: Any,
 ) -> None:
-    """`logits[member, i * step] = sum over j of queries[member, j] * slots[i * step, j]`.
+    """`logits[member, s] = sum over j of queries[member, j] * slots[s, j]` for some slots `s`.
 
-    For `i` below _STREAMS.
+    Those are `i * step + slot`, for `i` below _STREAMS and `slot` below `times`.
 
     Args:
         builder: of the code.
         queries: address of float32 [members, parts, a part's numbers as a multiple of lanes], of
             `pad_query`.
-        slots: address of the first of the four slots.
+        slots: address of the first slot.
         bits: of a number of them.
-        step: slots from one of the four to the next.
+        step: slots from one of those that are read at once to the next.
+        times: how often as many are read.
         dim: at least `lanes`, and twice as many where `bits` is 4.
         logits: address of the first of the logits [members, count], which are written.
         count: logits of each member.
         lanes: numbers of a vector, 8 or 16.
         members: query heads, 1 to _MEMBERS.
+        ahead, stop: addresses of memory that is asked for meanwhile.
     """
 
     def emit(width: int, heads: int, kind: int) -> None:
@@ -95,30 +101,47 @@ def _dot_four(
         numbers = builder.inttoptr(slots, _KINDS[kind].as_pointer())
         parts = 2 if kind == 4 else 1
         part = builder.udiv(dim, LONG(parts))
+        nothing = constant(0.0, width)
         total = [
-            [alloca_once_value(builder, constant(0.0, width)) for _ in range(_STREAMS)]
-            for _ in range(heads)
+            [alloca_once(builder, nothing.type) for _ in range(_STREAMS)] for _ in range(heads)
         ]
         padded = builder.and_(builder.add(part, LONG(width - 1)), LONG(-width))
-        apart, last = builder.mul(step, part), builder.sub(part, LONG(width))
-        starts = [builder.mul(apart, LONG(i)) for i in range(_STREAMS)]
-        with for_range_slice(builder, LONG(0), part, LONG(width)) as (j, _):
-            place = builder.select(builder.icmp_unsigned("<", j, last), j, last)
-            read = [_load(builder, numbers, builder.add(s, place), width, kind) for s in starts]
+        last = builder.sub(part, LONG(width))
+        apart = [builder.mul(builder.mul(step, part), LONG(i)) for i in range(_STREAMS)]
+        with for_range(builder, times) as loop:
+            slot = loop.index
+            place = builder.add(ahead, builder.mul(slot, LONG(_STREAMS * AHEAD)))
+            with builder.if_then(builder.icmp_unsigned("<", place, stop)):
+                _ask(builder, place)
+            for sums in (each for member in total for each in member):
+                builder.store(nothing, sums)
+            starts = [builder.add(far, builder.mul(slot, part)) for far in apart]
+            with for_range_slice(builder, LONG(0), part, LONG(width)) as (j, _):
+                place = builder.select(builder.icmp_unsigned("<", j, last), j, last)
+                for i, start in enumerate(starts):
+                    read = _load(builder, numbers, builder.add(start, place), width, kind)
+                    for member in range(heads):
+                        for half in range(parts):
+                            row = builder.mul(padded, LONG(member * parts + half))
+                            query = load_at(builder, asked, builder.add(row, j), width)
+                            add_product(builder, total[member][i], query, read[half])
             for member in range(heads):
-                for half in range(parts):
-                    row = builder.mul(padded, LONG(member * parts + half))
-                    query = load_at(builder, asked, builder.add(row, j), width)
-                    for i in range(_STREAMS):
-                        add_product(builder, total[member][i], query, read[i][half])
-        for member in range(heads):
-            four = _add_up(builder, [builder.load(sums) for sums in total[member]])
-            for i in range(_STREAMS):
-                index = builder.add(builder.mul(count, LONG(member)), builder.mul(step, LONG(i)))
-                number = builder.extract_element(four, INT(i))
-                builder.store(number, builder.gep(found, [index]))
+                four = _add_up(builder, [builder.load(sums) for sums in total[member]])
+                first = builder.add(builder.mul(count, LONG(member)), slot)
+                for i in range(_STREAMS):
+                    index = builder.add(first, builder.mul(step, LONG(i)))
+                    number = builder.extract_element(four, INT(i))
+                    builder.store(number, builder.gep(found, [index]))
 
     _for_members(builder, lanes, members, bits, emit)
+
+
+@register_jitable
+def _summed(bits: int, lanes: int) -> int:
+    """Vectors of a value that are summed at once: fewer where registers are few, for one sum that
+    has to wait in memory holds up all others.
+    """
+    return VECTORS // 2 if bits == 4 and lanes == 8 else VECTORS
 
 
 @partial(llvm_function, apart=True)
@@ -138,7 +161,7 @@ def _sum_vectors(
 ) -> None:
     """`answers[member, j] = sum over i of shares[member, i] * slots[i, j]`.
 
-    For VECTORS vectors of `j`: from `column` on, or as many from there on in each half.
+    For `_summed` vectors of `j`: from `column` on, or half as many from there on in each half.
 
     Args:
         builder: of the code.
@@ -158,25 +181,25 @@ def _sum_vectors(
     def emit(width: int, heads: int, kind: int) -> None:
         factors, found = floats(builder, shares), floats(builder, answers)
         numbers = builder.inttoptr(slots, _KINDS[kind].as_pointer())
-        parts = 2 if kind == 4 else 1
-        part, vectors = builder.udiv(dim, LONG(parts)), VECTORS // parts
+        parts, several = 2 if kind == 4 else 1, _summed(kind, width)
+        part, vectors = builder.udiv(dim, LONG(parts)), several // parts
         total = [
-            [alloca_once_value(builder, constant(0.0, width)) for _ in range(VECTORS)]
+            [alloca_once_value(builder, constant(0.0, width)) for _ in range(several)]
             for _ in range(heads)
         ]
         rows = [builder.mul(apart, LONG(member)) for member in range(heads)]
 
         def step(slot: Any) -> None:
             start = builder.add(column, builder.mul(slot, part))
-            read: list[Any] = []
+            shared = []
+            for row in rows:
+                share = builder.load(builder.gep(factors, [builder.add(row, slot)]))
+                shared.append(broadcast(builder, share, width))
             for i in range(vectors):
                 place = builder.add(start, LONG(i * width))
-                read += _load(builder, numbers, place, width, kind)
-            for member in range(heads):
-                share = builder.load(builder.gep(factors, [builder.add(rows[member], slot)]))
-                shared = broadcast(builder, share, width)
-                for i in range(VECTORS):
-                    add_product(builder, total[member][i], shared, read[i])
+                for half, read in enumerate(_load(builder, numbers, place, width, kind)):
+                    for member in range(heads):
+                        add_product(builder, total[member][parts * i + half], shared[member], read)
 
         whole = builder.and_(count, LONG(-_AT_ONCE))
         with for_range_slice(builder, LONG(0), whole, LONG(_AT_ONCE)) as (slot, _):
@@ -187,7 +210,7 @@ def _sum_vectors(
         with for_range_slice(builder, whole, count, LONG(1)) as (slot, _):
             step(slot)
         for member in range(heads):
-            for i in range(VECTORS):
+            for i in range(several):
                 place = builder.add(builder.mul(dim, LONG(member)), LONG(i // parts * width))
                 place = builder.add(place, builder.mul(part, LONG(i % parts)))
                 to = builder.add(place, column)
@@ -201,9 +224,6 @@ def _ask(builder: ir.IRBuilder, address: Any) -> None:
     start = builder.inttoptr(address, BYTE.as_pointer())
     for line in range(0, _STREAMS * AHEAD, CACHE_LINE):
         prefetch(builder, builder.gep(start, [LONG(line)]))
-
-
-_ask_for = llvm_function(_ask)
 
 
 def _for_members(
@@ -351,17 +371,17 @@ def dot_products(
                     total += asked[member * dim + j] * _number(slots_at, bits, dim, slot, j)
                 logits[member * apart + slot] = total
         return
-    part = number // _STREAMS
-    for slot in range(part + number % _STREAMS):
+    part, rest = number // _STREAMS, number % _STREAMS
+    whole = number - rest
+    for member in range(0, group, _MEMBERS):
+        few = min(_MEMBERS, group - member)
+        asked, found = asked_at + 4 * member * size, logits_at + 4 * member * apart
+        how = apart, lanes, few
+        _dot_streams(asked, slots_at, bits, part, part, dim, found, *how, ahead, stop)
         # The last few, where four does not divide them, are one slot four times.
-        at, step = (slot, part) if slot < part else (slot + (_STREAMS - 1) * part, 0)
-        if ahead < stop and slot < part:
-            _ask_for(ahead)
-            ahead += _STREAMS * AHEAD
-        for member in range(0, group, _MEMBERS):
-            few = min(_MEMBERS, group - member)
-            asked, found = asked_at + 4 * member * size, logits_at + 4 * (member * apart + at)
-            _dot_four(asked, slots_at + at * line, bits, step, dim, found, apart, lanes, few)
+        last, found = slots_at + whole * line, found + 4 * whole
+        _dot_streams(asked, last, bits, 0, rest, dim, found, *how, 0, 0)
+        ahead = stop
 
 
 @njit(nogil=True)
@@ -400,7 +420,7 @@ def weighted_sums(
                 out[member, j] = total
         return
     parts = 2 if bits == 4 else 1
-    part, block = dim // parts, lanes * VECTORS // parts
+    part, block = dim // parts, lanes * _summed(bits, lanes) // parts
     if ahead >= stop:
         ahead = 0
     for member in range(0, group, _MEMBERS):
