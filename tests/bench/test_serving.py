@@ -15,10 +15,10 @@ import pytest
 from serve.servers import make_client, serving
 
 from weir.errors import WeirError
+from weir_bench.serving.attackers import START
 from weir_bench.serving.load import Heard, Manner, closed, percentiles, together
 from weir_bench.serving.models import words
 from weir_bench.serving.part import chosen
-from weir_bench.serving.parts.attack import START
 from weir_bench.serving.parts.compaction import ASK, Compacting
 from weir_bench.serving.parts.peer import Forgetting
 from weir_bench.serving.run import PARTS

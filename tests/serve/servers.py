@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from weir.serve import Engine, EngineClient, Limits, ResponseStore, SessionStore
 from weir.serve.api import Keys, bind, make_app
+from weir.serve.api.protocol import BoundedConnection
 from weir.serve.api.schemas.base import Only, Strict
 from weir.serve.sessions.disk_turns import DiskTurns
 from weir.serve.sessions.snapshot import RowFormat
@@ -127,7 +128,7 @@ def serving(engine_client: EngineClient, keys: Keys | None = None) -> Iterator[S
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # what is not read is soon too much
     config = uvicorn.Config(
         make_app(engine_client, keys),
-        http="h11",
+        http=BoundedConnection,
         log_config=None,
         lifespan="on",
         timeout_graceful_shutdown=5,

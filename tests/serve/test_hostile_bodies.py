@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http.client
 import json
 import logging
 import random
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -18,13 +21,14 @@ from pydantic import BaseModel, ValidationError
 from servers import CHATML, Server, make_client, raw, serving
 
 from weir.errors import WeirError
-from weir.serve import Limits, prompts
-from weir.serve.api import middleware, requests
-from weir.serve.api.errors import APIError
-from weir.serve.api.requests import LARGE, NodeCounter
+from weir.serve import Limits, json_nodes, messages, prompts
+from weir.serve.api import middleware, protocol, requests
+from weir.serve.api.requests import LARGE
 from weir.serve.api.schemas.chat import ChatBody, TextBody
 from weir.serve.api.schemas.responses import ConversationBody, ResponseBody
-from weir.stream import chat_template, template_bounds
+from weir.serve.json_nodes import NodeCounter, TooManyNodes
+from weir.serve.messages import Message
+from weir.stream import PromptTooLong, chat_template, template_bounds
 
 LIMITS = Limits(body=2_000_000, bodies=3_000_000, prompt=400, answer=10, reading=2)
 CHAT = "/v1/chat/completions"
@@ -105,20 +109,20 @@ def test_nodes_are_counted_outside_of_strings_however_they_arrive():
 
 def test_bodies_of_too_many_nodes_are_refused_before_they_are_parsed(server, monkeypatch):
     monkeypatch.setattr(requests, "parse_body", None)  # would fail
-    monkeypatch.setattr(requests, "MAX_NODES", most := 20_000)
+    monkeypatch.setattr(json_nodes, "MAX_NODES", most := 20_000)
     ids = most + LIMITS.prompt  # a prompt may be token ids, and no other list is so long
     for path, entry, many in ((CHAT, "{}", most), (CHAT, "0", most), ("/v1/completions", "0", ids)):
         body = b'{"messages":[' + b",".join([entry.encode()] * (many + 2)) + b"]}"
         answer = httpx.post(f"{server.url}{path}", content=body, headers=JSON, timeout=60)
         assert answer.status_code == 413, answer.text
         assert answer.json()["error"]["code"] == "request_too_large"
-    with pytest.raises(APIError):
+    with pytest.raises(TooManyNodes):
         NodeCounter(0).feed(b"[" * (most + 1))
 
 
 def test_a_refused_body_may_be_sent_to_its_end(server, monkeypatch):
     """Clients that send everything before they read would else hear of a reset, not of a 413."""
-    monkeypatch.setattr(requests, "MAX_NODES", 100)
+    monkeypatch.setattr(json_nodes, "MAX_NODES", 100)
     connection = raw(server.port, CHAT, b"[" * 1000, length=1_001_000)
     for _ in range(10):
         time.sleep(0.02)
@@ -128,23 +132,68 @@ def test_a_refused_body_may_be_sent_to_its_end(server, monkeypatch):
     server.settled()
 
 
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_that_is_too_large_may_be_sent_to_its_end(server, chunked):
+    """Clients that send everything before they read would else hear of a reset, not of a 413."""
+    body = b" " * (LIMITS.body + 6_000_000)
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port)) as connection:
+        given: Any = iter([body[: len(body) // 2]] * 2) if chunked else body
+        connection.request("POST", CHAT, given, JSON, encode_chunked=chunked)
+        answer = connection.getresponse()
+        assert answer.status == 413
+        assert json.loads(answer.read())["error"]["code"] == "request_too_large"
+    server.settled()
+
+
+def test_who_asks_before_sending_hears_at_once_that_it_is_too_large(server):
+    connection = raw(server.port, CHAT, b"", "Expect: 100-continue", length=LIMITS.body + 1)
+    assert connection.recv(1000).startswith(b"HTTP/1.1 413")
+    connection.close()
+
+
+def test_a_head_that_does_not_come_ends_its_connection(server, monkeypatch):
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.2)
+    with socket.create_connection(("127.0.0.1", server.port), 10) as slow:
+        slow.sendall(b"POST / HTTP/1.1\r\nX-Slow:")
+        slow_body = raw(server.port, CHAT, b"{", length=50)
+        assert slow.recv(100) == b""
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert server.engine_client.open_requests("127.0.0.1") == 1  # a body has its own time
+    slow_body.close()
+    server.settled()
+
+
+def test_one_address_leaves_connections_to_others(server, monkeypatch):
+    monkeypatch.setattr(protocol, "MAX_CONNECTIONS", 20)
+    with contextlib.ExitStack() as held:
+        address = ("127.0.0.1", server.port)
+        many = [
+            held.enter_context(socket.create_connection(address, 10, ("127.0.0.2", 0)))
+            for _ in range(20)
+        ]
+        assert [each.recv(1) for each in many[18:]] == [b"", b""]
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        many[0].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert many[0].recv(12) == b"HTTP/1.1 200"
+
+
 def test_json_in_the_arguments_of_calls_counts_too(server, monkeypatch):
-    monkeypatch.setattr(requests, "MAX_NODES", 5000)
+    monkeypatch.setattr(json_nodes, "MAX_NODES", 5000)
     for text in ("[" * 2000, "[[],[]]" * 700, json.dumps({"x": [[]] * 2000})):
         calls = [
             {"id": "x", "type": "function", "function": {"name": "f", "arguments": each}}
             for each in ('"', text, text, text)  # the first leaves a text open
         ]
-        messages = [USER, {"role": "assistant", "tool_calls": calls}, USER]
-        answer = server.post(CHAT, {**CHAT_BODY, "messages": messages})
+        said = [USER, {"role": "assistant", "tool_calls": calls}, USER]
+        answer = server.post(CHAT, {**CHAT_BODY, "messages": said})
         assert answer.status_code == 413, answer.text
 
 
 def test_counting_in_a_long_text_ends_where_there_is_too_much():
     counter = NodeCounter(0)
-    with pytest.raises(APIError):
+    with pytest.raises(TooManyNodes):
         counter.feed_text("[]," * 1_000_000)
-    assert counter.nodes <= requests.MAX_NODES + LARGE
+    assert counter.nodes <= json_nodes.MAX_NODES + json_nodes.PIECE
 
 
 def test_large_bodies_are_parsed_beside_the_event_loop(server, monkeypatch):
@@ -162,6 +211,40 @@ def test_large_bodies_are_parsed_beside_the_event_loop(server, monkeypatch):
         assert answer.json()["error"]["param"] == "messages[0]"
     assert not threads[0].startswith("weir-bodies")
     assert threads[1].startswith("weir-bodies")
+
+
+def test_large_bodies_of_a_client_share_a_pace_while_there_are_answers(server, monkeypatch):
+    limiter = requests.BodyLimiter(LIMITS)
+    second = requests.PACE
+    assert [limiter.delay("a", second, now) for now in (5.0, 5.5, 100.0)] == [1.0, 1.5, 1.0]
+    assert limiter.delay("b", second, 100.0) == 1.0
+    waited: list[int] = []
+
+    def delay(it: Any, holder: str, size: int, now: float) -> float:
+        waited.append(size)
+        return 0.0
+
+    monkeypatch.setattr(requests.BodyLimiter, "delay", delay)
+    server.settled()
+    assert server.post(CHAT, {**CHAT_BODY, "user": "x" * 500_000}).status_code == 200
+    assert not waited
+    monkeypatch.setattr(type(server.engine), "is_busy", True)
+    assert server.post(CHAT, CHAT_BODY).status_code == 200
+    assert not waited
+    assert server.post(CHAT, {**CHAT_BODY, "user": "x" * 500_000}).status_code == 200
+    assert 400_000 < sum(waited) < 600_000
+
+
+def test_long_histories_rest_while_they_are_hashed_and_rendered(monkeypatch):
+    client = make_client(limits=Limits())
+    rests: list[float] = []
+    monkeypatch.setattr(time, "sleep", rests.append)
+    client.matcher.match("", [Message("user", "a")] * 20, None)
+    assert not rests
+    said = [Message("user", "a"), Message("assistant", "b")] * messages.SEVERAL
+    client.matcher.match("", [*said, Message("user", "c")], None)
+    assert rests.count(messages.REST) == 2
+    assert rests.count(template_bounds.REST) >= 1
 
 
 def test_the_bodies_of_all_requests_are_bounded_together(server):
@@ -249,6 +332,34 @@ def test_a_stall_is_a_line_in_the_log(caplog, monkeypatch):
         asyncio.run(stall())
     lines = [line for line in caplog.records if line.getMessage() == "stalled"]
     assert lines and lines[0].fields["seconds"] > 0 and lines[0].fields["ids"] == []
+
+
+def test_what_is_too_long_is_refused_before_it_is_hashed(monkeypatch):
+    client = make_client(limits=LIMITS)
+    hashed: list[Message] = []
+    monkeypatch.setattr(prompts, "hash_prefixes", lambda root, said: hashed.extend(said))
+    with pytest.raises(PromptTooLong):
+        client.matcher.match("", [Message("user", "x" * 10_000)], None)
+    assert not hashed
+
+
+def test_more_messages_than_tokens_are_refused_before_they_are_rendered(monkeypatch):
+    client = make_client(limits=Limits(prompt=20))
+    monkeypatch.setattr(client.renderer, "_template", None)  # would fail
+    with pytest.raises(PromptTooLong):
+        client.matcher.match("", [Message("user", "a")] * 21, None)
+
+
+def test_only_the_newest_answers_of_a_history_are_looked_up(monkeypatch):
+    client = make_client(limits=Limits())
+    monkeypatch.setattr(prompts, "LOOKUPS", 3)
+    looked = []
+    monkeypatch.setattr(client.store, "find_history", lambda owner, chain: looked.append(chain))
+    said = [Message("user", "a"), Message("assistant", "b")] * 5 + [Message("user", "c")]
+    prompt = client.matcher.match("", said, None)
+    hashes = client.matcher.hash_prefixes(said)
+    assert looked == [hashes[9], hashes[7], hashes[5]]
+    assert prompt.hash == hashes[-1]
 
 
 def test_long_texts_leave_threads_to_short_ones(server, monkeypatch):

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from weir.serve.api.requests import NodeCounter
+from weir.serve.json_nodes import NodeCounter
 from weir.serve.limits import MEMORY_OF_BYTE, NODE
-from weir_bench.serving.parts.attack import make_bodies
+from weir_bench.serving.attackers import make_bodies
 from weir_bench.serving.server import Server, weir_serves
 from weir_bench.timing import status_bytes
 

@@ -138,7 +138,7 @@ def nested(depth, wrap=lambda below: {"items": below}):
 BOMBS = {
     "deep": (nested(60), "deeper than 48"),
     "very deep": (nested(5000), "deeper than 48"),
-    "large": ({"enum": ["x" * 1000] * 70}, r"has 70,\d+ bytes"),
+    "large": ({"enum": ["x" * 1000] * 70}, "more than 65,536 bytes"),
     "no number": ({"minimum": float("nan")}, "numbers that JSON does not have"),
     "repetitions of repetitions": ({"pattern": "^(ab{300}){300}$"}, "patterns repeat"),
     "hidden ones": ({"anyOf": [{"patternProperties": {"((a{40}){40}){40}": {}}}]}, "patterns"),
@@ -192,6 +192,21 @@ def test_what_is_not_known_is_left_aside_unless_strict():
     assert said(GRAMMARS.compile_schema(schema, strict=False)()) == "1"
     with pytest.raises(BadSchema, match="not"):
         GRAMMARS.compile_schema(schema, strict=True)
+
+
+def test_no_more_of_a_schema_is_looked_at_than_it_may_have():
+    looked = 0
+
+    class Many(list):
+        def __iter__(self):
+            nonlocal looked
+            for each in super().__iter__():
+                looked += 1
+                yield each
+
+    with pytest.raises(BadSchema, match="more than 65,536 bytes"):
+        check_schema({"enum": Many(["abc"] * 1_000_000)})
+    assert looked < 20_000
 
 
 def test_usual_schemas_are_not_too_large():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,13 @@ from weir.errors import WeirError, quote
 
 THINKING = re.compile(r"\A\s*<think>.*?</think>\s*", re.DOTALL)
 """The reasoning in front of an answer, which clients leave out of the history they send."""
+
+SEVERAL = 256
+REST = 0.002
+"""Seconds of a rest after `SEVERAL` messages are hashed, which takes as long: the interpreter is
+left to threads that answer.
+"""
+_encode = json.JSONEncoder(sort_keys=True).encode
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,7 @@ class Message:
             fields.append([[call.name, call.parse_arguments()] for call in self.calls])
         if self.result is not None:
             fields.append(self.place)
-        return json.dumps(fields, sort_keys=True)
+        return _encode(fields)
 
 
 class StrayResult(WeirError):
@@ -171,7 +179,9 @@ def hash_prefixes(root: str, messages: Sequence[Message]) -> list[str]:
         root: hash of what comes before: of an earlier prefix, or of the model and how it is served.
     """
     hashes = []
-    for message in messages:
+    for number, message in enumerate(messages, 1):
+        if not number % SEVERAL:
+            time.sleep(REST)
         root = hashlib.sha256(f"{root}\n{message.canonical()}".encode()).hexdigest()
         hashes.append(root)
     return hashes

@@ -25,6 +25,8 @@ from weir.stream import ChatTemplate, PromptEncoder, PromptTooLong
 
 LONG = 262_144
 """Characters of a history that is worked on apart from short ones."""
+LOOKUPS = 256
+"""Answers of a history, from the newest on, that are looked up among saved turns."""
 BESIDE = 64
 """Characters that a message counts for beside its own."""
 
@@ -77,6 +79,7 @@ class PromptRenderer:
         most: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._most = most
         self._encoder = PromptEncoder(tokenizer, most)
         self._template = ChatTemplate(tokenizer, stop_ids, encoder=self._encoder)
         self._sink = sink
@@ -114,7 +117,13 @@ class PromptRenderer:
         return self._sink.first(self._encoder.encode(text, special=True))
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Prompt:
-        """Render a conversation from its beginning; WeirError if the template refuses it."""
+        """Render a conversation from its beginning; WeirError if the template refuses it.
+
+        PromptTooLong without rendering it where there are more messages than tokens: every template
+        makes a token of a message.
+        """
+        if self._most is not None and len(messages) > self._most:
+            raise PromptTooLong(self._most)
         rendered, described = self._for_template(messages, tools)
         template = self._template.with_tools(described)
         ids = template.whole(rendered)
@@ -190,15 +199,16 @@ class PromptMatcher:
         session: str | None,
         tools: Sequence[Tool] = (),
     ) -> Prompt:
-        """Make a prompt that starts at the longest saved prefix of a history.
+        """Make a prompt that starts at the longest saved prefix of a history, of those that end
+        with one of the newest `LOOKUPS` answers in it.
 
         With other tools described to the model, a history is another one.
         """
+        answers = [at for at, message in enumerate(messages[:-1]) if message.role == "assistant"]
+        known = answers[-1] + 1 if answers else 0
         with self.turn(messages):
-            hashes = self.hash_prefixes(messages, tools)
-        for at in range(len(messages) - 2, -1, -1):
-            if messages[at].role != "assistant":
-                continue
+            hashes = self.hash_prefixes(messages[:known], tools)
+        for at in reversed(answers[-LOOKUPS:]):
             parent = self._store.find_history(owner, hashes[at])
             if parent is None:
                 continue
@@ -206,22 +216,26 @@ class PromptMatcher:
                 return prompt
         with self.turn(messages):
             rendered = self._renderer.render(messages, tools)
+            root = hashes[-1] if hashes else self._root_of(tools)
+            hashed = hash_prefixes(root, messages[known:])[-1]  # what is too long is refused by now
         return self._check(
             replace(
                 rendered,
                 owner=owner,
                 session=session or f"sess_{secrets.token_hex(16)}",
-                hash=hashes[-1],
+                hash=hashed,
                 messages=tuple(messages),
             )
         )
 
     def hash_prefixes(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[str]:
         """The hash of each prefix of a history in which these tools were described."""
-        root = self._root
-        if tools:
-            root = hashlib.sha256(f"{root}\n{describe_tools(tools)}".encode()).hexdigest()
-        return hash_prefixes(root, messages)
+        return hash_prefixes(self._root_of(tools), messages)
+
+    def _root_of(self, tools: Sequence[Tool]) -> str:
+        if not tools:
+            return self._root
+        return hashlib.sha256(f"{self._root}\n{describe_tools(tools)}".encode()).hexdigest()
 
     def extend(
         self,

@@ -184,14 +184,18 @@ def add_guidance(schema: Mapping[str, Any], spaces: str, *, strict: bool) -> dic
 
 def check_schema(schema: Any) -> None:
     """Check that a schema can be compiled in bounded time (BadSchema)."""
-    objects = _objects(schema)
+    size = 0
     try:
-        # In parts: written at once, a large one would keep the interpreter from all other threads.
-        size = sum(map(len, json.JSONEncoder(allow_nan=False).iterencode(schema)))
+        # In parts, and no further than it may be long: a client's may have megabytes.
+        for part in json.JSONEncoder(allow_nan=False).iterencode(schema):
+            size += len(part)
+            if size > MAX_BYTES:
+                raise BadSchema(f"it has more than {MAX_BYTES:,} bytes")
+    except RecursionError:
+        raise BadSchema(_TOO_DEEP) from None
     except (ValueError, TypeError):
         raise BadSchema("it has numbers that JSON does not have") from None
-    if size > MAX_BYTES:
-        raise BadSchema(f"it has {size:,} bytes, and may have {MAX_BYTES:,}")
+    objects = _objects(schema)
     weight, multiple = 0, 1
     for node in objects:
         patterns = [node.get("pattern")]
@@ -205,13 +209,16 @@ def check_schema(schema: Any) -> None:
             raise BadSchema(f"numbers cannot be held to multiples of {multiple:,}")
 
 
+_TOO_DEEP = f"it is nested deeper than {MAX_DEPTH} levels"
+
+
 def _objects(schema: Any) -> list[dict[str, Any]]:
     """All objects in a schema, level by level; BadSchema if there are too many levels."""
     found: list[dict[str, Any]] = []
     level, depth = [schema], 0
     while level:
         if depth > MAX_DEPTH:
-            raise BadSchema(f"it is nested deeper than {MAX_DEPTH} levels")
+            raise BadSchema(_TOO_DEEP)
         objects = [one for one in level if isinstance(one, dict)]
         lists = [one for one in level if isinstance(one, list)]
         found += objects

@@ -28,6 +28,10 @@ MAX_STEPS = 10_000_000
 """Lines of a compiled template, and calls, that rendering may take: a few for each message."""
 MAX_SECONDS = 10.0
 """Seconds of a processor that it may take."""
+REST = 0.001
+"""Seconds of a rest after each thousand steps, some milliseconds: other threads wait for the
+interpreter meanwhile.
+"""
 MAX_MADE = 16_000_000
 """Characters, and entries of lists, that it may make of any messages."""
 MADE_OF_ONE = 32
@@ -81,6 +85,8 @@ def bounded(given: Any) -> Iterator[None]:
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
         nonlocal steps
         steps += 1
+        if not steps % 1000:
+            time.sleep(REST)
         if steps > MAX_STEPS or (not steps % 1000 and time.thread_time() > until):
             raise OutOfBounds(
                 f"does not come to an end: it was stopped after {MAX_STEPS:,} steps or "

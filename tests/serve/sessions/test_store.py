@@ -22,6 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from stores import (
     CHUNK,
+    FORM,
     NODES,
     POLICY,
     Cut,
@@ -380,6 +381,35 @@ def test_a_forged_snapshot_is_refused_though_its_checksum_is_right(tmp_path, sen
         with pytest.raises(WeirError, match=sentence):
             unpack(its, "me", path)
         assert its.list_sessions("me") == []
+
+
+@pytest.mark.parametrize("what", ["snapshot", "header", "lists"])
+def test_what_is_too_large_in_a_file_is_refused_before_it_is_read(tmp_path, monkeypatch, what):
+    path = exported(tmp_path)
+    if what == "snapshot":
+        forged(path, lambda data: data + bytes(2 * FORM.turn_bytes))
+    else:
+        lie(path, "turns", 0, "usage", to=[[]] * 200_000 if what == "lists" else "x" * 300_000)
+        monkeypatch.setattr(archive, "MAX_FACTS", 1_000_000 if what == "lists" else 200_000)
+        monkeypatch.setattr(archive, "HEADER", 1000)
+        monkeypatch.setattr(archive, "_validated", None)
+    with store(tmp_path / "two") as its:
+        with pytest.raises(WeirError, match=TOO_LARGE[what]):
+            unpack(its, "me", path)
+        assert its.list_sessions("me") == []
+
+
+TOO_LARGE = {
+    "snapshot": r"snapshot 1 has [\d,]+ bytes",
+    "header": r"its header has [\d,]+ bytes",
+    "lists": "100,000 objects, lists and fields",
+}
+
+
+def test_more_than_a_file_may_say_is_not_exported(tmp_path, monkeypatch):
+    monkeypatch.setattr(archive, "MAX_FACTS", 100)
+    with pytest.raises(WeirError, match="export fewer of the newest turns"):
+        exported(tmp_path)
 
 
 def test_what_is_no_export_is_refused(tmp_path):

@@ -38,17 +38,20 @@ from weir.serve.api.errors import APIError, invalid_query, server_error
 from weir.serve.api.middleware import RequestMiddleware, watch_stalls
 from weir.serve.api.openapi import ERRORS
 from weir.serve.api.operations import Metrics
+from weir.serve.api.protocol import MAX_CONNECTIONS, BoundedConnection
 from weir.serve.api.requests import BodyLimiter, ClientGone
 from weir.serve.client import EngineClient
 from weir.serve.limits import Limits
 from weir.serve.recall import Recaller
 from weir.serve.structured import GrammarCompiler
 
-MAX_CONNECTIONS = 1024
-"""Connections that may be open at once; further requests get 503."""
-SWITCH_INTERVAL = 0.0005
-"""Seconds that a thread keeps the interpreter while others wait for it; Python's default is ten
+SWITCH_INTERVAL = 0.0001
+"""Seconds that a thread keeps the interpreter while others wait for it; Python's default is fifty
 times as much."""
+COLLECTED = (10_000, 10, 100)
+"""Thresholds of the collector of garbage; by default it looks at all that a large body has made
+several times while the body is parsed, and nobody else runs meanwhile.
+"""
 GRACE = 5
 """Seconds for telling clients that their answers have been given up."""
 
@@ -103,13 +106,15 @@ def _short_pauses() -> Iterator[None]:
     A thread that works beside them keeps it for an interval, and a step of the engine asks for it
     hundreds of times. And the collector of garbage looks at no more than what requests have made.
     """
-    before = sys.getswitchinterval()
+    before, thresholds = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(SWITCH_INTERVAL)
     gc.freeze()
+    gc.set_threshold(*COLLECTED)
     try:
         yield
     finally:
         sys.setswitchinterval(before)
+        gc.set_threshold(*thresholds)
         gc.unfreeze()
 
 
@@ -170,7 +175,7 @@ def run_app(app: ASGIApp, bound: socket.socket, limits: Limits, drain: Callable[
     server = _Server(
         uvicorn.Config(
             app,
-            http="h11",
+            http=BoundedConnection,
             ws="none",
             lifespan="on",
             access_log=False,

@@ -12,7 +12,6 @@ from contextlib import contextmanager, suppress
 from email.message import Message
 from typing import Any, TypeVar
 
-import numpy as np
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
@@ -20,7 +19,9 @@ from starlette.requests import ClientDisconnect, Request
 from weir.serve.api.errors import APIError, invalid_body, invalid_json, rate_limited
 from weir.serve.api.middleware import at_end
 from weir.serve.client import EngineClient
+from weir.serve.engine.engine import Engine
 from weir.serve.engine.scheduler import Busy
+from weir.serve.json_nodes import NodeCounter, TooManyNodes
 from weir.serve.limits import NODE, Limits, share_of
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -30,8 +31,12 @@ SESSION_HEADER = "x-session-id"
 JSON = "application/json"
 MAX_DIGITS = 20
 """Digits of a Content-Length: `int` raises on a text with thousands of them."""
-MAX_NODES = 200_000
-"""Objects, lists and fields of a JSON body: they take much more memory and time than text."""
+DRAINED = 64_000_000
+"""Bytes that are read, and dropped, of a body beyond what it may have."""
+PACE = 16_000_000
+"""Bytes of large bodies that are read of a client in a second while there are answers: who sends as
+fast as this machine copies would keep the interpreter from the engine's thread.
+"""
 SLOW_SECONDS = 0.5
 SLOW_RATE = 10_000
 """A body is slow if it has come for longer, and with fewer bytes a second."""
@@ -58,6 +63,13 @@ class BodyLimiter:
         self._bytes: Counter[str] = Counter()
         self._reading: defaultdict[str, list[IncomingBody]] = defaultdict(list)
         self.worker = ThreadPoolExecutor(1, "weir-bodies")
+        self._paced: dict[str, float] = {}  # until when a client's bodies have been read enough
+
+    def delay(self, holder: str, size: int, now: float) -> float:
+        """Seconds to wait after so many bytes of a large body, behind its client's others."""
+        until = max(self._paced.get(holder, now), now) + size / PACE
+        self._paced[holder] = until
+        return until - now
 
     def add(self, request: Request, size: int) -> None:
         """Count bytes of a body until its request ends; APIError if all are too large together, or
@@ -96,6 +108,7 @@ class BodyLimiter:
                 bodies.remove(body)
             if not bodies:
                 self._reading.pop(holder, None)
+                self._paced.pop(holder, None)
 
 
 class IncomingBody:
@@ -156,21 +169,23 @@ async def read_chunks(
 ) -> AsyncIterator[bytes]:
     """Read the body of a request as it comes, all within so many seconds.
 
+    One that is too large is read on for a while: most clients send everything before they listen,
+    and would hear of a reset.
+
     Raises:
         APIError: it is too large, of another type, or comes too slowly.
         ClientGone: the client has hung up.
     """
     _check_headers(request, media_type)
-    too_large = APIError(
-        413,
-        f"the body may have {limit:,} bytes",
-        code="request_too_large",
-        headers={"Connection": "close"},
-    )
+    too_large = _too_large(f"the body may have {limit:,} bytes")
     length = request.headers.get("content-length", "0")
-    if not length.isdecimal() or len(length) > MAX_DIGITS or int(length) > limit:
+    most = limit if "expect" in request.headers else limit + DRAINED
+    if not length.isdecimal() or len(length) > MAX_DIGITS or int(length) > most:
         raise too_large
+    is_too_large = int(length) > limit
     limiter: BodyLimiter = request.app.state.bodies
+    engine: Engine = request.app.state.client.engine
+    loop = asyncio.get_running_loop()
     parts = request.stream()
     try:
         with limiter.reading(request.state.holder, seconds) as body:
@@ -178,17 +193,29 @@ async def read_chunks(
                 async with body.timeout():
                     chunk = await anext(parts, None)
                 if chunk is None:
-                    return
+                    break
                 body.size += len(chunk)
-                if body.size > limit:
+                is_too_large |= body.size > limit
+                if body.size > most:
                     raise too_large
-                yield chunk
+                if not is_too_large:
+                    yield chunk
+                if body.size > LARGE and engine.is_busy:
+                    holder = request.state.holder
+                    await asyncio.sleep(limiter.delay(holder, len(chunk), loop.time()))
     except TimeoutError:
         raise APIError(
             408, "the body did not come in time", headers={"Connection": "close"}
         ) from None
     except ClientDisconnect:
         raise ClientGone from None
+    if is_too_large:
+        raise too_large
+
+
+def _too_large(message: str) -> APIError:
+    headers = {"Connection": "close"}
+    return APIError(413, message, code="request_too_large", headers=headers)
 
 
 def _check_headers(request: Request, media_type: str) -> None:
@@ -236,8 +263,8 @@ async def read_body(request: Request, kind: type[Body], owner: str, numbers: int
                 counter.feed(chunk)
                 limiter.add(request, len(chunk) + NODE * (counter.nodes - nodes))
                 read += chunk
-            except APIError as error:
-                refused = error
+            except (APIError, TooManyNodes) as error:
+                refused = _too_large(str(error)) if isinstance(error, TooManyNodes) else error
                 read.clear()
     if refused is not None:
         raise refused
@@ -267,54 +294,8 @@ def parse_body(
         return kind.model_validate(value, context=counter and counter.feed_text)
     except ValidationError as error:
         raise invalid_body(error) from None
-
-
-_NO_MARKS = bytes(set(range(256)) - set(b'"{[:,'))
-
-
-class NodeCounter:
-    """Counts the objects, lists and fields of JSON while it comes, before anything is parsed.
-
-    Args:
-        numbers: entries of lists that are allowed beside them, for prompts of token ids.
-
-    Attributes:
-        nodes: objects, lists and fields so far.
-        commas: between entries.
-    """
-
-    def __init__(self, numbers: int) -> None:
-        self._most = MAX_NODES + numbers
-        self.nodes = self.commas = 0
-        self._in_string = False
-        self._backslash = b""
-
-    def feed_text(self, text: str) -> None:
-        """Count what is JSON in a text, and in none before it, as `feed` does."""
-        self._in_string, self._backslash = False, b""
-        for at in range(0, len(text), LARGE):
-            self.feed(text[at : at + LARGE].encode("utf-8", "replace"))
-
-    def feed(self, chunk: bytes) -> None:
-        """Count what is outside of strings in the next part; APIError if there is too much."""
-        chunk = self._backslash + chunk
-        self._backslash = b"\\" * ((len(chunk) - len(chunk.rstrip(b"\\"))) % 2)
-        chunk = chunk[: len(chunk) - len(self._backslash)]
-        marks = chunk.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NO_MARKS)
-        found = np.frombuffer(marks, np.uint8)
-        inside = np.logical_xor.accumulate(found == ord('"')) ^ self._in_string
-        self._in_string ^= marks.count(b'"') % 2 == 1
-        counts = np.bincount(found[~inside], minlength=128)
-        self.nodes += int(counts[list(b"{[:")].sum())
-        self.commas += int(counts[ord(",")])
-        if self.nodes > MAX_NODES or self.commas > self._most:
-            raise APIError(
-                413,
-                f"the body may have {MAX_NODES:,} objects, lists and fields, and lists of "
-                f"{self._most:,} entries together",
-                code="request_too_large",
-                headers={"Connection": "close"},
-            )
+    except TooManyNodes as error:
+        raise _too_large(str(error)) from None
 
 
 def _has_no_body(request: Request) -> bool:

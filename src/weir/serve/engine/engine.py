@@ -119,8 +119,8 @@ class ModelRunner:
 class Engine:
     """Runs sequences.
 
-    `submit`, `cancel`, `inspect`, `forget`, `stop` and `load` may be called from any thread. All
-    else happens in the thread that calls `run`, or `step` in a test.
+    `submit`, `cancel`, `inspect`, `forget`, `stop`, `load` and `is_busy` may be called from any
+    thread. All else happens in the thread that calls `run`, or `step` in a test.
 
     Args:
         chunk: tokens between two folds; None for what the policy was measured with, or 64.
@@ -213,6 +213,11 @@ class Engine:
             plan = self.scheduler
             busy, resting, waiting = map(len, (plan.running, plan.resting, plan.waiting))
             return EngineLoad(plan.rows, busy, resting, waiting, self._seen, self._calls)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether sequences run or wait."""
+        return bool(self.scheduler)
 
     # --- in the engine's thread
 

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 from weir.cache import FARTHEST, ValidationError, integer, list_of, optional, record, text
 from weir.errors import WeirError, quote
+from weir.serve.json_nodes import NodeCounter
 from weir.serve.messages import Message
 from weir.serve.sessions.records import Turn, TurnRecord, pack_ids, unpack_ids
 from weir.serve.sessions.snapshot import RowFormat, anything, decode_foreign, encode_checkpoint
@@ -28,6 +29,10 @@ from weir.stream import replace_atomically
 
 FORMAT = 2
 KEY = "weir_sessions"
+MAX_FACTS = 16_000_000
+"""Bytes of what a file says of its turns: all of it is parsed at once."""
+HEADER = 16_000_000
+"""Bytes of its header beside that: quotes that are escaped, and where snapshots lie."""
 FACTS = ("node", "parent", "chain", "last", "seen", "usage", "created")
 """Facts of a record that stand in the file as they are; owner and session do not."""
 
@@ -47,6 +52,11 @@ def write_archive(path: Path, turns: Sequence[Turn], row_format: RowFormat) -> N
             }
         )
     metadata = {KEY: json.dumps({"format": FORMAT, "turns": facts})}
+    if len(metadata[KEY]) > MAX_FACTS:
+        raise WeirError(
+            f"what was said takes {len(metadata[KEY]):,} bytes, and a file may have "
+            f"{MAX_FACTS:,}; export fewer of the newest turns"
+        )
     try:
         with replace_atomically(path) as new:
             save_file(tensors, str(new), metadata=metadata)
@@ -66,15 +76,18 @@ def read_archive(path: Path, row_format: RowFormat, limit: int | None, owner: st
     if limit is not None and size > limit:
         raise WeirError(f"the file has {size:,} bytes, and {limit:,} are taken")
     try:
+        with open(path, "rb") as begun:
+            header = int.from_bytes(begun.read(8), "little")
+        if header > MAX_FACTS + HEADER:
+            raise ValueError(f"its header has {header:,} bytes")
         with safe_open(str(path), framework="pt") as file:
-            facts = json.loads((file.metadata() or {})[KEY])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            text = (file.metadata() or {})[KEY]
+            NodeCounter(MAX_FACTS).feed_text(text)
+            turns = _validated(json.loads(text), file, row_format)
     except (SafetensorError, OSError, ValueError, LookupError, RecursionError) as error:
         raise WeirError(
             f"the file is damaged or no session that weir exported ({quote(str(error))})"
         ) from None
-    try:
-        turns = _validated(facts, tensors, row_format)
     except (ValidationError, WeirError) as error:
         raise WeirError(f"the file cannot be imported: {error}") from None
     session = f"sess_{secrets.token_hex(16)}"
@@ -94,21 +107,25 @@ def read_archive(path: Path, row_format: RowFormat, limit: int | None, owner: st
     ]
 
 
-def _validated(facts: Any, tensors: dict[str, torch.Tensor], row_format: RowFormat) -> list[Turn]:
-    """Validate the content of a file, and make its turns."""
+def _validated(facts: Any, file: Any, row_format: RowFormat) -> list[Turn]:
+    """Validate the content of a file that is open, and make its turns, one by one."""
     turn_facts = _turn_facts(row_format.vocabulary)
     record(format=integer(FORMAT, FORMAT), turns=list_of(turn_facts))(facts, "")
     turns = facts["turns"]
-    if set(tensors) != {str(n) for n in range(len(turns))} or not turns:
-        raise ValidationError(f"it has {len(tensors)} snapshots of {len(turns)} turns")
+    names = set(file.keys())
+    if names != {str(n) for n in range(len(turns))} or not turns:
+        raise ValidationError(f"it has {len(names)} snapshots of {len(turns)} turns")
     found: list[Turn] = []
     known: set[str] = set()
-    names = {turn["node"] for turn in turns}
+    nodes = {turn["node"] for turn in turns}
     for n, turn in enumerate(turns):
-        t = tensors[str(n)]
-        if t.dtype != torch.uint8 or t.dim() != 1:
+        snapshot = file.get_slice(str(n))
+        size = snapshot.get_shape()
+        if snapshot.get_dtype() != "U8" or len(size) != 1:
             raise ValidationError(f"snapshot {n} is no file")
-        data = t.numpy().tobytes()
+        if size[0] > 2 * row_format.turn_bytes:
+            raise ValidationError(f"snapshot {n} has {size[0]:,} bytes, more than any here")
+        data = file.get_tensor(str(n)).numpy().tobytes()
         if hashlib.sha256(data).hexdigest() != turn["sha256"]:
             raise ValidationError(
                 f"turns[{n}] is damaged: its checksum is not that of its snapshot"
@@ -122,7 +139,7 @@ def _validated(facts: Any, tensors: dict[str, torch.Tensor], row_format: RowForm
             raise ValidationError(f"turns[{n}] does not end where its snapshot does")
         if turn["node"] in known:
             raise ValidationError(f"turns[{n}] is there twice")
-        if turn["parent"] in names - known:
+        if turn["parent"] in nodes - known:
             raise ValidationError(f"turns[{n}] stands before what it goes on from")
         if len(turn["ids"]) > turn["seen"]:
             raise ValidationError(f"turns[{n}] has more tokens than its stream")

@@ -1,0 +1,66 @@
+"""Bounds of JSON that others send: its nodes are counted before anything is parsed."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from weir.errors import WeirError
+
+MAX_NODES = 100_000
+"""Objects, lists and fields of JSON: they take much more memory and time than text."""
+PIECE = 65_536
+"""Characters of a text that are counted at once: no other thread runs meanwhile."""
+
+_NO_MARKS = bytes(set(range(256)) - set(b'"{[:,'))
+
+
+class TooManyNodes(WeirError):
+    """JSON has more than it may have."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(
+            f"{MAX_NODES:,} objects, lists and fields are taken, and lists of {most:,} entries "
+            "together"
+        )
+
+
+class NodeCounter:
+    """Counts the objects, lists and fields of JSON while it comes, before anything is parsed.
+
+    Args:
+        numbers: entries of lists that are allowed beside them, for prompts of token ids.
+
+    Attributes:
+        nodes: objects, lists and fields so far.
+        commas: between entries.
+    """
+
+    def __init__(self, numbers: int) -> None:
+        self._most = MAX_NODES + numbers
+        self.nodes = self.commas = 0
+        self._in_string = False
+        self._backslash = b""
+
+    def feed_text(self, text: str) -> None:
+        """Count what is JSON in a text, and in none before it, as `feed` does."""
+        self._in_string, self._backslash = False, b""
+        for at in range(0, len(text), PIECE):
+            self.feed(text[at : at + PIECE].encode("utf-8", "replace"))
+
+    def feed(self, chunk: bytes) -> None:
+        """Count what is outside of strings in the next part; TooManyNodes if there are too many."""
+        chunk = self._backslash + chunk
+        self._backslash = b"\\" * ((len(chunk) - len(chunk.rstrip(b"\\"))) % 2)
+        chunk = chunk[: len(chunk) - len(self._backslash)]
+        marks = chunk.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NO_MARKS)
+        if quotes := marks.count(b'"'):
+            found = np.frombuffer(marks, np.uint8)
+            inside = np.logical_xor.accumulate(found == ord('"')) ^ self._in_string
+            outside = found[~inside].tobytes()
+            self._in_string ^= quotes % 2 == 1
+        else:
+            outside = b"" if self._in_string else marks
+        self.nodes += sum(map(outside.count, (b"{", b"[", b":")))
+        self.commas += outside.count(b",")
+        if self.nodes > MAX_NODES or self.commas > self._most:
+            raise TooManyNodes(self._most)
