@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from weir import kernels
 from weir.kernels import BlockWeight
 from weir.models.block_weights import BlockLinear
+from weir.models.interception import MethodPatch
 from weir.models.linear_kernels import has_own_forward
-from weir.models.method_patch import MethodPatch
 
 ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu"}
 """Activations that kernels know, by the names of their modules."""

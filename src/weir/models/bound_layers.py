@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weir.models.method_patch import MethodPatch
+from weir.models.interception import MethodPatch
 
 
 class LayerSnapshot:

@@ -29,7 +29,7 @@ from torch._guards import TracingContext, tracing
 
 from weir.errors import WeirError
 from weir.models.bound_layers import BoundLayer, LayerSnapshot, ProgramCall
-from weir.models.method_patch import MethodPatch
+from weir.models.interception import MethodPatch
 
 WAITING = (
     "compiling the decode step of this model, which takes from seconds to a minute, and less where "

@@ -12,9 +12,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from weir.errors import WeirError
-from weir.models.forward_lock import forward_lock_of
 from weir.models.images import check_sizes, images_of, pictures_in, unfitting
-from weir.models.method_patch import MethodPatch
+from weir.models.interception import MethodPatch, forward_lock_of
 from weir.models.model_spec import input_device
 
 COMPLAINTS = (

@@ -31,11 +31,10 @@ from weir.kernels import note_missing_kernels
 from weir.models.attention_sinks import SUNK_ATTENTION
 from weir.models.compiling import Compiled, Compiling, layers_of
 from weir.models.embedding import mismatch
-from weir.models.forward_lock import forward_lock_of, wait_for_others
 from weir.models.images import OFFSETS, note_sizes, offsets, pictures_in
+from weir.models.interception import MethodPatch, forward_lock_of, wait_for_others
 from weir.models.legacy_attention import install
 from weir.models.linear_kernels import choose_products
-from weir.models.method_patch import MethodPatch
 from weir.models.model_spec import OWN_FAMILIES, ModelSpec, describe, input_device
 from weir.models.native_step import NativeStep
 from weir.models.quantized_weights import quantizes_inputs

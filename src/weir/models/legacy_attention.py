@@ -13,7 +13,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weir.models.method_patch import MethodPatch
+from weir.models.interception import MethodPatch
 from weir.slab import AttentionParams
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, AttentionParams], Tensor]

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from weir import kernels
 from weir.errors import WeirError, quote
 from weir.models.cache_folder import cache_folder, read_json, write_json
+from weir.models.interception import MethodPatch
 from weir.models.memory import move_to_huge_pages
-from weir.models.method_patch import MethodPatch
 
 ROWS = (1, 2, 4, 8, 16, 32)
 """Numbers of rows that are timed; other numbers use the choice for the next larger one."""

@@ -20,8 +20,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from weir.errors import WeirError
 from weir.models.attention_sinks import ModelSink, sink_at_work, sink_of
-from weir.models.forward_lock import forward_lock_of
 from weir.models.images import BOTH_WAYS, CAUSAL, TEXT_ONLY, Images, images_of
+from weir.models.interception import forward_lock_of
 from weir.slab import Alibi, Heads, LayerPositions, Rotary
 
 INTERFACE_FAMILIES = frozenset(

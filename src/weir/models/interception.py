@@ -1,15 +1,19 @@
-"""Lock around a model's forwards: no other thread may see what a call switches.
+"""Interception of a model's calls: a method replaced on one module, and a lock around forwards.
 
-Models made from one configuration object switch attention together, so they share one lock.
+A patch is on one module object, not on copies of it. Under the lock no other thread sees what a
+call switches; models made from one configuration object switch attention together, so they share
+one lock.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
@@ -25,6 +29,50 @@ _CALL = nn.Module._call_impl.__code__
 
 _LOOKING = threading.Lock()
 """Held by the thread that has switched garbage collection off."""
+
+
+class MethodPatch:
+    """Call `around(own, *args, **kwargs)` in place of a module's method, which stays as `own`."""
+
+    def __init__(self, module: nn.Module, name: str, around: Callable[..., Any]) -> None:
+        self._module, self._name = module, name
+        self.own: Callable[..., Any] = getattr(module, name)
+        self.put(around)
+
+    def put(self, around: Callable[..., Any]) -> None:
+        """Put the patch on the module, or put it back after it was removed."""
+        own: Callable[..., Any] = getattr(self._module, self._name)
+        if own != self.own:  # otherwise keep the object: a program may be compiled for it
+            self.own = own
+        self._around: Callable[..., Any] | None = around
+        self._before = vars(self._module).get(self._name)
+        functools.update_wrapper(self, self.own, updated=())
+        vars(self._module)[self._name] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `around` with the original method."""
+        around = self._around  # another thread may remove it
+        if around is None:
+            return self.own(*args, **kwargs)
+        return around(self.own, *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        """Restore the class's method, or another library's replacement of it, in a copy or a
+        pickle.
+        """
+        if self._before is None:
+            return getattr, (self._module, self._name)
+        return functools.partial, (self._before,)
+
+    def remove(self) -> None:
+        """Restore the module's method; a patch that another library has put there since stays."""
+        self._around = None
+        if vars(self._module).get(self._name) is not self:
+            return
+        if self._before is None:
+            del vars(self._module)[self._name]
+        else:
+            vars(self._module)[self._name] = self._before
 
 
 class ForwardLock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from weir.models.forward_lock import forward_lock_of
+from weir.models.interception import forward_lock_of
 
 
 class Config:
