@@ -331,7 +331,7 @@ def started(*given: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         while not (found := re.match(r"(http://127\.0\.0\.1:\d+)/v1 \(no keys: ", lines[-1])):
             assert lines[-1], lines
             lines.append(process.stderr.readline())
-        bound = "and at most 768.0 MB more for requests under way"
+        bound = "at most 768.0 MB more for requests under way, and 1.0 GB for a session that is"
         assert re.search(f"weights .*, 2 rows of .* in all, {bound}", lines[0])
         # The socket is bound but nobody listens yet, so that the first to come may be refused.
         for _ in range(400):
