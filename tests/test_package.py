@@ -172,7 +172,7 @@ def test_what_to_install_is_said_in_one_place_and_in_the_words_of_the_readme() -
 OPTIONAL = {
     *("lm_eval", "matplotlib", "numba", "ray", "rich", "rouge_score", "sacrebleu", "triton"),
     *("gguf", "llvmlite", "pillow", "torchao", "typer"),
-    *("fastapi", "llguidance", "prometheus_client", "pydantic", "starlette", "uvicorn"),
+    *("fastapi", "h11", "llguidance", "prometheus_client", "pydantic", "starlette", "uvicorn"),
 }
 """What extras bring."""
 FOREIGN = {"kvpress_peer.py": {"kvpress"}}

@@ -26,6 +26,8 @@ CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 SOURCE = str(Path(weir.__file__).parents[1])
+LIMIT = 600
+"""Seconds after which a command hangs: on a busy machine one may get no time for a minute."""
 
 
 def make_model(folder: Path, template: str | None = None, layers: int = 1) -> str:
@@ -137,7 +139,7 @@ class Process:
         Python looks for signals between its own instructions: one that comes after the last of
         these and before the system waits for input is only seen together with the next.
         """
-        end = time.monotonic() + 90
+        end = time.monotonic() + LIMIT
         lines = self.err.count("\n")
         while self.err.count("\n") == lines:
             assert time.monotonic() < end, self.err
@@ -146,7 +148,7 @@ class Process:
 
     def end(self) -> Ended:
         """No more input; wait for its end."""
-        end = time.monotonic() + 90
+        end = time.monotonic() + LIMIT
         while True:
             # A terminal that nobody reads would hold up a command that draws its progress.
             while self._read(0):

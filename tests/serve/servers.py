@@ -85,7 +85,7 @@ class Server:
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, **given)
 
     def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
-        return httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=60)
+        return httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=600)
 
     def settled(self) -> None:
         """Wait until nobody is answered any more."""
@@ -156,7 +156,7 @@ def raw(
     """A request by hand, whose answer is still to be read."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.settimeout(30)
+    connection.settimeout(600)
     connection.connect(("127.0.0.1", port))
     head = [
         f"POST {path} HTTP/1.1",

@@ -102,7 +102,7 @@ def test_all_answers_under_way_have_room(tmp_path, disk):
         assert server.post(CHAT, {**chat("Hi"), "n": 2}).status_code == 200
         disk.size += 2 * row - disk.free_bytes(None)
         body = {**chat("Hi"), "max_tokens": 20_000, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{server.url}{CHAT}", json=body, timeout=60) as answer:
+        with httpx.stream("POST", f"{server.url}{CHAT}", json=body, timeout=600) as answer:
             lines = answer.iter_lines()
             next(lines)
             assert server.post(CHAT, {**chat("Ho"), "n": 2}).status_code == 507

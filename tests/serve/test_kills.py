@@ -40,13 +40,13 @@ class Chat:
             body = {"model": "small", "input": text, "max_output_tokens": 3, "temperature": 0}
             if self.last is not None:
                 body["previous_response_id"] = self.last
-            answer = httpx.post(f"{url}/v1/responses", json=body, timeout=60)
+            answer = httpx.post(f"{url}/v1/responses", json=body, timeout=600)
         else:
             said = [*self.said, {"role": "user", "content": text}]
             body = {"model": "small", "messages": said, "max_tokens": 3, "temperature": 0}
             headers = {"x-session-id": self.name}
             answer = httpx.post(
-                f"{url}/v1/chat/completions", json=body, headers=headers, timeout=60
+                f"{url}/v1/chat/completions", json=body, headers=headers, timeout=600
             )
         if answer.status_code == 507:
             return None
@@ -162,11 +162,11 @@ def talk(
                 refused.append(chat)
                 session = chat.name
                 if chat.last is not None:
-                    found = httpx.get(f"{url}/v1/sessions", timeout=60).json()["data"]
+                    found = httpx.get(f"{url}/v1/sessions", timeout=600).json()["data"]
                     node = chat.last.removeprefix("resp_")
                     session = next((s["id"] for s in found if s["head"] == node), "none")
                 chats[place] = fresh = Chat(f"{chat.name}x"[-40:])
-                gone = httpx.delete(f"{url}/v1/sessions/{session}", timeout=60)
+                gone = httpx.delete(f"{url}/v1/sessions/{session}", timeout=600)
                 assert gone.status_code in (200, 404), gone.text
                 chat = fresh
                 time.sleep(0.01)

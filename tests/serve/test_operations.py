@@ -195,7 +195,7 @@ def test_addresses_take_turns_where_there_are_no_keys():
 
         def ask(address: str) -> None:
             with httpx.Client(transport=httpx.HTTPTransport(local_address=address)) as client:
-                answer = client.post(server.url + CHAT, json=body_of(max_tokens=2), timeout=60)
+                answer = client.post(server.url + CHAT, json=body_of(max_tokens=2), timeout=600)
                 assert answer.status_code == 200
                 order.append(address)
 
@@ -350,7 +350,7 @@ def started(*given: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 def test_a_server_that_is_told_to_end_lets_answers_end_first():
     with started("--keep", "4") as (process, url):
         body = {"model": "nano", "prompt": "Prince Andrew", "max_tokens": 100, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=600) as answer:
             lines = answer.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
@@ -393,7 +393,7 @@ def test_who_is_not_done_when_the_server_ends_is_told():
     with started("--keep", "4", "--drain", "1") as (process, url):
         given = {"max_tokens": 20_000, "ignore_eos": True, "stream": True}
         body = {"model": "nano", "prompt": "Prince Andrew", **given}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=600) as answer:
             lines = answer.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
@@ -410,13 +410,13 @@ def test_what_a_client_saw_the_end_of_is_there_after_a_kill(tmp_path):
     body = {"model": "nano", "max_tokens": 5, "temperature": 0}
     messages = [{"role": "user", "content": "Prince Andrew"}]
     with started("--data", folder) as (process, url):
-        first = httpx.post(f"{url}{CHAT}", json={**body, "messages": messages}, timeout=60)
+        first = httpx.post(f"{url}{CHAT}", json={**body, "messages": messages}, timeout=600)
         process.kill()
         process.wait()
     content = first.json()["choices"][0]["message"]["content"]
     messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "Then"}]
     with started("--data", folder, "--disk", "1GB") as (_, url):
-        answer = httpx.post(f"{url}{CHAT}", json={**body, "messages": messages}, timeout=60).json()
+        answer = httpx.post(f"{url}{CHAT}", json={**body, "messages": messages}, timeout=600).json()
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == (
             first.json()["usage"]["total_tokens"] - 1
         )

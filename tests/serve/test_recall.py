@@ -38,7 +38,7 @@ def talk(server: Server, session: str, turns: int, **given: Any) -> list[dict[st
 
 
 def memory(server: Server, session: str, **asked: int) -> dict[str, Any]:
-    answer = httpx.get(f"{server.url}/v1/sessions/{session}/memory", params=asked, timeout=60)
+    answer = httpx.get(f"{server.url}/v1/sessions/{session}/memory", params=asked, timeout=600)
     assert answer.status_code == 200, answer.text
     return answer.json()
 

@@ -28,7 +28,7 @@ class Api:
         if isinstance(body, bytes):
             given, headers = {"content": body}, {"Content-Type": FILE, **headers}
         return httpx.request(
-            method, self.url + path, headers={**self.headers, **headers}, timeout=60, **given
+            method, self.url + path, headers={**self.headers, **headers}, timeout=600, **given
         )
 
     def say(self, history, text, session):

@@ -98,7 +98,7 @@ def _instruction(builder: ir.IRBuilder, name: str, result: Any, *given: Any) -> 
     return builder.call(builder.module.declare_intrinsic(f"llvm.x86.{name}", (), kind), given)
 
 
-class _Sums:
+class _WholeSums:
     """Whole sums of a block's codes times the numbers of some rows.
 
     VNNI adds unsigned codes times signed numbers, by fours, in 32 bits. AVX2 adds pairs of them in
@@ -210,7 +210,7 @@ def _multiply_panel(
             tile = builder.mul(block, LONG(count))
             places = [builder.add(tile, LONG(row)) for row in range(count)]
             numbers = _bytes(builder, x, builder.mul(tile, LONG(BLOCK)))
-            whole = _Sums(builder, bits, count * len(parts))
+            whole = _WholeSums(builder, bits, count * len(parts))
 
             def add_line(line: Any) -> None:
                 """Multiply 64 bytes of codes with numbers of all rows."""
