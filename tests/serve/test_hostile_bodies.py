@@ -297,9 +297,20 @@ def test_media_types_are_compared_as_http_says(server):
 def test_a_request_has_one_length(server):
     body = json.dumps(CHAT_BODY).encode()
     chunked = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
-    sent = raw(server.port, CHAT, chunked, "Transfer-Encoding: chunked", length=len(body))
-    assert sent.recv(1000).startswith(b"HTTP/1.1 400")
-    sent.close()
+    head = f"POST {CHAT} HTTP/%s\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    by_chunks = "Transfer-Encoding: chunked\r\n"
+    for version, more in (
+        ("1.1", f"Content-Length: {len(body)}\r\n{by_chunks}"),
+        ("1.0", by_chunks),
+        ("1.1", "Content-Length: -1\r\n"),
+        ("1.1", "Content-Length: 1\r\nContent-Length: 2\r\n"),
+    ):
+        with socket.create_connection(("127.0.0.1", server.port), 600) as connection:
+            connection.sendall((head % version + more + "\r\n").encode() + chunked)
+            answer = b"".join(iter(lambda: connection.recv(4096), b"")).decode()
+        assert answer.startswith("HTTP/1.1 400"), (version, more)
+        error = json.loads(answer.partition("\r\n\r\n")[2])["error"]
+        assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_value")
 
 
 def test_a_template_that_fails_is_a_400_or_ends_the_start(monkeypatch):

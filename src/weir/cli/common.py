@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -117,11 +118,22 @@ def say(text: str) -> None:
     print_line(text, messages())
 
 
+LONG_WAIT = 5.0
+"""Seconds from which on work is reported in a line."""
+
+
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Show on a terminal that work of unknown duration is under way."""
-    with messages().status(f"{what} …"):
-        yield
+    """Show that work of unknown duration is under way: on a terminal, or else where it is long."""
+    late = threading.Timer(LONG_WAIT, say, [f"{what} …"])
+    late.daemon = True
+    if in_lines():
+        late.start()
+    try:
+        with messages().status(f"{what} …"):
+            yield
+    finally:
+        late.cancel()
 
 
 def in_lines() -> bool:

@@ -222,7 +222,7 @@ def serve(
             shared=len(accepted) > 1,
             deterministic=deterministic,
         )
-        with waiting("reading a first text"):
+        with waiting("reading a first text; kernels are compiled for this machine, once"):
             engine.warm_up()
         if compiled:
             compile_or_say(engine)

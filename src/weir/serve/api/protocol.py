@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from weir.serve.api.errors import APIError
 from weir.serve.limits import share_of
 
 MAX_CONNECTIONS = 1024
@@ -37,6 +39,23 @@ class BoundedConnection(H11Protocol):
         _open[self._address] -= 1
         if not _open[self._address]:
             del _open[self._address]
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no request of HTTP/1.1, in OpenAI's form, and close the connection."""
+        error = APIError(400, f"this is no request of HTTP/1.1 ({msg})")
+        body = json.dumps(error.body).encode()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        for event in (
+            h11.Response(status_code=400, headers=headers),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event))
+        self.transport.close()
 
     def _end_slow(self) -> None:
         """Close the connection if no request has come since the last look, and none is read."""
