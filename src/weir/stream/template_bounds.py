@@ -46,7 +46,7 @@ class OutOfBounds(Exception):
 
 
 class Account:
-    """What one rendering may make: characters, and entries of lists.
+    """The characters and entries of lists that one rendering may make.
 
     Attributes:
         left: what it may still make.

@@ -93,7 +93,7 @@ def _halves(builder: ir.IRBuilder, address: Any, place: Any) -> Any:
 
 
 def _instruction(builder: ir.IRBuilder, name: str, result: Any, *given: Any) -> Any:
-    """What an instruction of x86 makes of vectors, by LLVM's name for it."""
+    """Emit an x86 instruction on vectors, by the name of its LLVM intrinsic."""
     kind = ir.FunctionType(result, [value.type for value in given])
     return builder.call(builder.module.declare_intrinsic(f"llvm.x86.{name}", (), kind), given)
 
