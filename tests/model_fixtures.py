@@ -21,6 +21,7 @@ from reference.naive import VOCABULARY, Naive, make_llama, pipe_of, recent_of, s
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import weir
+from weir.models import compiling
 
 
 @pytest.fixture(scope="session")
@@ -51,6 +52,16 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def notices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What weir says while it compiles. Not read from standard error: PyTorch's compiler, which may
+    still run in a thread of an earlier test, puts back the one that it found there.
+    """
+    said: list[str] = []
+    monkeypatch.setattr(compiling, "say", said.append)
+    return said
 
 
 @pytest.fixture

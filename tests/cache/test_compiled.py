@@ -308,7 +308,7 @@ def test_a_model_that_cannot_be_compiled_says_why_and_loses_nothing(
     ids=["no compiler", "a full disk"],
 )
 def test_where_nothing_can_be_compiled_steps_go_the_usual_way_after_one_sentence(
-    shallow, ids, taken, capfd, error: Exception
+    shallow, ids, taken, notices, error: Exception
 ) -> None:
     def backend(graph: Any, inputs: Any) -> Any:
         raise error
@@ -322,7 +322,7 @@ def test_where_nothing_can_be_compiled_steps_go_the_usual_way_after_one_sentence
         compile_steps(shallow, on=False)
     assert torch.equal(found[0], usual[0])
     assert taken == [0] * 4
-    waits, falls = capfd.readouterr().err.strip().splitlines()
+    waits, falls = notices
     assert "compiling the decode step" in waits
     assert str(error) in falls
     assert falls.endswith("they go the usual way")
@@ -330,7 +330,7 @@ def test_where_nothing_can_be_compiled_steps_go_the_usual_way_after_one_sentence
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_tokens_come_uncompiled_until_the_program_is_ready(
-    shallow, ids, taken, capfd, monkeypatch, fails: bool
+    shallow, ids, taken, notices, monkeypatch, fails: bool
 ) -> None:
     monkeypatch.setattr(Compiling, "wait", False)
     ready = threading.Event()
@@ -357,10 +357,10 @@ def test_tokens_come_uncompiled_until_the_program_is_ready(
     assert taken == [1, 0, 0, *[0 if fails else 1] * 3]
     check_same(usual, (torch.cat(found, dim=1), cache), shallow)
     ends = "no C++ compiler; they go the usual way" if fails else "is compiled, after 0 s"
-    assert capfd.readouterr().err.strip().endswith(ends)
+    assert notices[-1].endswith(ends)
 
 
-def test_each_size_says_once_what_is_waited_for(fresh_llama, ids, taken, capfd) -> None:
+def test_each_size_says_once_what_is_waited_for(fresh_llama, ids, taken, notices) -> None:
     model = fresh_llama(layers=1)
     compile_steps(model, backend="eager")
     for policy in ("window(8)", "window(9)", "window(8)", "snap(8, 4, 5)"):
@@ -368,12 +368,12 @@ def test_each_size_says_once_what_is_waited_for(fresh_llama, ids, taken, capfd) 
         gc.collect()  # the last cache of the model goes, and what weir put on it
     compile_steps(model, on=False)
     assert taken == [1] * 8
-    assert capfd.readouterr().err.count("compiling the decode step") == 3
+    assert sum("compiling the decode step" in notice for notice in notices) == 3
 
 
 @pytest.mark.slow
 def test_one_size_that_cannot_be_compiled_leaves_the_others_their_graphs(
-    fresh_llama, ids, taken, capfd
+    fresh_llama, ids, taken, notices
 ) -> None:
     model, made = fresh_llama(layers=1), []
 
@@ -388,7 +388,7 @@ def test_one_size_that_cannot_be_compiled_leaves_the_others_their_graphs(
         read(model, policy, ids(1, PROMPT + 2))
     compile_steps(model, on=False)
     assert taken == [1, 1, 0, 0, 1, 1]
-    assert "one was enough; those of this size" in capfd.readouterr().err
+    assert "one was enough; those of this size" in notices[-1]
 
 
 @pytest.mark.slow

@@ -127,34 +127,51 @@ def test_each_thread_gets_the_answer_it_would_get_alone(name: str, kinds: list[s
     assert all("forward" not in vars(module) for module in model.modules())
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "falcon-alibi", "mpt"])
-def test_a_call_that_began_before_the_first_cache_ends_as_it_began(name: str) -> None:
-    # It holds no lock, for nothing was there to take one: the first call with a cache waits.
-    model, ids = make(name), tokens(1, 40)
-    alone = [logits(model, ids), written(model, ids, cached(model))]
+@pytest.mark.parametrize("place", ["before its mask", "in its layers"])
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        ("llama", "sdpa"),
+        ("llama", "eager"),
+        *((name, "eager") for name in ("gemma3", "gpt-oss", "falcon-alibi", "mpt")),
+    ],
+)
+def test_a_call_that_began_before_the_first_cache_ends_as_it_began(
+    name: str, attention: str, place: str
+) -> None:
+    # It holds no lock, for nothing was there to take one, and goes on within the other's call.
+    model, ids = make(name, attn_implementation=attention), tokens(1, 40)
+    alone = [logits(model, ids), logits(model, ids, past_key_values=cached(model))]
     gc.collect()
-    inside, going = threading.Event(), threading.Event()
+    decoder = model.get_decoder()
+    layers = next(part for part in decoder.children() if isinstance(part, nn.ModuleList))
+    begun, inside, ended = threading.Event(), threading.Event(), threading.Event()
 
-    def wait(module: nn.Module, args: Any) -> None:
-        if not going.is_set() and threading.current_thread() is plain:
+    def stop(module: nn.Module, *_: Any) -> None:
+        if threading.current_thread() is plain and not begun.is_set():
+            begun.set()
+            assert inside.wait(60)
+
+    def stay(module: nn.Module, *_: Any) -> None:
+        if threading.current_thread() is not plain and not inside.is_set():
             inside.set()
-            going.wait(60)
+            assert ended.wait(60)
+
+    def call() -> None:
+        found.append(logits(model, ids))
+        ended.set()
 
     found: list[Tensor] = []
-    plain = threading.Thread(target=lambda: found.append(logits(model, ids)))
-    handle = model.get_input_embeddings().register_forward_pre_hook(wait)
+    plain = threading.Thread(target=call)
+    first = model.get_input_embeddings() if place == "before its mask" else layers[0]
+    handles = [first.register_forward_pre_hook(stop), layers[-1].register_forward_hook(stay)]
     plain.start()
-    assert inside.wait(60)
-    other = threading.Thread(target=lambda: found.append(written(model, ids, cached(model))))
-    other.start()
-    other.join(0.2)
-    assert other.is_alive()  # it waits
-    going.set()
-    for thread in (plain, other):
-        thread.join(60)
-    handle.remove()
-    assert torch.equal(found[0], alone[0])
-    assert torch.equal(found[1], alone[1])
+    assert begun.wait(60)
+    found.append(logits(model, ids, past_key_values=cached(model)))
+    plain.join(60)
+    for handle in handles:
+        handle.remove()
+    assert all(torch.equal(*pair) for pair in zip(found, alone, strict=True))
 
 
 @pytest.mark.parametrize("name", ["llama", "falcon-alibi", "mpt"])

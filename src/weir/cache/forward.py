@@ -587,6 +587,10 @@ class Step(Cache):
         """Return sizes for a mask that is never read."""
         return query_length, 0
 
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Return 0, for a mask that is never read."""
+        return 0
+
     def rotations(
         self, kind: str | None, width: int, device: torch.device
     ) -> tuple[Tensor, Tensor] | None:

@@ -104,7 +104,7 @@ class Compiling:
         self.failed = f"the steps of this model cannot be compiled here: {reason}"
         if self.strict:
             raise WeirError(self.failed)
-        _say(f"{self.failed}; they go the usual way")
+        say(f"{self.failed}; they go the usual way")
 
     def run_layer(self, sizes: Hashable, own: Callable[..., Any], *given: Any) -> Any:
         """Run a layer's program; where there is none yet, trace one, which is not compiled yet.
@@ -158,7 +158,7 @@ class Compiling:
             raise job.error
         self.known.add(sizes)
         if not sys.stderr.isatty():  # where it would appear within an answer
-            _say(f"the decode step is compiled, after {job.seconds:.0f} s")
+            say(f"the decode step is compiled, after {job.seconds:.0f} s")
         return False
 
     def refuse(self, sizes: Hashable, error: Exception) -> None:
@@ -171,10 +171,10 @@ class Compiling:
             raise WeirError(failure) from error
         self.refused.add(sizes)
         if self.known:
-            _say(f"{failure}; those of this size of batch and cache go the usual way")
+            say(f"{failure}; those of this size of batch and cache go the usual way")
         else:  # other sizes would fail too, each after a long wait
             self.failed = failure
-            _say(f"{failure}; they go the usual way")
+            say(f"{failure}; they go the usual way")
 
     def has_room(self, sizes: Sequence[Hashable]) -> bool:
         """Return whether layers of these sizes may be compiled beside those that are."""
@@ -331,7 +331,7 @@ class Compiled:
                 if not how.has_room(sizes):
                     raise exc.FailOnRecompileLimitHit
                 if not how.strict:
-                    _say(WAITING)
+                    say(WAITING)
             self._step, self._known = step, sizes in how.known
             if self._known and not self._holds(sizes):
                 self._snapshot, self._sizes = LayerSnapshot(self._layers), sizes
@@ -422,7 +422,7 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _say(sentence: str) -> None:
+def say(sentence: str) -> None:
     """Write a notice to standard error."""
     sys.stderr.write(f"weir: {sentence}\n")
     sys.stderr.flush()

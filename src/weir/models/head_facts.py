@@ -122,20 +122,19 @@ def measure_heads(model: PreTrainedModel) -> HeadFacts | None:
     modules = attention_modules(spec.decoder)
     training = [module for module in model.modules() if module.training]
     found: dict[int, tuple[tuple[float, ...], float]] = {}
-    with forward_lock_of(config), torch.no_grad():
-        previous = config._attn_implementation
+    lock = forward_lock_of(config)
+    with lock, torch.no_grad():
         try:
             model.eval()
-            config._attn_implementation = {"": ATTENTION}
             for module in modules:
                 vars(module)[_FOUND] = found
-            spec.decoder(input_ids=ids.repeat(1, 2).to(input_device(model)), use_cache=False)
+            with lock.attention(ATTENTION):
+                spec.decoder(input_ids=ids.repeat(1, 2).to(input_device(model)), use_cache=False)
         except WeirError:
             return None
         finally:
             for module in modules:
                 vars(module).pop(_FOUND, None)
-            config._attn_implementation = {"": previous}
             for each in training:
                 each.training = True
     layers = list(zip(modules, spec.layers, strict=True))

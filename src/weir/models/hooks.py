@@ -2,8 +2,8 @@
 
 During a call with a weir cache, and in no other:
 
-- the attention implementation of the model's configuration is `weir`; families with attention code
-  of their own get patched attention modules that call weir (`legacy_attention`);
+- the attention implementation of the model's configuration is `weir`; in families with attention
+  code of their own it stays, and patched attention modules call weir (`legacy_attention`);
 - its rotary embedding returns cosines and sines of weir's own positions;
 - its decoder gets no attention mask and small positions, so that it builds nothing that grows with
   the stream.
@@ -16,6 +16,7 @@ removed with the model's last cache, and copies of the model do not have them. A
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -23,7 +24,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from weir import kernels
 from weir.errors import WeirError
@@ -32,7 +35,7 @@ from weir.models.attention_sinks import SUNK_ATTENTION
 from weir.models.compiling import Compiled, Compiling, layers_of
 from weir.models.embedding import mismatch
 from weir.models.images import OFFSETS, note_sizes, offsets, pictures_in
-from weir.models.interception import MethodPatch, forward_lock_of, wait_for_others
+from weir.models.interception import MethodPatch, forward_lock_of, plain_attention_of
 from weir.models.legacy_attention import install
 from weir.models.linear_kernels import choose_products
 from weir.models.model_spec import OWN_FAMILIES, ModelSpec, describe, input_device
@@ -56,16 +59,16 @@ class Attachment:
     Attributes:
         facts: the model's description.
         caches: the caches that are alive.
-        running: the call under way; None between calls.
     """
 
     def __init__(self, facts: ModelSpec) -> None:
         self.facts = facts
         self.caches: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.running: Any = None
+        self._running: Any = None
         self._lock = forward_lock_of(facts.config)
-        self._attention = "weir" if facts.sink.kind != "zero" else SUNK_ATTENTION
-        self._alone = False
+        self._attention: str | None = "weir" if facts.sink.kind != "zero" else SUNK_ATTENTION
+        if facts.kind in OWN_FAMILIES:
+            self._attention = None  # their attention modules are patched, and read the name
         self._alibi = any(layer.positions.alibi is not None for layer in facts.layers)
         self._signature = inspect.signature(facts.decoder.forward)
         self._forward = MethodPatch(facts.decoder, "forward", self._call)
@@ -79,6 +82,13 @@ class Attachment:
                 self._patches.append(MethodPatch(facts.decoder, name, note_sizes(kind)))
         mine = facts.kind, facts.decoder, facts.attentions
         self._patches += install(*mine, lambda: self.running)
+
+    @property
+    def running(self) -> Any:
+        """The call under way in this thread; None between calls, and in calls of other threads that
+        began before the model had hooks.
+        """
+        return self._running if self._lock.is_switched_here() else None
 
     def wait(self) -> None:
         """Wait until no other thread is calling the model."""
@@ -128,17 +138,12 @@ class Attachment:
                 if self.facts.images.axes and pictures_in(given):
                     given[OFFSETS] = offsets(cast(Any, self.facts.decoder), given)
             _refuse(self.facts.decoder)
-            if not self._alone:
-                wait_for_others(self.facts.decoder, Attachment._call.__code__)
-                self._alone = True
-            previous = self.facts.config._attn_implementation
             running = cache.begin(given)
             try:
-                self._set_attention(self._attention)
-                output = self._finish(own, running)
+                with self._lock.attention(self._attention):
+                    output = self._finish(own, running)
             finally:
-                self.running = None
-                self._set_attention(previous)
+                self._running = None
             if getattr(output, "past_key_values", cache) is not cache:
                 output.past_key_values = cache
             cache.end()
@@ -147,7 +152,7 @@ class Attachment:
     def _finish(self, own: Callable[..., Any], running: Any) -> Any:
         """Run a call that has begun, again and again without the rows that fail."""
         while True:
-            self.running = running
+            self._running = running
             try:
                 output = self._answer(own, running)
             except BaseException as error:
@@ -177,11 +182,11 @@ class Attachment:
                 return output
         step = None if compiled is None or plain else running.step()
         if compiled is not None and step is not None:
-            self.running = step
+            self._running = step
             try:
                 output = compiled(step, given)
             finally:
-                self.running = running
+                self._running = running
             if output is not None:
                 running.commit_step(step)
                 return output
@@ -216,14 +221,6 @@ class Attachment:
             replaced["position_ids"] = torch.zeros(1, tokens.shape[1], **whole)
         return replaced
 
-    def _set_attention(self, name: str | None) -> None:
-        held = vars(self.facts.config)
-        if _NAME in held:  # the same as below, without walking through nested configurations
-            held[_NAME] = name
-        else:
-            # A plain string would also be set in nested configurations (MPT has one).
-            self.facts.config._attn_implementation = {"": name}
-
     def _rotate(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return cosines and sines [batch or 1, length, the model's width], float32 in any model,
         so that only the rotated key is rounded to half precision.
@@ -240,8 +237,6 @@ class Attachment:
         return output if made is None else made
 
 
-_NAME = "_attn_implementation_internal"
-"""The attribute of transformers' configurations that holds the attention's name."""
 _MORE = ("output_hidden_states", "output_attentions")
 """Outputs that a compiled step does not return."""
 
@@ -373,6 +368,9 @@ def weir_attention(
 ) -> tuple[Tensor, None]:
     """Attention function for transformers, used in calls with a weir cache.
 
+    A call of another thread that began before the model had hooks may come here meanwhile; it goes
+    on with the attention that it had.
+
     Takes queries rotated to their positions [batch, heads, length, key_dim], and keys and values of
     the new tokens only [batch, kv_heads, length, dim]. `key` carries the cache and layer as a mark
     left by `StreamingCache.update`, or in a tuple (`Step.update`), since a module does not know the
@@ -383,7 +381,9 @@ def weir_attention(
     else:
         mark = getattr(key, "weir", None)
         if mark is None:
-            raise WeirError("weir attention was chosen for a call without a StreamingCache")
+            given = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
+            kwargs |= {name: value for name, value in given.items() if value is not None}
+            return _plain_attention(module)(module, query, key, value, attention_mask, **kwargs)
         cache, layer = mark
         # A layer keeps its last keys for a while, and the mark on them would keep the cache alive.
         del key.weir  # type: ignore[attr-defined]
@@ -397,13 +397,38 @@ def weir_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
+def _plain_attention(module: nn.Module) -> Callable[..., Any]:
+    """Return the attention of a call without a cache of weir."""
+    name = plain_attention_of(module.config)
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if name is None or name in OURS or eager is None:
+        raise WeirError("weir attention was chosen for a call without a StreamingCache")
+    return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+
+
+def weir_mask(*args: Any, config: Any = None, **options: Any) -> Tensor | None:
+    """Mask function for transformers: weir's attention needs none; a call of another thread that
+    began before the model had hooks gets the mask that it would have had.
+    """
+    name = plain_attention_of(config)
+    if name is None or name in OURS or name not in ALL_MASK_ATTENTION_FUNCTIONS:
+        return None
+    mask: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[name](*args, config=config, **options)
+    return mask
+
+
 def weir_sink_attention(
     module: nn.Module, query: Tensor, key: Tensor, *others: Any, **options: Any
 ) -> tuple[Tensor, None]:
     """Call `weir_attention` for a model with a Zero Sink: every head has a sink logit of zero."""
-    options["s_aux"] = query.new_zeros(query.shape[1])
+    if isinstance(key, tuple) or hasattr(key, "weir"):
+        options["s_aux"] = query.new_zeros(query.shape[1])
     return weir_attention(module, query, key, *others, **options)
 
 
-AttentionInterface.register("weir", weir_attention)
-AttentionInterface.register(SUNK_ATTENTION, weir_sink_attention)
+OURS = {"weir": weir_attention, SUNK_ATTENTION: weir_sink_attention}
+"""Attention functions by the names that transformers knows them by."""
+
+for name, function in OURS.items():
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, weir_mask)

@@ -1,20 +1,18 @@
 """Interception of a model's calls: a method replaced on one module, and a lock around forwards.
 
-A patch is on one module object, not on copies of it. Under the lock no other thread sees what a
-call switches; models made from one configuration object switch attention together, so they share
-one lock.
+A patch is on one module object, not on copies of it. Under the lock one call at a time switches the
+attention of a configuration; models made from one configuration object switch it together, so they
+share one lock. A call that began before the model was patched holds no lock, and goes on beside it
+with the attention it had: which thread has switched it is noted.
 """
 
 from __future__ import annotations
 
 import functools
-import gc
-import sys
 import threading
-import time
 import weakref
-from collections.abc import Callable
-from types import CodeType, FrameType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -24,11 +22,6 @@ _LOCKS: weakref.WeakValueDictionary[int, ForwardLock] = weakref.WeakValueDiction
 
 _MAKING = threading.RLock()
 """Reentrant: a thread's garbage may be collected while it holds the lock."""
-
-_CALL = nn.Module._call_impl.__code__
-
-_LOOKING = threading.Lock()
-"""Held by the thread that has switched garbage collection off."""
 
 
 class MethodPatch:
@@ -76,7 +69,7 @@ class MethodPatch:
 
 
 class ForwardLock:
-    """Reentrant lock around calls of one configuration's models.
+    """Reentrant lock around calls of one configuration's models, and their attention meanwhile.
 
     `threading.RLock` cannot be referenced weakly. A configuration keeps the same lock as long as
     anyone holds this object, and a waiting thread does.
@@ -85,12 +78,54 @@ class ForwardLock:
     def __init__(self, config: Any) -> None:
         self._lock = threading.RLock()
         self._config = config
+        self._switcher: int | None = None
+        self._plain: str | None = None
 
     def __enter__(self) -> None:
         self._lock.acquire()
 
     def __exit__(self, *error: object) -> None:
         self._lock.release()
+
+    @contextmanager
+    def attention(self, name: str | None) -> Iterator[None]:
+        """Switch the configuration's attention implementation, for the thread with the lock; None
+        leaves it as it is.
+        """
+        before, outer = self._config._attn_implementation, self._switcher
+        if outer is None:
+            self._switcher, self._plain = threading.get_ident(), before
+        self._set(name or before)
+        try:
+            yield
+        finally:
+            self._set(before)
+            self._switcher = outer
+
+    def is_switched_here(self) -> bool:
+        """Return whether it is the calling thread that has switched the attention."""
+        return self._switcher == threading.get_ident()
+
+    def plain_attention(self) -> str | None:
+        """Return the attention that a call without the lock had before another thread switched it;
+        None where the calling thread has switched it, or nobody did.
+
+        It is still known when that thread has switched it back: the call may just have read the
+        other name.
+        """
+        return None if self.is_switched_here() else self._plain
+
+    def _set(self, name: str | None) -> None:
+        held = vars(self._config)
+        if _NAME in held:  # the same as below, without walking through nested configurations
+            held[_NAME] = name
+        else:
+            # A plain string would also be set in nested configurations (MPT has one).
+            self._config._attn_implementation = {"": name}
+
+
+_NAME = "_attn_implementation_internal"
+"""The attribute of transformers' configurations that holds the attention's name."""
 
 
 def forward_lock_of(config: Any) -> ForwardLock:
@@ -102,49 +137,8 @@ def forward_lock_of(config: Any) -> ForwardLock:
         return found
 
 
-def wait_for_others(module: nn.Module, taking: CodeType) -> None:
-    """Wait for calls of a module that other threads began before it had a lock, which the caller
-    holds.
-
-    The stacks of all threads are searched for them; calls inside the function of code `taking`
-    wait.
-    """
-    # Whether a frame calls the module; every frame is read only once (see `_self_of`).
-    judged: dict[FrameType, bool] = {}
-    while any(
-        _calls(frame, module, taking, judged)
-        for thread, frame in sys._current_frames().items()
-        if thread != threading.get_ident()
-    ):
-        time.sleep(1e-3)
-
-
-def _calls(
-    frame: FrameType | None, module: nn.Module, taking: CodeType, judged: dict[FrameType, bool]
-) -> bool:
-    """Return whether a thread with this innermost frame calls the module without the lock."""
-    while frame is not None and frame.f_code is not taking:
-        if frame.f_code is _CALL and frame not in judged:
-            judged[frame] = _self_of(frame) is module
-        if judged.get(frame):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _self_of(frame: FrameType) -> object:
-    """Return the module whose call a frame of another thread is.
-
-    Before Python 3.13, `f_locals` copies the frame's variables into a dictionary that the frame
-    keeps. The other thread must not leave the frame meanwhile, or freed memory is copied. So
-    nothing may run that lets it continue, as freeing a tensor does: garbage collection is paused,
-    and no frame is read twice, which would free the dictionary's old content.
-    """
-    with _LOOKING:
-        collecting = gc.isenabled()
-        gc.disable()
-        try:
-            return frame.f_locals.get("self")
-        finally:
-            if collecting:
-                gc.enable()
+def plain_attention_of(config: Any) -> str | None:
+    """Return `ForwardLock.plain_attention` of a configuration; None if it has no lock."""
+    with _MAKING:
+        held = _LOCKS.get(id(config))
+    return None if held is None else held.plain_attention()

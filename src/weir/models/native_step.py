@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import operator
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from weir import kernels
+from weir.models import compiling
 from weir.models.block_mlp import ACTIVATIONS, is_near
 from weir.models.block_weights import BlockLinear
 from weir.models.linear_kernels import is_plain, runs_as_linear
@@ -148,7 +148,7 @@ class NativeStep:
             self._waited = True
             thread.join(None if self.wait else PATIENCE)
             if thread.is_alive():
-                sys.stderr.write(f"weir: {WAITING}\n")
+                compiling.say(WAITING)
         return not thread.is_alive()
 
     def _start_compiling(self) -> threading.Thread:
