@@ -478,6 +478,17 @@ def test_a_bound_layer_serves_every_cache_of_its_sizes(shallow, ids, taken) -> N
         close_runs(torch.cat(mine, dim=1), theirs, shallow)
 
 
+def test_a_bound_layer_is_left_where_a_cache_of_other_sizes_comes(shallow, ids, taken) -> None:
+    text, policies = ids(1, PROMPT + 4), ["sink(2) | recent(14)", "sink(2) | recent(15)"]
+    usual = [read(shallow, policy, text) for policy in policies]
+    compile_steps(shallow, backend="eager")
+    found = [read(shallow, policy, text) for policy in policies]  # the first cache stays
+    compile_steps(shallow, on=False)
+    assert taken == [1] * 8
+    for mine, theirs in zip(found, usual, strict=True):
+        check_same(theirs, mine, shallow)
+
+
 @pytest.mark.slow
 def test_modules_that_are_replaced_are_noticed(fresh_llama, ids, taken) -> None:
     model, other = fresh_llama(layers=1), fresh_llama(layers=1, seed=1)

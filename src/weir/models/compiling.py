@@ -333,9 +333,9 @@ class Compiled:
                 if not how.strict:
                     say(WAITING)
             self._step, self._known = step, sizes in how.known
-            if self._known and not self._holds(sizes):
-                self._snapshot, self._sizes = LayerSnapshot(self._layers), sizes
-                self._bound, self._unbound = {}, set()
+            if not self._holds(sizes):  # a bound layer does not look at a cache's sizes
+                self._snapshot = LayerSnapshot(self._layers) if self._known else None
+                self._sizes, self._bound, self._unbound = sizes, {}, set()
             output = self._forward(**{**given, "past_key_values": step})
             how.compile_traced(sizes)
         except exc.FailOnRecompileLimitHit:
