@@ -194,6 +194,43 @@ def test_a_row_that_rests_in_the_first_step_has_no_say_in_its_proof(taken) -> No
     check(make("llama", **WIDE), POLICIES[1], taken, 3, mask=mask)
 
 
+def test_rows_that_change_places_and_steps_of_some_of_them(taken) -> None:
+    """Where slots lie is looked up once between two changes, of which each of these is one; a fold
+    is another, and none falls on the steps before them but one.
+    """
+    model, ids = make("llama", **WIDE), tokens(3, 7 * CHUNK + 8)
+    mask = torch.ones(3, 7 * CHUNK)
+    mask[1, :3] = mask[2, :4] = 0
+    found = []
+    for on in (False, True):
+        cache = StreamingCache(model, "sink(2) | recent(9)", chunk=CHUNK)
+        compile_steps(model, on=on)
+
+        def read(ids: Tensor, cache: Any = cache, **more: Any) -> None:
+            with torch.no_grad():
+                found.append(model(ids, past_key_values=cache, **more).logits[:, -1])
+
+        read(ids[:, : 7 * CHUNK], attention_mask=mask)
+        steps = iter(ids[:, 7 * CHUNK :].split(1, dim=1))
+        read(next(steps))
+        cache.reorder_cache(torch.tensor([2, 0, 1]))
+        read(next(steps))
+        with cache.only(0, 2):
+            read(next(steps)[:2])
+        read(next(steps))
+        cache.batch_select_indices(torch.tensor([1]))
+        read(next(steps)[:1])
+        cache.batch_repeat_interleave(2)
+        read(next(steps)[:2])
+        cache.reset()
+        read(next(steps))
+        read(next(steps))
+    compile_steps(model, on=False)
+    assert len(taken) == 7
+    for native, usual in zip(found[9:], found[:9], strict=True):
+        close_runs(native, usual, model)
+
+
 def test_a_long_stream_and_one_that_is_restored(taken, tmp_path) -> None:
     model, ids = make("llama", **WIDE), tokens(1, 600)
     usual = weir.Stream(model, POLICIES[0], chunk=CHUNK)

@@ -24,6 +24,7 @@ from transformers.cache_utils import Cache
 from weir.cache.layer import (
     DecodeSlots,
     Layer,
+    LayerState,
     RowsNotFinite,
 )
 from weir.cache.plan import BegunForward, ForwardPlan, Rows, Segment
@@ -148,6 +149,7 @@ class LayerStack(list[Layer]):
     folded: Folded | None
     again: dict[int, list[int]]
     program: Any = None
+    _layout: StepLayout | None = None
 
     def __init__(self, layers: Iterable[Layer]) -> None:
         super().__init__(layers)
@@ -161,6 +163,34 @@ class LayerStack(list[Layer]):
             layer.reset()
         self.rows = Rows()
         self.broken, self.failed, self.folded, self.again = False, {}, None, {}
+
+    def step_layout(self) -> StepLayout | None:
+        """Return where native steps read and write; None while a layer has attended to nothing."""
+        version = LayerState.version
+        if self._layout is None or self._layout.version != version:
+            slabs = [layer.state.slab for layer in self if layer.params is not None]
+            whole = [slab for slab in slabs if slab is not None]
+            if len(whole) < len(self):
+                return None
+            spans = [[layer.state.first, *layer.state.used] for layer in self]
+            self._layout = StepLayout(version, whole, np.array(spans))
+        return self._layout
+
+
+@dataclass(frozen=True, eq=False)
+class StepLayout:
+    """The slots of a cache's layers, between two folds.
+
+    Attributes:
+        version: of all layers (`LayerState.version`).
+        slabs: of each part of a layer.
+        spans: of each part the first slot that is read, and each row's first slot of the tail
+            [parts, 1 + batch], int64.
+    """
+
+    version: int
+    slabs: list[Slab]
+    spans: np.ndarray
 
 
 class Forward:
@@ -223,9 +253,8 @@ class Forward:
         (segment,) = self.plan.segments
         if segment.pictured is not None or segment.device.type != "cpu":
             return None
-        if any(layer.state.slab is None or layer.params is None for layer in self.stack):
-            return None
-        return StepRows(self.stack, segment)
+        layout = self.stack.step_layout()
+        return None if layout is None else StepRows(self.stack, layout, segment)
 
     def step(self) -> Step | None:
         """Return the cache of a compiled step; None if the call cannot be one."""
@@ -429,6 +458,7 @@ class StepRows:
 
     Attributes:
         stack: the layers; its `program` is left to the step.
+        slabs: the slots of each part, which are others after a restored session or more rows.
         spans: of each part of a layer the first slot that is read, and the slot of each row's
             token [parts, 1 + batch], int64.
         waiting: tokens in each row's tail before it [batch], int64.
@@ -439,20 +469,14 @@ class StepRows:
 
     largest: Any = None
 
-    def __init__(self, stack: LayerStack, segment: Segment) -> None:
-        self.stack = stack
-        waiting = segment.waiting
-        spans = [[layer.state.first, *layer.state.ends(waiting)] for layer in stack]
-        self.spans, self.waiting = np.array(spans), np.array(waiting)
+    def __init__(self, stack: LayerStack, layout: StepLayout, segment: Segment) -> None:
+        self.stack, self.slabs = stack, layout.slabs
+        self.spans, self.waiting = layout.spans.copy(), np.array(segment.waiting)
+        self.spans[:, 1:] += self.waiting
         self.places = np.array(segment.seen) + segment.origin
         self.busy = [row for row, count in enumerate(segment.counts) if count]
         if segment.drift is not None:
             self.places += segment.drift.numpy()
-
-    @property
-    def slabs(self) -> list[Slab | None]:
-        """The layers' slots, which are others after a restored session or more rows."""
-        return [layer.state.slab for layer in self.stack]
 
     def held(self) -> list[list[HeldPart]] | None:
         """Return what each layer's parts hold; None where a step of constant shape cannot be."""

@@ -148,15 +148,16 @@ def write_out(codes: Tensor, scales: Tensor, outputs: int, which: Tensor | None 
     if which is None:
         quads, steps = (t.flatten(0, 1)[:outputs] for t in (quads, steps))
     else:
-        quads, steps = (t[which // PANEL, which % PANEL] for t in (quads, steps))
+        panel, line = which // PANEL, which % PANEL
+        quads, steps = quads[panel, line], steps[panel, line]
     if bits == 4:
         quads = torch.cat([quads & 15, quads >> 4], dim=2)
-    numbers = quads.flatten(2).float()
+    numbers, steps = quads.flatten(2).float(), steps.float()
     if steps.shape[2] == 1:
         numbers -= 1 << (bits - 1)
-    numbers *= steps[:, :, :1].float()
+    numbers *= steps[:, :, :1]
     if steps.shape[2] == 2:
-        numbers += steps[:, :, 1:].float()
+        numbers += steps[:, :, 1:]
     return numbers.flatten(1)
 
 

@@ -67,7 +67,7 @@ class Sampling:
         if temperature == 0:
             token = _likeliest(logits)
             # NaN and infinity count as the largest. Where all are excluded, that is not for here.
-            _check(logits.gather(-1, token).clamp(min=0.0))
+            _check(all(top < math.inf for top in logits.gather(-1, token)[:, 0].tolist()))
             return token
         chances = self._limit(_cool(logits.cpu().float(), temperature)).softmax(dim=-1)
         return _draw(chances, generator)
@@ -98,7 +98,7 @@ def _draw(chances: Tensor, generator: torch.Generator | Sequence[torch.Generator
 
     To the last bit `torch.multinomial`'s, which takes one generator only.
     """
-    _check(chances)
+    _check(bool(chances.sum().isfinite()))
     waits = torch.empty_like(chances)
     if isinstance(generator, torch.Generator):
         waits.exponential_(generator=generator)
@@ -108,8 +108,8 @@ def _draw(chances: Tensor, generator: torch.Generator | Sequence[torch.Generator
     return _likeliest(torch.div(chances, waits, out=waits))
 
 
-def _check(found: Tensor) -> None:
-    if not bool(found.sum().isfinite()):
+def _check(finite: bool) -> None:
+    if not finite:
         raise WeirError("no token can be drawn: the logits are not finite")
 
 
@@ -121,7 +121,7 @@ def _nucleus(logits: Tensor, part: float) -> Tensor:
     section 3.1. Most nuclei are small, so the vocabulary is not sorted.
     """
     chances = logits.softmax(dim=-1)
-    _check(chances)  # before tokens that are NaN are masked
+    _check(bool(chances.sum().isfinite()))  # before tokens that are NaN are masked
     size = logits.shape[-1]
     kept = torch.zeros_like(logits, dtype=torch.bool)
     rows, count = torch.arange(len(logits)), min(FEW, size)

@@ -3,4 +3,4 @@
 from weir.cache.layer.decode import DecodeSlots
 from weir.cache.layer.fold import states_of
 from weir.cache.layer.layer import Layer, RowsNotFinite
-from weir.cache.layer.layer_state import LayerSpec, Layout, lay_out
+from weir.cache.layer.layer_state import LayerSpec, LayerState, Layout, lay_out

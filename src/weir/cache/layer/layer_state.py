@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -242,6 +243,9 @@ class LayerSpec:
         }
 
 
+_VERSIONS = count(1)
+
+
 class LayerState:
     """The slots of one layer, and their use by each row of the batch.
 
@@ -253,7 +257,11 @@ class LayerState:
         plain: whether every slot in use holds one token of weight 1, so that attention can skip the
             weights.
         first: the first slot that attention reads: an exact one while no row has quantized ones.
+        version: number of the last change of any layer's slots or lengths in this process, of those
+            that had slots; a step changes neither.
     """
+
+    version = 0
 
     def __init__(self, spec: LayerSpec) -> None:
         self.spec = spec
@@ -261,6 +269,7 @@ class LayerState:
 
     def reset(self) -> None:
         """Drop all rows and free the slots."""
+        self._note_change()
         self.slab: Slab | None = None
         self.lengths: list[list[int]] = []
         self.seeds: list[int] = []
@@ -314,6 +323,7 @@ class LayerState:
         self._whole = copy(self), view, rows
         self.slab, self.lengths, self.seeds = view, self.lengths[rows], self.seeds[rows]
         self.first = self._read_from
+        self._note_change()
 
     @property
     def _read_from(self) -> int:
@@ -340,6 +350,7 @@ class LayerState:
         self.slab, self.lengths, self.seeds = whole.slab, lengths, seeds
         self.plain = self.plain and whole.plain and self.first == whole.first
         self.first = min(self.first, whole.first)
+        self._note_change()
 
     def select_rows(self, index: Tensor) -> None:
         """Keep, repeat or reorder the rows of the batch by `index` [n]."""
@@ -348,6 +359,7 @@ class LayerState:
         self.slab = self.slab.rows(index)
         self.lengths = [list(self.lengths[row]) for row in index.tolist()]
         self.seeds = [self.seeds[row] for row in index.tolist()]
+        self._note_change()
 
     def take_row(self, row: int) -> tuple[dict[str, Tensor], list[int]]:
         """Copy the slots in use of a row [1, kv_heads, ...], by name, and its lengths."""
@@ -407,3 +419,8 @@ class LayerState:
             behind = slots >= torch.tensor(ends, device=slots.device)[:, None, None]
             weights = [t.masked_fill(behind, 0.0) for t in weights]
         self.plain, self.first = not any(bool(t.any()) for t in weights), start
+        self._note_change()
+
+    @staticmethod
+    def _note_change() -> None:
+        LayerState.version = next(_VERSIONS)
