@@ -25,6 +25,7 @@ from weir.serve.api.protocol import BoundedConnection
 from weir.serve.api.schemas.base import Only, Strict
 from weir.serve.sessions.disk_turns import DiskTurns
 from weir.serve.sessions.snapshot import RowFormat
+from weir.serve.worker import Worker
 
 POLICY = "sink(2) | recent(6) | heavy(4)"
 SPECIAL = ["<s>", "<|im_start|>", "<|im_end|>"]
@@ -107,6 +108,7 @@ def make_client(
     policy: str = POLICY,
     limit: int | None = None,
     shared: bool = False,
+    worker: Worker | None = None,
     **disk: Any,
 ) -> EngineClient:
     """A client of an engine of a small model, whose turns are in memory or in a folder."""
@@ -118,7 +120,7 @@ def make_client(
         store = SessionStore(DiskTurns(data, RowFormat.of(model, policy, 4), limit), **disk)
     engine = Engine(model, policy, rows, store, chunk=4, queue=limits.queue, shared=shared)
     book = ResponseStore(None if data is None else data / "book.db", limits.texts)
-    return EngineClient(engine, tokenizer, "small", limits, book)
+    return EngineClient(engine, tokenizer, "small", limits, book, worker=worker)
 
 
 @contextlib.contextmanager

@@ -50,10 +50,12 @@ def send(server: Server, path: str, body: bytes) -> None:
 
 def peak_of(server: Server, path: str, body: bytes) -> int:
     """Bytes by which the server's memory rises at most while it works on a body."""
-    Path(f"/proc/{server.process.pid}/clear_refs").write_text("5")  # the peak is as of now
-    before = server.memory
+    processes, rise = [server.process.pid, *server.workers], 0
+    for each in processes:
+        Path(f"/proc/{each}/clear_refs").write_text("5")  # the peak is as of now
+        rise -= status_bytes(each, "VmRSS")
     send(server, path, body)
-    return status_bytes(server.process.pid, "VmHWM") - before
+    return rise + sum(status_bytes(each, "VmHWM") for each in processes)
 
 
 @pytest.mark.parametrize("kind", make_bodies("model", 1000))

@@ -32,12 +32,22 @@ class Server:
 
     @property
     def memory(self) -> int:
-        """Bytes of its resident memory; 0 where the system has no /proc."""
-        return status_bytes(self.process.pid, "VmRSS")
+        """Bytes of its resident memory and its workers' own; 0 where the system has no /proc."""
+        own = status_bytes(self.process.pid, "VmRSS")
+        return own + sum(status_bytes(worker, "RssAnon") for worker in self.workers)
+
+    @property
+    def workers(self) -> list[int]:
+        """Processes that it has started, which share what they have not written to with it."""
+        try:
+            text = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        except OSError:
+            return []
+        return [int(number) for number in text.split()]
 
     @property
     def worked(self) -> float:
-        """Seconds that processors worked for it; 0 where the system has no /proc."""
+        """Seconds that processors worked for its own process; 0 where the system has no /proc."""
         try:
             text = Path(f"/proc/{self.process.pid}/stat").read_text("ascii")
         except OSError:

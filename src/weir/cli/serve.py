@@ -116,6 +116,7 @@ def serve(
         EngineClient,
         Limits,
         ResponseStore,
+        WorkerProcess,
         estimate_memory,
     )
     from weir.serve.api import Keys, bind, log_json, make_app, run_app
@@ -150,9 +151,13 @@ def serve(
     chunk = resolve_chunk(wanted, chunk)
     limits = Limits(prompt=max_prompt, answer=max_answer, queue=queue, drain=drain)
     accepted = Keys() if keys is None else Keys.read(keys)
+    # Copied before there are sockets, threads or a device.
+    worker = WorkerProcess(fork=True) if cluster is None else None
     bound = bind(host, port, accepted)  # before loading, which would be in vain if this fails
     with contextlib.ExitStack() as ending:
         ending.callback(bound.close)
+        if worker is not None:
+            ending.callback(worker.close)
         if beside is not None and beside.origin is not None:
             say(f"the policy is that of {beside.origin.file}, which lies with the model")
         say_set_aside(model_name, policy, slots, loading.get("revision"))
@@ -226,7 +231,7 @@ def serve(
             engine.warm_up()
         if compiled:
             compile_or_say(engine)
-        client = EngineClient(engine, tokenizer, name or model_name, limits, book)
+        client = EngineClient(engine, tokenizer, name or model_name, limits, book, worker=worker)
         log_json()
         app = make_app(client, accepted)
         address, number = bound.getsockname()[:2]

@@ -9,3 +9,4 @@ from weir.serve.memory_estimate import estimate_memory
 from weir.serve.sessions.records import Checkpoint, TurnRecord
 from weir.serve.sessions.responses import ResponseStore
 from weir.serve.sessions.store import SessionStore
+from weir.serve.worker import WorkerProcess

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import secrets
 import threading
 from collections import Counter
@@ -41,10 +42,13 @@ from weir.serve.sessions.records import TurnRecord, pack_ids
 from weir.serve.sessions.responses import ResponseStore
 from weir.serve.tools.formats import Tool
 from weir.serve.tools.parser import CallParser, join_parts
+from weir.serve.worker import Worker
 from weir.stream import Detokenizer
 
 if TYPE_CHECKING:
     from weir.serve.structured import GrammarConstraint
+
+LOG = logging.getLogger("weir.serve")
 
 
 @dataclass(frozen=True)
@@ -140,6 +144,7 @@ class EngineClient:
 
     Args:
         engine: its thread is run by this client from `open` on.
+        worker: works on large requests; by default in threads.
         is_replica: whether other servers have the same sessions.
 
     Attributes:
@@ -155,6 +160,7 @@ class EngineClient:
         limits: Limits,
         responses: ResponseStore | None = None,
         *,
+        worker: Worker | None = None,
         is_replica: bool = False,
     ) -> None:
         self.engine = engine
@@ -163,7 +169,6 @@ class EngineClient:
         self.name = name
         self.limits = limits
         self.responses = responses or ResponseStore(most=limits.texts)
-        self.sessions = SessionManager(engine, self.responses, limits)
         self.locked: set[tuple[str, str]] = set()
         self.is_replica = is_replica
         self.stop_ids = frozenset(StopTokens.of(engine.model.generation_config).stops)
@@ -173,7 +178,15 @@ class EngineClient:
         # Turns saved with one model and policy are of no use to another.
         kind = [name, str(engine.cache.policy), engine.cache.chunk, engine.cache.positions]
         root = hashlib.sha256(json.dumps(kind).encode()).hexdigest()
-        self.matcher = PromptMatcher(self.renderer, self.store, limits, root, self.vocabulary)
+        self.worker = worker or Worker()
+        try:
+            self.worker.open(self.renderer)
+        except Exception as error:  # code that came with a model may not be found in a process
+            LOG.warning("large requests are worked on in threads: %s", error)
+            self.worker = Worker()
+            self.worker.open(self.renderer)
+        self.matcher = PromptMatcher(self.renderer, self.store, root, self.vocabulary, self.worker)
+        self.sessions = SessionManager(engine, self.responses, limits, self.worker)
         self._sender = EventSender()
         engine.on_step = self._sender.send
         self._requests: Counter[str] = Counter()

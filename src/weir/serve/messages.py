@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,12 +18,6 @@ from weir.errors import WeirError, quote
 
 THINKING = re.compile(r"\A\s*<think>.*?</think>\s*", re.DOTALL)
 """The reasoning in front of an answer, which clients leave out of the history they send."""
-
-SEVERAL = 256
-REST = 0.002
-"""Seconds of a rest after `SEVERAL` messages are hashed, which takes as long: the interpreter is
-left to threads that answer.
-"""
 _encode = json.JSONEncoder(sort_keys=True).encode
 
 
@@ -179,9 +172,7 @@ def hash_prefixes(root: str, messages: Sequence[Message]) -> list[str]:
         root: hash of what comes before: of an earlier prefix, or of the model and how it is served.
     """
     hashes = []
-    for number, message in enumerate(messages, 1):
-        if not number % SEVERAL:
-            time.sleep(REST)
+    for message in messages:
         root = hashlib.sha256(f"{root}\n{message.canonical()}".encode()).hexdigest()
         hashes.append(root)
     return hashes

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,14 +15,14 @@ from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError, quote
 from weir.models import ModelSink
-from weir.serve.limits import Limits
 from weir.serve.messages import Message, hash_prefixes
 from weir.serve.sessions.records import TurnRecord
 from weir.serve.sessions.store import SessionStore
 from weir.serve.tools.formats import CallFormat, Tool, describe_tools, format_of
+from weir.serve.worker import Handle, Worker
 from weir.stream import ChatTemplate, PromptEncoder, PromptTooLong
 
-LONG = 262_144
+LONG = 65_536
 """Characters of a history that is worked on apart from short ones."""
 LOOKUPS = 256
 """Answers of a history, from the newest on, that are looked up among saved turns."""
@@ -78,6 +77,7 @@ class PromptRenderer:
         sink: ModelSink,
         most: int | None = None,
     ) -> None:
+        self._made_of = tokenizer, stop_ids, sink, most
         self._tokenizer = tokenizer
         self._most = most
         self._encoder = PromptEncoder(tokenizer, most)
@@ -90,6 +90,10 @@ class PromptRenderer:
         # A tokenizer prints its warning about padding in the first call: now, before any thread.
         tokenizer("x")
         self._template.header([])  # a template that is broken is better known now
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process makes its own, of the same."""
+        return PromptRenderer, self._made_of
 
     @property
     def is_line_based(self) -> bool:
@@ -149,6 +153,14 @@ class PromptRenderer:
         except WeirError:
             return None  # the template looks at more of the history than is here
 
+    def check(self, prompt: Prompt) -> Prompt:
+        """Refuse a prompt without tokens or with too many."""
+        if not prompt.ids:
+            raise WeirError("that makes no tokens; say something")
+        if self._most is not None and len(prompt.ids) > self._most:
+            raise PromptTooLong(self._most)
+        return prompt
+
     def _for_template(
         self, messages: Sequence[Message], tools: Sequence[Tool]
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -163,6 +175,7 @@ class PromptMatcher:
 
     Args:
         root: hash that sets histories of this model and policy apart from others.
+        worker: works on long histories, opened with the renderer; short ones do not wait for it.
 
     Its methods raise PromptTooLong for more tokens than a request may feed, and a WeirError for
     none, or where the template refuses the messages.
@@ -172,30 +185,29 @@ class PromptMatcher:
         self,
         renderer: PromptRenderer,
         store: SessionStore,
-        limits: Limits,
         root: str,
         vocabulary: int,
+        worker: Worker,
     ) -> None:
-        self._renderer = renderer
         self._store = store
-        self._limits = limits
         self._root = root
         self._vocabulary = vocabulary
-        self._short, self._long = threading.Lock(), threading.Lock()
+        self._long, self._short = worker, Worker()
+        self._short.open(renderer)
 
-    def turn(self, messages: Sequence[Message]) -> threading.Lock:
-        """The lock to hold while a history is worked on.
+    def hold(self, messages: Sequence[Message]) -> Handle:
+        """Hold a history to be worked on.
 
         Were all threads to hash and render at once, the engine's would wait for the interpreter
         behind each of them. So one works on a long history, and another on a short one.
         """
         size = sum(len(message.content) for message in messages) + BESIDE * len(messages)
-        return self._short if size < LONG else self._long
+        return (self._short if size < LONG else self._long).hold(messages)
 
     def match(
         self,
         owner: str,
-        messages: Sequence[Message],
+        messages: Sequence[Message] | Handle,
         session: str | None,
         tools: Sequence[Tool] = (),
     ) -> Prompt:
@@ -204,33 +216,27 @@ class PromptMatcher:
 
         With other tools described to the model, a history is another one.
         """
-        answers = [at for at, message in enumerate(messages[:-1]) if message.role == "assistant"]
-        known = answers[-1] + 1 if answers else 0
-        with self.turn(messages):
-            hashes = self.hash_prefixes(messages[:known], tools)
-        for at in reversed(answers[-LOOKUPS:]):
-            parent = self._store.find_history(owner, hashes[at])
+        held = messages if isinstance(messages, Handle) else self.hold(messages)
+        root = self._root_of(tools)
+        prefixes: list[tuple[int, str]] = held.call(_hash_answers, root)
+        for known, chain in prefixes:
+            parent = self._store.find_history(owner, chain)
             if parent is None:
                 continue
-            if prompt := self.extend(parent, messages[at + 1 :], session, tools):
+            if prompt := self._extend(parent, held, known, session, tools):
                 return prompt
-        with self.turn(messages):
-            rendered = self._renderer.render(messages, tools)
-            root = hashes[-1] if hashes else self._root_of(tools)
-            hashed = hash_prefixes(root, messages[known:])[-1]  # what is too long is refused by now
-        return self._check(
-            replace(
-                rendered,
-                owner=owner,
-                session=session or f"sess_{secrets.token_hex(16)}",
-                hash=hashed,
-                messages=tuple(messages),
-            )
+        known, chain = prefixes[0] if prefixes else (0, root)
+        prompt = held.call(_render_all, known, chain, tools)
+        return replace(
+            _with_shared_ids(prompt),
+            owner=owner,
+            session=session or f"sess_{secrets.token_hex(16)}",
         )
 
     def hash_prefixes(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[str]:
         """The hash of each prefix of a history in which these tools were described."""
-        return hash_prefixes(self._root_of(tools), messages)
+        hashes: list[str] = self.hold(messages).call(_hash_all, self._root_of(tools))
+        return hashes
 
     def _root_of(self, tools: Sequence[Tool]) -> str:
         if not tools:
@@ -247,36 +253,91 @@ class PromptMatcher:
         """Make a prompt that continues a saved turn, in its session if no other is named; None if
         the template cannot render these messages without those before.
         """
-        with self.turn(messages):
-            rendered = self._renderer.render_next(messages, parent.last, tools)
-            if rendered is None:
-                return None
-            hashed = hash_prefixes(parent.chain, messages)[-1]
-        return self._check(
-            replace(
-                rendered,
-                owner=parent.owner,
-                parent=parent,
-                session=session or parent.session,
-                hash=hashed,
-                messages=tuple(messages),
-            )
+        return self._extend(parent, self.hold(messages), 0, session, tools)
+
+    def _extend(
+        self,
+        parent: TurnRecord,
+        held: Handle,
+        known: int,
+        session: str | None,
+        tools: Sequence[Tool],
+    ) -> Prompt | None:
+        """Make a prompt of what comes after the `known` messages of a history."""
+        prompt = held.call(_render_rest, known, parent.chain, parent.last, tools)
+        if prompt is None:
+            return None
+        return replace(
+            _with_shared_ids(prompt),
+            owner=parent.owner,
+            parent=parent,
+            session=session or parent.session,
         )
 
-    def complete(self, owner: str, text: str | Sequence[int]) -> Prompt:
+    def complete(self, owner: str, text: str | Sequence[int] | Handle) -> Prompt:
         """Make a prompt of a text, or of tokens; its turn is not saved."""
-        if isinstance(text, str):
-            return self._check(Prompt(self._renderer.render_text(text), owner))
-        wrong = next((token for token in text if not 0 <= token < self._vocabulary), None)
-        if wrong is not None:
-            last = self._vocabulary - 1
-            raise WeirError(f"token {quote(wrong)} does not exist; ids are 0 to {last}")
-        return self._check(Prompt(list(text), owner))
+        if not isinstance(text, Handle):
+            text = (self._short if len(text) < LONG else self._long).hold(text)
+        return replace(_with_shared_ids(text.call(_read_text, self._vocabulary)), owner=owner)
 
-    def _check(self, prompt: Prompt) -> Prompt:
-        """Refuse a prompt without tokens or with too many."""
-        if not prompt.ids:
-            raise WeirError("that makes no tokens; say something")
-        if len(prompt.ids) > self._limits.prompt:
-            raise PromptTooLong(self._limits.prompt)
-        return prompt
+
+# What a worker does, with the renderer that it was opened with.
+
+
+def _hash_answers(
+    renderer: PromptRenderer, messages: Sequence[Message], root: str
+) -> list[tuple[int, str]]:
+    """How many messages end with each of the newest answers, newest first, and their hash."""
+    answers = [at for at, message in enumerate(messages[:-1]) if message.role == "assistant"]
+    hashes = hash_prefixes(root, messages[: answers[-1] + 1]) if answers else []
+    return [(at + 1, hashes[at]) for at in reversed(answers[-LOOKUPS:])]
+
+
+def _hash_all(renderer: PromptRenderer, messages: Sequence[Message], root: str) -> list[str]:
+    return hash_prefixes(root, messages)
+
+
+def _render_all(
+    renderer: PromptRenderer,
+    messages: Sequence[Message],
+    known: int,
+    chain: str,
+    tools: Sequence[Tool],
+) -> Prompt:
+    """The prompt of a whole history, of which `known` messages have a hash."""
+    rendered = renderer.render(messages, tools)
+    hashed = hash_prefixes(chain, messages[known:])[-1]  # what is too long is refused by now
+    return renderer.check(replace(rendered, hash=hashed, messages=tuple(messages)))
+
+
+def _render_rest(
+    renderer: PromptRenderer,
+    messages: Sequence[Message],
+    known: int,
+    chain: str,
+    last: int,
+    tools: Sequence[Tool],
+) -> Prompt | None:
+    """The prompt of what comes after the `known` messages, of which the last ends with a token."""
+    rest = messages[known:]
+    rendered = renderer.render_next(rest, last, tools)
+    if rendered is None:
+        return None
+    hashed = hash_prefixes(chain, rest)[-1]
+    return renderer.check(replace(rendered, hash=hashed, messages=tuple(rest)))
+
+
+def _read_text(renderer: PromptRenderer, text: str | Sequence[int], vocabulary: int) -> Prompt:
+    """The prompt of a text or of tokens."""
+    if isinstance(text, str):
+        return renderer.check(Prompt(renderer.render_text(text)))
+    wrong = next((token for token in text if not 0 <= token < vocabulary), None)
+    if wrong is not None:
+        raise WeirError(f"token {quote(wrong)} does not exist; ids are 0 to {vocabulary - 1}")
+    return renderer.check(Prompt(list(text)))
+
+
+def _with_shared_ids(prompt: Prompt) -> Prompt:
+    """Let equal ids be one object: those of another process take 40 bytes in place of 8."""
+    same: dict[int, int] = {}
+    return replace(prompt, ids=list(map(same.setdefault, prompt.ids, prompt.ids)))

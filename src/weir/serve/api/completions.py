@@ -19,7 +19,7 @@ from weir.serve.api.logprobs import LogprobFormatter, clip
 from weir.serve.api.models import check_model
 from weir.serve.api.openapi import describe_body
 from weir.serve.api.output_format import add_constraint, check_tools
-from weir.serve.api.requests import SESSION_HEADER, named_session, read_body, work_on_body
+from weir.serve.api.requests import SESSION_HEADER, named_session, read_content
 from weir.serve.api.schemas.chat import ChatBody, CompletionBody, TextBody
 from weir.serve.api.sse import DONE, encode_event
 from weir.serve.client import EngineClient, Generation
@@ -28,6 +28,7 @@ from weir.serve.messages import Call, Message, StrayResult, link_results
 from weir.serve.prompts import Prompt
 from weir.serve.tools.formats import Tool
 from weir.serve.tools.parser import AnswerPart, CallStart, TextDelta, join_parts
+from weir.serve.worker import Handle
 
 DEFAULT_LIMIT = 16
 """Tokens that continue a text if the client does not say, as with OpenAI."""
@@ -39,7 +40,7 @@ router = APIRouter()
 async def chat(request: Request, client: Client, owner: Owner) -> Response:
     """Complete a chat. Only the messages that are new since a saved turn are processed."""
     session = named_session(request)
-    body = await read_body(request, ChatBody, owner)
+    body, messages = await read_content(request, ChatBody, owner, "messages", "history")
     check_model(client, body.model)
     offer = body.offer
     check_tools(client, offer)
@@ -49,7 +50,6 @@ async def chat(request: Request, client: Client, owner: Owner) -> Response:
     if body.max_completion_tokens is not None:
         limit = ("max_completion_tokens", body.max_completion_tokens)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    messages = await work_on_body(request, getattr, body, "history")  # there may be many
     match = partial(_match, client, messages, owner, session, offer.tools)
     job = make_request(client, body, match, limit, logprobs, client.limits.answer_default)
     held_to, param = None, "response_format.json_schema.schema"
@@ -64,12 +64,18 @@ async def chat(request: Request, client: Client, owner: Owner) -> Response:
 
 def _match(
     client: EngineClient,
-    messages: Sequence[Message],
+    messages: Sequence[Message] | Handle,
     owner: str,
     session: str | None,
     tools: Sequence[Tool],
 ) -> Prompt:
     """Find the prompt of a chat."""
+    held = messages if isinstance(messages, Handle) else client.matcher.hold(messages)
+    return client.matcher.match(owner, held.map(_link), session, tools)
+
+
+def _link(_: Any, messages: Sequence[Message]) -> Sequence[Message]:
+    """Link the results of a chat, which must end with a message to answer (APIError)."""
     try:
         linked = link_results(messages)
     except StrayResult as error:
@@ -79,15 +85,17 @@ def _match(
         raise APIError(
             400, "the last message must be one to answer, not an assistant's", param="messages"
         )
-    return client.matcher.match(owner, linked, session, tools)
+    return linked
 
 
 @router.post("/v1/completions", openapi_extra=describe_body(TextBody, streams=True))
 async def complete(request: Request, client: Client, owner: Owner) -> Response:
     """Complete a text or token ids. Nothing is saved."""
-    body = await read_body(request, TextBody, owner, client.limits.prompt)
+    body, prompt = await read_content(
+        request, TextBody, owner, "prompt", "only_prompt", client.limits.prompt
+    )
     check_model(client, body.model)
-    match = partial(client.matcher.complete, owner, body.only_prompt)
+    match = partial(client.matcher.complete, owner, prompt)
     limit = ("max_tokens", body.max_tokens)
     job = make_request(client, body, match, limit, body.logprobs, DEFAULT_LIMIT)
     generation = await start(request, job, "prompt")

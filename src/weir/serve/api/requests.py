@@ -7,7 +7,6 @@ import re
 from codecs import BOM_UTF8
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from email.message import Message
 from typing import Any, TypeVar
@@ -16,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
+from weir.serve.api.dependencies import run_in_thread
 from weir.serve.api.errors import APIError, invalid_body, invalid_json, rate_limited
 from weir.serve.api.middleware import at_end
 from weir.serve.client import EngineClient
@@ -23,6 +23,7 @@ from weir.serve.engine.engine import Engine
 from weir.serve.engine.scheduler import Busy
 from weir.serve.json_nodes import NodeCounter, TooManyNodes
 from weir.serve.limits import NODE, Limits, share_of
+from weir.serve.worker import Worker
 
 Body = TypeVar("Body", bound=BaseModel)
 Result = TypeVar("Result")
@@ -33,7 +34,7 @@ MAX_DIGITS = 20
 """Digits of a Content-Length: `int` raises on a text with thousands of them."""
 DRAINED = 64_000_000
 """Bytes that are read, and dropped, of a body beyond what it may have."""
-PACE = 16_000_000
+PACE = 32_000_000
 """Bytes of large bodies that are read of a client in a second while there are answers: who sends as
 fast as this machine copies would keep the interpreter from the engine's thread.
 """
@@ -41,7 +42,7 @@ SLOW_SECONDS = 0.5
 SLOW_RATE = 10_000
 """A body is slow if it has come for longer, and with fewer bytes a second."""
 LARGE = 65_536
-"""Bytes of a body that is worked on in a thread, so that no other client waits."""
+"""Bytes of a body that is worked on apart, so that no other client waits."""
 
 
 class ClientGone(Exception):
@@ -53,16 +54,12 @@ class BodyLimiter:
 
     Args:
         limits: of the server.
-
-    Attributes:
-        worker: the one thread that works on large bodies.
     """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._bytes: Counter[str] = Counter()
         self._reading: defaultdict[str, list[IncomingBody]] = defaultdict(list)
-        self.worker = ThreadPoolExecutor(1, "weir-bodies")
         self._paced: dict[str, float] = {}  # until when a client's bodies have been read enough
 
     def delay(self, holder: str, size: int, now: float) -> float:
@@ -237,18 +234,45 @@ def _check_headers(request: Request, media_type: str) -> None:
         )
 
 
-async def read_body(request: Request, kind: type[Body], owner: str, numbers: int = 0) -> Body:
+async def read_body(request: Request, kind: type[Body], owner: str) -> Body:
     """Read and validate the body of a request, which counts as one of its owner's from now on.
 
     No body at all is an empty object, if no field is required.
-
-    Args:
-        numbers: entries of lists that are allowed beside `MAX_NODES`, for prompts of token ids.
 
     Raises:
         APIError: the owner has too many requests, or the body is too large, slow or wrong.
         ClientGone: the client has hung up.
     """
+    data, counter = await _read(request, kind, owner, 0)
+    if len(data) < LARGE:
+        return parse_body(data, kind, counter)
+    worker: Worker = request.app.state.client.worker
+    body: Body = await run_in_thread(worker.call, _parse, data, kind, counter)
+    return body
+
+
+async def read_content(
+    request: Request, kind: type[Body], owner: str, field: str, what: str, numbers: int = 0
+) -> tuple[Body, Any]:
+    """Read and validate a body as `read_body` does; its content apart, which a large one's worker
+    holds.
+
+    Args:
+        field: where the content is, which the body of a large one lacks.
+        what: the property of the body that is its content.
+        numbers: entries of lists that are allowed beside `MAX_NODES`, for prompts of token ids.
+    """
+    data, counter = await _read(request, kind, owner, numbers)
+    if len(data) < LARGE:
+        body = parse_body(data, kind, counter)
+        return body, getattr(body, what)
+    worker: Worker = request.app.state.client.worker
+    return await run_in_thread(worker.split, _take_content, data, kind, counter, field, what)
+
+
+async def _read(
+    request: Request, kind: type[Body], owner: str, numbers: int
+) -> tuple[bytearray, NodeCounter]:
     limits = begin_request(request, owner).limits
     limiter: BodyLimiter = request.app.state.bodies
     read, counter = bytearray(), NodeCounter(numbers)
@@ -270,16 +294,19 @@ async def read_body(request: Request, kind: type[Body], owner: str, numbers: int
         raise refused
     if not read and optional:
         read += b"{}"
-    request.state.is_large = len(read) >= LARGE
-    return await work_on_body(request, parse_body, read, kind, counter)
+    return read, counter
 
 
-async def work_on_body(request: Request, work: Callable[..., Result], *given: Any) -> Result:
-    """Work on the body of a request: if it is large, in the one thread for such."""
-    if not request.state.is_large:
-        return work(*given)
-    limiter: BodyLimiter = request.app.state.bodies
-    return await asyncio.get_running_loop().run_in_executor(limiter.worker, work, *given)
+def _parse(_: Any, data: bytes, kind: type[Body], counter: NodeCounter) -> Body:
+    return parse_body(data, kind, counter)
+
+
+def _take_content(
+    _: Any, data: bytes, kind: type[Body], counter: NodeCounter, field: str, what: str
+) -> tuple[Body, Any]:
+    body = parse_body(data, kind, counter)
+    content = getattr(body, what)
+    return body.model_copy(update={field: None}), content
 
 
 def parse_body(

@@ -24,7 +24,7 @@ from weir.serve.api.models import check_model
 from weir.serve.api.openapi import describe_body
 from weir.serve.api.output_format import add_constraint, check_tools
 from weir.serve.api.output_items import ItemEvent, OutputItems
-from weir.serve.api.requests import SESSION_HEADER, named_session, read_body, work_on_body
+from weir.serve.api.requests import SESSION_HEADER, named_session, read_content
 from weir.serve.api.schemas.responses import ResponseBody, result_param
 from weir.serve.api.sse import DONE, encode_event
 from weir.serve.client import EngineClient, Generation
@@ -33,6 +33,7 @@ from weir.serve.prompts import Prompt
 from weir.serve.response_turn import HistoryNotKept, PreviousNotFound, ResponseTurn, node_of
 from weir.serve.sessions.items import Item
 from weir.serve.sessions.responses import StoredResponse
+from weir.serve.worker import Handle
 
 router = APIRouter()
 
@@ -41,7 +42,7 @@ router = APIRouter()
 async def respond(request: Request, client: Client, owner: Owner) -> Response:
     """Create a response: alone, after a previous one, or in a conversation."""
     session = named_session(request)
-    body = await read_body(request, ResponseBody, owner)
+    body, items = await read_content(request, ResponseBody, owner, "input", "items")
     check_model(client, body.model)
     _check(body, session)
     if body.named is not None:
@@ -50,7 +51,7 @@ async def respond(request: Request, client: Client, owner: Owner) -> Response:
     turn = ResponseTurn(
         client,
         owner,
-        await work_on_body(request, getattr, body, "items"),  # there may be many
+        items.get() if isinstance(items, Handle) else items,
         body.instructions,
         body.previous_response_id,
         body.named,

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,26 +71,8 @@ def read_archive(path: Path, row_format: RowFormat, limit: int | None, owner: st
 
     WeirError if it is missing or damaged, or a turn in it cannot be continued here.
     """
-    if not path.is_file():
-        raise WeirError("there is no such file")
-    size = path.stat().st_size
-    if limit is not None and size > limit:
-        raise WeirError(f"the file has {size:,} bytes, and {limit:,} are taken")
-    try:
-        with open(path, "rb") as begun:
-            header = int.from_bytes(begun.read(8), "little")
-        if header > MAX_FACTS + HEADER:
-            raise ValueError(f"its header has {header:,} bytes")
-        with safe_open(str(path), framework="pt") as file:
-            text = (file.metadata() or {})[KEY]
-            NodeCounter(MAX_FACTS).feed_text(text)
-            turns = _validated(json.loads(text), file, row_format)
-    except (SafetensorError, OSError, ValueError, LookupError, RecursionError) as error:
-        raise WeirError(
-            f"the file is damaged or no session that weir exported ({quote(str(error))})"
-        ) from None
-    except (ValidationError, WeirError) as error:
-        raise WeirError(f"the file cannot be imported: {error}") from None
+    with _opened(path, limit, row_format.vocabulary) as (facts, file):
+        turns = _validated(facts, file, row_format)
     session = f"sess_{secrets.token_hex(16)}"
     names = {made.node: secrets.token_hex(16) for _, made in turns}
     return [
@@ -107,10 +90,44 @@ def read_archive(path: Path, row_format: RowFormat, limit: int | None, owner: st
     ]
 
 
+def check_facts(_: Any, path: Path, limit: int | None, vocabulary: int) -> None:
+    """Check in a worker what a file says of its turns: that may be long."""
+    with _opened(path, limit, vocabulary):
+        pass
+
+
+@contextmanager
+def _opened(path: Path, limit: int | None, vocabulary: int) -> Iterator[tuple[Any, Any]]:
+    """Open a file of turns, whose facts are valid by themselves; WeirError for what is wrong with
+    it, found here or by the caller.
+    """
+    if not path.is_file():
+        raise WeirError("there is no such file")
+    size = path.stat().st_size
+    if limit is not None and size > limit:
+        raise WeirError(f"the file has {size:,} bytes, and {limit:,} are taken")
+    try:
+        with open(path, "rb") as begun:
+            header = int.from_bytes(begun.read(8), "little")
+        if header > MAX_FACTS + HEADER:
+            raise ValueError(f"its header has {header:,} bytes")
+        with safe_open(str(path), framework="pt") as file:
+            text = (file.metadata() or {})[KEY]
+            NodeCounter(MAX_FACTS).feed_text(text)
+            facts = json.loads(text)
+            whole = record(format=integer(FORMAT, FORMAT), turns=list_of(_turn_facts(vocabulary)))
+            whole(facts, "")
+            yield facts, file
+    except (SafetensorError, OSError, ValueError, LookupError, RecursionError) as error:
+        raise WeirError(
+            f"the file is damaged or no session that weir exported ({quote(str(error))})"
+        ) from None
+    except (ValidationError, WeirError) as error:
+        raise WeirError(f"the file cannot be imported: {error}") from None
+
+
 def _validated(facts: Any, file: Any, row_format: RowFormat) -> list[Turn]:
     """Validate the content of a file that is open, and make its turns, one by one."""
-    turn_facts = _turn_facts(row_format.vocabulary)
-    record(format=integer(FORMAT, FORMAT), turns=list_of(turn_facts))(facts, "")
     turns = facts["turns"]
     names = set(file.keys())
     if names != {str(n) for n in range(len(turns))} or not turns:

@@ -16,10 +16,11 @@ from weir.errors import WeirError
 from weir.serve.engine.engine import Engine
 from weir.serve.engine.scheduler import Busy
 from weir.serve.limits import Limits
-from weir.serve.sessions.archive import read_archive, write_archive
+from weir.serve.sessions.archive import check_facts, read_archive, write_archive
 from weir.serve.sessions.records import Checkpoint, SessionSummary, Turn, TurnRecord, find_path
 from weir.serve.sessions.responses import ResponseStore
 from weir.serve.sessions.snapshot import RowFormat
+from weir.serve.worker import Worker
 
 
 class UnknownSession(WeirError):
@@ -40,11 +41,14 @@ class SessionManager:
     `HeldByConversation` where it cannot be changed alone, and a WeirError where the disk refuses.
     """
 
-    def __init__(self, engine: Engine, responses: ResponseStore, limits: Limits) -> None:
+    def __init__(
+        self, engine: Engine, responses: ResponseStore, limits: Limits, worker: Worker
+    ) -> None:
         self._engine = engine
         self._store = engine.store
         self._responses = responses
         self._limits = limits
+        self._worker = worker
         self._transfer = threading.Lock()
 
     @cached_property
@@ -129,7 +133,9 @@ class SessionManager:
     def import_file(self, owner: str, path: Path) -> SessionSummary:
         """Import a session from a file, as a new one of the owner's; one at a time (Busy)."""
         with _one_at_a_time(self._transfer):
-            turns = read_archive(path, self.row_format, self._limits.parcel, owner)
+            most = self._limits.parcel
+            self._worker.vet(check_facts, path, most, self.row_format.vocabulary)
+            turns = read_archive(path, self.row_format, most, owner)
             found = self._store.import_session(turns)
         self.trim(owner)
         return found
