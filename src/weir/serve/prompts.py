@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from weir.serve.sessions.records import TurnRecord
 from weir.serve.sessions.store import SessionStore
 from weir.serve.tools.formats import CallFormat, Tool, describe_tools, format_of
 from weir.stream import ChatTemplate, PromptEncoder, PromptTooLong
+from weir.stream.template_bounds import make_way
 
 LONG = 262_144
 """Characters of a history that is worked on apart from short ones."""
@@ -182,15 +184,33 @@ class PromptMatcher:
         self._root = root
         self._vocabulary = vocabulary
         self._short, self._long = threading.Lock(), threading.Lock()
+        self._slow = threading.Lock()
 
-    def turn(self, messages: Sequence[Message]) -> threading.Lock:
-        """The lock to hold while a history is worked on.
+    @contextmanager
+    def turn(self, messages: Sequence[Message]) -> Iterator[None]:
+        """Wait until a history may be worked on.
 
         Were all threads to hash and render at once, the engine's would wait for the interpreter
-        behind each of them. So one works on a long history, and another on a short one.
+        behind each of them. So one works on a long history, another on a short one, and a third on
+        one whose template turns out to be slow, or to have no end.
         """
         size = sum(len(message.content) for message in messages) + BESIDE * len(messages)
-        return self._short if size < LONG else self._long
+        held = self._short if size < LONG else self._long
+
+        def give_way() -> None:
+            nonlocal held
+            if held is not self._slow:
+                held.release()
+                held = self._slow
+                held.acquire()
+
+        held.acquire()
+        token = make_way.set(give_way)
+        try:
+            yield
+        finally:
+            make_way.reset(token)
+            held.release()
 
     def match(
         self,
