@@ -128,4 +128,4 @@ def test_a_server_takes_native_steps_unless_answers_are_to_be_the_same(
     assert run(capsys, "serve", measured, "--port", 0, "--deterministic").code == 0
     assert not asked
     assert run(capsys, "serve", measured, "--port", 0).code == 0
-    assert asked == [{"torch_compile": False}]
+    assert asked == [{"torch_compile": False, "strict": True}]

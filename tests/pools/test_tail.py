@@ -157,7 +157,7 @@ def foretold_and_true(inputs: LayerInputs, text: str, seeds: int) -> tuple[Tenso
         if (before > 0).all():
             apart = (answers - answers.mean(dim=0)).square().sum(dim=3) * seeds / (seeds - 1)
             off.append(apart / answers.square().sum(dim=3))
-    reports = [pool.report(_named(layer, "3."), row)["error"] for row in range(seeds)]
+    reports = [pool.report(_named(layer, "3."), row)["mean_error"] for row in range(seeds)]
     return torch.tensor(reports).double(), torch.cat(off, dim=2).mean(dim=(1, 2)).sqrt()
 
 
@@ -215,8 +215,8 @@ def test_a_stream_reports_it_and_nothing_before_its_first_sample():
     stream.feed(ids[:64])
     first = stream.report()["layers"][0]["pools"]
     stream.feed(ids[64:320])
-    assert first == {"tail 2": {"error": None}}
-    assert 0 < stream.report()["layers"][0]["pools"]["tail 2"]["error"] < 1
+    assert first == {"tail 2": {"mean_error": None}}
+    assert 0 < stream.report()["layers"][0]["pools"]["tail 2"]["mean_error"] < 1
     unwatched = weir.Stream(model, "sink(4) | recent(60) | tail(24, watch=0)")
     unwatched.feed(ids[:320])
     assert "pools" not in unwatched.report()["layers"][0]

@@ -390,14 +390,14 @@ def test_clients_take_turns():
     assert order.index("b") == 1
 
 
-def test_a_warm_engine_has_run_both_kinds_of_calls_and_holds_nothing(monkeypatch):
+def test_a_warm_engine_has_run_all_kinds_of_calls_and_holds_nothing(monkeypatch):
     warm, sizes = engine(), []
     run = warm.runner.run
     monkeypatch.setattr(
         warm.runner, "run", lambda given: sizes.append([*map(len, given.values())]) or run(given)
     )
     warm.warm_up()
-    assert sizes == [[5], [1, 1, 1]]
+    assert sizes == [[5], [1], [1, 1, 1]]
     assert list(warm.cache.seen) == [0, 0, 0]
     assert warm.load() == engine().load()
     told = []

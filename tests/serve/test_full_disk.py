@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -17,6 +18,7 @@ from servers import Server, make_client, serving
 from weir.serve import Limits
 from weir.serve.sessions import snapshot_folder as folder_file
 from weir.serve.sessions.records import DISK_FULL
+from weir.serve.sessions.snapshot import OVERHEAD
 
 CHAT = "/v1/chat/completions"
 
@@ -37,6 +39,15 @@ def ask(server: Server, *said: str) -> str:
 def cached(server: Server, *said: str) -> int:
     used = server.post(CHAT, chat(*said)).json()["usage"]
     return used["prompt_tokens_details"]["cached_tokens"]
+
+
+def said_to_be_free(message: str) -> int:
+    """What a full disk has, by a message that says so and that a turn takes more."""
+    found = re.match(rf"{DISK_FULL}; ([\d,]+) bytes are needed, and (-?[\d,]+) are said", message)
+    assert found, message
+    needed, free = (int(number.replace(",", "")) for number in found.groups())
+    assert free < needed
+    return free
 
 
 def sessions(server: Server) -> list[dict]:
@@ -70,12 +81,13 @@ def test_a_full_disk_is_said_before_anything_is_generated(tmp_path, disk, caplog
         for answer in answers:
             error = answer.json()["error"]
             assert (answer.status_code, error["code"]) == (507, "storage_full")
-            assert error["message"] == DISK_FULL
+            assert said_to_be_free(error["message"]) <= 0
         assert server.engine.load().calls == calls
         assert [DISK_FULL in line for line in caplog.messages].count(True) == 1
         health = httpx.get(f"{server.url}/health")
         assert health.status_code == 200
-        assert health.json() == {"status": "storage_full", "message": DISK_FULL}
+        assert health.json()["status"] == "storage_full"
+        assert said_to_be_free(health.json()["message"]) <= 0
         # OpenAI's client does not ask again.
         sent = []
         with httpx.Client(event_hooks={"request": [sent.append]}) as counted:
@@ -95,7 +107,7 @@ def test_a_full_disk_is_said_before_anything_is_generated(tmp_path, disk, caplog
 
 def test_all_answers_under_way_have_room(tmp_path, disk):
     client = make_client(data=tmp_path, limits=Limits(unread=10**6))
-    row = client.store.place.row_format.turn_bytes
+    row = client.store.place.row_format.turn_bytes()
     with serving(client) as server:
         disk.size = 2 * row
         assert server.post(CHAT, {**chat("Hi"), "n": 3}).status_code == 507
@@ -109,12 +121,27 @@ def test_all_answers_under_way_have_room(tmp_path, disk):
             assert server.post(CHAT, chat("Ho")).status_code == 200
 
 
+def test_a_short_turn_needs_no_room_for_a_row(tmp_path, disk):
+    client = make_client(data=tmp_path, policy="sink(2) | recent(9000)")
+    row, short = client.store.place.turn_bytes(), client.store.place.turn_bytes(100)
+    assert 2 * short < row
+    with serving(client) as server:
+        disk.size = row - 1
+        ask(server, "Hi")
+        (turn,) = server.store.list_turns("", sessions(server)[0]["id"])
+        written = server.store.load(turn.node).state.nbytes
+        assert written <= client.store.place.turn_bytes(turn.seen) - OVERHEAD <= 2 * written
+        answer = server.post(CHAT, {**chat("Hi"), "max_tokens": 9000})
+        assert answer.status_code == 507
+        assert f"; {row:,} bytes are needed" in answer.json()["error"]["message"]
+
+
 def test_where_old_turns_may_go_they_make_room(tmp_path, disk):
     client = make_client(data=tmp_path, limit=10**9, keep=2)
     with serving(client) as server:
         said = [ask(server, f"Number {n}") for n in range(4)]
         taken = 10**9 - disk.free_bytes(None)
-        row = client.store.place.row_format.turn_bytes
+        row = client.store.place.row_format.turn_bytes()
         disk.size = taken + row - 1  # one byte too little: the oldest goes, and no other
         said.append(ask(server, "Number 4"))
         assert [session["topic"] for session in sessions(server)] == [
@@ -127,7 +154,8 @@ def test_where_old_turns_may_go_they_make_room(tmp_path, disk):
         assert cached(server, "Number 5", said[5], "On") > 0
         health = httpx.get(f"{server.url}/health").json()
         assert health["status"] == "storage_full"
-        assert health["message"] == f"{DISK_FULL}; up to 2 turns go on in memory"
+        assert said_to_be_free(health["message"]) < 0
+        assert health["message"].endswith("free; up to 2 turns go on in memory")
 
 
 def test_turns_that_went_on_in_memory_are_written_when_there_is_room(tmp_path, disk, monkeypatch):
@@ -175,7 +203,7 @@ def test_a_disk_that_refuses_what_it_says_is_free_fails_an_answer_and_the_next_b
         calls = server.engine.load().calls
         early = server.post(CHAT, chat("Ho"))
         assert {late.status_code, early.status_code} == {507}
-        assert early.json() == late.json()
+        assert early.json()["error"]["code"] == late.json()["error"]["code"] == "storage_full"
         assert server.engine.load().calls == calls
         assert len(sessions(server)) == 1  # nothing is dropped in vain
         monkeypatch.undo()
@@ -199,7 +227,8 @@ def test_a_disk_that_is_really_small(tmp_path, keep):
             calls = server.engine.load().calls
             answer = server.post(CHAT, chat("Hi", said, "On"))
             if keep is None:
-                assert (answer.status_code, answer.json()["error"]["message"]) == (507, DISK_FULL)
+                assert answer.status_code == 507
+                assert said_to_be_free(answer.json()["error"]["message"]) < 2**16
                 assert server.engine.load().calls == calls
             else:
                 assert answer.status_code == 200

@@ -327,6 +327,40 @@ def test_a_template_that_fails_is_a_400_or_ends_the_start(monkeypatch):
             assert server.post(CHAT, CHAT_BODY).status_code == 200
 
 
+@pytest.mark.parametrize("history", [1, prompts.LONG])
+def test_turns_do_not_wait_for_a_template_that_loops(monkeypatch, history):
+    loops, end = threading.Event(), threading.Event()
+
+    def sleep(seconds: float) -> None:
+        if seconds == template_bounds.REST and threading.current_thread().name == "looping":
+            loops.set()
+            end.wait(0.001)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(template_bounds, "MAX_STEPS", 10**12)
+    monkeypatch.setattr(template_bounds, "MAX_SECONDS", 60.0)
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    bad = "{% if messages[0].content[0] == 'b' %}" + loop + "{% endif %}"
+    matcher = make_client(template=CHATML + bad).matcher
+    refused: list[str] = []
+
+    def ask() -> None:
+        with pytest.raises(WeirError) as found:
+            matcher.match("", [Message("user", "b" * history)], None)
+        refused.append(str(found.value))
+
+    looping = threading.Thread(target=ask, name="looping")
+    looping.start()
+    assert loops.wait(60)
+    answers = ThreadPoolExecutor(1)
+    size = answers.submit(matcher.match, "", [Message("user", "a" * history)], None)
+    assert size.result(30).length > history
+    assert looping.is_alive()
+    monkeypatch.setattr(template_bounds, "MAX_STEPS", 0)
+    looping.join(60)
+    assert "does not come to an end" in refused[0]
+
+
 def test_a_stall_is_a_line_in_the_log(caplog, monkeypatch):
     monkeypatch.setattr(middleware, "STALL", 0.05)
 

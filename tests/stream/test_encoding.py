@@ -120,3 +120,22 @@ def test_a_text_that_is_too_long_is_not_tokenized_to_its_end(monkeypatch):
         encoder.encode(encoder.mark("<|im_end|>" * 100_000))
     assert sum(asked) < 10_000
     assert len(encoder.encode("a" * 3000)) == 3000
+
+
+def test_a_text_that_repeats_itself_is_tokenized_once(monkeypatch):
+    monkeypatch.setattr(chat_template, "PIECE", 1000)
+    tokenizer = make_tokenizer(CHATML)
+    encoder, asked = PromptEncoder(tokenizer), []
+    encode = encoder._encode
+
+    def counted(text, **given):
+        asked.append(len(text))
+        return encode(text, **given)
+
+    monkeypatch.setattr(encoder, "_encode", counted)
+    text = "abcdefg" * 30_000  # cut in pieces of 1,000 letters it begins in 7 ways
+    assert encoder.encode(text) == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert sum(asked) < 10_000
+    asked.clear()
+    text = " ".join(map(str, range(100_000)))
+    assert encoder.encode(text) == tokenizer(text, add_special_tokens=False)["input_ids"]

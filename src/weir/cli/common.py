@@ -166,15 +166,20 @@ def say_set_aside(
         )
 
 
-def prepare_model(model: PreTrainedModel, *, native: bool = True, compiled: bool = False) -> None:
+def prepare_model(
+    model: PreTrainedModel, *, native: bool = True, compiled: bool = False, wait: bool = False
+) -> None:
     """Choose the faster matrix products for a model, which takes seconds once a machine, and let
     its steps be one `native` call of a kernel where it has the form, or compiled.
+
+    `wait` lets the first step wait for that kernel. A thread that compiles holds numba's lock, and
+    a stream that needs another kernel would wait for it in its middle.
     """
     from weir.models import choose_products, compile_steps
 
     with waiting("timing matrix products"):
         if native or compiled:
-            compile_steps(model, torch_compile=compiled)
+            compile_steps(model, torch_compile=compiled, strict=wait)
         else:
             choose_products(model)
 

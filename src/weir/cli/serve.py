@@ -216,7 +216,7 @@ def serve(
         book = ResponseStore(None if data is None else Path(data) / "book.db", limits.texts)
         ending.callback(book.close)
         # The first native step is compared with the model's own, whose rounding the answer has.
-        prepare_model(model, native=not deterministic)
+        prepare_model(model, native=not deterministic, wait=True)
         engine = Engine(
             model,
             wanted,

@@ -116,15 +116,16 @@ class Tail(SizedPool, Sample):
         return self.weigh(kept, factor, fold), new.part(0, 0)
 
     def report(self, state: dict[str, Tensor], row: int) -> dict[str, Any]:
-        """Return `error`, the relative standard error of the layer's outputs due to the sample.
+        """Return `mean_error`, the relative standard error of the layer's outputs by the sample.
 
-        The root mean square over the row's watched queries and heads; None before the first.
+        The root mean square over the row's heads and all queries watched since the stream began, so
+        the newest may be off by more; None before the first.
         """
         if not self.watch:
             return {}
         watched = int(state["watched"][row].sum())
         mean = float(state["variance"][row].sum()) / watched if watched else None
-        return {"error": None if mean is None else mean**0.5}
+        return {"mean_error": None if mean is None else mean**0.5}
 
     def _said(self, new: Slots, fold: Fold) -> Tensor:
         """Compute the logarithm of each arrival's weight [batch, kv_heads, slots], float64."""

@@ -242,9 +242,15 @@ class EngineClient:
         if prompt.session is None:
             return prompt
         with self._lock:
-            saving = (g.running for g in self._generations if g.prompt.session is not None)
-            turns = len(request.sampling) + sum(map(len, saving))
-        self.store.check_room(turns)
+            saving = [(request, prompt, len(request.sampling))]
+            saving += [(g.request, g.prompt, len(g.running)) for g in self._generations]
+        self.store.check_room(
+            sum(
+                turns * self.store.place.turn_bytes(prompt.length + request.max_tokens)
+                for request, prompt, turns in saving
+                if prompt.session is not None
+            )
+        )
         return prompt
 
     def generate(

@@ -199,7 +199,8 @@ class PromptMatcher:
         """Hold a history to be worked on.
 
         Were all threads to hash and render at once, the engine's would wait for the interpreter
-        behind each of them. So one works on a long history, and another on a short one.
+        behind each of them. So one works on a long history, another on a short one, and a third on
+        one whose template turns out to be slow, or to have no end.
         """
         size = sum(len(message.content) for message in messages) + BESIDE * len(messages)
         return (self._short if size < LONG else self._long).hold(messages)

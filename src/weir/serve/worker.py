@@ -25,6 +25,7 @@ import torch
 
 from weir.errors import WeirError
 from weir.serve.engine.scheduler import Busy
+from weir.stream.template_bounds import make_way
 
 LOG = logging.getLogger("weir.serve")
 SECONDS = 120.0
@@ -34,10 +35,12 @@ NICE = 5
 
 
 class Worker:
-    """Works in the thread that asks, one call at a time."""
+    """Works in the thread that asks, one call at a time; a call with a template that turns out to
+    be slow, or to have no end, makes way and goes on behind others like it.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._slow = threading.Lock(), threading.Lock()
         self._opened: Any = None
 
     def open(self, given: Any) -> None:
@@ -46,8 +49,21 @@ class Worker:
 
     def call(self, function: Callable[..., Any], *given: Any) -> Any:
         """Call a function of a module; whatever it raises is raised here."""
-        with self._lock:
+        held = self._lock
+
+        def give_way() -> None:
+            nonlocal held
+            held.release()
+            held = self._slow
+            held.acquire()
+
+        held.acquire()
+        token = make_way.set(give_way)
+        try:
             return function(self._opened, *given)
+        finally:
+            make_way.reset(token)
+            held.release()
 
     def split(self, function: Callable[..., Any], *given: Any) -> tuple[Any, Handle]:
         """Call a function that makes something small and something large, which is held."""

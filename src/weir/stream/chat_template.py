@@ -28,6 +28,8 @@ MARK = "\ufdd0"
 """Put into control tokens that stand in a message; Unicode keeps this character for such uses."""
 PIECE = 16_384
 """Characters that are tokenized at once. Longer texts would take memory, and hold up threads."""
+KNOWN = 32
+"""Pieces whose tokens are remembered: a text that repeats itself is tokenized once."""
 SLACK = 64
 """Tokens by which cutting a text in two may change their number."""
 SEVERAL = 256
@@ -113,10 +115,15 @@ class PromptEncoder:
             return self._encode(text)
         ids: list[int] = []
         same: dict[int, int] = {}  # one object for each token, or ids take 40 bytes in place of 8
+        known: dict[str, list[int]] = {}
         for number, piece in enumerate(_pieces(text)):
-            with self._one_piece:
-                some = self._encode(piece)
-            ids += map(same.setdefault, some, some)
+            if piece not in known:
+                if len(known) >= KNOWN:
+                    del known[next(iter(known))]
+                with self._one_piece:
+                    some = self._encode(piece)
+                known[piece] = list(map(same.setdefault, some, some))
+            ids += known[piece]
             if self._most is not None and before + len(ids) > self._most + SLACK * number:
                 raise PromptTooLong(self._most)
         if not self._may_cut:

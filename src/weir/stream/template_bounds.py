@@ -32,6 +32,8 @@ REST = 0.001
 """Seconds of a rest after each thousand steps, some milliseconds: other threads wait for the
 interpreter meanwhile.
 """
+SLOW_SECONDS = 0.05
+"""Seconds of a processor after which a rendering is slow, and makes way (`make_way`)."""
 MAX_MADE = 16_000_000
 """Characters, and entries of lists, that it may make of any messages."""
 MADE_OF_ONE = 32
@@ -73,6 +75,9 @@ class Account:
 _account: ContextVar[Account | None] = ContextVar("account", default=None)
 """The account of the rendering in this thread; where there is none, nothing is counted."""
 
+make_way: ContextVar[Callable[[], None] | None] = ContextVar("make_way", default=None)
+"""Called by a slow rendering in this thread, once, so that others need not wait for its end."""
+
 
 @contextmanager
 def bounded(given: Any) -> Iterator[None]:
@@ -80,13 +85,17 @@ def bounded(given: Any) -> Iterator[None]:
     (OutOfBounds).
     """
     _bound_compilation()
-    steps, until = 0, time.thread_time() + MAX_SECONDS
+    began, steps, waiting = time.thread_time(), 0, make_way.get()
+    until = began + MAX_SECONDS
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal steps
+        nonlocal steps, waiting
         steps += 1
         if not steps % 1000:
             time.sleep(REST)
+            if waiting is not None and time.thread_time() > began + SLOW_SECONDS:
+                waiting, give_way = None, waiting
+                give_way()
         if steps > MAX_STEPS or (not steps % 1000 and time.thread_time() > until):
             raise OutOfBounds(
                 f"does not come to an end: it was stopped after {MAX_STEPS:,} steps or "

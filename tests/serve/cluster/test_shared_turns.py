@@ -135,10 +135,12 @@ def test_what_a_killed_replica_was_writing_goes_later_or_with_its_session(
 def test_a_full_shared_folder_is_known_before_an_answer_and_loses_none(tmp_path, monkeypatch):
     replicas = Replicas(open_storage(str(tmp_path)))
     turn(replicas.a, "n0")
-    monkeypatch.setattr(storage, "free_bytes", lambda folder: FORM.turn_bytes - 1)
+    monkeypatch.setattr(storage, "free_bytes", lambda folder: FORM.turn_bytes() - 1)
     assert replicas.a.is_full()
-    with pytest.raises(StorageFull):
-        replicas.a.check_room(1)
+    size = FORM.turn_bytes()
+    said = f"{size:,} bytes are needed, and {size - 1:,} are said to be free"
+    with pytest.raises(StorageFull, match=said):
+        replicas.a.check_room(size)
 
     def full(fd):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -150,7 +152,7 @@ def test_a_full_shared_folder_is_known_before_an_answer_and_loses_none(tmp_path,
     monkeypatch.undo()
     assert [each.node for each in replicas.a.list_turns("me", "s")] == ["n0"]
     assert len([name for name in os.listdir(tmp_path / FOLDER) if "." in name]) == 2
-    replicas.a.check_room(1)
+    replicas.a.check_room(size)
 
 
 def test_a_storage_that_fails_loses_no_other_turn(replicas, shared, monkeypatch):

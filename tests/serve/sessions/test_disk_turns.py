@@ -230,7 +230,7 @@ def test_old_turns_make_room_on_a_disk_without_a_byte(tmp_path):
             while True:
                 file.write(bytes(2**12))
         assert has(one, "n0", NODES[0])  # there is no room to write that it was used
-        assert one.place.make_room(1, keep=9)
+        assert one.place.make_room(one.place.turn_bytes(), keep=9)
         assert kept(one, "new", NODES[0]) is None
         left = [n for n in range(99) if has(one, f"n{n}", NODES[n % 6])]
         assert left[0] == 0 and left[-8:] == [*range(91, 99)] and 1 not in left

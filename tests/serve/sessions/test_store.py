@@ -387,7 +387,7 @@ def test_a_forged_snapshot_is_refused_though_its_checksum_is_right(tmp_path, sen
 def test_what_is_too_large_in_a_file_is_refused_before_it_is_read(tmp_path, monkeypatch, what):
     path = exported(tmp_path)
     if what == "snapshot":
-        forged(path, lambda data: data + bytes(2 * FORM.turn_bytes))
+        forged(path, lambda data: data + bytes(2 * FORM.turn_bytes()))
     else:
         lie(path, "turns", 0, "usage", to=[[]] * 200_000 if what == "lists" else "x" * 300_000)
         monkeypatch.setattr(archive, "MAX_FACTS", 1_000_000 if what == "lists" else 200_000)

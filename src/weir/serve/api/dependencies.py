@@ -117,8 +117,8 @@ async def run_in_thread(
         raise APIError(409, str(error), code="already_exists", param="id") from None
     except HeldByConversation as error:
         raise APIError(409, str(error), code="is_conversation") from None
-    except StorageFull:
-        raise storage_full() from None
+    except StorageFull as error:
+        raise storage_full(str(error)) from None
     except PromptTooLong as error:
         raise APIError(400, str(error), param=param, code="prompt_too_long") from None
     except WeirError as error:

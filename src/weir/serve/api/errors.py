@@ -10,7 +10,6 @@ from pydantic import BaseModel, ValidationError
 from starlette.responses import JSONResponse
 
 from weir.errors import shorten
-from weir.serve.sessions.records import DISK_FULL
 
 CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}
 
@@ -105,10 +104,10 @@ def server_error(message: str = "the server failed to answer; its log says why")
     return APIError(500, message, code="server_error", kind="server_error")
 
 
-def storage_full() -> APIError:
+def storage_full(message: str) -> APIError:
     """Nothing can be kept: asking again does not help, so clients are told not to."""
     no_retry = {"x-should-retry": "false"}
-    return APIError(507, DISK_FULL, code="storage_full", kind="server_error", headers=no_retry)
+    return APIError(507, message, code="storage_full", kind="server_error", headers=no_retry)
 
 
 def server_closing() -> APIError:

@@ -234,7 +234,7 @@ def to_api_error(error: Exception) -> APIError:
         return APIError(400, str(error), code="invalid_json_schema")
     LOG.error("turn failed", exc_info=error)
     if isinstance(error, StorageFull):
-        return storage_full()
+        return storage_full(str(error))
     if isinstance(error, NotFiniteError):
         return server_error(str(error))
     return server_error()

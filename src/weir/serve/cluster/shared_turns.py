@@ -60,9 +60,18 @@ class SharedTurns(TurnTables):
             storage.write("form.json", json.dumps(row_format.to_json()).encode())
         row_format.check_place("the shared folder", storage.read("form.json") or b"null")
 
-    def has_room(self, turns: int = 1) -> bool:
-        """Whether the storage has room for so many turns."""
-        return self._storage.has_room(turns * self._row_format.turn_bytes)
+    def turn_bytes(self, tokens: int | None = None) -> int:
+        """See `TurnTables.turn_bytes`."""
+        return self._row_format.turn_bytes(tokens)
+
+    def free_bytes(self) -> int | None:
+        """Bytes that the storage says it has left; None if it does not say."""
+        return self._storage.free_bytes()
+
+    def has_room(self, size: int) -> bool:
+        """Whether the storage has room for so many bytes, as far as is known."""
+        free = self.free_bytes()
+        return free is None or free >= size
 
     # --- reading
 

@@ -58,9 +58,9 @@ class Storage:
             return None
         return found
 
-    def has_room(self, size: int) -> bool:
-        """Whether so many bytes can be written, as far as is known."""
-        return True
+    def free_bytes(self) -> int | None:
+        """Bytes that are left; None if that is not known."""
+        return None
 
     def list_names(self, path: str) -> list[str]:
         """The files in a folder, sorted; none if there is no folder."""
@@ -112,9 +112,9 @@ class LocalStorage(Storage):
             part.unlink(missing_ok=True)
             raise
 
-    def has_room(self, size: int) -> bool:
-        """Whether the file system has so many bytes left."""
-        return free_bytes(Path(self._root)) >= size
+    def free_bytes(self) -> int:
+        """Bytes that the file system has left."""
+        return free_bytes(Path(self._root))
 
 
 def _sync(folder: Path) -> None:

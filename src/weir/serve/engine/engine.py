@@ -161,11 +161,13 @@ class Engine:
 
     @torch.no_grad()
     def warm_up(self) -> None:
-        """Read a piece of a prompt and decode a token, before there are sequences.
+        """Read a piece of a prompt and decode a token, in one row and in all, before there are
+        sequences.
 
         What a first call compiles or loads takes seconds, in which everybody would wait.
         """
         self.runner.run({0: [0] * self.scheduler.prefill_chunk})
+        self.runner.run({0: [0]})  # of many rows no step is native
         self.runner.run({row: [0] for row in range(self.scheduler.rows)})
         self.cache.reset()
 

@@ -140,7 +140,7 @@ def _validated(facts: Any, file: Any, row_format: RowFormat) -> list[Turn]:
         size = snapshot.get_shape()
         if snapshot.get_dtype() != "U8" or len(size) != 1:
             raise ValidationError(f"snapshot {n} is no file")
-        if size[0] > 2 * row_format.turn_bytes:
+        if size[0] > 2 * row_format.turn_bytes():
             raise ValidationError(f"snapshot {n} has {size[0]:,} bytes, more than any here")
         data = file.get_tensor(str(n)).numpy().tobytes()
         if hashlib.sha256(data).hexdigest() != turn["sha256"]:

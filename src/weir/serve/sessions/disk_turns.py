@@ -167,19 +167,26 @@ class DiskTurns(TurnTables):
 
     # --- room
 
-    def has_room(self, turns: int = 1) -> bool:
-        """Whether the disk has room for so many turns."""
-        return self._files.has_room(turns * self.row_format.turn_bytes)
+    def turn_bytes(self, tokens: int | None = None) -> int:
+        """See `TurnTables.turn_bytes`."""
+        return self.row_format.turn_bytes(tokens)
 
-    def make_room(self, turns: int, keep: int) -> bool:
-        """Delete old turns, but not the newest `keep`, until the disk has room for so many others.
+    def free_bytes(self) -> int:
+        """Bytes that the disk has left, as far as it says."""
+        return self._files.free_bytes()
+
+    def has_room(self, size: int) -> bool:
+        """Whether the disk has room for turns of so many bytes together."""
+        return self._files.has_room(size)
+
+    def make_room(self, size: int, keep: int) -> bool:
+        """Delete old turns, but not the newest `keep`, until the disk has room for so many bytes.
 
         Nothing is deleted without a limit, which says that old turns may go, and nothing where that
         would not help: there are too few, or the disk refuses bytes that are free.
         """
-        if self.has_room(turns) or self._limit is None:
-            return self.has_room(turns)
-        size = turns * self.row_format.turn_bytes
+        if self.has_room(size) or self._limit is None:
+            return self.has_room(size)
         with self.exclusive, contextlib.suppress(WeirError):
             uses = self._unwritten_uses()  # no room to write them
             rows = self.db.query("SELECT name, bytes, used FROM nodes")
@@ -191,7 +198,7 @@ class DiskTurns(TurnTables):
                 if self._files.free_bytes() >= size:
                     break
                 self.remove([row["name"]])
-        return self.has_room(turns)
+        return self.has_room(size)
 
     def remove(
         self, nodes: Collection[str], owner: str | None = None, session: str | None = None

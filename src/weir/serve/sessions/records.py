@@ -32,6 +32,14 @@ DISK_FULL = (
     "the disk that keeps sessions is full, so no turn is answered that would have to be kept; "
     "delete sessions or make room"
 )
+
+
+def describe_full(needed: int, free: int | None) -> str:
+    """Say that the disk is full, what is needed and what it has."""
+    has = "" if free is None else f"; {needed:,} bytes are needed, and {free:,} are said to be free"
+    return DISK_FULL + has
+
+
 NOT_KEPT = "what this turn goes on from is not kept any more"
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from weir.serve.sessions.database import Database, insert
 from weir.serve.sessions.items import Item, new_id
-from weir.serve.sessions.records import DISK_FULL, StorageFull
+from weir.serve.sessions.records import StorageFull, describe_full
 from weir.serve.sessions.snapshot_folder import free_bytes
 
 VERSION = 1
@@ -111,8 +111,8 @@ class ResponseStore:
 
     def check_room(self) -> None:
         """Raise StorageFull for a response that could not be kept, before it is answered."""
-        if self._path is not None and free_bytes(self._path.parent) < ROOM:
-            raise StorageFull(DISK_FULL)
+        if self._path is not None and (free := free_bytes(self._path.parent)) < ROOM:
+            raise StorageFull(describe_full(ROOM, free))
 
     # --- responses
 

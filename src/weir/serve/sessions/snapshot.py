@@ -7,7 +7,10 @@ Knows nothing about folders or owners.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
+from math import inf, prod
 from typing import Any
 
 from safetensors import SafetensorError
@@ -58,10 +61,28 @@ class RowFormat:
         vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
         return cls(fingerprint(model), cache.kind, cache.plans, vocabulary)
 
-    @property
-    def turn_bytes(self) -> int:
-        """Bytes that a saved turn may take: a full row, names, messages, pages of a database."""
-        return sum(plan.slab.nbytes() for plan in self.plans) + OVERHEAD
+    def turn_bytes(self, tokens: int | None = None) -> int:
+        """Bytes that a saved turn may take: its row, names, messages, pages of a database.
+
+        Args:
+            tokens: of its stream up to its end; None for a full row.
+        """
+        slots = inf if tokens is None else tokens + self.kind["chunk"]
+        return OVERHEAD + sum(int(min(n, slots)) * size for n, size in self._buffers.items())
+
+    @cached_property
+    def _buffers(self) -> Counter[int]:
+        """Bytes of an entry of the buffers that have so many (1: other buffers)."""
+        found: Counter[int] = Counter()
+        for plan in self.plans:
+            held = plan.spec.held([0] * len(plan.spec.pipe.pools))
+            for name, (shape, dtype) in plan.slab.tensors().items():
+                size = prod(shape) * dtype.itemsize
+                if name in held and shape[2]:
+                    found[shape[2]] += size // shape[2]
+                else:
+                    found[1] += size
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """The model and kind, as a store or a file states them."""

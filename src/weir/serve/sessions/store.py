@@ -20,7 +20,6 @@ from typing import Self
 
 from weir.errors import WeirError
 from weir.serve.sessions.records import (
-    DISK_FULL,
     NOT_KEPT,
     Checkpoint,
     OnSaved,
@@ -29,6 +28,7 @@ from weir.serve.sessions.records import (
     Turn,
     TurnRecord,
     TurnTokens,
+    describe_full,
 )
 from weir.serve.sessions.turn_tables import TurnTables
 
@@ -87,26 +87,30 @@ class SessionStore:
                 return found
         raise WeirError(NOT_KEPT)
 
-    def check_room(self, turns: int) -> None:
-        """Raise StorageFull for turns that could not be kept, before they are answered.
+    def check_room(self, size: int) -> None:
+        """Raise StorageFull for turns of so many bytes that could not be kept, before they are
+        answered.
 
         May drop old ones.
         """
-        full = not self.place.make_room(turns, self._keep)
+        full = not self.place.make_room(size, self._keep)
         if full and not self._was_full:
-            _log.warning("%s", self.describe_full())
+            _log.warning("%s", self.describe_full(size))
         self._was_full = full
         if full and not self._keep:
-            raise StorageFull(DISK_FULL)
+            raise StorageFull(self.describe_full(size))
 
     def is_full(self) -> bool:
-        """Whether the disk has no room for one more turn."""
-        return not self.place.has_room()
+        """Whether the disk has no room for one more turn of a full row."""
+        return not self.place.has_room(self.place.turn_bytes())
 
-    def describe_full(self) -> str:
-        """Say what a full disk means for turns that would have to be kept."""
+    def describe_full(self, size: int | None = None) -> str:
+        """Say what a full disk means for turns that would have to be kept, of so many bytes; None
+        for one of a full row.
+        """
         more = f"; up to {self._keep} turns go on in memory" if self._keep else ""
-        return f"{DISK_FULL}{more}"
+        needed = self.place.turn_bytes() if size is None else size
+        return describe_full(needed, self.place.free_bytes()) + more
 
     def save(
         self, checkpoint: Checkpoint, record: TurnRecord, done: OnSaved = lambda error: None
@@ -146,7 +150,7 @@ class SessionStore:
             try:
                 self._write_remembered(turn)
             except StorageFull:
-                if not self.place.make_room(1, self._keep):
+                if not self.place.make_room(self.place.turn_bytes(turn[1].seen), self._keep):
                     raise
                 self._write_remembered(turn)
         except StorageFull:

@@ -165,13 +165,21 @@ class TurnTables:
         for file in files:
             self._states.pop(file, None)
 
-    def has_room(self, turns: int = 1) -> bool:
-        """Whether there is room for so many turns."""
+    def turn_bytes(self, tokens: int | None = None) -> int:
+        """Bytes that a turn may take whose stream has so many tokens; None for a full row."""
+        return 0
+
+    def free_bytes(self) -> int | None:
+        """Bytes that the place says it has left; None if it does not say."""
+        return None
+
+    def has_room(self, size: int) -> bool:
+        """Whether there is room for turns of so many bytes together."""
         return True
 
-    def make_room(self, turns: int, keep: int) -> bool:
-        """Make room for so many turns, and say whether there is any."""
-        return self.has_room(turns)
+    def make_room(self, size: int, keep: int) -> bool:
+        """Make room for so many bytes, and say whether there is any."""
+        return self.has_room(size)
 
     def close(self) -> None:
         """Release the place; closing twice does nothing."""
