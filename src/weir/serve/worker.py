@@ -25,7 +25,7 @@ import torch
 
 from weir.errors import WeirError
 from weir.serve.engine.scheduler import Busy
-from weir.stream.template_bounds import make_way
+from weir.stream import make_way
 
 LOG = logging.getLogger("weir.serve")
 SECONDS = 120.0

@@ -94,8 +94,8 @@ def bounded(given: Any) -> Iterator[None]:
         if not steps % 1000:
             time.sleep(REST)
             if waiting is not None and time.thread_time() > began + SLOW_SECONDS:
-                waiting, give_way = None, waiting
-                give_way()
+                waiting()
+                waiting = None
         if steps > MAX_STEPS or (not steps % 1000 and time.thread_time() > until):
             raise OutOfBounds(
                 f"does not come to an end: it was stopped after {MAX_STEPS:,} steps or "
