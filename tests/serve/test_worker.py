@@ -62,9 +62,9 @@ def size_and_list(opened: Any, size: int) -> tuple[int, list[int]]:
     return size, list(range(size))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def process() -> Iterator[WorkerProcess]:
-    made = WorkerProcess(fork=True)
+    made = WorkerProcess()  # not a copy of this process, which has threads
     made.open("opened")
     yield made
     made.close()
@@ -120,6 +120,7 @@ def test_threads_work_where_a_process_cannot_have_the_tokenizer(process, monkeyp
     client = make_client(worker=process)
     assert type(client.worker) is Worker
     assert client.matcher.complete("", "a" * 1000).ids
+    process.open("opened")
 
 
 def _break() -> None:
@@ -132,7 +133,7 @@ def _break() -> None:
 @pytest.fixture(scope="module")
 def servers() -> Iterator[tuple[Server, Server]]:
     """A server that works in threads, and one with a process."""
-    process = WorkerProcess(fork=True)
+    process = WorkerProcess()
     made = [make_client(limits=Limits(prompt=4000), worker=each) for each in (None, process)]
     with serving(made[0]) as plain, serving(made[1]) as apart:
         yield plain, apart
