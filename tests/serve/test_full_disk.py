@@ -41,9 +41,9 @@ def cached(server: Server, *said: str) -> int:
     return used["prompt_tokens_details"]["cached_tokens"]
 
 
-def said_to_be_free(message: str) -> int:
+def free_bytes_in(message: str) -> int:
     """What a full disk has, by a message that says so and that a turn takes more."""
-    found = re.match(rf"{DISK_FULL}; ([\d,]+) bytes are needed, and (-?[\d,]+) are said", message)
+    found = re.match(rf"{DISK_FULL}; ([\d,]+) bytes are needed and ([\d,]+) are free", message)
     assert found, message
     needed, free = (int(number.replace(",", "")) for number in found.groups())
     assert free < needed
@@ -81,13 +81,13 @@ def test_a_full_disk_is_said_before_anything_is_generated(tmp_path, disk, caplog
         for answer in answers:
             error = answer.json()["error"]
             assert (answer.status_code, error["code"]) == (507, "storage_full")
-            assert said_to_be_free(error["message"]) <= 0
+            assert free_bytes_in(error["message"]) == 0
         assert server.engine.load().calls == calls
         assert [DISK_FULL in line for line in caplog.messages].count(True) == 1
         health = httpx.get(f"{server.url}/health")
         assert health.status_code == 200
         assert health.json()["status"] == "storage_full"
-        assert said_to_be_free(health.json()["message"]) <= 0
+        assert free_bytes_in(health.json()["message"]) == 0
         # OpenAI's client does not ask again.
         sent = []
         with httpx.Client(event_hooks={"request": [sent.append]}) as counted:
@@ -154,7 +154,7 @@ def test_where_old_turns_may_go_they_make_room(tmp_path, disk):
         assert cached(server, "Number 5", said[5], "On") > 0
         health = httpx.get(f"{server.url}/health").json()
         assert health["status"] == "storage_full"
-        assert said_to_be_free(health["message"]) < 0
+        assert free_bytes_in(health["message"]) == 0
         assert health["message"].endswith("free; up to 2 turns go on in memory")
 
 
@@ -228,7 +228,7 @@ def test_a_disk_that_is_really_small(tmp_path, keep):
             answer = server.post(CHAT, chat("Hi", said, "On"))
             if keep is None:
                 assert answer.status_code == 507
-                assert said_to_be_free(answer.json()["error"]["message"]) < 2**16
+                assert free_bytes_in(answer.json()["error"]["message"]) < 2**16
                 assert server.engine.load().calls == calls
             else:
                 assert answer.status_code == 200

@@ -138,7 +138,7 @@ def test_a_full_shared_folder_is_known_before_an_answer_and_loses_none(tmp_path,
     monkeypatch.setattr(storage, "free_bytes", lambda folder: FORM.turn_bytes() - 1)
     assert replicas.a.is_full()
     size = FORM.turn_bytes()
-    said = f"{size:,} bytes are needed, and {size - 1:,} are said to be free"
+    said = f"{size:,} bytes are needed and {size - 1:,} are free"
     with pytest.raises(StorageFull, match=said):
         replicas.a.check_room(size)
 

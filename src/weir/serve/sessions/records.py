@@ -36,7 +36,7 @@ DISK_FULL = (
 
 def describe_full(needed: int, free: int | None) -> str:
     """Say that the disk is full, what is needed and what it has."""
-    has = "" if free is None else f"; {needed:,} bytes are needed, and {free:,} are said to be free"
+    has = "" if free is None else f"; {needed:,} bytes are needed and {max(free, 0):,} are free"
     return DISK_FULL + has
 
 
