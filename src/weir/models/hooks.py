@@ -429,6 +429,6 @@ def weir_sink_attention(
 OURS = {"weir": weir_attention, SUNK_ATTENTION: weir_sink_attention}
 """Attention functions by the names that transformers knows them by."""
 
-for name, function in OURS.items():
-    AttentionInterface.register(name, function)
-    AttentionMaskInterface.register(name, weir_mask)
+for _name, _function in OURS.items():
+    AttentionInterface.register(_name, _function)
+    AttentionMaskInterface.register(_name, weir_mask)

@@ -68,11 +68,6 @@ class SharedTurns(TurnTables):
         """Bytes that the storage says it has left; None if it does not say."""
         return self._storage.free_bytes()
 
-    def has_room(self, size: int) -> bool:
-        """Whether the storage has room for so many bytes, as far as is known."""
-        free = self.free_bytes()
-        return free is None or free >= size
-
     # --- reading
 
     def newest(self, owner: str, column: str, value: str) -> TurnRecord | None:

@@ -174,8 +174,9 @@ class TurnTables:
         return None
 
     def has_room(self, size: int) -> bool:
-        """Whether there is room for turns of so many bytes together."""
-        return True
+        """Whether there is room for turns of so many bytes together, as far as the place says."""
+        free = self.free_bytes()
+        return free is None or free >= size
 
     def make_room(self, size: int, keep: int) -> bool:
         """Make room for so many bytes, and say whether there is any."""
