@@ -32,7 +32,7 @@ POLICIES = [
     "pyramidkv(budget=64, window=8)",
 ]
 """One log-weight, queries that wait, two log-weights, unequal layers."""
-FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "smollm3", "llama-yarn"]
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "smollm3", "llama-yarn", "gemma", "gemma3"]
 WIDE = {"head_dim": 64, "intermediate_size": 112}
 """Heads of as many numbers as vectors have, and weights that do not divide into tiles."""
 ZERO_SINK = {"weir_sink": {"kind": "zero"}, "attn_implementation": "weir_zero_sink"}
@@ -154,8 +154,9 @@ def test_threads_share_a_step(policy: str, sink: dict[str, Any], threads: int, t
     check(make("llama", **{**WIDE, **_THREE, **sink}), policy, taken)
 
 
-def test_half_precision(taken) -> None:
-    check(make("qwen3", **WIDE).to(torch.bfloat16), POLICIES[1], taken, 2)
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_half_precision(name: str, taken) -> None:
+    check(make(name, **WIDE).to(torch.bfloat16), POLICIES[1], taken, 2)
 
 
 def test_bfloat16_is_rounded_as_pytorch_rounds_it() -> None:
@@ -320,7 +321,7 @@ def test_tokens_come_uncompiled_until_the_kernel_is_there(taken, monkeypatch, no
     assert notices == [native_step.WAITING]
 
 
-@pytest.mark.parametrize(("name", "begun"), [("qwen3", 1), ("gemma3", 0), ("mixtral", 0)])
+@pytest.mark.parametrize(("name", "begun"), [("qwen3", 1), ("olmo2", 0), ("mixtral", 0)])
 def test_the_kernel_is_made_before_the_first_step_where_one_may_come(
     name: str, begun: int, monkeypatch
 ) -> None:

@@ -41,7 +41,28 @@ GROWTH = 32
 """Factor by which roundings may grow through a decoder; what computes something else is off by a
 large part of the whole.
 """
-_Norm = tuple[Tensor, float]
+
+
+class Norm(NamedTuple):
+    """An RMS norm: `x / sqrt(mean(x^2) + epsilon) * (weight + offset)`."""
+
+    weight: Tensor
+    epsilon: float
+    offset: float
+
+    def fields(self) -> dict[str, Any]:
+        """What an operation needs of it."""
+        bits = 8 * self.weight.itemsize
+        return {"weight_bits": bits, **self._asdict()}
+
+
+class Norms(NamedTuple):
+    """The norms of a decoder's layer: before and behind its attention and its MLP."""
+
+    attention: Norm
+    mlp: Norm
+    attended: Norm | None = None
+    made: Norm | None = None
 
 
 class Weight(NamedTuple):
@@ -210,7 +231,7 @@ class _Watch:
         return held, list(map(Tensor.data_ptr, self._weights))
 
 
-_READ = {"training", "variance_epsilon", "scaling", "numbers", "scales", "act_fn"}
+_READ = {"training", "variance_epsilon", "eps", "scaling", "numbers", "scales", "act_fn"}
 """Attributes of modules that are read, beside modules and parameters."""
 
 
@@ -241,8 +262,8 @@ class _StepProgram:
             np.zeros_like(t) for t in (rows.spans, rows.waiting, rows.places)
         )
         norm = _norm(decoder.norm)
-        width = norm[0].shape[0]
-        self._dtype = norm[0].dtype
+        width = norm.weight.shape[0]
+        self._dtype = norm.weight.dtype
         self._x = table.memory(batch, width)
         self._angles = self._add_angles([part.rotary for part in parts])
         most = max(sum(part.slots.keys.shape[1] for part in layer) for layer in held)
@@ -252,17 +273,17 @@ class _StepProgram:
             attention = attentions[index]
             if layer.training or any(map(_is_hooked, layer.modules())):
                 raise Unknown
-            self._add_attention(layer, attention, done, held[index])
+            norms = _norms(layer)
+            self._add_attention(norms, attention, done, held[index])
             done += len(held[index])
-            self._add_mlp(layer)
-        fields = {"weight": norm[0], "weight_bits": 8 * norm[0].itemsize, "epsilon": norm[1]}
+            self._add_mlp(norms, layer)
         # A layer rounds some 32 times. Where inputs are rounded to 8 bits, a difference in the last
         # place moves one of them by a step, and in the end all roundings may be others.
         eps = torch.finfo(self._dtype).eps
         if any(isinstance(module, BlockLinear) for module in decoder.modules()):
             eps = max(eps, 2.0**-13)
         self.roundings = eps * math.sqrt(32 * layers)
-        self._last = table.add("norms", inputs=width, x=self._x, **fields)
+        self._last = table.add("norms", inputs=width, x=self._x, **norm.fields())
         table.finish()
 
     def fits(self, watch: _Watch, rows: Any) -> bool:
@@ -301,12 +322,15 @@ class _StepProgram:
             known[id(rotary)] = fields
         return [{} if rotary is None else known[id(rotary)] for rotary in rotaries]
 
-    def _add_attention(self, layer: Any, attention: Any, first: int, parts: Sequence[Any]) -> None:
+    def _add_attention(
+        self, around: Norms, attention: Any, first: int, parts: Sequence[Any]
+    ) -> None:
         """Add a layer's attention; `first` is the number of its first part among all."""
         table = self._table
         weights = [_weight(getattr(attention, f"{name}_proj", None)) for name in "qkvo"]
         outs = [table.memory(table.rows, weight.outputs) for weight in weights]
-        table.multiply(weights[:3], outs[:3], x=self._x, source="norm", **_before(layer, 0))
+        before = around.attention.fields()
+        table.multiply(weights[:3], outs[:3], x=self._x, source="norm", **before)
         batch, _, _, dim = parts[0].slots.keys.shape
         width = parts[0].slots.values.shape[3]
         heads = sum(part.slots.keys.shape[1] for part in parts)
@@ -317,11 +341,12 @@ class _StepProgram:
         norms: dict[str, Any] = {}
         if hasattr(attention, "q_norm") or hasattr(attention, "k_norm"):
             for name in ("query", "key"):
-                weight, epsilon = _norm(getattr(attention, f"{name[0]}_norm", None))
-                if len(weight) != dim:
+                norm = _norm(getattr(attention, f"{name[0]}_norm", None))
+                if len(norm.weight) != dim:
                     raise Unknown
-                norms[f"{name}_norm"] = weight
-                norms |= {"norm_bits": 8 * weight.itemsize, "epsilon": epsilon}
+                norms[f"{name}_norm"] = norm.weight
+                norms |= {"norm_bits": 8 * norm.weight.itemsize}
+                norms |= {"epsilon": norm.epsilon, "offset": norm.offset}
         # Parts differ in length, so that each head is read by all threads.
         stretches = table.stretches(heads if len(parts) == 1 else 1)
         partial = table.memory(batch * heads * stretches, group, width + 2)
@@ -359,8 +384,17 @@ class _StepProgram:
                 **self._angles[first + number],
                 **norms,
             )
-        answered |= {"group": group, "width": width}
-        table.multiply(weights[3:], outs[3:], source="merge", then="add", onto=self._x, **answered)
+        answered |= {"group": group, "width": width, "source": "merge"}
+        self._add_product(weights[3], outs[3], around.attended, **answered)
+
+    def _add_product(self, weight: Weight, out: Tensor, norm: Norm | None, **fields: Any) -> None:
+        """Add a product that is added to the hidden state, through a norm if there is one."""
+        if norm is None:
+            self._table.multiply([weight], [out], then="add", onto=self._x, **fields)
+            return
+        self._table.multiply([weight], [out], **fields)
+        more = {"inputs": weight.outputs, "then": "add", "onto": self._x}
+        self._table.add("norms", x=out, **more, **norm.fields())
 
     def _hold(self, slots: Any, params: Any, group: int) -> Any:
         """Describe a layer's slots for the kernel."""
@@ -380,7 +414,7 @@ class _StepProgram:
         more = coded, blocks, group, params.scale, mask, tuple(split) or None, sinks
         return self._table.hold(slots.keys, slots.values, *more)
 
-    def _add_mlp(self, layer: Any) -> None:
+    def _add_mlp(self, norms: Norms, layer: Any) -> None:
         table, mlp = self._table, getattr(layer, "mlp", None)
         names = ("gate", "up", "down")
         *pair, down = (_weight(getattr(mlp, f"{name}_proj", None)) for name in names)
@@ -389,12 +423,9 @@ class _StepProgram:
             raise Unknown
         *outs, gated = (table.memory(table.rows, pair[0].outputs) for _ in range(3))
         gate = {"then": "gate", "onto": gated, "activation": activation}
-        table.multiply(pair, outs, x=self._x, source="norm", **gate, **_before(layer, 1))
+        table.multiply(pair, outs, x=self._x, source="norm", **gate, **norms.mlp.fields())
         out = table.memory(table.rows, down.outputs)
-        table.multiply([down], [out], x=gated, source="plain", then="add", onto=self._x)
-
-
-_NORMS = ("input_layernorm", "post_attention_layernorm")
+        self._add_product(down, out, norms.made, x=gated, source="plain")
 
 
 def _has_form(decoder: Any) -> bool:
@@ -402,8 +433,8 @@ def _has_form(decoder: Any) -> bool:
     layer = decoder.layers[0]
     mlp = getattr(layer, "mlp", None)
     try:
-        for module in (decoder.norm, *(getattr(layer, name, None) for name in _NORMS)):
-            _norm(module)
+        _norm(decoder.norm)
+        _norms(layer)
         for name in ("gate", "up", "down"):
             _weight(getattr(mlp, f"{name}_proj", None))
     except Unknown:
@@ -411,18 +442,26 @@ def _has_form(decoder: Any) -> bool:
     return True
 
 
-def _before(layer: Any, which: int) -> dict[str, Any]:
-    """The norm before a layer's attention or its MLP."""
-    weight, epsilon = _norm(getattr(layer, _NORMS[which], None))
-    return {"weight": weight, "weight_bits": 8 * weight.itemsize, "epsilon": epsilon}
+def _norms(layer: Any) -> Norms:
+    """Read a layer's norms: two as Llama has them, or four as Gemma from its second on."""
+    names = ["input_layernorm", "post_attention_layernorm"]
+    if hasattr(layer, "post_feedforward_layernorm"):
+        names[1:] = ["pre_feedforward_layernorm", names[1], "post_feedforward_layernorm"]
+    return Norms(*(_norm(getattr(layer, name, None)) for name in names))
 
 
-def _norm(module: Any) -> _Norm:
-    """Read an RMS norm."""
-    weight, epsilon = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
+def _norm(module: Any) -> Norm:
+    """Read an RMS norm. What it adds to its weight (Gemma's 1) is seen in an answer of its own."""
+    weight = getattr(module, "weight", None)
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if epsilon is None or not isinstance(weight, Tensor) or not is_plain(weight):
         raise Unknown
-    return weight, float(epsilon)
+    with torch.no_grad():
+        ones = torch.ones_like(weight)
+        offset = round(float((module(ones) - weight).mean()))
+    if offset not in (0, 1):
+        raise Unknown
+    return Norm(weight, float(epsilon), float(offset))
 
 
 def _weight(module: Any) -> Weight:

@@ -90,7 +90,8 @@ OPERATION = np.dtype(
             *("where", "turns"),
         )
     ]
-    + [("epsilon", np.float64), ("scaling", np.float64)]
+    # Of norms, and what they add to their weights; by which cosines and sines are multiplied.
+    + [("epsilon", np.float64), ("offset", np.float64), ("scaling", np.float64)]
     # Parts that are taken and done, in a cache line of their own.
     + [(f"_{i}", np.int64) for i in range(8)]
     + [("taken", np.int64), ("done", np.int64)]
@@ -111,9 +112,12 @@ def _stored(at: int, bits: int, i: int) -> np.float32:
     return as_float(shorts_at(at, WHOLE)[0, i])
 
 
-def _norm(x_at: int, weight: int, bits: int, epsilon: float, dim: int, to: int) -> None:
-    """`x / sqrt(mean(x^2) + epsilon) * weight` of float32 [dim], in place or elsewhere."""
+def _norm(
+    x_at: int, weight: int, bits: int, epsilon: float, offset: float, dim: int, to: int
+) -> None:
+    """`x / sqrt(mean(x^2) + epsilon) * (weight + offset)` of float32 [dim], in place or not."""
     x, out = floats_at(x_at, (1, dim))[0], floats_at(to, (1, dim))[0]
+    more = np.float32(offset)
     total = np.float32(0.0)
     for i in range(dim):
         total += x[i] * x[i]
@@ -121,11 +125,11 @@ def _norm(x_at: int, weight: int, bits: int, epsilon: float, dim: int, to: int) 
     if bits == 32:
         weights = floats_at(weight, (1, dim))[0]
         for i in range(dim):
-            out[i] = x[i] * factor * weights[i]
+            out[i] = x[i] * factor * (weights[i] + more)
     else:
         halves = shorts_at(weight, (1, dim))[0]
         for i in range(dim):
-            out[i] = x[i] * factor * as_float(halves[i])
+            out[i] = x[i] * factor * (as_float(halves[i]) + more)
 
 
 def _rotate(x_at: int, half: int, cosines: int, sines: int) -> None:
@@ -178,6 +182,26 @@ def _angles(n: np.record) -> None:
 
 
 @njit(nogil=True)
+def _normalize(n: np.record, x: int, to: int) -> None:
+    """An operation's norm of one row."""
+    _compiled_norm(x, n.weight, n.weight_bits, n.epsilon, n.offset, n.inputs, to)
+
+
+@njit(nogil=True)
+def _add_norms(n: np.record, private: int) -> None:
+    """Norms of all rows, which are stored or added to numbers."""
+    for row in range(n.rows):
+        at = 4 * row * n.inputs
+        if n.then != ADD:
+            _normalize(n, n.x + at, n.onto + at)
+            continue
+        _normalize(n, n.x + at, private)
+        made, onto = floats_at(private, (1, n.inputs))[0], floats_at(n.onto + at, (1, n.inputs))[0]
+        for i in range(n.inputs):
+            onto[i] += made[i]
+
+
+@njit(nogil=True)
 def _prepare(n: np.record, private: int) -> int:
     """The address of what an operation multiplies: in this thread's memory where it was made."""
     if n.source == PLAIN:
@@ -185,7 +209,7 @@ def _prepare(n: np.record, private: int) -> int:
     if n.source == NORM:
         for row in range(n.rows):
             at = 4 * row * n.inputs
-            _compiled_norm(n.x + at, n.weight, n.weight_bits, n.epsilon, n.inputs, private + at)
+            _normalize(n, n.x + at, private + at)
         return private
     unit = n.group * n.width
     for row in range(n.rows):
@@ -262,13 +286,13 @@ def _attend(n: np.record, part: int, scratch: int) -> None:
         to, at = queries + 4 * member * n.dim, (head * n.group + member) * n.dim
         _compiled_copy(n.queries + 4 * (row * n.query_width + at), n.dim, to, 32)
         if n.query_norm:
-            _compiled_norm(to, n.query_norm, n.norm_bits, n.epsilon, n.dim, to)
+            _compiled_norm(to, n.query_norm, n.norm_bits, n.epsilon, n.offset, n.dim, to)
         if n.half:
             _compiled_rotate(to, n.half, cos, sin)
     if stretch + 1 == n.stretches:
         _compiled_copy(n.keys + 4 * (row * n.key_width + head * n.dim), n.dim, key, 32)
         if n.key_norm:
-            _compiled_norm(key, n.key_norm, n.norm_bits, n.epsilon, n.dim, key)
+            _compiled_norm(key, n.key_norm, n.norm_bits, n.epsilon, n.offset, n.dim, key)
         if n.half:
             _compiled_rotate(key, n.half, cos, sin)
         slot, size = unit * held.exact + newest - held.quantized, held.bits // 8
@@ -314,10 +338,7 @@ def _run_step(address: int) -> None:
             elif n.kind == ANGLES:
                 _angles(n)
             else:
-                for row in range(n.rows):
-                    to = 4 * row * n.inputs
-                    given = n.weight, n.weight_bits, n.epsilon, n.inputs
-                    _compiled_norm(n.x + to, *given, n.onto + to)
+                _add_norms(n, private)
             add_to(at + _DONE, 1)
             part = add_to(at + _TAKEN, 1)
         for before in range(n.waits):
