@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from models.test_gguf import write
+from reference.models import make
 from roundings import close_runs
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -131,6 +132,19 @@ def test_a_tied_table_is_kept_once_and_looked_up(few, ids):
     assert embedding.codes.data_ptr() == head.codes.data_ptr()
     text = ids(2, 7)
     assert torch.equal(embedding(text), embedding.weight[text])
+
+
+def test_a_scaled_table_is_scaled_when_it_is_looked_up(ids):
+    """Gemma's, of which the head is the same table without the scale."""
+    model = make("gemma3", hidden_size=64, tie_word_embeddings=True)
+    embedding, text = model.get_input_embeddings(), ids(2, 7)
+    scale, plain = embedding.embed_scale, embedding(text).detach()
+    quantize_weights(model, "q8_0")
+    head = model.get_output_embeddings()
+    assert float(scale) == 8
+    assert embedding.codes.data_ptr() == head.codes.data_ptr()
+    assert torch.equal(embedding(text), 8 * embedding.weight[text])
+    assert float((embedding(text) - plain).abs().max() / plain.abs().max()) < 1 / 127
 
 
 def test_a_model_is_copied_moved_and_saved(few, ids, tmp_path):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -215,9 +215,29 @@ class BlockEmbedding(_InBlocks, nn.Embedding):  # type: ignore[override]  # read
     """Embedding whose table is in blocks, which it may share with the head."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Look up as `nn.Embedding` does: ids [...] to [..., embedding_dim]."""
+        """Look up as `nn.Embedding` does: ids [...] to [..., embedding_dim], times a scale if the
+        embedding has one.
+        """
         rows = write_out(self.codes, self.scales, self.num_embeddings, input.flatten())
-        return rows.to(self.kept_dtype).view(*input.shape, -1)
+        return _scaled(self, rows.to(self.kept_dtype)).view(*input.shape, -1)
+
+
+def _scaled(embedding: nn.Module, rows: Tensor) -> Tensor:
+    """Multiply rows of a table as Gemma's `ScaledWordEmbedding` does, and some others."""
+    scale = getattr(embedding, "embed_scale", None)
+    return rows if scale is None else rows * torch.as_tensor(scale).to(rows)
+
+
+def _looks_up(embedding: Any) -> bool:
+    """Return whether an embedding does what a `BlockEmbedding` does; some rows are looked up."""
+    plain = type(embedding) is nn.Embedding
+    if plain or not isinstance(embedding, nn.Embedding) or not hasattr(embedding, "embed_scale"):
+        return plain
+    if embedding.weight.is_meta:
+        return True
+    ids = torch.arange(min(4, embedding.num_embeddings), device=embedding.weight.device)
+    with torch.no_grad():
+        return torch.equal(embedding(ids), _scaled(embedding, embedding.weight[ids]))
 
 
 def fits_blocks(module: nn.Module) -> bool:
@@ -236,11 +256,11 @@ def put_blocks(
         kind: one of `BLOCK_FORMATS`.
         kinds: other formats of some of them.
     """
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    head, embedding = model.get_output_embeddings(), cast(Any, model.get_input_embeddings())
     kinds, name_there = kinds or {}, _name_of(model, embedding)
     tied = head is not None and head.weight is embedding.weight
     table = None
-    if type(embedding) is nn.Embedding and (tied or name_there in kinds):
+    if (tied or name_there in kinds) and _looks_up(embedding):
         table = Blocks.quantize(embedding.weight, kinds.get(name_there, "q8_0"))
         _put(embedding, table)
     for name in names:
@@ -266,14 +286,14 @@ def put_stored_blocks(model: PreTrainedModel, names: Iterable[str], path: Path) 
         path: the file.
     """
     stored = dict(_read_file(model, path))
-    embedding = model.get_input_embeddings()
+    embedding: Any = model.get_input_embeddings()
     table = stored.get(_name_of(model, embedding))
     for name in names:
         module: Any = model.get_submodule(name)
         blocks = stored.get(name, table if module is model.get_output_embeddings() else None)
         found = None if blocks is None else _matching(model, blocks, module.weight)
         _put(module, found or Blocks.quantize(module.weight, "q8_0"))
-    if table is not None and type(embedding) is nn.Embedding:
+    if table is not None and _looks_up(embedding):
         found = _matching(model, table, embedding.weight)
         if found is not None:
             head = model.get_output_embeddings()
