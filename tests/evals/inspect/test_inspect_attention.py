@@ -257,6 +257,14 @@ def test_encoders_look_ahead_and_decoders_do_not():
     assert not any(looks_ahead(make(name)) for name in ("llama", *OWN_ATTENTION))
 
 
+def test_short_sequences_hold_room_for_few_tokens():
+    def measure(it: Attention) -> None:
+        held = it.keys.untyped_storage().nbytes() // (it.keys[:, :, 0].numel() * it.keys.itemsize)
+        assert held <= 5 * 16
+
+    watch(make("llama"), tokens(8, 16), measure)
+
+
 def test_what_fails_on_the_way_leaves_a_model_as_it_was():
     def fail(it: Attention) -> None:
         raise ZeroDivisionError

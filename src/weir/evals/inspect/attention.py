@@ -148,7 +148,9 @@ def watch(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
         start = int(piece.start[0])
         look(Attention(call.layer, queries, keys, start, places, call.params, positions))
 
-    watcher = ListeningCache(model, "dense", hear, positions="original", chunk=PIECE)
+    # A cache without a limit begins with five chunks, for each of many short sequences.
+    chunk = min(PIECE, ids.shape[1])
+    watcher = ListeningCache(model, "dense", hear, positions="original", chunk=chunk)
     more = {"past_key_values": watcher, "use_cache": True, "logits_to_keep": 1}
     try:
         with torch.no_grad():
