@@ -406,7 +406,7 @@ def rounded_size(rows: int, blocks: int) -> int:
     return rows * blocks * (BLOCK + 8)
 
 
-@njit(nogil=True)
+@compile_kernel
 def round_rows(rows: int, blocks: int, zero: int, x: int, to: int) -> None:
     """Round rows as `multiply_panels` takes them; see `_quantize`."""
     steps = to + rows * blocks * BLOCK
@@ -484,7 +484,8 @@ def linear_blocks(x: Tensor, codes: Tensor, scales: Tensor, outputs: int) -> Ten
         memory = given.data_ptr(), out.data_ptr()
         _multiply_many(threads, some, rows, blocks, outputs, kind, zero, *memory, *weight)
     else:
-        rounded = torch.empty(rounded_size(rows, blocks), dtype=torch.int8)
+        # In Python, so that numba need not compile a product.
+        rounded = torch.empty(rounded_size.py_func(rows, blocks), dtype=torch.int8)
         round_rows(rows, blocks, zero, given.data_ptr(), rounded.data_ptr())
         memory = rounded.data_ptr(), out.data_ptr()
         _multiply_together(threads, kind, rows, blocks, outputs, *weight, *memory)

@@ -432,7 +432,8 @@ class StepTable:
     def attend(self, held: np.ndarray, heads: int, slots: int, waits: int, **fields: Any) -> int:
         """Add attention of some heads, for which `stretches` are given."""
         group, dim, width = (int(held[0][name]) for name in ("group", "dim", "width"))
-        size = (group + 1) * dim + scratch_size(group, dim, width, slots)
+        # In Python, so that numba need not compile a sum.
+        size = (group + 1) * dim + scratch_size.py_func(group, dim, width, slots)
         self._needed = max(self._needed, size)
         sizes = {"heads": heads, "group": group, "dim": dim, "width": width}
         parts = self.rows * heads * fields["stretches"]
