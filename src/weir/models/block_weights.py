@@ -29,6 +29,8 @@ BLOCK_FORMATS = {"q8_0": (8, False), "q4_0": (4, False), "q4_1": (4, True)}
 """Bits of a code, and whether blocks have a minimum, by the name of the format in GGUF."""
 STORED_FORMATS = {"Q8_0": "q8_0", "Q4_0": "q4_0", "Q4_1": "q4_1", "Q4_K": "q4_1"}
 """The types of a GGUF file that are multiplied as they are, and the format that they lie in."""
+TOGETHER = 32 * PANEL
+"""Outputs of a weight that are put into blocks at a time."""
 COMPARED = 8
 """One block in so many is compared to see in which order a file has a weight's outputs."""
 AS_STORED = "gguf"
@@ -69,8 +71,22 @@ class Blocks:
         """Quantize a weight [outputs, inputs] to one of `BLOCK_FORMATS`, as ggml's reference does,
         but that codes are of the rounded scale.
         """
+        return cls._by_parts(weight.detach(), lambda part: cls._quantize(part, kind))
+
+    @classmethod
+    def _by_parts(cls, rows: Tensor, make: Callable[[Tensor], Blocks]) -> Blocks:
+        """Make blocks of some rows at a time, which stay in the processor's caches."""
+        parts = [make(part) for part in rows.split(TOGETHER)]
+        found = object.__new__(cls)
+        found.outputs = len(rows)
+        found.codes = torch.cat([part.codes for part in parts])
+        found.scales = torch.cat([part.scales for part in parts])
+        return found
+
+    @classmethod
+    def _quantize(cls, weight: Tensor, kind: str) -> Blocks:
         bits, minima = BLOCK_FORMATS[kind]
-        parts = weight.detach().float().unflatten(1, (-1, BLOCK))
+        parts = weight.float().unflatten(1, (-1, BLOCK))
         zero, most = 0 if minima else 1 << (bits - 1), (1 << bits) - 1
         if minima:
             least = parts.amin(dim=2)
@@ -94,7 +110,10 @@ class Blocks:
             data: its bytes [outputs, bytes of a line], uint8.
             kind: one of `STORED_FORMATS`.
         """
-        raw = torch.from_numpy(data)
+        return cls._by_parts(torch.from_numpy(data), lambda part: cls._read(part, kind))
+
+    @classmethod
+    def _read(cls, raw: Tensor, kind: str) -> Blocks:
         if kind == "Q4_K":
             return cls._read_super_blocks(raw)
         bits, minima = BLOCK_FORMATS[STORED_FORMATS[kind]]
