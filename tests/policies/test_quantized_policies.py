@@ -109,12 +109,12 @@ def test_a_policy_with_a_word_for_its_slots_is_given_it_there(slots):
 @pytest.mark.parametrize(
     ("text", "said", "at"),
     [
-        ("recent(4) | kcenter(8):int3", "slots can be int8", 23),
+        ("recent(4) | kcenter(8):int3", "formats of slots are int8", 23),
         ("recent(4) | kcenter(8):in8", "did you mean 'int8'", 23),
         ("recent(4) | kcenter(8):", "expected a format of slots", 23),
         ("recent(4) | recent(none):int8", "without a limit", 0),
         ("sink(4) | recent(4):int8 | recent(4)", "not the other way round", 0),
-        ("quantized(kcenter(16), slots=int5)", "slots can be int8", 0),
+        ("quantized(kcenter(16), slots=int5)", "formats of slots are int8", 0),
         ("quantized(kcenter(16), newest=-1)", "0 or more", 0),
         ("quantized(streaming_llm(16))", r"newest=64\) quantizes those older", 0),
         ("quantized(streaming_llm(16), newest=12)", "take a smaller newest", 0),
@@ -132,9 +132,9 @@ def test_what_makes_no_sense_is_refused_where_it_stands(text, said, at):
 def test_formats_in_python_are_looked_at_too():
     with pytest.raises(WeirError, match="2 pools have 2 formats, not 1"):
         Pipe((Sink(4), Recent(8)), formats=("int8",))
-    with pytest.raises(WeirError, match="slots can be"):
+    with pytest.raises(WeirError, match="formats of slots are"):
         Pipe((Sink(4), Recent(8)), formats=("", "int2"))
-    with pytest.raises(WeirError, match="slots can be"):
+    with pytest.raises(WeirError, match="formats of slots are"):
         with_slots(weir.policy("kcenter(8)"), "int2")
 
 

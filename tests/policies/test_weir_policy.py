@@ -43,7 +43,7 @@ def test_the_first_and_the_newest_stay_exact(text, pipe):
     [
         ("weir(4)", "a budget of 4 leaves no room for recent tokens beside 4 sinks"),
         ("weir(64, newest=-1)", "newest tokens that stay exact are 0 or more, not -1"),
-        ("weir(64, slots=int2)", "slots can be int8"),
+        ("weir(64, slots=int2)", "formats of slots are int8"),
         ("weir(64, heads=some)", "heads of weir are measured or alike, not 'some'"),
         ("quantized(weir(64))", "says by itself how its slots are quantized"),
     ],
