@@ -281,6 +281,30 @@ def test_changes_of_a_layer_are_noticed(change: Callable[[Any], Any], taken, mon
     close_runs(found[1], found[0], make("llama", **WIDE))
 
 
+@pytest.mark.parametrize("again", [False, True])
+@torch.no_grad()
+def test_of_an_attention_that_was_replaced_the_new_one_is_read(again: bool, taken) -> None:
+    found = []
+    for on in (False, True):
+        model, ids = make("llama", **WIDE), tokens(1, PROMPT + 4)
+        cache = StreamingCache(model, POLICIES[0], chunk=CHUNK)
+        compile_steps(model, on=on)
+        model(ids[:, :PROMPT], past_key_values=cache)
+        for step in range(PROMPT, PROMPT + 4):
+            found.append(model(ids[:, step : step + 1], past_key_values=cache).logits)
+            if step == PROMPT:
+                layer = model.model.layers[1]
+                held = layer.self_attn.state_dict()
+                layer.self_attn = type(layer.self_attn)(model.config, 1).eval()
+                layer.self_attn.load_state_dict(held)
+                if again:
+                    compile_steps(model, on=on)
+            if step == PROMPT + 1:
+                model.model.layers[1].self_attn.v_proj.weight.mul_(-1)
+    assert len(taken) >= 4
+    close_runs(torch.cat(found[4:]), torch.cat(found[:4]), make("llama", **WIDE))
+
+
 def test_what_is_not_finite_is_refused_without_trace(taken) -> None:
     model, ids = make("llama", **WIDE), tokens(1, 16)
     compile_steps(model)

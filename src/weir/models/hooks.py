@@ -19,7 +19,7 @@ import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -75,7 +75,7 @@ class Attachment:
         self._patches = [MethodPatch(rotary, "forward", self._rotate) for rotary in facts.rotaries]
         self._compiled: Compiled | None = None
         self._native: NativeStep | None = None
-        self.compile(_COMPILED.get(facts.decoder))
+        self.compile(_COMPILED.get(facts.decoder), facts.attentions)
         if facts.images is not None and facts.images.axes:
             for kind in ("image", "video"):
                 name = f"get_{kind}_features"
@@ -95,11 +95,14 @@ class Attachment:
         with self._lock:
             pass
 
-    def compile(self, compiling: Compiling | None) -> None:
-        """Compile decode steps from now on; None stops compiling them. No call may be under way."""
+    def compile(self, compiling: Compiling | None, attentions: Sequence[nn.Module]) -> None:
+        """Compile decode steps from now on; None stops compiling them. No call may be under way.
+
+        `attentions` are the decoder's modules of now, which may be others than when it was made.
+        """
         if self._compiled is not None:
             self._compiled.remove()
-        layers = layers_of(self.facts.decoder, self.facts.attentions)
+        layers = layers_of(self.facts.decoder, attentions)
         own = self._forward.own
         programs = compiling is not None and compiling.programs
         self._compiled = Compiled(own, layers, compiling) if compiling and programs else None
@@ -110,7 +113,7 @@ class Attachment:
             self._native = None
         else:
             wait = compiling is not None and compiling.wait
-            self._native = NativeStep(self.facts.decoder, self.facts.attentions, wait)
+            self._native = NativeStep(self.facts.decoder, wait)
 
     def leave(self) -> None:
         """Remove all hooks and restore the model."""
@@ -333,7 +336,7 @@ def compile_steps(
         held = _ATTACHED.get(decoder)
     if held is not None:
         with forward_lock_of(facts.config):
-            held.compile(compiling)
+            held.compile(compiling, facts.attentions)
     return compiling is not None and torch_compile and compiling.failed is None
 
 

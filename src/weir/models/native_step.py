@@ -26,6 +26,7 @@ from weir.models import compiling
 from weir.models.block_mlp import ACTIVATIONS, is_near
 from weir.models.block_weights import BlockLinear
 from weir.models.linear_kernels import is_plain, runs_as_linear
+from weir.models.model_spec import attention_modules
 from weir.models.quantized_weights import Int8Linear
 from weir.slab import block_size
 
@@ -97,19 +98,15 @@ class NativeStep:
 
     Args:
         decoder: with `embed_tokens`, `layers` and `norm`.
-        attentions: each layer's attention module.
         wait: see the attribute.
     """
 
     wait = False
 
-    def __init__(
-        self, decoder: nn.Module, attentions: Sequence[nn.Module], wait: bool = False
-    ) -> None:
+    def __init__(self, decoder: nn.Module, wait: bool = False) -> None:
         if wait:
             self.wait = True
         self._decoder: Any = decoder
-        self._attentions = attentions
         self._watch: _Watch | None = None
         self._compiling: threading.Thread | None = None
         self._waited = False
@@ -142,7 +139,7 @@ class NativeStep:
             if key in self._refused:
                 return None
             try:
-                program = _StepProgram(self._decoder, self._attentions, self._watch, rows)
+                program = _StepProgram(self._decoder, self._watch, rows)
             except Unknown:
                 self._refused.add(key)
                 return None
@@ -247,15 +244,14 @@ class _StepProgram:
         Unknown: no table can be made.
     """
 
-    def __init__(
-        self, decoder: Any, attentions: Sequence[nn.Module], watch: _Watch, rows: Any
-    ) -> None:
+    def __init__(self, decoder: Any, watch: _Watch, rows: Any) -> None:
         make, held = kernels.decode_step(torch.device("cpu")), rows.held()
         if make is None or held is None:
             raise Unknown
         self._watch, self._slabs, self._threads = watch, rows.slabs, torch.get_num_threads()
         parts = [part for layer in held for part in layer]
         self.sizes = tuple((part.slots.sizes, part.heads) for part in parts)
+        attentions = attention_modules(decoder)  # those of now
         batch, layers = len(rows.waiting), len(attentions)
         self._table = table = make(batch, self._threads)
         self._spans, self._waiting, self._places = (
