@@ -79,6 +79,14 @@ def test_a_text_that_cannot_be_read_gets_one_line(capsys, model, tmp_path, name)
 
 
 USAGE = {
+    "a model without its option": (
+        ["chat", "nano"],
+        "; a model is named by --model; see",
+    ),
+    "a typo in what is listed": (
+        ["policies", "h20"],
+        "did you mean 'h2o'? See weir policies",
+    ),
     "no tokens": (["stream", "--text", "x", "--tokens", "0"], "'--tokens'"),
     "half a token": (["stream", "--text", "x", "--tokens", "2.5"], "'--tokens'"),
     "no chunk": (["stream", "--text", "x", "--chunk", "0"], "'--chunk'"),
@@ -105,7 +113,7 @@ def test_wrong_usage_gets_one_line_that_leads_to_the_help_and_exit_code_2(capsys
     assert is_one_line(ended, 2), ended
     assert says in ended.err
     command = "weir" if words == ["strem"] else f"weir {words[0]}"
-    assert ended.err.endswith(f"; see {command} --help\n")
+    assert ended.err.endswith((f"; see {command} --help\n", f"? See {command} --help\n"))
 
 
 @pytest.mark.parametrize("command", ["demo", "chat", "stream", "policies", "train"])

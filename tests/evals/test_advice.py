@@ -144,8 +144,8 @@ def test_a_budget_takes_the_place_of_memory(nano):
 
 
 def test_either_memory_or_a_budget_is_given(nano):
-    for given in ({}, {"memory": 10**6, "budget": 100}):
-        with pytest.raises(WeirError, match="either the memory of a stream or a budget of slots"):
+    for given, which in (({}, "neither is"), ({"memory": 10**6, "budget": 100}, "both are")):
+        with pytest.raises(WeirError, match=f"either memory or budget says .* and {which} given"):
             advise(*nano, str(BOOK), **given)
 
 

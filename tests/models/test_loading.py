@@ -102,6 +102,11 @@ def test_a_name_that_is_nowhere_is_named(name):
     refused(name, f"there is no model '{name}': not a folder here, and not to be had from the Hub")
 
 
+def test_a_file_that_is_not_there_is_not_sought_on_the_hub_and_a_misspelt_name_is_noticed():
+    refused("folder/none.gguf", "there is no file 'folder/none.gguf'")
+    refused("nanoo", "there is no model 'nanoo', did you mean 'nano'")
+
+
 def config(**changes: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         facts = json.loads((folder / "config.json").read_text())

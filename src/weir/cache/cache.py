@@ -341,7 +341,7 @@ class StreamingCache(Cache):
         """Refuse to pickle (WeirError): the model would have to be pickled too."""
         raise WeirError(
             "a StreamingCache cannot be pickled or copied shallowly; copy.deepcopy makes a second "
-            "one, and weir.Stream saves to a file"
+            "one, and weir.Stream.save writes a file"
         )
 
     # --- for users, the stream and the command line

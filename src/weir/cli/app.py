@@ -231,4 +231,8 @@ def _describe_misuse(error: object) -> str:
     """Describe what is wrong with the arguments, and name the help to read."""
     problem = getattr(error, "format_message", lambda: str(error))().rstrip(".")
     context = getattr(error, "ctx", None)
-    return f"{problem}; see {context.command_path if context else 'weir'} --help"
+    named = context is not None and any(p.name == "model_name" for p in context.command.params)
+    if named and "unexpected extra argument" in problem:
+        problem += "; a model is named by --model"
+    see = " See" if problem.endswith("?") else "; see"
+    return f"{problem}{see} {context.command_path if context else 'weir'} --help"

@@ -48,7 +48,7 @@ def evaluate(
         str, Option(help="Comma-separated policies, or all for every named policy.")
     ] = "all",
     model: Annotated[
-        str, Option(help="Comma-separated models: nano, folders or Hub ids.")
+        str, Option(help="Comma-separated models: nano, smollm2, folders, .gguf files or Hub ids.")
     ] = "nano",
     budgets: Annotated[
         str | None,

@@ -25,10 +25,11 @@ def serve(
     argument: Annotated[
         str | None,
         Argument(
-            metavar="MODEL", help="nano, a folder, a .gguf file, or a Hub id; also as --model."
+            metavar="MODEL",
+            help="nano, smollm2, a folder, a .gguf file, or a Hub id; or --model.",
         ),
     ] = None,
-    model_name: Annotated[str | None, Option("--model", help="The same.")] = None,
+    model_name: Annotated[str | None, Option("--model", help="Instead of MODEL.")] = None,
     policy: Annotated[
         str | None,
         Option(

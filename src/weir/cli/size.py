@@ -21,10 +21,10 @@ def size(
         str | None,
         Argument(
             metavar="MODEL",
-            help="nano, a folder, a .gguf file, a config.json, or a Hub id; also as --model.",
+            help="nano, smollm2, a folder, a .gguf file, a config.json, a Hub id; or --model.",
         ),
     ] = None,
-    model_name: Annotated[str | None, Option("--model", help="The same.")] = None,
+    model_name: Annotated[str | None, Option("--model", help="Instead of MODEL.")] = None,
     policy: options.PolicyText = options.DEFAULT,
     budget: options.Budget = None,
     tokens: Annotated[

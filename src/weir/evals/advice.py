@@ -116,7 +116,8 @@ def advise(
             short, or a perplexity is no finite number.
     """
     if (memory is None) == (budget is None):
-        raise WeirError("give either the memory of a stream or a budget of slots")
+        which = "neither is" if memory is None else "both are"
+        raise WeirError(f"either memory or budget says how large a cache may be, and {which} given")
     named = None if policies is None else _list_policies(model, policies)
     ids = read_stream(tokenizer, text).ids
     if tokens is not None and tokens > len(ids):

@@ -26,7 +26,7 @@ from transformers import (
     ProcessorMixin,
 )
 
-from weir.errors import WeirError, quote
+from weir.errors import WeirError, quote, suggest
 from weir.models.attention_sinks import ATTENTION, attend_by_sink, begin_with_sink, sink_of
 from weir.models.block_weights import AS_STORED, check_stored
 from weir.models.gguf import (
@@ -360,9 +360,15 @@ def _place(name: str) -> tuple[str, str]:
         raise WeirError(f"{name} is a file; a model is a folder, a .gguf file, or an id on the Hub")
     if not name or (name.startswith((".", "/", "~")) and not is_local(name)):
         raise WeirError(f"there is no model folder {name!r}")
+    if name.endswith(".gguf"):
+        raise WeirError(f"there is no file {name!r}")
     if is_local(name):
         return str(Path(name).expanduser()), f"the folder {name} holds no model"
-    return name, f"there is no model {name!r}: not a folder here, and not to be had from the Hub"
+    hint = suggest(name, ("nano", SMOLLM2))
+    return (
+        name,
+        f"there is no model {name!r}{hint}: not a folder here, and not to be had from the Hub",
+    )
 
 
 def _check_memory(name: str, place: str, config: Any, dtype: Any) -> None:

@@ -285,7 +285,8 @@ def check_format(name: object) -> str:
     """Return the name of a format of slots, if there is such a format."""
     if not isinstance(name, str) or name not in FORMATS:
         raise WeirError(
-            f"formats of slots are {', '.join(FORMATS)}, and slots=exact for none, not {quote(name)}"
+            f"formats of slots are {', '.join(FORMATS)}, and slots=exact for none, "
+            f"not {quote(name)}"
         )
     return name
 
