@@ -37,6 +37,7 @@ def test_half_a_surrogate_pair_is_said_to_be_no_character(text):
 def test_names_of_fields_are_repeated_only_as_far_as_they_are_short():
     assert "argument supplied: aaa" in said(response(**{"a" * 300_000: 1}))
     assert "argument supplied: nonsense" in said(response(nonsense=1))
+    assert "argument supplied: max-tokens" in said(response(**{"max-tokens": 1}))
     assert said(response(metadata={"b" * 300_000: 5})).startswith("Invalid 'metadata.bbb")
 
 

@@ -155,6 +155,9 @@ def _invalid(found: Sequence[Mapping[str, Any]]) -> APIError:
     if not param and kind == "model_type":
         message = "the body is to be an object of JSON"
     if kind == "extra_forbidden":
+        # Its name is the client's own, and may look like that of a type: "max-tokens".
+        own, before = str(first["loc"][-1]), param_of(first["loc"][:-1])
+        param = shorten(f"{before}.{own}" if before else own)
         message = f"Unrecognized request argument supplied: {param}"
     elif kind == "missing":
         message = f"Missing required parameter: '{param}'."
