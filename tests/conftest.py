@@ -39,6 +39,19 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.import_plugin("model_fixtures")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest looks for marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what `thinned(n)` leaves out: all but one in n of a test's parameters."""
+    met: dict[str, int] = {}
+    for item in items:
+        mark = item.get_closest_marker("thinned")
+        if mark is not None:
+            test = item.nodeid.partition("[")[0]
+            met[test] = met.get(test, -1) + 1
+            if met[test] % mark.args[0]:
+                item.add_marker("slow")
+
+
 LONG = 0.15
 """Seconds of a full collection after which what it has looked through is hidden from the next."""
 _last = {"began": 0.0, "took": 0.0}

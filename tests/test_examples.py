@@ -72,6 +72,7 @@ def test_a_chat_takes_no_more_memory_after_its_second_turn(ran: Ran) -> None:
     assert said.splitlines()[-1].endswith(f"{turns[-1][0]} tokens in {turns[-1][1]} bytes")
 
 
+@pytest.mark.slow
 def test_what_the_first_page_said_is_known_to_one_of_two_policies(ran: Ran) -> None:
     said = ran("read_a_book.py", str(ASSETS / "nano"))
     able, forgot, knew = re.split("(?=streaming_llm|kcenter)", said)
@@ -82,6 +83,7 @@ def test_what_the_first_page_said_is_known_to_one_of_two_policies(ran: Ran) -> N
     assert "1,500 tokens read" in forgot
 
 
+@pytest.mark.slow
 def test_the_odd_lines_of_a_log_are_found_and_held_longer(ran: Ran, tmp_path: Path) -> None:
     said = ran("watch_a_log.py")
     assert re.findall(r"^  line (\d+),", said, re.MULTILINE) == ["31", "51", "71"]
@@ -121,6 +123,7 @@ def test_milestones_stand_at_even_distances(ran: Ran) -> None:
     assert mine < 1.1 * plain
 
 
+@pytest.mark.slow
 def test_two_policies_are_compared_and_the_run_goes_on_where_it_was(
     ran: Ran, tmp_path: Path
 ) -> None:

@@ -117,6 +117,7 @@ def test_every_policy_of_a_budget_is_compared_but_the_oracle_and_what_it_stands_
         *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
     ],
 )
+@pytest.mark.slow
 def test_every_figure_runs(name):
     with settled():  # as in a run: each turn begins with a collection of garbage
         rows = list(FIGURES[name].measure(SETTING))

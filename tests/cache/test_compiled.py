@@ -101,6 +101,7 @@ def check_same(
 @pytest.mark.parametrize(
     ("policy", "positions"), [*zip(POLICIES, cycle(["rolling", "original"]), strict=False)]
 )
+@pytest.mark.thinned(3)
 def test_steps_are_the_usual_ones(llama, ids, taken, policy: str, positions: Any) -> None:
     usual, compiled = both_ways(llama, policy, ids(2, PROMPT + STEPS), positions=positions)
     assert taken == [1] * STEPS
@@ -360,6 +361,7 @@ def test_tokens_come_uncompiled_until_the_program_is_ready(
     assert notices[-1].endswith(ends)
 
 
+@pytest.mark.slow
 def test_each_size_says_once_what_is_waited_for(fresh_llama, ids, taken, notices) -> None:
     model = fresh_llama(layers=1)
     compile_steps(model, backend="eager")
@@ -434,6 +436,7 @@ CHANGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.thinned(2)
 def test_a_bound_layer_notices_changes(fresh_llama, ids, taken, monkeypatch, change: str) -> None:
     model, text = fresh_llama(layers=2), ids(1, PROMPT + 12)
     twin, guarded = copy.deepcopy(model), []
@@ -525,6 +528,7 @@ def test_whoever_chooses_what_is_asked_before_a_step_is_heard(fresh_llama, ids, 
 
 
 @pytest.mark.parametrize("policy", ["sink(2) | recent(14)", "recent(8) | heavy(8)"])
+@pytest.mark.thinned(2)
 def test_the_first_of_all_tokens_may_come_alone(shallow, ids, taken, policy: str) -> None:
     def step_by_step() -> Tensor:
         stream = weir.Stream(shallow, policy, chunk=CHUNK)

@@ -62,6 +62,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.thinned(3)
 def test_it_is_generate_with_a_cache_of_that_policy(
     llama: PreTrainedModel, ids: Any, way: str, custom: dict[str, Any]
 ) -> None:

@@ -42,6 +42,7 @@ def in_two_ways(model, one, other):
         ("recent(6) | caote(8, 3)", "recent(2) | recent(4) | caote(8, 3)"),
     ],
 )  # fmt: skip
+@pytest.mark.thinned(5)
 def test_heads_with_the_same_tokens_read_as_a_whole_layer(name, one, other):
     try:
         model = make(name)

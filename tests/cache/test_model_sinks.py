@@ -106,6 +106,7 @@ def same_slots(cache: Any, loop: Naive, model: Any) -> None:
 @models
 @pytest.mark.parametrize("policy", FOLDS)
 @pytest.mark.parametrize(("chunk", "whole"), [(1, 0), (5, 30)])
+@pytest.mark.thinned(5)
 def test_a_stream_past_its_budget_is_the_naive_loop(name, policy, chunk, whole):
     model, ids = MODELS[name](), text_of(1, LENGTH)
     folds = FOLDS[policy](model)
@@ -134,6 +135,7 @@ Their own tests say that they keep whom they ought to; here it is read with the 
 
 @models
 @pytest.mark.parametrize("policy", WEIGHED)
+@pytest.mark.thinned(4)
 def test_slots_with_two_weights_are_read_with_the_sink(name, policy):
     model, ids = MODELS[name](), text_of(1, LENGTH)
     cache = weir.StreamingCache(model, policy, chunk=5, positions="original")
@@ -187,6 +189,7 @@ def test_recompute_wants_the_attention_the_model_was_trained_with():
 
 @models
 @pytest.mark.parametrize("policy", [*FOLDS, "sink(2) | recent(6) | subgen(8, 4, 2)"])
+@pytest.mark.thinned(5)
 def test_rows_read_what_each_reads_alone(name, policy):
     model, ids, pads = MODELS[name](), text_of(3, 50), [0, 7, 21]
     mask = torch.ones_like(ids)

@@ -88,6 +88,7 @@ def check(model: PreTrainedModel, policy: str, taken: list[int], rows: int = 1, 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.thinned(2)
 def test_steps_are_the_models_own(policy: str, rows: int, taken) -> None:
     check(make("llama", **WIDE), policy, taken, rows)
 

@@ -33,6 +33,7 @@ def fits(model, name: str, budget: int, memory: int) -> bool:
 
 @pytest.mark.parametrize("name", CANDIDATES)
 @pytest.mark.parametrize("memory", [330_000, 1_234_567])
+@pytest.mark.thinned(3)
 def test_no_larger_budget_within_the_window_fits(shape, name, memory):
     found = budget_in(shape, name, memory)
     if found is None:

@@ -17,7 +17,8 @@ from weir.cli.lm_eval import main
 from weir.errors import WeirError
 
 pytest.importorskip("lm_eval", reason='lm-evaluation-harness is not installed: "weir-kv[eval]"')
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+# Slow: the harness takes as long to be imported as thirty other tests.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 from lm_eval import simple_evaluate  # noqa: E402
 from lm_eval.api.model import LM  # noqa: E402

@@ -29,6 +29,7 @@ def weights(kind="q8_0", last="q8_0"):
 @pytest.mark.parametrize(("kind", "last"), [("q8_0", "q8_0"), ("q4_1", "q8_0"), ("q4_0", "q4_1")])
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.thinned(3)
 def test_it_is_three_products_and_a_gate(kind, last, activation, dtype, threads):
     gate, up, down = weights(kind, last)
     act = functional.silu if activation == "silu" else gelu

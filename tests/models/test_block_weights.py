@@ -114,6 +114,7 @@ def test_the_kernel_changes_answers_by_the_rounding_of_rows(fresh_llama, ids):
 
 
 @pytest.mark.parametrize("kind", BLOCK_FORMATS)
+@pytest.mark.thinned(3)
 def test_compiled_steps_are_the_usual_ones(fresh_llama, ids, kind):
     model, found = fresh_llama(layers=1, **LLAMA), []
     quantize_weights(model, kind)

@@ -111,6 +111,7 @@ def together(*jobs: Callable[[], Any]) -> list[Any]:
         ("falcon-alibi", ["generate with a cache of weir", "generate without one"]),
     ],
 )
+@pytest.mark.thinned(3)
 def test_each_thread_gets_the_answer_it_would_get_alone(name: str, kinds: list[str]) -> None:
     model = make(name)
     before, texts = attention(model), [tokens(1, 40, seed=n) for n in range(len(kinds))]

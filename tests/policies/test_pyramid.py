@@ -185,6 +185,7 @@ def tall(fresh_llama):
 
 
 @pytest.mark.parametrize("text", PIPES)
+@pytest.mark.thinned(2)
 def test_the_cache_has_the_slots_of_a_cache_without_a_pyramid(tall, ids, text):
     mean = policy(text).pipe
     stream, flat = weir.Stream(tall, text, chunk=5), weir.Stream(tall, mean, chunk=5)
@@ -230,6 +231,7 @@ def test_a_model_reads_as_with_naive_pools(tall, ids, naive, twins, whole):
 
 @pytest.mark.parametrize("prefill", ["chunked", "full"])
 @pytest.mark.parametrize("text", PIPES)
+@pytest.mark.thinned(3)
 def test_a_padded_row_reads_as_it_would_alone(tall, ids, text, prefill):
     rows_read_alone(tall, text, ids(3, 90), [0, 13, 40], chunk=7, prefill=prefill)
 

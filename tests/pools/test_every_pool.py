@@ -161,6 +161,7 @@ def test_every_pool_is_tested_here():
     [pytest.param((1, 1), (7, 5), marks=pytest.mark.slow), ((4, 2), (1, 3))],
 )
 @pytest.mark.parametrize("text", EVERY)
+@pytest.mark.thinned(3)
 def test_head_dimensions_may_be_odd_and_differ_and_there_may_be_one_head(text, heads, dims):
     queries, keys = random(2, heads[0], LENGTH, dims[0]), random(2, heads[1], LENGTH, dims[0])
     values = random(2, heads[1], LENGTH, dims[1])
@@ -183,6 +184,7 @@ def test_head_dimensions_may_be_odd_and_differ_and_there_may_be_one_head(text, h
 
 
 @pytest.mark.parametrize("text", EVERY)
+@pytest.mark.thinned(2)
 def test_strange_keys_and_values_are_borne(text):
     queries, keys, values = (random(1, 2, LENGTH, n) for n in (7, 7, 5))
     alike = (random(1, 2, 1, n).expand(-1, -1, LENGTH, -1) for n in (7, 5))
@@ -205,6 +207,7 @@ def test_strange_keys_and_values_are_borne(text):
 
 @pytest.mark.parametrize("text", [texts[0] for texts in PIPES.values()])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.thinned(3)
 def test_every_dtype_of_a_model_is_borne(text, dtype):
     parts = [random(1, 2, LENGTH, n).to(dtype) for n in (7, 7, 5)]
     out, layer = fed(text, *parts)

@@ -84,6 +84,7 @@ def folds(pool: KCenter, keys: Tensor, chunk: int, share: float = 1.0) -> Iterat
         (KCenter(12, use=1.0), 9, 0.6, 400),
     ],
 )
+@pytest.mark.thinned(3)
 def test_it_holds_what_a_naive_loop_holds(pool, chunk, share, length):
     k, keys = pool.k, whole_keys(2, 3, length)
     whole = keys.tolist()

@@ -213,6 +213,7 @@ def test_a_bad_body_is_refused_where_it_is_wrong(alice, what, body, param):
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
+@pytest.mark.thinned(2)
 def test_what_is_anothers_is_as_unknown_as_what_never_was(server, alice):
     alice.talk("diary")
     (turn, *_) = alice.turns("diary")

@@ -274,6 +274,7 @@ PIPES = {
 
 @pytest.mark.parametrize("prefill", ["chunked", "full"])
 @pytest.mark.parametrize("text", PIPES)
+@pytest.mark.thinned(3)
 def test_a_pool_that_weir_has_never_heard_of_gives_what_its_lists_give(
     llama, naive, twins, ids, text, prefill
 ):

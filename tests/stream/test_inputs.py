@@ -40,6 +40,7 @@ def given_of(name: str, given: Prompt, start: int, stop: int | None) -> dict[str
 
 
 @pytest.mark.parametrize(("name", "policy"), [*zip(FAMILIES, cycle(POLICIES), strict=False)])
+@pytest.mark.thinned(3)
 def test_a_stream_cut_anywhere_also_inside_an_image_is_one_stream(name: str, policy: str) -> None:
     model, given = seeing(name), asked(name)
     whole = Stream(model, policy, chunk=5)

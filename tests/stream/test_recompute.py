@@ -32,6 +32,7 @@ def looped(model, text: Tensor, budget: int, sinks: int = 0) -> Tensor:
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("sinks", [0, 1, 4, BUDGET - 1])
 @pytest.mark.parametrize("cuts", [[LENGTH], [1] * LENGTH, [16, 1, 33], [17, 33]])
+@pytest.mark.thinned(5)
 def test_every_token_is_predicted_from_its_own_window_read_anew(llama, ids, batch, sinks, cuts):
     text = ids(batch, LENGTH)
     stream = weir.Stream(llama, recompute(BUDGET, sinks))

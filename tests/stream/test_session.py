@@ -65,6 +65,7 @@ def same(one: weir.Stream, other: weir.Stream, more: Tensor) -> bool:
 
 @pytest.mark.parametrize("length", [1, 8, 31, PARTLY_FULL, 208])
 @pytest.mark.parametrize("policy", [POLICY, "window(20)", "dense"])
+@pytest.mark.thinned(2)
 def test_a_restored_stream_goes_on_bit_for_bit(llama, ids, tmp_path, policy, length):
     stream = weir.Stream(llama, policy, chunk=8, seed=3)
     stream.feed(ids(1, length))
@@ -86,6 +87,7 @@ ALIKE = {"attention_matching", "dense", "h2o", "kcenter", "keydiff", "pyramidkv"
         for name in sorted(set(NAMED) - {"recompute"})
     ],
 )
+@pytest.mark.thinned(3)
 def test_every_named_policy_can_be_saved_and_goes_on_bit_for_bit(llama, ids, tmp_path, name):
     stream = weir.Stream(llama, name, chunk=8)
     stream.feed(ids(1, 2 * PARTLY_FULL))

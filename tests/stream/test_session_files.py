@@ -105,6 +105,7 @@ def test_what_is_held_is_written_and_not_what_could_be(llama, tmp_path, large, s
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "weir(64)", LARGE[2][1]])
+@pytest.mark.thinned(3)
 def test_a_session_of_an_earlier_weir_with_whole_buffers_goes_on(llama, tmp_path, policy):
     stream = weir.Stream(llama, policy, chunk=CHUNK, seed=3)
     stream.feed(torch.arange(SEEN)[None] % 61)

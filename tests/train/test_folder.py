@@ -91,6 +91,7 @@ def test_from_books_to_a_folder_with_a_model_and_its_figures(text, tokens, tmp_p
         ("taught", "learnable", 1),
     ],
 )
+@pytest.mark.thinned(3)
 def test_a_model_of_every_sink_is_one_that_transformers_and_weir_load(
     text, tmp_path, sink, kind, front
 ):
@@ -142,6 +143,7 @@ def test_a_model_of_every_shape_is_one_that_transformers_and_weir_load(
     assert stream.feed(torch.randint(5, 600, (1, 300))).isfinite().all()
 
 
+@pytest.mark.slow
 def test_a_text_without_the_names_is_trained_on_without_exercises_and_says_so(tmp_path):
     book = tmp_path / "book.txt"
     book.write_text("\n".join(f"{RUSSIAN} {n}" for n in range(300)), "utf-8")
@@ -191,6 +193,7 @@ def test_a_short_text_gets_fewer_tokens_than_a_long_one(text, tmp_path, monkeypa
         ({"rate": 1e-4}, r"begun with rate=0.02, not 0.0001"),
     ],
 )
+@pytest.mark.thinned(2)
 def test_a_run_by_another_recipe_is_refused_before_any_work(
     text, tmp_path, monkeypatch, changes, sentence
 ):

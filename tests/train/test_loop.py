@@ -230,6 +230,7 @@ def test_sink_loss_is_how_many_nats_attention_stays_below_the_share(model, lesso
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.slow
 def test_the_sink_loss_rests_attention_on_the_start_token(model, lesson):
     ids = loop.batch(TINY, lesson, 0).ids
     stepper = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -251,6 +252,7 @@ def train(recipe, tokenizer, tokens, out, **options):
     return loop.train(recipe, tokenizer, lesson, out, compiled=False, **options)
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_and_writes_it_down(model, tokenizer, lesson, tokens, tmp_path):
     before = loop.book_loss(model, lesson)
     told = []
@@ -293,6 +295,7 @@ def test_every_shape_learns_and_is_looked_at_over_its_window(tokenizer, tokens, 
     assert set(asked) == {193}
 
 
+@pytest.mark.slow
 def test_a_sink_can_be_taught_to_heads_with_qk_norm(tokenizer, lesson):
     recipe = replace(TINY, shape="qwen3")
     model = new_model(recipe, tokenizer)
@@ -340,6 +343,7 @@ def test_the_sink_loss_comes_in_when_the_recipe_says(tokenizer, tokens, tmp_path
 @pytest.mark.parametrize(
     ("sink", "optimizer"), [("taught", "muon"), ("none", "adamw"), ("zero", "muon")]
 )
+@pytest.mark.thinned(3)
 def test_a_run_that_was_broken_off_ends_as_one_that_was_not(
     tokenizer, tokens, tmp_path, sink, optimizer
 ):

@@ -26,6 +26,7 @@ def test_rows_in_step_lie_alike_and_ragged_ones_do_not_and_none_folds():
     assert not made[True].folds
 
 
+@pytest.mark.slow
 def test_tokens_per_second_are_of_all_rows(monkeypatch):
     monkeypatch.setattr(figure, "BATCHES", (2,))
     rows = list(batches(SETTING))

@@ -11,6 +11,7 @@ from weir_bench.figures import prompts as figure
 from weir_bench.figures.prompts import _beyond, _beyond_squared, prompts
 
 
+@pytest.mark.slow
 def test_every_policy_stands_beside_exact_attention_at_each_length(monkeypatch):
     monkeypatch.setattr(figure, "budgeted", lambda: ["window", "h2o"])
     sizes = replace(QUICK, layers=1, slots=32, prompts=(32, 64), far=256)

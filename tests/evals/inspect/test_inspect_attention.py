@@ -118,6 +118,7 @@ def check_weights(model: PreTrainedModel) -> None:
 
 @pytest.mark.usefixtures("short_calls")
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.thinned(4)
 def test_weights_are_those_of_output_attentions(name):
     check_weights(eager(make(name)))
 

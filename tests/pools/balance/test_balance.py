@@ -155,11 +155,13 @@ POOLS = [
 
 
 @pytest.mark.parametrize(("pool", "chunk", "length", "share", "weighted"), POOLS)
+@pytest.mark.thinned(3)
 def test_it_holds_what_a_naive_loop_holds(pool, chunk, length, share, weighted):
     compare(pool, chunk, length, share, weighted)
 
 
 @pytest.mark.parametrize(("pool", "chunk", "length", "share", "weighted"), POOLS[2::3])
+@pytest.mark.thinned(2)
 def test_so_it_does_where_the_highest_level_is_halved_into_itself(
     few_levels, pool, chunk, length, share, weighted
 ):
@@ -439,6 +441,7 @@ def naive_pipe(pool: Balance, length: int, scale: float) -> Callable[..., Any]:
     ("text", "positions", "chunk"),
     [(SMALL, "rolling", 5), (SMALL, "original", 1), (FLAT, "rolling", 3), (APART, "original", 5)],
 )
+@pytest.mark.thinned(2)
 def test_a_model_reads_on_as_the_naive_loop_does(llama, ids, naive, text, positions, chunk):
     tokens = ids(1, 100)
     cache = weir.StreamingCache(llama, text, chunk=chunk, positions=positions)

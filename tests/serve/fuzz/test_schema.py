@@ -38,6 +38,7 @@ def server() -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
+@pytest.mark.slow
 def test_whatever_is_asked_is_answered_as_described(server: Server, mode: GenerationMode) -> None:
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     asked = 0
