@@ -188,7 +188,7 @@ def chat(
 
 def _talk(conversation: Conversation, keeper: Keeper, interrupt: Interrupt, **how: Any) -> None:
     """Read messages and commands and answer them, until the user leaves."""
-    full = _forgets(conversation)
+    full, waits = _forgets(conversation), "reading; kernels are compiled for this machine, once"
     while (words := _read_words(interrupt)) is not None:
         line, quoted = words
         ordered = line.startswith("/") and not quoted
@@ -199,7 +199,8 @@ def _talk(conversation: Conversation, keeper: Keeper, interrupt: Interrupt, **ho
                         return
             elif line.strip():
                 with interrupt.noting(1), contextlib.closing(conversation.say(line, **how)) as said:
-                    _write(said, interrupt)
+                    _write(said, interrupt, waits)
+                waits = "reading"
                 if interrupt.terminated:
                     raise Terminated
                 _tell_state(conversation)
@@ -370,13 +371,16 @@ def _read_line(interrupt: Interrupt, prompt: str = "> ") -> str | None:
             say("weir: that line is not UTF-8")
 
 
-def _write(answer: Iterator[str], interrupt: Interrupt) -> None:
-    """Write an answer piece by piece, until it ends or is interrupted."""
-    for piece in answer:
+def _write(answer: Iterator[str], interrupt: Interrupt, waits: str) -> None:
+    """Write an answer piece by piece, until it ends or is interrupted; `waits` is what the first
+    piece waits for.
+    """
+    with waiting(waits):
+        piece = next(answer, None)
+    while piece is not None:
         sys.stdout.write(piece)
         sys.stdout.flush()
-        if interrupt:
-            break
+        piece = None if interrupt else next(answer, None)
     sys.stdout.write("\n")
     sys.stdout.flush()
 
