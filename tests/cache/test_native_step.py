@@ -233,6 +233,27 @@ def test_rows_that_change_places_and_steps_of_some_of_them(taken) -> None:
         close_runs(native, usual, model)
 
 
+def test_steps_of_some_rows_have_one_program_while_nothing_is_replaced(taken, monkeypatch) -> None:
+    """A server with one client of eight makes all its steps so; programs take longer than steps."""
+    made: list[object] = []
+    own = native_step._StepProgram.__init__
+    monkeypatch.setattr(
+        native_step._StepProgram, "__init__", lambda *given: made.append(1) or own(*given)
+    )
+    model, ids = make("llama", **WIDE), tokens(3, PROMPT + STEPS)
+    compile_steps(model)
+    cache, alone = (StreamingCache(model, POLICIES[0], chunk=CHUNK) for _ in range(2))
+    with torch.no_grad():
+        model(ids[:, :PROMPT], past_key_values=cache)
+        model(ids[1:2, :PROMPT], past_key_values=alone)
+        for step in ids[1:2, PROMPT:].split(1, dim=1):
+            with cache.only(1, 2):
+                found = model(step, past_key_values=cache).logits
+            close_runs(found, model(step, past_key_values=alone).logits, model)
+    assert len(taken) == 2 * STEPS
+    assert len(made) <= 4  # two that are proved, and two that are kept
+
+
 def test_a_long_stream_and_one_that_is_restored(taken, tmp_path) -> None:
     model, ids = make("llama", **WIDE), tokens(1, 600)
     usual = weir.Stream(model, POLICIES[0], chunk=CHUNK)

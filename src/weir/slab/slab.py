@@ -15,7 +15,9 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
+import operator
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +57,8 @@ class Slab:
         state: pool state beside the slots, by name [batch, kv_heads, ...].
         a, b, position, mass, span: as in `Slots`.
     """
+
+    _last_view: tuple[list[Any], Slab] | None = None
 
     def __init__(self, spec: SlabSpec, batch: int, device: torch.device | None = None) -> None:
         """Allocate empty buffers for a batch; the caller sets the pools' state."""
@@ -264,8 +268,19 @@ class Slab:
             return self._like(Tensor.clone)
 
     def view(self, start: int, stop: int) -> Slab:
-        """View the rows `start` to `stop`; writes go to this slab."""
-        return self._like(lambda t: t[start:stop])
+        """View the rows `start` to `stop`; writes go to this slab.
+
+        Who asks for the same rows again gets the same view, for which a native step may have been
+        made, unless a buffer has been replaced.
+        """
+        held = [start, stop, *self.tensors().values()]
+        if self._last_view is not None:
+            before, view = self._last_view
+            if len(held) == len(before) and all(map(operator.is_, held, before)):
+                return view
+        view = self._like(lambda t: t[start:stop])
+        self._last_view = held, view
+        return view
 
     def clear(self, row: int) -> None:
         """Empty a row, except for the pools' state."""
@@ -321,6 +336,7 @@ class Slab:
 
     def grow(self, slots: int, masters: int = 0) -> None:
         """Replace buffers that are smaller by larger ones; quantized slots stay as many."""
+        self._last_view = None
         own = {name: t for name, t in vars(self).items() if isinstance(t, Tensor)}
         exact = slots - self.first
         with torch.inference_mode(False):
