@@ -252,6 +252,24 @@ def test_narrowed_to_a_row_the_others_are_left_alone_and_the_model_computes_for_
         assert all(torch.equal(t, now.tensors[name]) for name, t in was.tensors.items())
 
 
+@pytest.mark.parametrize("pool", ["subgen(8, 4, 2)", "balance(8, block=4)", "hive(8)"])
+def test_a_row_that_begins_anew_and_is_fed_apart_from_others_reads_as_alone(ids, pool: str):
+    """What a pool remembers of a row stays with the row, whatever rows were fed in between."""
+    policy, tokens = f"sink(2) | recent(6) | {pool}", ids(2, 90)
+    cache = StreamingCache(MODEL, policy, chunk=CHUNK, batch=2)
+    fed(cache, tokens[:, :30])
+    cache.reset_row(1)
+    alone = StreamingCache(MODEL, policy, chunk=CHUNK)
+    for begin in range(30, 90, 20):
+        piece = slice(begin, begin + 20)
+        for row in (1, 0):
+            with cache.only(row, row + 1):
+                found = fed(cache, tokens[row : row + 1, piece])
+            if row == 1:
+                close_runs(found, fed(alone, tokens[1:, piece]), MODEL)
+    check_row(cache, 1, alone)
+
+
 def test_what_fails_in_a_narrowed_cache_never_happened(ids):
     cache = StreamingCache(MODEL, "sink(2) | recent(6) | heavy(4)", chunk=CHUNK, batch=2)
     tokens = ids(2, 40)

@@ -268,19 +268,21 @@ class Slab:
             return self._like(Tensor.clone)
 
     def view(self, start: int, stop: int) -> Slab:
-        """View the rows `start` to `stop`; writes go to this slab.
+        """View the rows `start` to `stop`; writes go to this slab."""
+        return self._like(lambda t: t[start:stop])
 
-        Who asks for the same rows again gets the same view, for which a native step may have been
-        made, unless a buffer has been replaced.
+    def same_view(self, start: int, stop: int) -> Slab:
+        """Return the `view` of the last call, for which a native step may have been made, if the
+        rows are the same and no buffer has been replaced; nobody may replace any of the view's.
         """
         held = [start, stop, *self.tensors().values()]
         if self._last_view is not None:
             before, view = self._last_view
             if len(held) == len(before) and all(map(operator.is_, held, before)):
                 return view
-        view = self._like(lambda t: t[start:stop])
-        self._last_view = held, view
-        return view
+        with torch.inference_mode(False):  # it may be written in and outside inference mode
+            self._last_view = held, self.view(start, stop)
+        return self._last_view[1]
 
     def clear(self, row: int) -> None:
         """Empty a row, except for the pools' state."""

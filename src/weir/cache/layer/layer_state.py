@@ -319,7 +319,7 @@ class LayerState:
     def narrow(self, start: int, stop: int) -> None:
         """Hold only the rows `start` to `stop` until `widen`; for pipes with a limit."""
         assert self.slab is not None
-        view, rows = self.slab.view(start, stop), slice(start, stop)
+        view, rows = self.slab.same_view(start, stop), slice(start, stop)
         self._whole = copy(self), view, rows
         self.slab, self.lengths, self.seeds = view, self.lengths[rows], self.seeds[rows]
         self.first = self._read_from
