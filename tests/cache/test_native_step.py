@@ -254,6 +254,21 @@ def test_steps_of_some_rows_have_one_program_while_nothing_is_replaced(taken, mo
     assert len(made) <= 4  # two that are proved, and two that are kept
 
 
+@pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad])
+def test_a_program_serves_in_and_outside_inference_mode(first: Any, taken) -> None:
+    model, ids = make("llama", **WIDE), tokens(1, PROMPT + 4)
+    compile_steps(model)
+    cache = StreamingCache(model, POLICIES[0], chunk=CHUNK)
+    with first():
+        model(ids[:, :PROMPT], past_key_values=cache)
+        for step in ids[:, PROMPT : PROMPT + 2].split(1, dim=1):
+            model(step, past_key_values=cache)
+    for mode, step in zip((torch.no_grad, torch.inference_mode), (-2, -1), strict=True):
+        with mode():
+            model(ids[:, step, None], past_key_values=cache)
+    assert len(taken) == 4
+
+
 def test_a_long_stream_and_one_that_is_restored(taken, tmp_path) -> None:
     model, ids = make("llama", **WIDE), tokens(1, 600)
     usual = weir.Stream(model, POLICIES[0], chunk=CHUNK)

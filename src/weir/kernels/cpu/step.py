@@ -393,7 +393,8 @@ class StepTable:
 
     def memory(self, *shape: int) -> Tensor:
         """Memory of float32 that the operations share."""
-        self._held.append(torch.zeros(shape))
+        with torch.inference_mode(False):  # steps in and outside inference mode write it
+            self._held.append(torch.zeros(shape))
         found: Tensor = self._held[-1]
         return found
 
