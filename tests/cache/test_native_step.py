@@ -318,6 +318,16 @@ def test_changes_of_a_layer_are_noticed(change: Callable[[Any], Any], taken, mon
     close_runs(found[1], found[0], make("llama", **WIDE))
 
 
+def test_a_hook_of_the_users_is_not_called_while_modules_are_read() -> None:
+    called: list[object] = []
+    model = make("gemma3", **WIDE)
+    model.model.norm.register_forward_hook(lambda *given: called.append(1))
+    compile_steps(model, torch_compile=False)
+    cache = StreamingCache(model, POLICIES[0], chunk=CHUNK)
+    assert len(cache) == len(model.model.layers)
+    assert not called
+
+
 @pytest.mark.parametrize("again", [False, True])
 @torch.no_grad()
 def test_of_an_attention_that_was_replaced_the_new_one_is_read(again: bool, taken) -> None:

@@ -52,18 +52,18 @@ class Norm(NamedTuple):
     offset: float
 
     def fields(self) -> dict[str, Any]:
-        """What an operation needs of it."""
+        """Return the fields of an operation with this norm."""
         bits = 8 * self.weight.itemsize
         return {"weight_bits": bits, **self._asdict()}
 
 
 class Norms(NamedTuple):
-    """The norms of a decoder's layer: before and behind its attention and its MLP."""
+    """The norms of a decoder's layer."""
 
-    attention: Norm
-    mlp: Norm
-    attended: Norm | None = None
-    made: Norm | None = None
+    before_attention: Norm
+    before_mlp: Norm
+    after_attention: Norm | None = None
+    after_mlp: Norm | None = None
 
 
 class Weight(NamedTuple):
@@ -319,13 +319,13 @@ class _StepProgram:
         return [{} if rotary is None else known[id(rotary)] for rotary in rotaries]
 
     def _add_attention(
-        self, around: Norms, attention: Any, first: int, parts: Sequence[Any]
+        self, norms: Norms, attention: Any, first: int, parts: Sequence[Any]
     ) -> None:
         """Add a layer's attention; `first` is the number of its first part among all."""
         table = self._table
         weights = [_weight(getattr(attention, f"{name}_proj", None)) for name in "qkvo"]
         outs = [table.memory(table.rows, weight.outputs) for weight in weights]
-        before = around.attention.fields()
+        before = norms.before_attention.fields()
         table.multiply(weights[:3], outs[:3], x=self._x, source="norm", **before)
         batch, _, _, dim = parts[0].slots.keys.shape
         width = parts[0].slots.values.shape[3]
@@ -334,15 +334,15 @@ class _StepProgram:
         sizes = [heads * group * dim, heads * dim, heads * width]
         if [weight.outputs for weight in weights[:3]] != sizes:
             raise Unknown
-        norms: dict[str, Any] = {}
+        of_heads: dict[str, Any] = {}
         if hasattr(attention, "q_norm") or hasattr(attention, "k_norm"):
             for name in ("query", "key"):
                 norm = _norm(getattr(attention, f"{name[0]}_norm", None))
                 if len(norm.weight) != dim:
                     raise Unknown
-                norms[f"{name}_norm"] = norm.weight
-                norms |= {"norm_bits": 8 * norm.weight.itemsize}
-                norms |= {"epsilon": norm.epsilon, "offset": norm.offset}
+                of_heads[f"{name}_norm"] = norm.weight
+                of_heads |= {"norm_bits": 8 * norm.weight.itemsize}
+                of_heads |= {"epsilon": norm.epsilon, "offset": norm.offset}
         # Parts differ in length, so that each head is read by all threads.
         stretches = table.stretches(heads if len(parts) == 1 else 1)
         partial = table.memory(batch * heads * stretches, group, width + 2)
@@ -378,10 +378,10 @@ class _StepProgram:
                 **answered,
                 **asked,
                 **self._angles[first + number],
-                **norms,
+                **of_heads,
             )
         answered |= {"group": group, "width": width, "source": "merge"}
-        self._add_product(weights[3], outs[3], around.attended, **answered)
+        self._add_product(weights[3], outs[3], norms.after_attention, **answered)
 
     def _add_product(self, weight: Weight, out: Tensor, norm: Norm | None, **fields: Any) -> None:
         """Add a product that is added to the hidden state, through a norm if there is one."""
@@ -419,9 +419,9 @@ class _StepProgram:
             raise Unknown
         *outs, gated = (table.memory(table.rows, pair[0].outputs) for _ in range(3))
         gate = {"then": "gate", "onto": gated, "activation": activation}
-        table.multiply(pair, outs, x=self._x, source="norm", **gate, **norms.mlp.fields())
+        table.multiply(pair, outs, x=self._x, source="norm", **gate, **norms.before_mlp.fields())
         out = table.memory(table.rows, down.outputs)
-        self._add_product(down, out, norms.made, x=gated, source="plain")
+        self._add_product(down, out, norms.after_mlp, x=gated, source="plain")
 
 
 def _has_form(decoder: Any) -> bool:
@@ -454,7 +454,7 @@ def _norm(module: Any) -> Norm:
         raise Unknown
     with torch.no_grad():
         ones = torch.ones_like(weight)
-        offset = round(float((module(ones) - weight).mean()))
+        offset = round(float((module.forward(ones) - weight).mean()))  # hooks are a user's
     if offset not in (0, 1):
         raise Unknown
     return Norm(weight, float(epsilon), float(offset))
