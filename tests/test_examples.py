@@ -64,6 +64,7 @@ def last_number(text: str, pattern: str) -> tuple[int, ...]:
     return tuple(int(n.replace(",", "")) for n in (found if isinstance(found, tuple) else [found]))
 
 
+@pytest.mark.slow
 def test_a_chat_takes_no_more_memory_after_its_second_turn(ran: Ran) -> None:
     said = ran("endless_chat.py", said="It was a fine day.\n\nThe old prince went on.\n")
     turns = re.findall(r"\(([\d,]+) tokens so far, ([\d,]+) bytes\)", said)
@@ -93,6 +94,7 @@ def test_the_odd_lines_of_a_log_are_found_and_held_longer(ran: Ran, tmp_path: Pa
     assert ran("watch_a_log.py", "nano", "log").startswith("30 lines, ")
 
 
+@pytest.mark.slow
 def test_an_agent_dials_by_heart_whom_it_has_looked_up(ran: Ran) -> None:
     said = ran("agent_loop.py")
     assert len(re.findall(r"^look_up\(", said, re.MULTILINE)) == 4
@@ -101,6 +103,7 @@ def test_an_agent_dials_by_heart_whom_it_has_looked_up(ran: Ran) -> None:
     assert reached >= 10
 
 
+@pytest.mark.slow
 def test_rows_of_a_batch_count_their_own_tokens(ran: Ran) -> None:
     said = ran("many_texts.py")
     lines = said.splitlines()
@@ -115,6 +118,7 @@ def test_one_prompt_has_four_answers(ran: Ran) -> None:
     assert len({line for line in said[1:] if line.startswith("  … ")}) == len(said) - 1 == 4
 
 
+@pytest.mark.slow
 def test_milestones_stand_at_even_distances(ran: Ran) -> None:
     said = ran("own_pool.py")
     places = [int(n) + 1 for n in re.findall(r"\d+", said.splitlines()[-1])]

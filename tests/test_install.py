@@ -293,6 +293,7 @@ def imported(file: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("extra", PARTS)
+@pytest.mark.slow
 def test_an_extra_brings_all_that_its_files_import(extra: str) -> None:
     by = distributions_by_module()
     names = brought(extra).keys()

@@ -97,6 +97,7 @@ assert weir.StreamingCache is weir.cache.StreamingCache
 """What a process finds that imports weir and nothing else."""
 
 
+@pytest.mark.slow
 def test_the_face_hands_out_its_names_when_they_are_asked_for() -> None:
     command = [sys.executable, "-c", FACE]
     done = subprocess.run(command, cwd=SOURCE.parent, capture_output=True, text=True)

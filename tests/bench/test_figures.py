@@ -150,6 +150,7 @@ def test_the_peak_of_a_prompt_fed_whole_is_higher():
     assert each.ours * 1e6 < 40e6
 
 
+@pytest.mark.slow
 def test_without_its_environment_kvpress_is_left_out(monkeypatch, tmp_path):
     monkeypatch.setattr("weir_bench.peers.process.HOME", tmp_path)
     with pytest.raises(Skipped, match="kvpress is not installed; `make peers`"):

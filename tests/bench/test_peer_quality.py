@@ -91,6 +91,7 @@ serve(partial(Reader, ("torch",), lambda: {{"{{slots}}": full}}))
 """
 
 
+@pytest.mark.slow
 def test_what_a_peer_cannot_do_is_said(facts, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(quality, "make_tasks", lambda: {k: t.clone() for k, t in facts.items()})
     monkeypatch.setattr(quality, "READERS", {"other": "", "gone": "nowhere"})

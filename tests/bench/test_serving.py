@@ -211,6 +211,7 @@ def test_without_names_all_parts_are_meant_but_the_soak():
     assert chosen(["soak", "disk"]) == ["soak", "disk"]
 
 
+@pytest.mark.slow
 def test_the_attackers_process_finds_its_code(tmp_path: Path):
     bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-c", START, "1", "nano", "0"]

@@ -42,6 +42,7 @@ def clock(monkeypatch) -> Clock:
     return made
 
 
+@pytest.mark.slow
 def test_each_does_one_step_in_turn_and_nobody_is_always_first(clock):
     said: list[str] = []
     runners = {name: Runner(name, [1.0] * 4, clock, said) for name in "abc"}
@@ -49,6 +50,7 @@ def test_each_does_one_step_in_turn_and_nobody_is_always_first(clock):
     assert "".join(said) == "abcbcacababc"
 
 
+@pytest.mark.slow
 def test_steps_are_timed_without_the_first_and_without_getting_ready(clock):
     slow, fast = [9.0, 2.0, 8.0, 3.0], [9.0, 1.0, 1.5, 1.0]
     said: list[str] = []

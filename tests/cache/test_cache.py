@@ -22,6 +22,8 @@ import weir
 from weir.errors import WeirError
 from weir.pools import Recent
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 
 def same_slots(
     one: weir.StreamingCache, other: weir.StreamingCache, model: PreTrainedModel
@@ -40,6 +42,7 @@ def same_slots(
 
 
 @pytest.mark.parametrize("chunk", [1, 5])
+@pytest.mark.thinned(2)
 def test_it_is_streaming_llm(llama, naive, twins, ids, chunk):
     tokens = ids(2, 150)
     cache = weir.StreamingCache(llama, "sink(4) | recent(12)", chunk=chunk)

@@ -101,7 +101,7 @@ def check_same(
 @pytest.mark.parametrize(
     ("policy", "positions"), [*zip(POLICIES, cycle(["rolling", "original"]), strict=False)]
 )
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_steps_are_the_usual_ones(llama, ids, taken, policy: str, positions: Any) -> None:
     usual, compiled = both_ways(llama, policy, ids(2, PROMPT + STEPS), positions=positions)
     assert taken == [1] * STEPS
@@ -219,6 +219,7 @@ def test_rows_apart_and_in_step_are_one_graph(shallow, ids, taken) -> None:
     assert taken == [1] * (3 * 28)
 
 
+@pytest.mark.slow
 def test_generate_and_a_stream_say_the_same(shallow, ids, taken) -> None:
     said = []
     for on in (False, True):
@@ -277,6 +278,7 @@ def test_a_model_is_as_before_when_it_is_over(fresh_llama, ids) -> None:
     assert "forward" not in vars(model.model)
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_compiled_says_why_and_loses_nothing(
     fresh_llama, ids, taken
 ) -> None:
@@ -436,7 +438,7 @@ CHANGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 def test_a_bound_layer_notices_changes(fresh_llama, ids, taken, monkeypatch, change: str) -> None:
     model, text = fresh_llama(layers=2), ids(1, PROMPT + 12)
     twin, guarded = copy.deepcopy(model), []
@@ -528,7 +530,7 @@ def test_whoever_chooses_what_is_asked_before_a_step_is_heard(fresh_llama, ids, 
 
 
 @pytest.mark.parametrize("policy", ["sink(2) | recent(14)", "recent(8) | heavy(8)"])
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 def test_the_first_of_all_tokens_may_come_alone(shallow, ids, taken, policy: str) -> None:
     def step_by_step() -> Tensor:
         stream = weir.Stream(shallow, policy, chunk=CHUNK)

@@ -26,6 +26,8 @@ from transformers import PreTrainedModel
 from weir import StreamingCache, WeirError
 from weir.models.model_spec import describe
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 POLICIES = ("dense", "window(64)", "streaming_llm(64)", "recent(64) | recent(64)")
 
 families = pytest.mark.parametrize("name", FAMILIES)
@@ -44,7 +46,6 @@ def difference(one: Tensor, other: Tensor) -> float:
 
 @families
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.thinned(3)
 def test_below_its_budget_every_policy_is_the_plain_model(name: str, policy: str) -> None:
     model, ids = shared(name), tokens(2, 60)
     cache = StreamingCache(model, policy, chunk=8)
@@ -53,7 +54,6 @@ def test_below_its_budget_every_policy_is_the_plain_model(name: str, policy: str
 
 
 @families
-@pytest.mark.thinned(2)
 def test_streaming_llm_is_the_loop_that_drops_the_middle(name: str) -> None:
     model, ids = shared(name), tokens(2, 50)
     cache = StreamingCache(model, "streaming_llm(budget=16, sinks=4)", chunk=1)
@@ -71,7 +71,6 @@ def test_streaming_llm_is_the_loop_over_a_thousand_tokens(name: str) -> None:
 
 
 @families
-@pytest.mark.thinned(2)
 def test_one_forward_is_as_many_forwards_of_one_token(name: str) -> None:
     model, ids = shared(name), tokens(2, 45)
     at_once = StreamingCache(model, "streaming_llm(budget=20)", chunk=6)

@@ -33,6 +33,8 @@ from transformers import (
 import weir
 from weir.errors import WeirError
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 TEXT = "sink(3) | recent(8)"
 PAD = 0
 

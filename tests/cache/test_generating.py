@@ -16,6 +16,8 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, TextSt
 
 import weir
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 ROOT = Path(__file__).parents[2]
 HUB = ROOT / "hub"
 POLICY = "sink(2) | recent(8) | reservoir(6)"

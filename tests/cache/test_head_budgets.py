@@ -18,6 +18,8 @@ from weir.cache import size_of
 from weir.errors import PolicyError, WeirError
 from weir.models import describe
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 CUT = "[[sink(2) | recent(14), sink(2) | recent(3)], [recent(9), sink(1) | recent(20)]]"
 
 
@@ -42,7 +44,7 @@ def in_two_ways(model, one, other):
         ("recent(6) | caote(8, 3)", "recent(2) | recent(4) | caote(8, 3)"),
     ],
 )  # fmt: skip
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(9)
 def test_heads_with_the_same_tokens_read_as_a_whole_layer(name, one, other):
     try:
         model = make(name)

@@ -18,6 +18,8 @@ from transformers import PreTrainedModel
 
 from weir import Stream, StreamingCache, WeirError
 
+pytestmark = pytest.mark.thinned(4, least=2)
+
 families = pytest.mark.parametrize("name", CAUSAL)
 
 
@@ -100,7 +102,7 @@ KEEPING = [
         if (family + number) % 2 == 0
     ],
 )
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(8)
 def test_policies_keep_of_images_what_the_decoder_alone_keeps(name: str, policy: str) -> None:
     # A text model with the same decoder that reads the embeddings, one after the other.
     model, asked = seeing(name), prompt(name, [9, 0, 3, 0, 0, 11, 0, 4], seed=3)

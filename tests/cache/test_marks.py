@@ -111,6 +111,7 @@ def test_rows_keep_what_a_loop_over_lists_keeps():
     assert all(layer.state.plain for layer in cache.stack)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_sees_the_same():
     usual = StreamingCache(MODEL, POLICY, chunk=CHUNK, batch=len(BEGINNINGS))
     rows = talk(usual)

@@ -21,6 +21,8 @@ from transformers import PreTrainedModel
 
 import weir
 
+pytestmark = pytest.mark.thinned(4, least=2)
+
 ZERO = {"weir_sink": {"kind": "zero"}, "attn_implementation": "weir_zero_sink"}
 LENGTH = 45
 
@@ -106,7 +108,7 @@ def same_slots(cache: Any, loop: Naive, model: Any) -> None:
 @models
 @pytest.mark.parametrize("policy", FOLDS)
 @pytest.mark.parametrize(("chunk", "whole"), [(1, 0), (5, 30)])
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(8)
 def test_a_stream_past_its_budget_is_the_naive_loop(name, policy, chunk, whole):
     model, ids = MODELS[name](), text_of(1, LENGTH)
     folds = FOLDS[policy](model)
@@ -135,7 +137,6 @@ Their own tests say that they keep whom they ought to; here it is read with the 
 
 @models
 @pytest.mark.parametrize("policy", WEIGHED)
-@pytest.mark.thinned(4)
 def test_slots_with_two_weights_are_read_with_the_sink(name, policy):
     model, ids = MODELS[name](), text_of(1, LENGTH)
     cache = weir.StreamingCache(model, policy, chunk=5, positions="original")

@@ -26,6 +26,8 @@ from weir import StreamingCache, WeirError, kernels
 from weir.slab import FORMATS, quantization, slots
 from weir.slab.quantization import INT8, PEAK, steps
 
+pytestmark = pytest.mark.thinned(4, least=2)
+
 PIPES = [
     "sink(2) | recent(6) | heavy(6):int8",
     "sink(2) | recent(4) | recent(4):int8 | kcenter(8):int8",
@@ -95,7 +97,6 @@ def _of_head(held: Any, row: int, head: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("pipe", "positions"), list(zip(PIPES, cycle(["rolling", "rolling", "original"]), strict=False))
 )
-@pytest.mark.thinned(3)
 def test_slots_lie_elsewhere_and_nothing_else_differs(llama, ids, lossless, pipe, positions):
     text, sizes = ids(2, 90), [1, 37, *[1] * 12, 40]
     caches = [
@@ -257,7 +258,6 @@ def test_int4_is_quantized_once_and_never_again(shallow, ids):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("pipe", [*PIPES[1::2], INT4])
-@pytest.mark.thinned(3)
 def test_bytes_are_those_that_were_said(ids, pipe, dtype):
     model = make_llama().to(dtype)
     cache = StreamingCache(model, pipe, chunk=CHUNK)

@@ -20,6 +20,8 @@ import weir
 from weir import StreamingCache, WeirError
 from weir.cache import RowState
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 CHUNK = 4
 POLICIES = [
     "sink(2) | recent(6)",
@@ -177,7 +179,7 @@ def fed(cache: StreamingCache, ids: Tensor, mask: Tensor | None = None) -> Tenso
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(9)
 def test_rows_at_different_folds_answer_as_they_would_alone(ids, policy):
     tokens = ids(4, 40)
     cache = StreamingCache(MODEL, policy, chunk=CHUNK, batch=4)

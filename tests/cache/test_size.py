@@ -12,6 +12,8 @@ from weir import StreamingCache, WeirError
 from weir.cache import Size, read_bytes, size_of
 from weir.models import skeleton
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 POLICIES = [
     "sink(4) | recent(28)",
     "window(20)",

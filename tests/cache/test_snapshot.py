@@ -12,6 +12,8 @@ import weir
 from weir.cache import Holding
 from weir.errors import WeirError
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 
 def test_sinks_and_recent_tokens_by_hand(llama, ids):
     stream = weir.Stream(llama, "sink(2) | recent(5)", chunk=3)

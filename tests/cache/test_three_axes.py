@@ -29,6 +29,8 @@ from transformers import PreTrainedModel
 from weir import Stream, StreamingCache, WeirError, compile_steps
 from weir.models import embed, offsets
 
+pytestmark = pytest.mark.thinned(4, least=2)
+
 families = pytest.mark.parametrize("name", THREE_AXES)
 
 
@@ -265,6 +267,7 @@ def test_a_state_that_no_row_can_have(said: str, drift: Any, column: int, value:
         cache.put_row(0, state)
 
 
+@pytest.mark.slow
 def test_compiled_steps_after_images() -> None:
     name = "qwen2.5-vl"
     model, asked = make_seeing(name), prompt(name, [5, 0, 3, 0, 2], [0, 4, 1, 0, 5])

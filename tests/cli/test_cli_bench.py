@@ -45,6 +45,7 @@ def test_a_target_stands_beside_its_figure_and_whether_it_is_met():
     assert cells == [["≤ 0.95", "≥ 0.7", ""], ["yes", "no", ""]]
 
 
+@pytest.mark.slow
 def test_json_is_one_object_and_nothing_else(capsys):
     ended = run(capsys, *QUICK, "--json", "--layers", 1)
     assert ended.code == 0, ended.err
@@ -68,6 +69,7 @@ def test_policies_that_are_named_are_the_ones_that_are_timed(capsys):
     assert [row["what"].split("`")[1] for row in rows] == ["streaming_llm", "weir"]
 
 
+@pytest.mark.slow
 def test_what_was_asked_for_and_cannot_be_measured_is_told(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("weir_bench.peers.process.HOME", tmp_path)
     ended = run(capsys, "bench", "--quick", "--only", "kvpress", "--dtype", "float32")

@@ -11,6 +11,8 @@ from terminal import make_model, run
 import weir
 from weir.evals.notation import read_policies, takes_budget
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
@@ -96,6 +98,7 @@ def test_files_stand_in_lists_of_policies(model, text, tmp_path, capsys):
     assert [takes_budget(it) for it in found] == [True, False, False, False]
 
 
+@pytest.mark.slow
 def test_gates_are_trained_and_found(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     text = tmp_path / "text.txt"
@@ -110,6 +113,7 @@ def test_gates_are_trained_and_found(capsys, tmp_path, monkeypatch):
     assert "say where the policy is to be written: --out" in ended.err
 
 
+@pytest.mark.slow
 def test_the_table_names_the_model_s_layers(capsys, text, tmp_path):
     """Of Gemma 2, every other layer slides, and is left out."""
     folder = make_model(tmp_path / "model")

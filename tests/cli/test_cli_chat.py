@@ -54,6 +54,7 @@ def test_each_line_gets_an_answer_and_a_line_of_figures(chat):
     assert figures[0][2] == figures[1][2]
 
 
+@pytest.mark.slow
 def test_the_same_seed_says_the_same_and_another_says_something_else(chat):
     said = [chat("Hello", words=("--seed", seed)).out for seed in (1, 1, 2)]
     assert said[0] == said[1] != said[2]
@@ -150,6 +151,7 @@ def test_words_of_several_lines_are_one_turn(chat):
     assert chat('"""Hello').out == chat("Hello").out  # the input ends before the quotes do
 
 
+@pytest.mark.slow
 def test_how_tokens_are_drawn_is_said_to_the_stream(chat):
     hot = ("--temperature", 5, "--top-p", 1)
     assert (
@@ -194,6 +196,7 @@ def test_before_its_first_fold_a_layer_is_told_by_what_waits(chat):
     assert first.startswith("layer 0: nothing yet; ") and " 0" not in last.partition(":")[2]
 
 
+@pytest.mark.slow
 def test_what_is_given_beside_a_session_and_changes_nothing_is_said(chat, tmp_path):
     path = tmp_path / "talk"
     chat("Hello", f"/save {path}", words=("--seed", 3))

@@ -137,6 +137,7 @@ def test_a_file_that_cannot_be_written_is_named(capsys, tmp_path):
     assert f"weir: cannot write to {tmp_path}: Is a directory\n" in ended.err
 
 
+@pytest.mark.slow
 def test_a_chat_model_is_told_facts_before_the_book_and_asked_for_them(
     capsys, monkeypatch, tmp_path
 ):
@@ -162,6 +163,7 @@ def test_a_chat_model_is_told_facts_before_the_book_and_asked_for_them(
 
 
 @pytest.mark.parametrize(("family", "window"), [("mpt", 1024), ("bloom", None)])
+@pytest.mark.slow
 def test_models_that_name_their_window_otherwise_or_not_at_all(
     capsys, monkeypatch, tmp_path, family, window
 ):

@@ -13,6 +13,8 @@ from terminal import Process, make_model, run
 
 from weir.evals import grid
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 WORDS = "The prince was silent, but she looked at him significantly, awaiting a reply. "
 TASKS = "ppl(tokens=250, text={text}), ppl(tokens=400, text={text}, block=100)"
 POLICIES = "dense, h2o, sink(4) | recent(20), reservoir(sinks=2)"
@@ -114,6 +116,7 @@ def test_for_people_it_is_a_table_with_the_best_marked(capsys, words, tmp_path, 
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 100])
+@pytest.mark.slow
 def test_a_table_too_wide_for_the_terminal_is_printed_in_parts(
     capsys, model, text, tmp_path, columns, wide
 ):

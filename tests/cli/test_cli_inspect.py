@@ -10,6 +10,8 @@ import torch
 from terminal import make_model, run
 from transformers import BertConfig, BertForMaskedLM, BertTokenizer, MambaConfig, MambaForCausalLM
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 WORDS = "The prince was silent, but she looked at him significantly, awaiting a reply. "
 
 
@@ -71,6 +73,7 @@ def test_json_has_every_sections_figures(capsys, model, text, tmp_path):
     assert all(Path(path).is_file() for path in facts["files"])
 
 
+@pytest.mark.slow
 def test_an_encoder_is_looked_into_as_well(capsys, text, tmp_path):
     bert = make_bert(tmp_path)
     ended = run(

@@ -11,6 +11,8 @@ from typer.main import get_command
 from weir.cli.app import app
 from weir.cli.loading import OPTIONS
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 WORDS = "The prince was silent, but she looked at him significantly, awaiting a reply. "
 
 
@@ -44,6 +46,7 @@ def test_a_stream_in_half_precision_takes_half_of_the_bytes(capsys, model, text)
     assert whole / 2 <= half < 0.6 * whole  # weights and positions are what they were
 
 
+@pytest.mark.slow
 def test_results_say_how_their_model_was_loaded_and_do_not_go_on_with_another(
     capsys, model, text, tmp_path
 ):

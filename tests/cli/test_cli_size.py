@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM
 import weir
 from weir.models import set_sink
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 SMALL = "sink(4) | recent(20)"
 
 
@@ -231,6 +233,7 @@ def test_quantized_slots_count(capsys, model):
     assert ended.code == 1 and "in groups of 32 numbers" in ended.err
 
 
+@pytest.mark.slow
 def test_a_policy_without_a_limit_is_sized_at_a_length_and_a_named_one_by_its_budget(capsys):
     def bytes_of(*words: object) -> int:
         return json.loads(run(capsys, "size", *words, "--json").out)["stream_bytes"]

@@ -23,6 +23,8 @@ from weir.evals.perplexity import PerplexityMeter, read
 from weir.policies import NAMED
 from weir.stream.text import encode
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 SMALL = "sink(4) | recent(20)"
 WORDS = "The prince was silent, but she looked at him significantly, awaiting a reply. "
 
@@ -46,6 +48,7 @@ def test_a_budget_past_the_window_is_told(capsys, model, text):
     assert "hold up to 5,008 tokens, and this model was made for" in ended.err
 
 
+@pytest.mark.slow
 def test_places_past_the_window_are_told_in_one_line(model, text):
     words = ("stream", "--model", model, "--text", text, "--policy", SMALL)
     ended = Process(*words, "--positions", "original", "--json").end()

@@ -59,6 +59,7 @@ def test_bleu_is_of_the_whole_set_and_images_may_have_different_numbers_of_capti
     assert found == pytest.approx(3 / 5)
 
 
+@pytest.mark.slow
 def test_rouge_takes_the_best_precision_and_the_best_recall() -> None:
     # Common: "a c" of 4 and 2 words, "a b c" of 4 and 6.
     found = caption.rouge_l(split("a b c d"), [split("a c", "a b c x y z")])

@@ -25,6 +25,7 @@ def nano():
     return weir.load("nano")
 
 
+@pytest.mark.slow
 def test_the_policies_are_tried_on_the_text_and_the_best_is_named(nano, monkeypatch):
     model, tokenizer = nano
     monkeypatch.setattr(advice, "CANDIDATES", ("window", "streaming_llm", "subgen"))
@@ -117,6 +118,7 @@ def test_more_memory_than_the_window_needs_is_left(nano, monkeypatch):
     assert found.best.budget == 512 - 64
 
 
+@pytest.mark.slow
 def test_a_text_that_fits_needs_no_policy(nano, tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("It was a bright morning, and they walked on. " * 5)
@@ -127,6 +129,7 @@ def test_a_text_that_fits_needs_no_policy(nano, tmp_path):
 
 
 @pytest.mark.parametrize("memory", [10_000, 400_000])  # into 400,000 smaller budgets fit
+@pytest.mark.slow
 def test_too_little_memory_is_refused_with_what_it_takes(nano, memory):
     with pytest.raises(WeirError, match=r"bytes are too few .* takes 675,840\. A smaller"):
         advise(*nano, str(BOOK), memory)

@@ -12,6 +12,8 @@ from weir.evals.fitting import budget_in, smallest
 from weir.evals.notation import with_budget
 from weir.models import skeleton
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 
 @pytest.fixture(scope="module")
 def nano():

@@ -158,6 +158,7 @@ def test_a_query_that_sees_nothing_is_answered_by_zero(decode_quantized):
 
 
 @pytest.mark.parametrize("exact", [0, 90])
+@pytest.mark.slow
 def test_parts_of_the_slots_are_brought_together(exact):
     need_triton()
     triton = import_module(MODULES["triton"])

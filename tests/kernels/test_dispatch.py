@@ -13,6 +13,8 @@ from weir import kernels
 from weir.errors import WeirError
 from weir.kernels import dispatch
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 ALL = ("walk", "decode", "farthest_first")
 CPU, GPU, OTHER = (torch.device(kind) for kind in ("cpu", "cuda", "mps"))
 

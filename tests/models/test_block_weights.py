@@ -174,6 +174,7 @@ def test_a_session_goes_on_and_other_bits_are_another_model(fresh_llama, written
         weir.Stream.restore(models[1], tmp_path / "session")
 
 
+@pytest.mark.slow
 def test_bytes_are_known_without_weights(written_out):
     for kind, most in (("q8_0", 0.28), ("q4_0", 0.20), ("q4_1", 0.21)):
         model, _ = weir.load("nano", weights=kind, device="cpu")

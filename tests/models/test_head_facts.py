@@ -18,6 +18,8 @@ from weir.models import find_head_facts, head_facts, measure_heads
 from weir.policies.weir import LOOKS_UP, SPOILED
 from weir.slab import FORMATS, as_read
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 
 @pytest.fixture
 def kept(monkeypatch, tmp_path):

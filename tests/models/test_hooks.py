@@ -25,6 +25,8 @@ import weir
 from weir import Stream, StreamingCache, WeirError
 from weir.models.compiling import Compiling
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 POLICY = "sink(2) | recent(10)"
 FAMILIES = ("llama", "gemma3", "falcon", "falcon-alibi", "mpt", "bloom")
 GRADIENTS = ("llama", "falcon", "mpt", "bloom")
@@ -111,7 +113,7 @@ def together(*jobs: Callable[[], Any]) -> list[Any]:
         ("falcon-alibi", ["generate with a cache of weir", "generate without one"]),
     ],
 )
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_each_thread_gets_the_answer_it_would_get_alone(name: str, kinds: list[str]) -> None:
     model = make(name)
     before, texts = attention(model), [tokens(1, 40, seed=n) for n in range(len(kinds))]
@@ -208,6 +210,7 @@ def test_a_call_that_fails_leaves_the_others_and_the_model_as_they_are(
 
 
 @pytest.mark.parametrize("name", ["llama", "falcon-alibi", "bloom"])
+@pytest.mark.thinned(3)
 def test_caches_come_and_go_in_threads_while_others_run(name: str) -> None:
     model, ids = make(name), tokens(1, 24)
     plain, own = logits(model, ids), logits(model, ids, past_key_values=cached(model))
@@ -477,6 +480,7 @@ def adapted(name: str, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["llama", "falcon"])
+@pytest.mark.thinned(2)
 def test_a_model_with_lora_is_the_merged_model(name: str, tmp_path: Path) -> None:
     model, ids, more = adapted(name), tokens(1, 60), tokens(1, 20, seed=1)
     merged = copy.deepcopy(model).merge_and_unload()

@@ -26,6 +26,8 @@ from weir.models.loading import (
     skeleton,
 )
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 NANO = ASSETS / "nano"
 
 

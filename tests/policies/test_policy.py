@@ -175,7 +175,7 @@ def calls(draw: st.DrawFn) -> Policy:
         raise
 
 
-@settings(max_examples=400, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(calls())
 def test_whatever_policy_is_printed_is_read_as_the_same(made):
     again = policy(str(made))

@@ -21,6 +21,8 @@ from weir.policies.pipe import Pipe
 from weir.policies.wrappers import Pyramid, budgets, pyramid, pyramidkv
 from weir.pools import Heavy, Recent, Sink, Snap
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 SMALL = "pyramidkv(budget=24, window=6, kernel=5, beta=4)"
 PIPES = [
     SMALL,
@@ -185,7 +187,7 @@ def tall(fresh_llama):
 
 
 @pytest.mark.parametrize("text", PIPES)
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 def test_the_cache_has_the_slots_of_a_cache_without_a_pyramid(tall, ids, text):
     mean = policy(text).pipe
     stream, flat = weir.Stream(tall, text, chunk=5), weir.Stream(tall, mean, chunk=5)
@@ -211,6 +213,7 @@ def test_below_the_smallest_budget_it_is_dense(tall, ids, text):
 
 
 @pytest.mark.parametrize("whole", [pytest.param(0, marks=pytest.mark.slow), 60])
+@pytest.mark.slow
 def test_a_model_reads_as_with_naive_pools(tall, ids, naive, twins, whole):
     layers = exact_budgets((24 - 6) * 4, 4, 4.0)
     # 18 on average: 31.5, 22.5, 13.5, 4.5 and two slots left over for the lowest layers.
@@ -231,7 +234,6 @@ def test_a_model_reads_as_with_naive_pools(tall, ids, naive, twins, whole):
 
 @pytest.mark.parametrize("prefill", ["chunked", "full"])
 @pytest.mark.parametrize("text", PIPES)
-@pytest.mark.thinned(3)
 def test_a_padded_row_reads_as_it_would_alone(tall, ids, text, prefill):
     rows_read_alone(tall, text, ids(3, 90), [0, 13, 40], chunk=7, prefill=prefill)
 

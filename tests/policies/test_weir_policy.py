@@ -102,6 +102,7 @@ def test_below_its_budget_exact_slots_are_dense_and_of_4_bits_until_a_token_is_1
     assert not torch.equal(four, exact)
 
 
+@pytest.mark.slow
 def test_with_longer_windows_in_some_heads_it_is_dense_until_the_shortest_are_full():
     """Which is before its budget is; `heads=alike` is dense up to that."""
     model, _ = weir.load("nano")

@@ -18,6 +18,8 @@ from weir.pools.counter_rng import CounterRNG
 from weir.slab import AttentionParams
 from weir.slab.slots import Slots
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 SEEDS, SAMPLES, MIDDLE = 4000, 8, 56
 KEYS = torch.randn(24, 3, generator=torch.Generator().manual_seed(3)) * 0.5
 QUERIES = torch.randn(4, 3, generator=torch.Generator().manual_seed(4))

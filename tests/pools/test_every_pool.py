@@ -25,6 +25,8 @@ from weir.pools import POOLS
 from weir.pools.counter_rng import CounterRNG
 from weir.slab.attention import AttentionParams
 
+pytestmark = pytest.mark.thinned(4, least=2)
+
 PIPES = {
     "sink": ["sink(3) | recent(6)"],
     "beginning": ["beginning(3) | sink(2) | recent(5)"],
@@ -161,7 +163,6 @@ def test_every_pool_is_tested_here():
     [pytest.param((1, 1), (7, 5), marks=pytest.mark.slow), ((4, 2), (1, 3))],
 )
 @pytest.mark.parametrize("text", EVERY)
-@pytest.mark.thinned(3)
 def test_head_dimensions_may_be_odd_and_differ_and_there_may_be_one_head(text, heads, dims):
     queries, keys = random(2, heads[0], LENGTH, dims[0]), random(2, heads[1], LENGTH, dims[0])
     values = random(2, heads[1], LENGTH, dims[1])
@@ -184,7 +185,7 @@ def test_head_dimensions_may_be_odd_and_differ_and_there_may_be_one_head(text, h
 
 
 @pytest.mark.parametrize("text", EVERY)
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(8)
 def test_strange_keys_and_values_are_borne(text):
     queries, keys, values = (random(1, 2, LENGTH, n) for n in (7, 7, 5))
     alike = (random(1, 2, 1, n).expand(-1, -1, LENGTH, -1) for n in (7, 5))
@@ -207,7 +208,6 @@ def test_strange_keys_and_values_are_borne(text):
 
 @pytest.mark.parametrize("text", [texts[0] for texts in PIPES.values()])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.thinned(3)
 def test_every_dtype_of_a_model_is_borne(text, dtype):
     parts = [random(1, 2, LENGTH, n).to(dtype) for n in (7, 7, 5)]
     out, layer = fed(text, *parts)

@@ -32,6 +32,8 @@ from weir.pools import Fold, Hive, Recent, Sink
 from weir.pools.counter_rng import CounterRNG
 from weir.slab.attention import AttentionParams
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 # --- against the naive loop
 
 
@@ -80,6 +82,7 @@ def test_of_a_whole_prompt_samples_are_taken_until_they_fit(twins, prompt):
         pytest.param("recent(4) | hive(9, 4)", 1, "full", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.thinned(2)
 def test_a_model_with_it_gives_what_the_naive_loop_gives(
     llama, naive, twins, ids, text, chunk, prefill
 ):
@@ -147,6 +150,7 @@ def test_its_size_follows_the_recurrence_and_settles_where_the_theorem_says(stri
     st.booleans(),
     st.booleans(),
 )
+@pytest.mark.slow
 def test_how_arrivals_are_cut_makes_no_difference(stride, more, sizes, swapped, local_max):
     hive = Hive(stride + more, stride, swapped, local_max)
     held, gone = fed(hive, sizes)
@@ -246,6 +250,7 @@ def test_buzz_has_the_paper_s_ratio_and_takes_the_authors_parameters():
 
 
 @pytest.mark.parametrize(("chunk", "prefill"), [(4, "chunked"), (1, "full")])
+@pytest.mark.slow
 def test_with_log_n_logits_are_scaled_by_the_number_of_tokens_seen(
     llama, naive, twins, ids, chunk, prefill
 ):

@@ -7,6 +7,8 @@ from __future__ import annotations
 import pytest
 from model_runs import has_one_size, reads_exactly, restored_goes_on, rows_read_alone
 
+pytestmark = pytest.mark.thinned(4, least=2)
+
 ROWS = {
     "two of four": {"pads": [0, 3, 11], "sizes": [30, 60]},
     "long": {"pads": [0, 13, 40]},
@@ -45,7 +47,7 @@ GROWS = [text for text in POLICIES if "none, per" in text]
 
 
 @pytest.mark.parametrize("text", POLICIES)
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(8)
 def test_rows_read_as_they_would_alone(llama, ids, text):
     how = ROWS[POLICIES[text]]
     rows_read_alone(llama, text, ids(len(how["pads"]), 90), **how, chunk=7)
@@ -57,7 +59,7 @@ def test_rows_of_prompts_that_are_folded_whole_do_too(llama, ids, text):
 
 
 @pytest.mark.parametrize("text", POLICIES)
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(6)
 def test_a_restored_stream_goes_on_bit_for_bit_in_the_same_bytes(llama, ids, text, tmp_path):
     sizes = restored_goes_on(llama, text, ids(2, 130), 63, tmp_path, chunk=5)
     assert len(sizes) == 1 or text in GROWS

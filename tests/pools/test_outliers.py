@@ -16,6 +16,8 @@ from weir.pools.counter_rng import CounterRNG
 from weir.slab import AttentionParams
 from weir.slab.slots import Slots
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 FOLD = Fold(CounterRNG(0), torch.tensor([0]), AttentionParams(0.5))
 
 
@@ -111,6 +113,7 @@ def test_the_mean_forgets():
 PIPE = "sink(2) | recent(6) | outliers(8, dilate=1) | balance(16, block=4)"
 
 
+@pytest.mark.slow
 def test_a_row_gets_what_it_would_get_alone_and_goes_on_after_a_restore(llama, ids, tmp_path):
     tokens = ids(2, 90)
     both = weir.Stream(llama, PIPE, chunk=4)

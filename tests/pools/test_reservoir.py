@@ -21,6 +21,8 @@ from weir.pools.counter_rng import CounterRNG
 from weir.slab import AttentionParams
 from weir.slab.slots import Slots
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 
 def draws_of(head: int, pool: int, places: int, seed: int = 0):
     """A function from a token to its number in one head."""
@@ -127,6 +129,7 @@ def counts_of(kept: Slots, came: int) -> torch.Tensor:
     return kept.position[kept.held].bincount(minlength=came)
 
 
+@pytest.mark.slow
 def test_the_code_of_figure_2_keeps_old_tokens_less_often():
     # The paper's section 3: sampling again from what is still cached. `test_chances` would fail.
     random = Random(0)
@@ -197,7 +200,7 @@ class Halving(Pool):
 
 
 @pytest.mark.parametrize("chunk", [1, 16])
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_after_a_pool_that_loses_tokens_it_counts_what_arrives_and_weights_multiply(chunk):
     pipe = Pipe((Recent(3), Halving(), Reservoir(5, weighted=True, per_head=True)))
     loops = [Arrivals(5, draws_of(head, 2, 400)) for head in range(3)]

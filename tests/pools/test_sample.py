@@ -15,6 +15,8 @@ import weir
 from weir.pools.counter_rng import CounterRNG
 from weir.slab import AttentionParams
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 PROMPT, MORE, CHUNK, SEED = 23, 16, 4, 7
 PADDING = (0, 3, 9)
 
@@ -157,6 +159,7 @@ def test_bytes_never_change_after_the_first_token(llama, ids, text):
     assert first == sum(layer.state.slab.nbytes for layer in stream.cache.stack)
 
 
+@pytest.mark.slow
 def test_a_sample_without_a_limit_grows_with_the_stream(llama, ids):
     stream = weir.Stream(llama, START + "uniform(rate=0.25, per_head=false)", chunk=CHUNK)
     stream.feed(ids(1, 2000))

@@ -197,7 +197,7 @@ PARTLY = ((Recent(2),), [recent(2)])
         (16, 400, Snap(9, window=1, kernel=1), ALONE),
     ],
 )
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_it_holds_what_a_naive_loop_holds_in_every_row_and_head(chunk, length, snap, before, frame):
     pools, front = before
     snap = replace(snap, frame=frame)
@@ -396,6 +396,7 @@ def test_pooling_is_over_places_of_the_stream(data):
 
 @settings(max_examples=25)
 @given(st.integers(1, 9), st.integers(1, 12), st.sampled_from([1, 3, 7]), st.integers(0, 9))
+@pytest.mark.slow
 def test_the_window_always_stays_and_nothing_is_lost_below_the_budget(window, room, kernel, seed):
     snap = Snap(window + room, window, kernel)
     stream = Stream(Pipe((snap,)), chunk=1 + seed % 5, length=60)

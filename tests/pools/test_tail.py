@@ -28,6 +28,8 @@ from weir.pools.counter_rng import CounterRNG
 from weir.slab import AttentionParams
 from weir.slab.slots import Slots
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 SEEDS, CHUNK = 2000, 64
 
 
@@ -174,6 +176,7 @@ def assert_foretold(model: PreTrainedModel, ids: Tensor, layers: list[int], seed
         assert (true <= 2 * foretold).double().mean() >= 0.95
 
 
+@pytest.mark.slow
 def test_in_a_layer_of_nano_it_knows_how_far_off_it_is():
     """Where few tokens have most of the attention, and over queries of which some are far off."""
     model, tokenizer = weir.load("nano")

@@ -16,6 +16,8 @@ from weir.pools import Fold, Heavy, Recent, Sink, Uniform
 from weir.pools.counter_rng import CounterRNG
 from weir.slab import AttentionParams
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 
 def draws_of(head: int, pool: int, places: int):
     """A function from a token to its number in one head."""

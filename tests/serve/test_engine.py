@@ -98,6 +98,7 @@ def words(seed: int, length: int) -> list[int]:
 
 
 @pytest.mark.parametrize("policy", [POLICY, "sink(2) | recent(6) | reconstruct(4)"])
+@pytest.mark.thinned(2)
 def test_sessions_are_answered_as_they_would_be_alone(policy):
     served = engine(rows=3, policy=policy)
     prompts = [words(n, 3 + 7 * n) for n in range(7)]

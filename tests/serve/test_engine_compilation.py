@@ -94,6 +94,7 @@ def test_there_are_few_sizes_and_the_last_is_all_rows(model, rows, sizes):
     assert sizes_of(engine_of(model, rows, deterministic=True)) == (1,)
 
 
+@pytest.mark.slow
 def test_answers_are_the_same_and_every_step_is_compiled(model, steps):
     limits = [22, 3, 9, 30, 5, 12]  # so that rows are free in between, and one is left alone
     usual = answers(engine_of(model, 6), limits)
@@ -112,6 +113,7 @@ def test_each_row_by_itself_has_one_program(model, steps):
     assert set(steps) == {1}
 
 
+@pytest.mark.slow
 def test_without_a_compiler_the_engine_answers_as_before(model, steps, notices):
     def none(graph, inputs):
         raise RuntimeError("no compiler here")
@@ -123,6 +125,7 @@ def test_without_a_compiler_the_engine_answers_as_before(model, steps, notices):
     assert sum("no compiler here; they go the usual way" in notice for notice in notices) == 1
 
 
+@pytest.mark.slow
 def test_a_server_says_it_where_no_steps_are_compiled(notices):
     engine = engine_of(make("mpt"), 3)
     compile_or_say(engine)

@@ -406,6 +406,7 @@ def test_only_the_newest_answers_of_a_history_are_looked_up(monkeypatch):
     assert prompt.hash == hashes[-1]
 
 
+@pytest.mark.slow
 def test_long_texts_leave_threads_to_short_ones(server, monkeypatch):
     encoder = server.engine_client.renderer._encoder
     monkeypatch.setattr(chat_template, "PIECE", 200)

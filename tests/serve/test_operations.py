@@ -76,6 +76,7 @@ def test_who_hangs_up_gives_the_row_back(server, stream):
 
 
 @pytest.mark.parametrize("limits", [Limits(stall=0.5), Limits(stall=60, unread=20)])
+@pytest.mark.thinned(2)
 def test_who_does_not_read_is_cut_off(limits):
     with serving(make_client(rows=1, limits=limits)) as server:
         read_nothing(server)

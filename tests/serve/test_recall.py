@@ -125,6 +125,7 @@ def test_a_turn_under_way_is_looked_at_while_it_answers(server):
     assert httpx.get(f"{server.url}/v1/sessions/live2/memory").status_code == 404
 
 
+@pytest.mark.slow
 def test_what_was_dropped_is_held_without_its_text(server):
     talk(server, "old", 12)  # eight ends of turns are kept
     found = server.store.get_session("", "old")

@@ -76,6 +76,7 @@ def liking(text: str) -> dict:
 SHORT = liking("<|im_end|>")
 
 
+@pytest.mark.slow
 def test_a_call_that_is_required_comes_and_fits_its_function(client):
     for choice in ("required", WEATHER):
         told = say(client, tool_choice=choice, extra_body=SHORT)
@@ -94,6 +95,7 @@ def test_a_call_that_is_required_comes_and_fits_its_function(client):
     assert len(calls_of(once)) == 1 and not once.parallel_tool_calls
 
 
+@pytest.mark.slow
 def test_of_all_tools_those_that_are_allowed_are_called(client):
     (clock,) = ({"type": "function", "name": "clock"},)
     some = {"type": "allowed_tools", "mode": "required", "tools": [clock]}
@@ -120,6 +122,7 @@ def test_of_all_tools_those_that_are_allowed_are_called(client):
     assert [c.function.name for c in chat.choices[0].message.tool_calls] == ["clock"]
 
 
+@pytest.mark.slow
 def test_a_stream_says_the_same_event_by_event(client):
     how = {"tool_choice": "required", "extra_body": {**SHORT, "seed": 3}}
     whole = say(client, **how)
@@ -284,6 +287,7 @@ def test_a_form_and_tools_together_allow_either(client):
 
 
 @pytest.mark.parametrize("template", [TAKES_TOOLS, CHATML, None], ids=["told", "words", "none"])
+@pytest.mark.thinned(3)
 def test_a_result_goes_on_from_the_call_and_reads_only_what_is_new(template):
     with serving(random_client(template, rows=1)) as server:
         go_on(server, server.client())

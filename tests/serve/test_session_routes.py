@@ -63,6 +63,7 @@ def alice(server):
     return Api(server)
 
 
+@pytest.mark.slow
 def test_turns_are_told_page_by_page(alice):
     alice.talk("paged")
     path = "/sessions/paged/turns"
@@ -80,6 +81,7 @@ def test_turns_are_told_page_by_page(alice):
         assert error["param"] == wrong.partition("=")[0]
 
 
+@pytest.mark.thinned(2)
 def test_a_parameter_that_nobody_knows_is_refused(alice):
     alice.talk("asked")
     for path in ("", "/asked", "/asked/turns", "/asked/export"):
@@ -91,6 +93,7 @@ def test_a_parameter_that_nobody_knows_is_refused(alice):
         assert alice.ask("GET", f"/sessions{path}").status_code == 200
 
 
+@pytest.mark.thinned(2)
 def test_turns_of_a_session_are_told_with_what_was_said(alice):
     histories = alice.talk("told")
     turns = alice.turns("told")
@@ -106,6 +109,7 @@ def test_turns_of_a_session_are_told_with_what_was_said(alice):
     assert (session["turns"], session["head"]) == (4, turns[-1]["id"])
 
 
+@pytest.mark.thinned(2)
 def test_a_fork_goes_on_by_itself_from_any_turn(alice):
     histories = alice.talk("trunk")
     turns = alice.turns("trunk")
@@ -125,6 +129,7 @@ def test_a_fork_goes_on_by_itself_from_any_turn(alice):
     assert alice.ask("POST", "/sessions/trunk/fork", {"turn": turns[2]["id"]}).status_code == 404
 
 
+@pytest.mark.thinned(2)
 def test_a_session_is_taken_back_to_one_of_its_turns(server, alice):
     histories = alice.talk("back")
     turns = alice.turns("back")
@@ -141,6 +146,7 @@ def test_a_session_is_taken_back_to_one_of_its_turns(server, alice):
     assert alice.say(histories[0], "Two", "back") == histories[1]
 
 
+@pytest.mark.thinned(2)
 def test_a_session_travels_in_a_file_and_goes_on_as_it_would_have(server, alice):
     histories = alice.talk("far")
     file = alice.ask("GET", "/sessions/far/export")
@@ -160,6 +166,7 @@ def test_a_session_travels_in_a_file_and_goes_on_as_it_would_have(server, alice)
     assert newest.json()["seen"] == alice.ask("GET", "/sessions/far").json()["seen"]
 
 
+@pytest.mark.slow
 def test_sessions_are_told_in_the_order_of_their_newest_turns(alice):
     alice.talk("older")
     file = alice.ask("GET", "/sessions/older/export?turns=1").content
@@ -171,6 +178,7 @@ def test_sessions_are_told_in_the_order_of_their_newest_turns(alice):
     assert [s["used"] for s in told] == sorted((s["used"] for s in told), reverse=True)
 
 
+@pytest.mark.thinned(2)
 def test_files_that_are_none_are_refused_and_nothing_is_kept(server, alice):
     alice.talk("file")
     file = alice.ask("GET", "/sessions/file/export").content

@@ -53,6 +53,7 @@ def test_a_call_that_is_required_comes_and_fits_its_function(client):
     assert len(once.tool_calls) == 1
 
 
+@pytest.mark.slow
 def test_a_stream_says_the_same_piece_by_piece(client):
     how = {"tool_choice": WEATHER, "n": 2}
     whole = ask(client, **how)
@@ -96,6 +97,7 @@ def test_what_an_answer_may_be_where_text_and_calls_are_both_allowed(client):
 @pytest.mark.parametrize(
     "template", [TAKES_TOOLS, TAKES_ARGS, CHATML, None], ids=["told", "args", "words", "none"]
 )
+@pytest.mark.thinned(2)
 def test_a_result_goes_on_from_the_call_and_reads_only_what_is_new(template):
     with serving(random_client(template, rows=1)) as server:
         go_on(server.client())
@@ -140,6 +142,7 @@ def test_where_text_and_calls_may_come_what_is_cut_is_told_so_too(client, monkey
     assert (answer.finish_reason, answer.message.content) == ("length", text)
 
 
+@pytest.mark.slow
 def test_a_call_that_has_no_room_ends_by_its_length(client):
     whole = ask(client, tool_choice=WEATHER).choices[0].message.tool_calls[0].function
     named = len('<tool_call>{"name": "get_weather"')
@@ -164,6 +167,7 @@ def test_a_call_that_has_no_room_ends_by_its_length(client):
         )
 
 
+@pytest.mark.slow
 def test_a_type_of_the_clients_own_is_a_tool():
     class Ask(BaseModel):
         city: str = Field(max_length=5)

@@ -23,6 +23,8 @@ from weir.serve.worker import Worker, WorkerProcess
 from weir.stream import PromptTooLong
 from weir_bench.serving.attackers import CHAT, IMPORT, RESPONSE, make_bodies
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 SIZE = 150_000
 
 
@@ -63,11 +65,17 @@ def size_and_list(opened: Any, size: int) -> tuple[int, list[int]]:
 
 
 @pytest.fixture(scope="module")
-def process() -> Iterator[WorkerProcess]:
+def shared() -> Iterator[WorkerProcess]:
+    """The process of all tests here: it imports for as long as all of them take."""
     made = WorkerProcess()  # not a copy of this process, which has threads
-    made.open("opened")
     yield made
     made.close()
+
+
+@pytest.fixture
+def process(shared: WorkerProcess) -> WorkerProcess:
+    shared.open("opened")
+    return shared
 
 
 def test_a_process_works_with_what_it_was_opened_with(process):
@@ -120,7 +128,6 @@ def test_threads_work_where_a_process_cannot_have_the_tokenizer(process, monkeyp
     client = make_client(worker=process)
     assert type(client.worker) is Worker
     assert client.matcher.complete("", "a" * 1000).ids
-    process.open("opened")
 
 
 def _break() -> None:
@@ -131,13 +138,19 @@ def _break() -> None:
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[tuple[Server, Server]]:
-    """A server that works in threads, and one with a process."""
-    process = WorkerProcess()
-    made = [make_client(limits=Limits(prompt=4000), worker=each) for each in (None, process)]
+def running(shared: WorkerProcess) -> Iterator[tuple[Server, Server, PromptRenderer]]:
+    made = [make_client(limits=Limits(prompt=4000), worker=each) for each in (None, shared)]
     with serving(made[0]) as plain, serving(made[1]) as apart:
-        yield plain, apart
-    process.close()
+        yield plain, apart, made[1].renderer
+
+
+@pytest.fixture
+def servers(
+    shared: WorkerProcess, running: tuple[Server, Server, PromptRenderer]
+) -> tuple[Server, Server]:
+    """A server that works in threads, and one with a process."""
+    shared.open(running[2])
+    return running[:2]
 
 
 def ask(server: Server, path: str, body: bytes, kind: str = "application/json") -> tuple[int, Any]:
@@ -169,6 +182,7 @@ def test_a_long_chat_goes_on_from_a_saved_turn(servers):
     assert usages[0]["prompt_tokens_details"]["cached_tokens"] > 400
 
 
+@pytest.mark.slow
 def test_a_long_input_goes_on_from_a_response(servers):
     usages = []
     for server in servers:

@@ -24,6 +24,8 @@ from weir.slab.attention import (
     two_weight_attention,
 )
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 LOG_MILLION = 20 * math.log(2)
 WEIGHTS = [0.0, 0.0, -math.inf, LOG_MILLION, -3.0]
 FUSED = 20 * torch.finfo(torch.float32).eps
@@ -343,6 +345,7 @@ def one_of_the_numerator(gap: float, dtype: torch.dtype = torch.float32) -> Case
 @example(one_of_the_numerator(60.0))
 @example(one_of_the_numerator(-60.0))
 @example(one_of_the_numerator(60.0, torch.bfloat16))
+@pytest.mark.thinned(2)
 def test_no_gap_between_logits_costs_more_than_rounding(way, case):
     # A slot that had a share of e^-30 in a sum that is not its own would be seen from a gap of 14
     # on, one that had e^-60 from 44 on.

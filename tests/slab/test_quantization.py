@@ -21,6 +21,8 @@ from weir.slab.quantization import (
     steps,
 )
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 CODES = list(dict.fromkeys(c for form in FORMATS.values() for c in (form.keys, form.values)))
 

@@ -26,6 +26,8 @@ from weir.slab.slab import Slab
 from weir.slab.slots import Slots
 from weir.slab.spec import Heads, SlabSpec
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 PROMPT, MORE, CHUNK = 19, 14, 4
 PADDING = (0, 3, 9)
 SEED = 11
@@ -274,7 +276,7 @@ PIPES = {
 
 @pytest.mark.parametrize("prefill", ["chunked", "full"])
 @pytest.mark.parametrize("text", PIPES)
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(8)
 def test_a_pool_that_weir_has_never_heard_of_gives_what_its_lists_give(
     llama, naive, twins, ids, text, prefill
 ):

@@ -16,6 +16,8 @@ from weir.errors import WeirError
 from weir.models import set_sink
 from weir.stream.conversation import Conversation
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|end|>"]
 POLICY = "streaming_llm(64)"
 

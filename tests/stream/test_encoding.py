@@ -122,6 +122,7 @@ def test_a_text_that_is_too_long_is_not_tokenized_to_its_end(monkeypatch):
     assert len(encoder.encode("a" * 3000)) == 3000
 
 
+@pytest.mark.slow
 def test_a_text_that_repeats_itself_is_tokenized_once(monkeypatch):
     monkeypatch.setattr(chat_template, "PIECE", 1000)
     tokenizer = make_tokenizer(CHATML)

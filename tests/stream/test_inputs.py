@@ -19,6 +19,8 @@ from weir.models import embed, offsets
 from weir.models.embedding import mismatch
 from weir.stream.inputs import pieces_of
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 FAMILIES = [*CAUSAL, *THREE_AXES]
 families = pytest.mark.parametrize("name", FAMILIES)
 POLICIES = ("streaming_llm(budget=10)", "snapkv(budget=16, window=4)", "subgen(budget=24)")
@@ -40,7 +42,6 @@ def given_of(name: str, given: Prompt, start: int, stop: int | None) -> dict[str
 
 
 @pytest.mark.parametrize(("name", "policy"), [*zip(FAMILIES, cycle(POLICIES), strict=False)])
-@pytest.mark.thinned(3)
 def test_a_stream_cut_anywhere_also_inside_an_image_is_one_stream(name: str, policy: str) -> None:
     model, given = seeing(name), asked(name)
     whole = Stream(model, policy, chunk=5)

@@ -56,6 +56,7 @@ def test_how_many_windows_are_read_at_once_changes_nothing(llama, ids, monkeypat
         close_runs(found, looped(llama, text, BUDGET, 4), llama)
 
 
+@pytest.mark.slow
 def test_it_scores_and_continues_like_every_stream(llama, ids):
     text = ids(1, LENGTH)
     stream = weir.Stream(llama, recompute(BUDGET, 4))

@@ -15,6 +15,8 @@ from weir.errors import WeirError
 from weir.stream import RepetitionPenalty
 from weir.stream.sampling import Sampling
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 LOGITS = torch.tensor([[0.5, -2.0, 3.0, 2.999, -1e4], [7.0, -3e38, 6.0, 3e38, 0.0]])
 
 

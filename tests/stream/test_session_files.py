@@ -25,6 +25,8 @@ from weir.errors import NotFiniteError, WeirError
 from weir.stream import session
 from weir.stream.session import replace_atomically
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 Facts = dict[str, Any]
 Tensors = dict[str, Tensor]
 
@@ -102,22 +104,6 @@ def test_what_is_held_is_written_and_not_what_could_be(llama, tmp_path, large, s
         for ids in (torch.arange(3)[None], torch.arange(40)[None]):
             assert torch.equal(again.feed(ids), stream.feed(ids))
     assert sizes[0] - sizes[1] < 500  # the policies' names
-
-
-@pytest.mark.parametrize("policy", [*POLICIES, "weir(64)", LARGE[2][1]])
-@pytest.mark.thinned(3)
-def test_a_session_of_an_earlier_weir_with_whole_buffers_goes_on(llama, tmp_path, policy):
-    stream = weir.Stream(llama, policy, chunk=CHUNK, seed=3)
-    stream.feed(torch.arange(SEEN)[None] % 61)
-    stream.save(tmp_path / "file")
-    facts, tensors = read(tmp_path / "file")
-    for index, layer in enumerate(stream.cache.stack):
-        buffers = layer.state.slab.tensors()
-        tensors |= {f"0.{index}.{name}": t for name, t in buffers.items()}
-    write(tmp_path / "old", {**facts, "format": 3}, tensors)
-    old = weir.Stream.restore(llama, tmp_path / "old")
-    ids = torch.arange(40)[None]
-    assert torch.equal(old.feed(ids), stream.feed(ids))
 
 
 # --- what somebody might write into a file, one thing at a time

@@ -19,6 +19,8 @@ from weir.errors import WeirError
 from weir.stream import PIECE
 from weir.stream import stream as module
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 POLICIES = ("dense", "window(64)", "streaming_llm(64)", "recompute(64)")
 SMALL = "streaming_llm(24)"
 
@@ -309,6 +311,7 @@ def test_breaking_off_at_any_token_leaves_the_stream_whole(llama, ids):
     assert state(broken) == state(whole)
 
 
+@pytest.mark.slow
 def test_without_a_limit_it_goes_on_until_an_end_token_comes(fed, llama, ids):
     free = list(fed.generate(300, temperature=2.0))
     stream = weir.Stream(llama, SMALL, chunk=8, seed=5)

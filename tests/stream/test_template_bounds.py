@@ -84,6 +84,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.thinned(4)
 def test_what_makes_too_much_is_stopped_and_the_error_names_the_template(few, kind):
     tokenizer = make_tokenizer(HOSTILE[kind])
     tokenizer.name_or_path = "some/model"

@@ -92,6 +92,7 @@ def test_from_books_to_a_folder_with_a_model_and_its_figures(text, tokens, tmp_p
     ],
 )
 @pytest.mark.thinned(3)
+@pytest.mark.slow
 def test_a_model_of_every_sink_is_one_that_transformers_and_weir_load(
     text, tmp_path, sink, kind, front
 ):
@@ -162,6 +163,7 @@ def test_a_text_without_the_names_is_trained_on_without_exercises_and_says_so(tm
 
 
 @pytest.mark.parametrize("script", [RUSSIAN, CHINESE])
+@pytest.mark.slow
 def test_any_script_trains_and_is_read_back(tmp_path, script):
     book = tmp_path / "book.txt"
     book.write_text("".join(f"{script}{n}\n" for n in range(400)), "utf-8")
@@ -193,7 +195,7 @@ def test_a_short_text_gets_fewer_tokens_than_a_long_one(text, tmp_path, monkeypa
         ({"rate": 1e-4}, r"begun with rate=0.02, not 0.0001"),
     ],
 )
-@pytest.mark.thinned(2)
+@pytest.mark.slow
 def test_a_run_by_another_recipe_is_refused_before_any_work(
     text, tmp_path, monkeypatch, changes, sentence
 ):

@@ -344,6 +344,7 @@ def test_the_sink_loss_comes_in_when_the_recipe_says(tokenizer, tokens, tmp_path
     ("sink", "optimizer"), [("taught", "muon"), ("none", "adamw"), ("zero", "muon")]
 )
 @pytest.mark.thinned(3)
+@pytest.mark.slow
 def test_a_run_that_was_broken_off_ends_as_one_that_was_not(
     tokenizer, tokens, tmp_path, sink, optimizer
 ):
@@ -385,6 +386,7 @@ def test_a_run_that_was_broken_off_ends_as_one_that_was_not(
     assert [row["step"] for row in logs[1]] == list(range(1, 13))
 
 
+@pytest.mark.slow
 def test_a_step_in_parts_is_the_step(tokenizer, tokens, tmp_path, monkeypatch):
     recipe = replace(TINY, tokens=768)
     train(recipe, tokenizer, tokens, tmp_path / "whole")
@@ -402,6 +404,7 @@ def test_a_step_in_parts_is_the_step(tokenizer, tokens, tmp_path, monkeypatch):
         assert in_parts[name] == pytest.approx(whole[name], rel=off(4 * 192))
 
 
+@pytest.mark.slow
 def test_a_run_of_another_shape_is_not_taken_up(tokenizer, tokens, tmp_path):
     train(replace(TINY, tokens=768), tokenizer, tokens, tmp_path)
     for changes, sentence in (

@@ -22,7 +22,6 @@ from weir.cache.row_state import (
     ValidationError,
     check_row,
     check_state,
-    cut_rows,
     integer,
     list_of,
     optional,

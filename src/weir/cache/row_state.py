@@ -20,7 +20,7 @@ from weir.cache.layers import LayerPlan, reads_twice, three_axes
 from weir.errors import WeirError, quote, shorten
 from weir.policies import saved_policy
 from weir.pools import MOST_WEIGHT
-from weir.slab import EMPTY, STATE, QuantizedStorage, cut_slots, quantized_buffers, split_weights
+from weir.slab import EMPTY, STATE, QuantizedStorage, quantized_buffers, split_weights
 
 
 @dataclass(frozen=True)
@@ -424,10 +424,9 @@ def check_kind(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
 def unlike_policies(mine: dict[str, Any], theirs: dict[str, Any]) -> tuple[Any, Any] | None:
     """Compare the policies of two kinds (`RowState.kind`) by their pools; None if they are equal.
 
-    Returns the two names, or the pools if one name stands for different pools. For a row that was
-    saved without pools, the policy's name stands for them.
+    Returns the two names, or the pools if one name stands for different pools.
     """
-    pools = mine["pools"], theirs.get("pools", theirs.get("policy"))
+    pools = mine["pools"], theirs.get("pools")
     if pools[0] == pools[1]:
         return None
     try:
@@ -459,18 +458,3 @@ def check_state(
         check_row(plans, facts, state.tensors, chunk=chunk, origin=origin, whole_prompt=True)
     except ValidationError as wrong:
         raise WeirError(f"this row's state is that of no row: {wrong}") from None
-
-
-def cut_rows(
-    plans: Sequence[LayerPlan], facts: Any, tensors: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Cut the whole buffers of a row, as earlier weirs saved them, to the slots in use.
-
-    Facts and tensors are unchecked; if the facts are those of no row, nothing is cut.
-    """
-    try:
-        held = [p.spec.held(used) for p, used in zip(plans, facts["lengths"], strict=True)]
-        parts = {f"{n}.{name}": cut for n, layer in enumerate(held) for name, cut in layer.items()}
-        return {name: cut_slots(t, parts.get(name)) for name, t in tensors.items()}
-    except (LookupError, TypeError, ValueError):
-        return dict(tensors)

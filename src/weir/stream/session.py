@@ -11,7 +11,6 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import logging
 import os
 import re
 import shutil
@@ -35,7 +34,6 @@ from weir.cache import (
     StreamingCache,
     ValidationError,
     check_row,
-    cut_rows,
     integer,
     list_of,
     optional,
@@ -47,10 +45,7 @@ from weir.errors import PolicyError, WeirError, quote
 from weir.models import fingerprint
 from weir.policies import Policy, check_regular, parse_policy, saved_policy
 
-_log = logging.getLogger(__name__)
-
 FORMAT = 4
-"""Of what is written; format 3, which had whole buffers, is read too."""
 KEY = "weir_session"
 CHECKSUM = "sha256"
 
@@ -101,7 +96,7 @@ _MODEL = record(
 def _facts(each_row: Kind = _anything, vocabulary: int = FARTHEST, rows: int | None = None) -> Kind:
     """Return the table of a session's facts, with as much as is known of its rows."""
     return record(
-        format=integer(FORMAT - 1, FORMAT),
+        format=integer(FORMAT, FORMAT),
         model=_MODEL,
         policy=text(),
         seed=integer(0, None),
@@ -181,10 +176,9 @@ class SessionFile:
         except (SafetensorError, OSError, ValueError, RecursionError) as error:
             raise WeirError(f"{self.path} is damaged or not a session of weir ({error})") from None
         found = facts.get("format") if isinstance(facts, dict) else facts
-        if found not in (FORMAT - 1, FORMAT) or not isinstance(facts, dict):
+        if found != FORMAT or not isinstance(facts, dict):
             raise WeirError(
-                f"{self.path} has session format {quote(found)}; this weir reads {FORMAT - 1} and "
-                f"{FORMAT}"
+                f"{self.path} has session format {quote(found)}; this weir reads {FORMAT}"
             )
         if metadata.get(CHECKSUM) != _checksum(metadata[KEY], self._mapped):
             raise WeirError(f"{self.path} is damaged: its checksum is not that of what it holds")
@@ -204,9 +198,7 @@ class SessionFile:
     def policy(self, expected: str | Policy | None) -> Policy:
         """Return the policy it was saved under, by its pools if the name stands for others by now.
 
-        A file of an earlier weir does not say which pools those were: it goes on under what the
-        name stands for now, and logs that of `weir`. Raises WeirError if another policy was
-        expected.
+        Raises WeirError if another policy was expected.
         """
         name, kind = self.facts["policy"], self.facts["kind"]
         pools = kind.get("pools") if isinstance(kind, dict) else None
@@ -223,13 +215,6 @@ class SessionFile:
         if wanted != saved:
             known = "" if saved is named else f", which {name} stood for when it was saved"
             raise WeirError(f"{self.path} has the policy {saved}{known}, not {wanted}")
-        if pools is None and named.called is not None and named.called.name == "weir":
-            _log.warning(
-                "%s does not say what %s stood for when it was saved; it goes on under %s",
-                self.path,
-                name,
-                named.stands_for,
-            )
         return saved
 
     def read(self, cache: StreamingCache, vocabulary: int) -> Session:
@@ -245,9 +230,8 @@ class SessionFile:
                     f"a chunk of {made['chunk']:,} before the first token is too large"
                 )
             # The policy has been read already, and may be written otherwise by now.
-            theirs = dict(facts["kind"]) if isinstance(facts["kind"], dict) else {}
-            mine = _shape(cache.kind) | {"policy": facts["policy"]}
-            mine["pools"] = theirs.setdefault("pools", None)
+            theirs = facts["kind"] if isinstance(facts["kind"], dict) else {}
+            mine = _shape(cache.kind) | {"policy": facts["policy"], "pools": theirs.get("pools")}
             if theirs != mine:
                 raise ValidationError("kind is not that of a cache of this model and policy")
             each_row = row_facts(plans, vocabulary, made["chunk"])
@@ -256,19 +240,16 @@ class SessionFile:
             _check_stream(own, count, vocabulary)
             rows = []
             for index, found in enumerate(facts["rows"]):
-                tensors = each[index]
-                if facts["format"] < FORMAT:
-                    tensors = cut_rows(plans, found, tensors)
                 check_row(
                     plans,
                     found,
-                    tensors,
+                    each[index],
                     chunk=made["chunk"],
                     origin=made["origin"],
                     whole_prompt=made["prefill"] == "full",
                     row=index,
                 )
-                rows.append(RowState(cache.kind, found, tensors))
+                rows.append(RowState(cache.kind, found, each[index]))
         logits = own.get("logits")
         return Session(
             facts["last"],

@@ -10,6 +10,8 @@ import weir
 from weir.cache.layer import fold
 from weir.pools import observed_attention
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 
 @pytest.mark.parametrize("chunk", [1, 5])
 @pytest.mark.parametrize("prefill", ["chunked", "full"])

@@ -72,7 +72,7 @@ def by_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.parametrize("pieces", [[100], [5, 70, 41], [33, 1, 1, 90, 64]])
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(8)
 def test_it_answers_and_holds_what_chunks_do(text, chunk, pieces, rolling, monkeypatch):
     together, one_by_one = make(text, chunk, rolling), make(text, chunk, rolling)
     asked = []

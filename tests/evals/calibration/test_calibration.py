@@ -84,6 +84,7 @@ def test_what_lowers_no_error_is_left_as_it_was(model, text):
     assert found.policy.pipes == (weir.policy(POLICY),) * 2
 
 
+@pytest.mark.slow
 def test_bytes_are_shared_out_and_not_slots(model, text):
     policy = "recent(8) | snap(8, window=4)"
     found = calibrate(model, Letters(), text, policy, chunk=4, tokens=64, splits=True)

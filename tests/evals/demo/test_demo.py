@@ -87,6 +87,7 @@ def page(result, tmp_path) -> str:
     return (tmp_path / "report.html").read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_every_policy_reads_the_same_tokens_as_if_it_were_alone(llama, result):
     text = torch.randint(0, 61, (1300,), generator=torch.Generator().manual_seed(0))
     assert (result["tokens"], result["block"], result["model_window"]) == (1300, 250, 512)
@@ -98,6 +99,7 @@ def test_every_policy_reads_the_same_tokens_as_if_it_were_alone(llama, result):
         assert found["tokens_per_s"] > 0
 
 
+@pytest.mark.slow
 def test_the_story_is_told_behind_the_book_and_asked_without_a_trace(llama, result):
     assert result["story"] == {
         "told_at": 1300, "said": 12, "away": 88, "names": [["Anna", "AB"], ["Boris", "<&"]]

@@ -18,6 +18,8 @@ from weir.evals.inspect import attention
 from weir.evals.inspect.attention import Attention, looks_ahead, watch
 from weir.models import sink_of
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 LENGTH = 75
 """Of a sequence: several calls, the last of them short, and sliding layers that slide."""
 SIZES = {

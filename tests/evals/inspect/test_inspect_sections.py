@@ -21,6 +21,8 @@ from weir.models import ModelSink, set_sink
 from weir.slab import Slab
 from weir.stream import BOOK, Stream, encode, read_text
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 TEXT = read_text(BOOK)[:40_000]
 
 

@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 from weir import Stream
 from weir.evals.harness import likelihoods
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 LENGTHS = [(1, 3), (40, 1), (7, 12), (90, 5), (3, 70)]
 """Tokens of each context and its continuation; pieces and folds are shorter than some of them."""
 

@@ -89,6 +89,7 @@ def test_an_answer_of_several_tokens_is_right_if_each_of_them_is() -> None:
         assert answer_in_place(weir.Stream(model, "dense"), asked[0].tolist(), wrong) == 0
 
 
+@pytest.mark.slow
 def test_only_the_stream_outgrows_the_cache() -> None:
     """One question fits the budget, five do not: one-shot stays what dense says."""
     one = yielding(["A", "B", "C", "1"])

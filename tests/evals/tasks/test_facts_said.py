@@ -24,6 +24,8 @@ from weir.evals.tasks.exercises import (
 )
 from weir.train import Words
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 FEW: dict[str, Any] = {"samples": 3, "farthest": 256}
 NBYTES = 1200
 

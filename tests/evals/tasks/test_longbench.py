@@ -69,6 +69,7 @@ def test_few_shot_prompts_end_at_a_line_and_are_never_put_into_a_chat(
     assert how == [(64, ("\n",), False), (32, (), True)]
 
 
+@pytest.mark.slow
 def test_dense_answers_as_a_plain_loop() -> None:
     one = stranger()
     plain = [plain_answer(one.model, one.tokenizer, hotpot_prompt(row), 32) for row in ROWS]

@@ -95,6 +95,7 @@ def test_facts_stand_where_they_are_told_and_are_all_asked_for(nano, form):
         assert (text.count("<assistant>"), text.count("</>")) == (turns, 2 * turns - 1)
 
 
+@pytest.mark.slow
 def test_a_rule_is_told_in_the_system_turn_and_marked_for_policies_that_keep_it(nano):
     task = Facts(form="rule", distances="200 300", samples=2, facts=4)
     made = []

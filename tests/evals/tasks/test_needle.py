@@ -30,6 +30,7 @@ def test_dense_finds_every_needle_inside_the_window() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_window_finds_what_is_near_and_loses_what_has_left() -> None:
     task = Needle(longest=480, lengths=2, depths=5, samples=2)
     found = task.run(nano("streaming_llm(budget=200, sinks=1)", chunk=8), quiet)

@@ -113,6 +113,7 @@ def test_greedy_rows_go_on_where_they_were():
 
 
 @pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.slow
 def test_all_dialogues_stand_on_one_stream_and_are_judged_alone(tmp_path, monkeypatch, alone):
     model, tokenizer = weir.load("nano")
     tokenizer.chat_template = (

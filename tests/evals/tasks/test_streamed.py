@@ -30,6 +30,8 @@ from weir.evals.tasks.streameval import ExerciseLines, StreamEval, TextLines, ma
 from weir.stream.text import BOOK, read_stream, read_text
 from weir.train.exercises import Words
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 
 @pytest.fixture(scope="module")
 def nano():
@@ -179,6 +181,7 @@ def test_recall_inside_the_window_is_that_of_a_plain_loop_answer_for_answer(nano
     assert (found["asked"], found["recall"]) == (30, sum(hits) / 30)
 
 
+@pytest.mark.slow
 def test_recall_falls_where_the_number_has_left_the_cache(nano):
     found = Recall(samples=8, farthest=256).run(subject(nano, "streaming_llm(80)"), silent)
     by = {row["distance"]: row["accuracy"] for row in found["by_distance"]}
@@ -237,6 +240,7 @@ def test_streameval_with_exact_attention_is_a_plain_loop_answer_for_answer(nano)
     assert found["tokens"] == len(ids) - 1  # nothing follows the last answer
 
 
+@pytest.mark.slow
 def test_streameval_holds_inside_the_cache_and_falls_to_chance_beyond(nano):
     it = subject(nano, "streaming_llm(256)")
     inside, beyond = (

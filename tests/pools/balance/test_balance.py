@@ -29,6 +29,8 @@ from weir.pools.balance import merge_reduce, schedule
 from weir.pools.counter_rng import CounterRNG
 from weir.slab import AttentionParams
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 FOLD = Fold(CounterRNG(0), torch.tensor([0]), AttentionParams(0.5))
 
 
@@ -215,6 +217,7 @@ def check_cuts(pool: Balance, length: int) -> None:
 
 
 @pytest.mark.parametrize("pool", [Balance(8), Balance(8, sets="separate", precision=1.0)])
+@pytest.mark.slow
 def test_nor_does_it_where_the_highest_level_is_halved_into_itself(few_levels, pool):
     check_cuts(pool, 150)
 
@@ -256,6 +259,7 @@ def test_it_never_holds_more_than_its_slots_and_loses_no_weight(half, block, hal
             assert held.a.double().exp().sum(dim=2).max() <= seen * (1 + weights_off(seen))
 
 
+@pytest.mark.slow
 def test_a_stream_of_any_length_keeps_its_slots_and_its_whole_weight():
     pool = Balance(24, 8)
     flow = lumps(1, 1, 20_000)
@@ -299,6 +303,7 @@ def test_so_few_slots_that_all_levels_are_used_up_keep_their_weight_too():
     assert stream.pool.wrong_state(stream.state, 4, 300) is None
 
 
+@pytest.mark.slow
 def test_the_highest_level_is_as_fair_to_old_tokens_as_to_new_ones(few_levels):
     """What stays is drawn anew each time: a half of all tokens stands for each half of them."""
     flow, shares = lumps(1, 64, 400), []
@@ -441,7 +446,7 @@ def naive_pipe(pool: Balance, length: int, scale: float) -> Callable[..., Any]:
     ("text", "positions", "chunk"),
     [(SMALL, "rolling", 5), (SMALL, "original", 1), (FLAT, "rolling", 3), (APART, "original", 5)],
 )
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 def test_a_model_reads_on_as_the_naive_loop_does(llama, ids, naive, text, positions, chunk):
     tokens = ids(1, 100)
     cache = weir.StreamingCache(llama, text, chunk=chunk, positions=positions)

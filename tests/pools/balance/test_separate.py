@@ -72,6 +72,7 @@ def test_a_stream_of_values_of_every_size_keeps_its_slots_and_the_longest_values
 
 
 @pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.slow
 def test_as_many_sets_as_slots_go_on_for_ever(bounded, eager):
     head = Head.admit(4, 2, eager, arrivals(*[5, 3, 1] * 99), [0] * 594, [0.0] * 297)
     assert LEVELS - 1 in bounded

@@ -45,6 +45,8 @@ from weir.pools import (
 from weir.pools.scores.vase import gumbel
 from weir.slab import AttentionParams, LayerPositions, Rotary, Slots
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 DIM, VALUE, HEADS, GROUP, LENGTH, CHUNK = 8, 5, 2, 2, 60, 6
 FORM = AttentionParams(0.4, softcap=6.0)
 POSITIONS = LayerPositions(Rotary(torch.tensor([0.7, 0.11, 0.013]).double(), scaling=1.25))

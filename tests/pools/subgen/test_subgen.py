@@ -26,6 +26,8 @@ from weir.pools.counter_rng import CounterRNG
 from weir.slab import AttentionParams
 from weir.slab.slots import Slots
 
+pytestmark = pytest.mark.thinned(3, least=2)
+
 FOLD = Fold(CounterRNG(0), torch.tensor([0]), AttentionParams(1.0))
 PURPOSES = {"pair": 0, "sample": 1, "merge": 2}
 
@@ -136,7 +138,7 @@ UNBOUNDED = SubGen(samples=6, clusters=None, per_cluster=3, delta=7.0)
         (SubGen(3, None, 2, delta=2.0, exact=False), 9, 300, 1.0, True),
     ],
 )
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 def test_it_holds_what_a_naive_loop_holds(pool, chunk, length, share, weighted):
     flow = lumps(2, 2, length)
     flow.weights = weights if weighted else None
@@ -154,6 +156,7 @@ def test_it_holds_what_a_naive_loop_holds(pool, chunk, length, share, weighted):
 
 
 @pytest.mark.parametrize("pool", [BOUNDED, UNBOUNDED, replace(BOUNDED, exact=False)])
+@pytest.mark.thinned(3)
 def test_it_does_not_matter_how_the_stream_was_cut(pool):
     flow = lumps(1, 3, 300)
     one, *others = (Stream(pool, flow, chunk).whole() for chunk in (1, 7, 64, 300))
@@ -449,6 +452,7 @@ def test_a_whole_prompt_at_once_is_sampled_as_one_that_came_in_chunks(llama, ids
     close_runs(one.b, other.b, llama)
 
 
+@pytest.mark.slow
 def test_rows_of_a_stream_without_a_limit_grow_apart(llama, ids):
     # One row says the same token again and again, the other one has new keys all the time.
     tokens = ids(2, 200)

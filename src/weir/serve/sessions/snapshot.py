@@ -23,7 +23,6 @@ from weir.cache import (
     StreamingCache,
     ValidationError,
     check_state,
-    cut_rows,
     integer,
     list_of,
     record,
@@ -35,7 +34,6 @@ from weir.policies import Policy
 from weir.serve.sessions.records import Checkpoint
 
 FORMAT = 4
-"""Of what is written; format 3, which had whole buffers, is read too."""
 KEY = "weir_node"
 OVERHEAD = 2**18
 """Bytes that a turn takes beside its row, roughly."""
@@ -145,7 +143,7 @@ def decode_foreign(row_format: RowFormat, data: bytes) -> Checkpoint:
     token = integer(0, row_format.vocabulary - 1)
     try:
         record(
-            format=integer(FORMAT - 1, FORMAT),
+            format=integer(FORMAT, FORMAT),
             model=anything,
             kind=anything,
             row=anything,
@@ -171,12 +169,8 @@ def _decode(row_format: RowFormat, data: bytes) -> tuple[dict[str, Any], RowStat
     except (SafetensorError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise WeirError(f"it is damaged or no snapshot of weir ({quote(str(error))})") from None
     found = facts.get("format") if isinstance(facts, dict) else facts
-    if found not in (FORMAT - 1, FORMAT):
-        raise WeirError(
-            f"it has the format {quote(found)}, and this weir reads {FORMAT - 1} and {FORMAT}"
-        )
-    if found < FORMAT:
-        tensors = cut_rows(row_format.plans, facts.get("row"), tensors)
+    if found != FORMAT:
+        raise WeirError(f"it has the format {quote(found)}, and this weir reads {FORMAT}")
     return facts, RowState(row_format.kind, facts.get("row"), tensors)
 
 
