@@ -444,6 +444,7 @@ ERRORS = pytest.mark.parametrize("error", [RuntimeError("no memory"), KeyboardIn
     "policy",
     ["sink(3) | recent(8)", "sink(2) | recent(4) | heavy(6)", "recent(6) | balance(8, block=4)"],
 )
+@pytest.mark.thinned(1)
 def test_a_call_that_failed_loses_nothing(llama, ids, error, width, policy):
     tokens, wrong = ids(2, 30), ids(2, 10, seed=1)
     cache, whole = (weir.StreamingCache(llama, policy, chunk=4) for _ in range(2))

@@ -11,8 +11,6 @@ from typer.testing import CliRunner
 from weir.cli.app import app
 from weir.errors import WeirError
 
-pytestmark = pytest.mark.thinned(3, least=2)
-
 BOOK = str(Path(__file__).parents[2] / "src/weir/assets/war-and-peace.txt.xz")
 
 

@@ -11,8 +11,6 @@ from terminal import make_model, run
 import weir
 from weir.evals.notation import read_policies, takes_budget
 
-pytestmark = pytest.mark.thinned(3, least=2)
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:

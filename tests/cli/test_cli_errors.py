@@ -52,7 +52,6 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-@pytest.mark.thinned(2)
 def test_bad_input_gets_one_line_and_exit_code_1(capsys, monkeypatch, model, text, name):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     words, says = WRONG[name]
@@ -108,7 +107,6 @@ USAGE = {
 
 
 @pytest.mark.parametrize("name", USAGE)
-@pytest.mark.thinned(2)
 def test_wrong_usage_gets_one_line_that_leads_to_the_help_and_exit_code_2(capsys, name):
     words, says = USAGE[name]
     ended = run(capsys, *words)

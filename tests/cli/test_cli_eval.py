@@ -13,8 +13,6 @@ from terminal import Process, make_model, run
 
 from weir.evals import grid
 
-pytestmark = pytest.mark.thinned(3, least=2)
-
 WORDS = "The prince was silent, but she looked at him significantly, awaiting a reply. "
 TASKS = "ppl(tokens=250, text={text}), ppl(tokens=400, text={text}, block=100)"
 POLICIES = "dense, h2o, sink(4) | recent(20), reservoir(sinks=2)"

@@ -10,8 +10,6 @@ import torch
 from terminal import make_model, run
 from transformers import BertConfig, BertForMaskedLM, BertTokenizer, MambaConfig, MambaForCausalLM
 
-pytestmark = pytest.mark.thinned(3, least=2)
-
 WORDS = "The prince was silent, but she looked at him significantly, awaiting a reply. "
 
 

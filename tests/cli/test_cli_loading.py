@@ -11,8 +11,6 @@ from typer.main import get_command
 from weir.cli.app import app
 from weir.cli.loading import OPTIONS
 
-pytestmark = pytest.mark.thinned(3, least=2)
-
 WORDS = "The prince was silent, but she looked at him significantly, awaiting a reply. "
 
 

@@ -10,8 +10,6 @@ from terminal import make_model, run
 
 from weir.evals import advice
 
-pytestmark = pytest.mark.thinned(3, least=2)
-
 WORDS = "The prince was silent, but she looked at him significantly, awaiting a reply. "
 
 

@@ -12,8 +12,6 @@ from transformers import AutoModelForCausalLM
 import weir
 from weir.models import set_sink
 
-pytestmark = pytest.mark.thinned(3, least=2)
-
 SMALL = "sink(4) | recent(20)"
 
 

@@ -128,7 +128,6 @@ def test_a_run_that_was_interrupted_says_so_and_goes_on(capsys, text, tmp_path, 
         (("--length", 2000), "samples of 2000 take"),
     ],
 )
-@pytest.mark.thinned(2)
 def test_what_cannot_be_trained_is_one_line(capsys, text, tmp_path, changes, says):
     words = ("--text", text, "--out", tmp_path / "model", "--tokens", 10_000, *SIZE)
     ended = run(capsys, "train", *words, *changes)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 from terminal import run
 
-pytestmark = pytest.mark.thinned(3, least=2)
-
 NOWHERE = "/nowhere/text.txt"
 """A text that is not there, so that a command ends before a model is loaded."""
 

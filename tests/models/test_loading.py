@@ -26,8 +26,6 @@ from weir.models.loading import (
     skeleton,
 )
 
-pytestmark = pytest.mark.thinned(3, least=2)
-
 NANO = ASSETS / "nano"
 
 

@@ -357,7 +357,6 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-@pytest.mark.thinned(2)
 def test_a_bad_request_is_refused_where_it_is_wrong(server, name):
     body, param = BAD[name]
     given = {"model": "small", "max_output_tokens": 2}

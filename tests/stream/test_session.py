@@ -301,6 +301,7 @@ def test_what_is_no_file_is_refused(llama, tmp_path):
 
 
 @pytest.mark.parametrize("facts", ["[]", "7", "null", '{"format": 1}', "{", "[" * 100_000])
+@pytest.mark.thinned(1)
 def test_facts_that_are_no_facts_are_refused(llama, tmp_path, facts):
     save_file({"weight": torch.zeros(3)}, tmp_path / "odd", metadata={session.KEY: facts})
     refused(llama, tmp_path / "odd")

@@ -25,8 +25,6 @@ from weir.errors import NotFiniteError, WeirError
 from weir.stream import session
 from weir.stream.session import replace_atomically
 
-pytestmark = pytest.mark.thinned(3, least=2)
-
 Facts = dict[str, Any]
 Tensors = dict[str, Tensor]
 

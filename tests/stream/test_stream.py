@@ -418,6 +418,7 @@ NOT_IDS = {
 
 @pytest.mark.parametrize("name", NOT_IDS)
 @pytest.mark.parametrize("call", ["feed", "score"])
+@pytest.mark.thinned(1)
 def test_what_is_no_row_of_token_ids_is_refused_and_nothing_is_lost(fed, llama, ids, name, call):
     given, sentence = NOT_IDS[name]
     before = state(fed)
