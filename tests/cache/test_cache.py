@@ -309,6 +309,7 @@ BAD_CALLS = {
 
 
 @pytest.mark.parametrize("what", BAD_CALLS)
+@pytest.mark.thinned(1)
 def test_a_bad_call_is_refused_in_one_line_and_leaves_the_stream_as_it_was(
     llama, ids, half_way, what
 ):

@@ -22,8 +22,6 @@ import weir
 from weir import StreamingCache, WeirError, compile_steps
 from weir.models import hooks, native_step
 
-pytestmark = pytest.mark.thinned(4, least=2)
-
 pytest.importorskip("numba", reason="not installed: pip install 'weir-kv[fast]'")
 CHUNK, PROMPT, STEPS = 4, 30, 26
 POLICIES = [
@@ -90,6 +88,7 @@ def check(model: PreTrainedModel, policy: str, taken: list[int], rows: int = 1, 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.thinned(2)
 def test_steps_are_the_models_own(policy: str, rows: int, taken) -> None:
     check(make("llama", **WIDE), policy, taken, rows)
 
@@ -270,7 +269,6 @@ def test_a_program_serves_in_and_outside_inference_mode(first: Any, taken) -> No
     assert len(taken) == 4
 
 
-@pytest.mark.slow
 def test_a_long_stream_and_one_that_is_restored(taken, tmp_path) -> None:
     model, ids = make("llama", **WIDE), tokens(1, 600)
     usual = weir.Stream(model, POLICIES[0], chunk=CHUNK)

@@ -158,7 +158,6 @@ def test_where_old_turns_may_go_they_make_room(tmp_path, disk):
         assert health["message"].endswith("free; up to 2 turns go on in memory")
 
 
-@pytest.mark.slow
 def test_turns_that_went_on_in_memory_are_written_when_there_is_room(tmp_path, disk, monkeypatch):
     def full(*given, **named):
         raise OSError(errno.ENOSPC, "No space left on device")
