@@ -18,8 +18,6 @@ from weir.cache.layer.layer import finite_columns
 from weir.cache.plan import ForwardPlan
 from weir.errors import NotFiniteError
 
-pytestmark = pytest.mark.thinned(3, least=2)
-
 BAD = 7
 """The id of the token that a model goes wrong with."""
 POLICIES = [
