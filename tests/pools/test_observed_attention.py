@@ -25,8 +25,6 @@ from weir.policies.pipe import Pipe
 from weir.pools import Fold, ObservedAttention, Recent, Sink
 from weir.slab import Alibi, AttentionParams, LayerPositions, Rotary, Slots
 
-pytestmark = pytest.mark.thinned(4, least=2)
-
 DIM, HEADS, GROUP, LENGTH = 8, 2, 3, 75
 FORM = AttentionParams(0.4, softcap=4.0, sinks=torch.tensor([[0.3, -1.0, 2.0], [0.0, 1.0, 0.5]]))
 ROTARY = Rotary(torch.tensor([0.7, 0.11, 0.013], dtype=torch.float64), scaling=1.25)
