@@ -137,6 +137,7 @@ def test_a_row_that_fails_is_that_row_s_own_affair(llama, ids, at: int, kind: fl
         assert (caught.value.place, caught.value.token) == (at, BAD)
         assert stream.cache.seen == [51, 20 + at, 51]
         assert stream.seen == 51
+        assert stream.last == [one.last[0] for one in alone]
         after = torch.cat([good(ids, 15, seed=s) for s in (3, 4, 5)])
         got = stream.feed(after, all_logits=True)
         for row, one in enumerate(alone):
