@@ -159,6 +159,7 @@ def test_requests_of_all_are_bounded():
     engine_client.begin_request("c")
 
 
+@pytest.mark.slow  # it asks until a body has come, for ever where a busy machine drops that
 def test_one_key_leaves_rows_and_room_for_bodies_to_another():
     limits = Limits(body=2_000_000, bodies=3_000_000, wait=0.5)
     first, second = "wk-first", "wk-second"
