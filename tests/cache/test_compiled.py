@@ -530,7 +530,7 @@ def test_whoever_chooses_what_is_asked_before_a_step_is_heard(fresh_llama, ids, 
 
 
 @pytest.mark.parametrize("policy", ["sink(2) | recent(14)", "recent(8) | heavy(8)"])
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(2)
 def test_the_first_of_all_tokens_may_come_alone(shallow, ids, taken, policy: str) -> None:
     def step_by_step() -> Tensor:
         stream = weir.Stream(shallow, policy, chunk=CHUNK)

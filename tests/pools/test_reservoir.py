@@ -200,7 +200,7 @@ class Halving(Pool):
 
 
 @pytest.mark.parametrize("chunk", [1, 16])
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(2)
 def test_after_a_pool_that_loses_tokens_it_counts_what_arrives_and_weights_multiply(chunk):
     pipe = Pipe((Recent(3), Halving(), Reservoir(5, weighted=True, per_head=True)))
     loops = [Arrivals(5, draws_of(head, 2, 400)) for head in range(3)]

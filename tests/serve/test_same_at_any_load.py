@@ -153,7 +153,6 @@ def alone(model) -> dict[int, Said]:
 
 
 @pytest.mark.parametrize("count", SESSIONS)
-@pytest.mark.thinned(3)
 @pytest.mark.slow
 def test_rows_are_the_same_at_a_turns_start_and_logits_to_rounding(model, alone, count):
     found = talk(engine_of(model, count), range(count), told=alone)

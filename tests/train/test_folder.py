@@ -91,7 +91,6 @@ def test_from_books_to_a_folder_with_a_model_and_its_figures(text, tokens, tmp_p
         ("taught", "learnable", 1),
     ],
 )
-@pytest.mark.thinned(3)
 @pytest.mark.slow
 def test_a_model_of_every_sink_is_one_that_transformers_and_weir_load(
     text, tmp_path, sink, kind, front

@@ -343,7 +343,6 @@ def test_the_sink_loss_comes_in_when_the_recipe_says(tokenizer, tokens, tmp_path
 @pytest.mark.parametrize(
     ("sink", "optimizer"), [("taught", "muon"), ("none", "adamw"), ("zero", "muon")]
 )
-@pytest.mark.thinned(3)
 @pytest.mark.slow
 def test_a_run_that_was_broken_off_ends_as_one_that_was_not(
     tokenizer, tokens, tmp_path, sink, optimizer
