@@ -15,8 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import weir
 from weir.errors import WeirError
-from weir.models import gguf as reading
+from weir.models import gguf as files
 from weir.models import sidecar_path
+from weir.models.gguf import reading
 
 gguf = pytest.importorskip("gguf")
 
@@ -161,7 +162,7 @@ def test_a_file_is_the_model_it_was_written_from(
 def test_the_configuration_is_read_without_the_weights(
     file: Path, original: PreTrainedModel, home: Path
 ) -> None:
-    config = reading.read_config(file)
+    config = files.read_config(file)
     for name in ("vocab_size", "num_hidden_layers", "head_dim", "tie_word_embeddings"):
         assert getattr(config, name) == getattr(original.config, name)
     assert not home.exists()
@@ -171,10 +172,10 @@ def test_a_changed_file_is_read_anew(file: Path, tmp_path: Path, home: Path) -> 
     data = bytearray(file.read_bytes())
     copy = tmp_path / "tiny.gguf"
     copy.write_bytes(data)
-    first = reading.unpack(copy)
+    first = files.unpack(copy)
     data[-4:] = struct.pack("<f", 2.0)
     copy.write_bytes(data)
-    assert reading.unpack(copy) != first
+    assert files.unpack(copy) != first
 
 
 @pytest.mark.parametrize("kept", [0.02, 0.4, 0.9, 0.999])
@@ -199,7 +200,7 @@ def test_headers_that_declare_what_the_file_cannot_hold_are_refused(
         bad = tmp_path / "bad.gguf"
         bad.write_bytes(damaged)
         with pytest.raises(WeirError, match=r"damaged|architecture"):
-            reading.check_readable(bad, reading.read_header(bad))
+            reading.check_readable(bad, files.read_header(bad))
 
 
 def test_other_files_are_refused_by_what_they_are(
@@ -218,7 +219,7 @@ def test_other_files_are_refused_by_what_they_are(
 
 
 def test_a_quantization_that_gguf_cannot_read_is_named(file: Path, tmp_path: Path) -> None:
-    header = reading.read_header(file)
+    header = files.read_header(file)
     data = bytearray(file.read_bytes())
     name = header.tensors[0].name.encode()
     at = data.index(name, header.tensors_at) + len(name) + 4 + 8 * len(header.tensors[0].shape)
@@ -226,7 +227,7 @@ def test_a_quantization_that_gguf_cannot_read_is_named(file: Path, tmp_path: Pat
     (tmp_path / "strange.gguf").write_bytes(data)
     with pytest.raises(WeirError, match=r"type 9999.*another quantization"):
         reading.check_readable(
-            tmp_path / "strange.gguf", reading.read_header(tmp_path / "strange.gguf")
+            tmp_path / "strange.gguf", files.read_header(tmp_path / "strange.gguf")
         )
 
 
@@ -238,9 +239,9 @@ def test_smollm2_is_found_where_its_package_is_installed_and_else_asked_of_the_h
     (package / "__init__.py").write_text("")
     (package / "model.gguf").write_bytes(b"GGUF")
     monkeypatch.syspath_prepend(tmp_path)
-    assert reading.find_gguf("smollm2") == package / "model.gguf"
+    assert files.find_gguf("smollm2") == package / "model.gguf"
     (package / "model.gguf").unlink()
-    assert reading.find_gguf("smollm2") is None
+    assert files.find_gguf("smollm2") is None
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(WeirError, match=r"lacks its \.gguf file.*--force-reinstall"):
         weir.load("smollm2")

@@ -34,11 +34,11 @@ from weir.models.gguf import (
     SMOLLM2_HUB,
     find_gguf,
     read_config,
-    report_as,
     smollm2_package,
     unpack,
 )
 from weir.models.images import images_of
+from weir.models.library_errors import report_as
 from weir.models.memory import free_memory
 from weir.models.model_spec import is_encoder_config
 from weir.models.quantized_weights import check_bits, check_not_quantized, quantize_weights, shrink

@@ -1,0 +1,28 @@
+"""Errors of libraries as errors of weir, in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from weir.errors import WeirError
+
+
+@contextmanager
+def report_as(what: str, remedy: str = "") -> Iterator[None]:
+    """Turn any library's exception into a WeirError of one sentence."""
+    try:
+        yield
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise WeirError(
+                f"{what}: it brings Python code of its own, which runs only with "
+                "trust_remote_code=True, or --trust-remote-code; read it first"
+            ) from None
+        reason, *rest = str(error).strip().splitlines() or [type(error).__name__]
+        if reason.rstrip().endswith(":") and len(rest) == 1:  # as huggingface_hub's validation
+            reason = f"{reason.rstrip()} {rest[0].strip()}"
+        reason = reason.rstrip()
+        # A reason that ends in a colon introduces a list, and is no use without it.
+        more = "" if reason.endswith(":") else f" ({reason.rstrip('.')})"
+        raise WeirError(what + more + remedy) from None
