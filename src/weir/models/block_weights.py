@@ -10,8 +10,9 @@ Format: block_q8_0, block_q4_0, block_q4_1 and block_q4_K of the ggml project.
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +24,6 @@ from transformers import PreTrainedModel
 from weir import kernels
 from weir.errors import WeirError
 from weir.kernels import BLOCK, PANEL
-from weir.models.gguf import read_header
 
 BLOCK_FORMATS = {"q8_0": (8, False), "q4_0": (4, False), "q4_1": (4, True)}
 """Bits of a code, and whether blocks have a minimum, by the name of the format in GGUF."""
@@ -31,8 +31,8 @@ STORED_FORMATS = {"Q8_0": "q8_0", "Q4_0": "q4_0", "Q4_1": "q4_1", "Q4_K": "q4_1"
 """The types of a GGUF file that are multiplied as they are, and the format that they lie in."""
 TOGETHER = 32 * PANEL
 """Outputs of a weight that are put into blocks at a time."""
-COMPARED = 8
-"""One block in so many is compared to see in which order a file has a weight's outputs."""
+LINEAR = ("Linear", "FalconLinear")
+"""Names of classes that compute what `nn.Linear` does; others are not quantized."""
 AS_STORED = "gguf"
 """`weights=` for the blocks of the file that a model was loaded from."""
 
@@ -145,19 +145,6 @@ class Blocks:
         """Return some outputs, or all, in float32 [outputs, inputs]."""
         return write_out(self.codes, self.scales, self.outputs, which)
 
-    def reordered(self, order: Tensor) -> Blocks:
-        """Return the blocks of outputs in another order."""
-        found = object.__new__(Blocks)
-        found.outputs = self.outputs
-        for name in ("codes", "scales"):
-            panels = getattr(self, name)
-            lines = panels.unflatten(2, (-1, PANEL, 4)) if name == "codes" else panels[..., None]
-            lines = lines.movedim(3, 1).flatten(0, 1)
-            spare = torch.arange(self.outputs, lines.shape[0])
-            lines = lines[torch.cat([order, spare])].unflatten(0, (-1, PANEL)).movedim(1, 3)
-            setattr(found, name, lines.reshape(panels.shape).contiguous())
-        return found
-
 
 def write_out(codes: Tensor, scales: Tensor, outputs: int, which: Tensor | None = None) -> Tensor:
     """Return rows of a weight in blocks as float32 [rows, inputs]; see `Blocks`."""
@@ -247,16 +234,22 @@ def _scaled(embedding: nn.Module, rows: Tensor) -> Tensor:
     return rows if scale is None else rows * torch.as_tensor(scale).to(rows)
 
 
-def _looks_up(embedding: Any) -> bool:
+def looks_up(embedding: Any) -> bool:
     """Return whether an embedding does what a `BlockEmbedding` does; some rows are looked up."""
     plain = type(embedding) is nn.Embedding
     if plain or not isinstance(embedding, nn.Embedding) or not hasattr(embedding, "embed_scale"):
         return plain
-    if embedding.weight.is_meta:
+    if torch.as_tensor(embedding.embed_scale).is_meta:  # a skeleton, which computes nothing
         return True
-    ids = torch.arange(min(4, embedding.num_embeddings), device=embedding.weight.device)
+    weight = embedding.weight
+    device = torch.device("cpu") if weight.is_meta else weight.device
+    probe = copy.copy(embedding)  # with a small table: the real one may not be loaded yet
+    table = torch.linspace(-1, 1, 4 * embedding.embedding_dim, dtype=weight.dtype, device=device)
+    probe._parameters = {"weight": nn.Parameter(table.view(4, -1), requires_grad=False)}
+    probe.padding_idx = None
     with torch.no_grad():
-        return torch.equal(embedding(ids), _scaled(embedding, embedding.weight[ids]))
+        ids = torch.arange(4, device=device)
+        return torch.equal(probe(ids), _scaled(embedding, probe.weight))
 
 
 def fits_blocks(module: nn.Module) -> bool:
@@ -279,49 +272,18 @@ def put_blocks(
     kinds, name_there = kinds or {}, _name_of(model, embedding)
     tied = head is not None and head.weight is embedding.weight
     table = None
-    if (tied or name_there in kinds) and _looks_up(embedding):
+    if (tied or name_there in kinds) and looks_up(embedding):
         table = Blocks.quantize(embedding.weight, kinds.get(name_there, "q8_0"))
-        _put(embedding, table)
+        put(embedding, table)
     for name in names:
         module: Any = model.get_submodule(name)
         shared = table if tied and module is head else None
         own = kinds.get(name, "q8_0" if module is head else kind)
-        _put(module, shared or Blocks.quantize(module.weight, own))
+        put(module, shared or Blocks.quantize(module.weight, own))
 
 
-def stored_formats(model: PreTrainedModel, path: Path) -> dict[str, str]:
-    """Return the format of each weight that `put_stored_blocks` takes from a file, by name."""
-    return {name: STORED_FORMATS[kind] for name, kind, *_ in _stored_tensors(model, path)}
-
-
-def put_stored_blocks(model: PreTrainedModel, names: Iterable[str], path: Path) -> None:
-    """Give linear layers, and the embedding, the blocks of the file the model was loaded from.
-
-    A weight that the file stores otherwise, as Q6_K, is quantized to 8 bits.
-
-    Args:
-        model: as `weir.load` made it from the file.
-        names: of the linear layers.
-        path: the file.
-    """
-    stored = dict(_read_file(model, path))
-    embedding: Any = model.get_input_embeddings()
-    table = stored.get(_name_of(model, embedding))
-    for name in names:
-        module: Any = model.get_submodule(name)
-        blocks = stored.get(name, table if module is model.get_output_embeddings() else None)
-        found = None if blocks is None else _matching(model, blocks, module.weight)
-        _put(module, found or Blocks.quantize(module.weight, "q8_0"))
-    if table is not None and _looks_up(embedding):
-        found = _matching(model, table, embedding.weight)
-        if found is not None:
-            head = model.get_output_embeddings()
-            if isinstance(head, BlockLinear) and torch.equal(head.codes, found.codes):
-                found.codes, found.scales = head.codes, head.scales
-            _put(embedding, found)
-
-
-def _put(module: nn.Module, blocks: Blocks) -> None:
+def put(module: nn.Module, blocks: Blocks) -> None:
+    """Replace the weight of a linear layer or an embedding by blocks."""
     assert isinstance(module, nn.Linear | nn.Embedding)
     dtype, linear = module.weight.dtype, isinstance(module, nn.Linear)
     vars(module).pop("forward", None)  # a copy may hold its old class's forward
@@ -332,63 +294,6 @@ def _put(module: nn.Module, blocks: Blocks) -> None:
 
 def _name_of(model: nn.Module, wanted: nn.Module) -> str:
     return next(name for name, module in model.named_modules() if module is wanted)
-
-
-def _stored_tensors(model: PreTrainedModel, path: Path) -> Iterator[tuple[str, str, int, int]]:
-    """Yield the modules whose weights a file stores in blocks that can be multiplied, each with the
-    name of its type, bytes of a line, and where in the file it begins.
-    """
-    from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
-
-    header = read_header(path)
-    arch = next(key for key, name in MODEL_ARCH_NAMES.items() if name == header.architecture)
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    names = get_tensor_name_map(arch, layers)
-    tensors = {tensor.name: tensor for tensor in header.tensors}
-    for name, module in model.named_modules():
-        called = names.get_name(name) if isinstance(module, nn.Linear | nn.Embedding) else None
-        tensor = tensors.get(f"{called}.weight")
-        if tensor is None or len(tensor.shape) != 2:
-            continue
-        kind = GGMLQuantizationType(tensor.type)
-        if kind.name in STORED_FORMATS:
-            block, size = GGML_QUANT_SIZES[kind]
-            yield name, kind.name, tensor.shape[0] // block * size, tensor.at
-
-
-def _read_file(model: PreTrainedModel, path: Path) -> Iterator[tuple[str, Blocks]]:
-    """Yield the modules whose weights a file stores in blocks, and these."""
-    for name, kind, line, start in _stored_tensors(model, path):
-        module: Any = model.get_submodule(name)
-        count = line * module.weight.shape[0]
-        data = np.fromfile(path, np.uint8, count, offset=start)
-        if data.size == count:
-            yield name, Blocks.read(data.reshape(-1, line), kind)
-
-
-def _matching(model: PreTrainedModel, blocks: Blocks, weight: Tensor) -> Blocks | None:
-    """Return the blocks in the order of a weight's outputs; None if they are another weight's.
-
-    For some architectures GGUF pairs the rotated numbers of a head side by side, and transformers
-    half a head apart.
-    """
-    config = model.config.get_text_config(decoder=True)
-    if weight.shape != (blocks.outputs, blocks.codes.shape[1] * BLOCK):
-        return None
-    wanted = weight.detach().unflatten(1, (-1, BLOCK))[:, ::COMPARED].float()
-    exact = max(torch.finfo(weight.dtype).eps, torch.finfo(torch.float16).eps)
-    limit = exact * wanted.abs().amax()
-    parts = blocks.codes[:, ::COMPARED], blocks.scales[:, ::COMPARED]
-    numbers = write_out(*parts, blocks.outputs).view_as(wanted)
-    outputs = torch.arange(blocks.outputs)
-    orders = [outputs]
-    for heads in {config.num_attention_heads, config.num_key_value_heads}:
-        if blocks.outputs % (2 * heads) == 0:
-            orders.append(outputs.view(heads, -1, 2).transpose(1, 2).flatten())
-    for order in orders:
-        if (numbers[order] - wanted).abs().amax() <= limit:
-            return blocks if order is outputs else blocks.reordered(order)
-    return None
 
 
 def warn_without_kernel(model: PreTrainedModel) -> None:

@@ -1,36 +1,26 @@
-"""GGUF files as model folders: read once by transformers, then kept as safetensors.
+"""Configurations and tokenizers of GGUF files, read by transformers.
 
-transformers takes half a minute for a file of 100 MB, so what it has read is kept in weir's cache
-folder, under the file's size and SHA-256. Headers are checked here first, since transformers and
-the package `gguf` trust every size that a file declares.
+Headers are checked here first, since transformers and the package `gguf` trust every size that a
+file declares.
 
 Format: the GGUF specification of the ggml project, versions 2 and 3, little-endian.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
-import os
-import shutil
 import struct
 import tempfile
 from pathlib import Path
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
-from transformers.utils import logging
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from weir.errors import WeirError, describe_missing
-from weir.models.cache_folder import cache_folder
 from weir.models.gguf.header import GGUFHeader, read_header
 from weir.models.library_errors import report_as
-from weir.models.memory import free_memory
 
 LONG_ARRAY = 4096
 """Larger arrays are vocabularies, which a configuration does not need."""
-FLOAT32_BELOW = 1 << 30
-"""The dense copy is float32 below this many parameters, and bfloat16 from there on."""
 
 
 def check_readable(path: Path, header: GGUFHeader) -> None:
@@ -110,63 +100,10 @@ def read_config(path: Path) -> PretrainedConfig:
     return config
 
 
-def unpack(path: Path) -> Path:
-    """Return the folder with a file's model and tokenizer, converting the file on first use.
-
-    Raises WeirError if the file cannot be read, or the cache folder has no room.
-    """
-    home = cache_folder() / "gguf"
-    with path.open("rb") as whole:
-        digest = hashlib.file_digest(whole, "sha256").hexdigest()
-    folder = home / f"{path.stem}-{path.stat().st_size}-{digest[:16]}"
-    if folder.is_dir():
-        return folder
-    header = read_header(path)
-    check_readable(path, header)
-    # transformers makes all weights float32 at first.
-    in_memory, free_there = header.parameters * 4, free_memory(torch.device("cpu"))
-    if free_there is not None and in_memory > free_there:
-        raise WeirError(
-            f"{path} has {header.parameters:,} parameters, and reading them takes "
-            f"{in_memory / 1e9:,.1f} GB of memory, where {free_there / 1e9:,.1f} GB are free; take "
-            "a smaller model, or convert it on a larger machine and load the folder"
+def read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """Read a model's tokenizer from a file (WeirError)."""
+    with report_as(f"the tokenizer in {path} is broken", "; take another file of the model"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(path.parent), gguf_file=path.name
         )
-    dtype = torch.float32 if header.parameters < FLOAT32_BELOW else torch.bfloat16
-    needed = header.parameters * dtype.itemsize
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-        if (free := shutil.disk_usage(home).free) < needed + (1 << 26):
-            raise WeirError(
-                f"what is read of {path.name} takes {needed:,} bytes in {home}, where {free:,} are "
-                "free; set XDG_CACHE_HOME to a folder with more"
-            )
-        with tempfile.TemporaryDirectory(dir=home, prefix=".unpacking-") as made:
-            _convert(path, Path(made), dtype)
-            Path(made).chmod(0o755)
-            if not folder.is_dir():  # another process may have finished first
-                os.replace(made, folder)
-                Path(made).mkdir()  # for the context manager to remove
-    except OSError as error:
-        raise WeirError(f"what is read of {path.name} cannot be kept in {home} ({error})") from None
-    return folder
-
-
-def _convert(path: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Read a file with transformers, and save model and tokenizer."""
-    place, file = str(path.parent), path.name
-    with logging.tqdm(total=3, desc=f"Reading {file} (once)", leave=False) as progress:
-        with report_as(f"the tokenizer in {path} is broken", "; take another file of the model"):
-            tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=file)
-        progress.update()
-        config = read_config(path)
-        with report_as(f"transformers cannot read {path}", "; take the model in another form"):
-            model = AutoModelForCausalLM.from_pretrained(
-                place, gguf_file=file, config=config, dtype=dtype
-            )
-        progress.update()
-        # transformers takes a model from GGUF for quantized and would not save it, but it is dense.
-        model.hf_quantizer = None  # type: ignore[assignment]
-        model.config.__dict__.pop("quantization_config", None)
-        tokenizer.save_pretrained(folder)
-        model.save_pretrained(folder)
-        progress.update()
+    return tokenizer

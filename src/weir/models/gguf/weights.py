@@ -153,11 +153,21 @@ class Filling:
         """Bytes of the tensors in the file."""
         return sum(math.prod(_raw_shape(tensor)) for tensor in self.tensors)
 
-    def raw_rows(self) -> np.ndarray:
-        """Read the rows as the file stores them: uint8 [rows, bytes of a row], in order."""
-        parts = [_read_rows(tensor, 0, _raw_shape(tensor)[0]) for tensor in self.tensors]
-        rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return rows if self.order is None else rows[self.order.numpy()]
+    def raw_parts(self, most: int) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield the rows as the file stores them, at most so many at a time, in order.
+
+        Each part has the number of its first row, and bytes [rows, bytes of a row].
+        """
+        rows = self.shape.numel() // self.columns
+        if self.order is None and len(self.tensors) == 1:
+            for start in range(0, rows, most):
+                yield start, _read_rows(self.tensors[0], start, min(rows, start + most))
+            return
+        whole = [_read_rows(tensor, 0, _raw_shape(tensor)[0]) for tensor in self.tensors]
+        stored = whole[0] if len(whole) == 1 else np.concatenate(whole)
+        order = torch.arange(rows) if self.order is None else self.order
+        for start in range(0, rows, most):
+            yield start, stored[order[start : start + most].numpy()]
 
     def read(self, dtype: torch.dtype) -> Tensor:
         """Read the numbers in a dtype: dequantized to float32, and rounded from there."""
@@ -251,8 +261,8 @@ class _Plan:
         if missing:
             raise WeirError(
                 f"{self.header.path} lacks {len(missing):,} of the tensors that its model needs: "
-                f"{_listed(list(missing.values()))}; download the file again, or use another file of "
-                "the model"
+                f"{_listed(list(missing.values()))}; download the file again, or use another file "
+                "of the model"
             )
         return found
 
