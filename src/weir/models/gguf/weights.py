@@ -6,7 +6,7 @@ another shape than the configuration says. So no parameter is ever left as trans
 it.
 
 The names come from the package gguf, which knows what llama.cpp's converter calls each module. The
-converter also changes the order or the values of some tensors; `FAMILIES` and the functions below
+converter also changes the order or the values of some tensors; `LAYOUTS` and the functions below
 say how, per architecture, and undo it.
 """
 
@@ -27,22 +27,19 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedModel
 
 from weir.errors import WeirError
+from weir.models.gguf.config import CONFIG_TENSORS
 from weir.models.gguf.header import GGUFHeader, TensorInfo
 
 TOGETHER = 1 << 20
 """Numbers that are dequantized at a time: their copy in float32 takes 4 MB."""
 LISTED = 4
 """Tensors that an error lists."""
-ELSEWHERE = re.compile(
-    r"rope_freqs\.weight"  # factors of rotary frequencies, read as part of the configuration
-    r"|rope_factors_(long|short)\.weight"  # the same for Phi 3
-    r"|blk\.\d+\.(attn_rot_embd|rope_freqs)(\.weight)?"  # rotary frequencies of old converters
-)
-"""Names of tensors that no parameter needs: positions, which the configuration describes."""
+COMPUTED = re.compile(r"blk\.\d+\.attn_rot_embd(\.weight)?")
+"""Names of rotary frequencies that old converters stored; they follow from the configuration."""
 
 
 @dataclass(frozen=True)
-class Family:
+class Layout:
     """What llama.cpp's converter changes in the tensors of an architecture.
 
     Attributes:
@@ -53,17 +50,20 @@ class Family:
             file has all queries first: "head" for query, key and value of each head together,
             "group" for the queries of a KV head and then its key and value.
         transposed: modules whose weights transformers stores as [inputs, outputs].
+        optional: llama.cpp computes without the biases that a file does not have.
     """
 
     paired: bool = False
     shifted_norms: bool = False
     fused: str = ""
     transposed: str = ""
+    optional: bool = False
 
 
-_PLAIN, _PAIRED = Family(), Family(paired=True)
-_SHIFTED = Family(shifted_norms=True)
-FAMILIES: Mapping[str, Family] = {
+_PLAIN = Layout()
+_OPTIONAL, _PAIRED = Layout(optional=True), Layout(paired=True, optional=True)
+_SHIFTED = Layout(shifted_norms=True)
+LAYOUTS: Mapping[str, Layout] = {
     "llama": _PAIRED,
     "mistral3": _PAIRED,
     "arcee": _PAIRED,
@@ -74,16 +74,14 @@ FAMILIES: Mapping[str, Family] = {
     "gemma": _SHIFTED,
     "gemma2": _SHIFTED,
     "gemma3": _SHIFTED,
-    "nemotron": _SHIFTED,
-    "bloom": Family(fused="head"),
-    "gptneox": Family(fused="head"),
-    "falcon": Family(fused="group"),
-    "gpt2": Family(transposed=r"\.(c_attn|c_fc|c_proj)\.weight$"),
-    "gpt-oss": Family(transposed=r"\.experts\.(gate_up|down)_proj$"),
+    "nemotron": Layout(shifted_norms=True, optional=True),
+    "bloom": Layout(fused="head"),
+    "gptneox": Layout(fused="head"),
+    "falcon": Layout(fused="group"),
+    "gpt-oss": Layout(transposed=r"\.experts\.(gate_up|down)_proj$"),
+    **dict.fromkeys(("mpt", "phi2", "phi3", "starcoder2"), _PLAIN),
     **dict.fromkeys(
-        "exaone4 lfm2 minimax-m2 mpt olmo2 olmoe phi2 phi3 qwen2 qwen2moe qwen3 qwen3moe seed_oss "
-        "stablelm starcoder2".split(),
-        _PLAIN,
+        "exaone4 olmo2 olmoe qwen2 qwen2moe qwen3 qwen3moe seed_oss stablelm".split(), _OPTIONAL
     ),
 }
 """Architectures that can be read, by the names that GGUF files have for them."""
@@ -96,7 +94,6 @@ OWN_NAMES = {
     r"model\.layers\.(\d+)\.block_sparse_moe\.(?:experts\.down_proj|output_linear)": (
         "blk.{}.ffn_down_exps"
     ),
-    r"model\.layers\.(\d+)\.mlp\.e_score_correction": "blk.{}.exp_probs_b",
     r"model\.layers\.(\d+)\.mlp\.experts\.down_proj": "blk.{}.ffn_down_exps",
 }
 """Names of modules that the package gguf does not know, and what files call them."""
@@ -112,6 +109,7 @@ _JOINED = {
     r"(?:.*\.)?layers\.(\d+)\.mlp\.gate_up_proj": ("blk.{}.ffn_gate", "blk.{}.ffn_up"),
 }
 """Modules of which files store the gate and the up projection apart."""
+_BIASES = re.compile(r"blk\.\d+\.((?:attn_(?:q|k|v|output)|ffn_(?:gate|up|down))\.bias)")
 _QKV = ("attn_q", "attn_k", "attn_v")
 _HEAD_NORMS = re.compile(r"model\.layers\.(\d+)\.self_attn\.([qk])_layernorm\.norms\.(\d+)")
 """StableLM's norms, one for each head, which files store as one tensor."""
@@ -124,7 +122,7 @@ class Filling:
     Attributes:
         shape: the parameter's shape.
         tensors: the tensors that hold its numbers. Their rows, below each other, are the rows of
-            the parameter.
+            the parameter. Without tensors, all numbers are 0.
         columns: numbers of a row.
         order: the place of each of the parameter's rows among those of the tensors; None for the
             same order.
@@ -171,6 +169,8 @@ class Filling:
 
     def read(self, dtype: torch.dtype) -> Tensor:
         """Read the numbers in a dtype: dequantized to float32, and rounded from there."""
+        if not self.tensors:
+            return torch.zeros(self.shape, dtype=dtype)
         rows = self.shape.numel() // self.columns
         out = torch.empty(rows, self.columns, dtype=dtype)
         place = None
@@ -209,7 +209,9 @@ def plan_fillings(model: PreTrainedModel, header: GGUFHeader) -> dict[str, Filli
     left = [
         tensor.name
         for tensor in header.tensors
-        if tensor.name not in used and not ELSEWHERE.fullmatch(tensor.name)
+        if tensor.name not in used
+        and tensor.name not in CONFIG_TENSORS
+        and not COMPUTED.fullmatch(tensor.name)
     ]
     if left:
         raise WeirError(
@@ -227,7 +229,7 @@ class _Plan:
     model: PreTrainedModel
     header: GGUFHeader
     tensors: dict[str, TensorInfo] = field(init=False)
-    family: Family = field(init=False)
+    layout: Layout = field(init=False)
     config: Any = field(init=False)
     name_of: Callable[[str], str | None] = field(init=False)
 
@@ -236,12 +238,12 @@ class _Plan:
 
         architecture = self.header.architecture
         known = {name: number for number, name in MODEL_ARCH_NAMES.items()}
-        if architecture not in FAMILIES or architecture not in known:
+        if architecture not in LAYOUTS or architecture not in known:
             raise WeirError(
                 f"{self.header.path} holds a model of the architecture {architecture!r}, whose "
-                f"weights weir does not read; it reads {', '.join(sorted(FAMILIES))}"
+                f"weights weir does not read; it reads {', '.join(sorted(LAYOUTS))}"
             )
-        self.family = FAMILIES[architecture]
+        self.layout = LAYOUTS[architecture]
         self.tensors = {tensor.name: tensor for tensor in self.header.tensors}
         self.config = self.model.config.get_text_config(decoder=True)
         layers = self.config.num_hidden_layers
@@ -253,6 +255,9 @@ class _Plan:
         for name, parameter in _stored(self.model):
             wanted = self.names(name, parameter.shape)
             absent = [each for each in wanted if each not in self.tensors]
+            if absent and self.is_zero(wanted[0]):
+                found[name] = Filling(parameter.shape, (), parameter.shape[-1])
+                continue
             if absent or not wanted:
                 for each in absent or [f"one for {name}"]:
                     missing.setdefault(each, f"{each} (for {name})" if absent else each)
@@ -291,6 +296,14 @@ class _Plan:
             return apart
         return [own]
 
+    def is_zero(self, name: str) -> bool:
+        """Return whether a tensor is a bias that all layers of the file do without."""
+        match = _BIASES.fullmatch(name) if self.layout.optional else None
+        return match is not None and not any(
+            other is not None and other[1] == match[1]
+            for other in map(_BIASES.fullmatch, self.tensors)
+        )
+
     def called(self, module: str) -> str | None:
         """Return what files call a module, without a suffix; None if it is unknown."""
         for pattern, called in OWN_NAMES.items():
@@ -300,8 +313,8 @@ class _Plan:
 
     def filling(self, name: str, shape: torch.Size, names: Sequence[str]) -> Filling:
         tensors = tuple(self.tensors[each] for each in names)
-        transposed = bool(self.family.transposed and re.search(self.family.transposed, name))
-        less = 1.0 if self.family.shifted_norms and names[0].endswith("norm.weight") else 0.0
+        transposed = bool(self.layout.transposed and re.search(self.layout.transposed, name))
+        less = 1.0 if self.layout.shifted_norms and names[0].endswith("norm.weight") else 0.0
         stored = (*shape[:-2], shape[-1], shape[-2]) if transposed else tuple(shape)
         called, order = names[0], None
         if len(names) == 2:  # gate and up
@@ -338,9 +351,9 @@ class _Plan:
             order = torch.arange(start, start + stored[0])
             return Filling(shape, tensors, math.prod(stored[1:]), order)
         self.check(name, tensors, [stored])
-        if fused and self.family.fused:
+        if fused and self.layout.fused:
             order = self.fused_order(stored[0])
-        elif self.family.paired and part in _QKV[:2]:
+        elif self.layout.paired and part in _QKV[:2]:
             heads = self.config.num_attention_heads
             if part == "attn_k":
                 heads = getattr(self.config, "num_key_value_heads", None) or heads
@@ -357,10 +370,10 @@ class _Plan:
         return [getattr(getattr(attention, each), attribute).shape[0] for each in names]
 
     def fused_order(self, rows: int) -> Tensor:
-        """Return the order of a fused projection's rows, as `Family.fused` says it."""
+        """Return the order of a fused projection's rows, as `Layout.fused` says it."""
         heads = self.config.num_attention_heads
         groups = heads
-        if self.family.fused == "group":
+        if self.layout.fused == "group":
             if self.config.new_decoder_architecture:
                 groups = self.config.num_kv_heads
             elif self.config.multi_query:
