@@ -39,7 +39,7 @@ COMPUTED = re.compile(r"blk\.\d+\.attn_rot_embd(\.weight)?")
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """What llama.cpp's converter changes in the tensors of an architecture.
 
     Attributes:
@@ -60,10 +60,10 @@ class Layout:
     optional: bool = False
 
 
-_PLAIN = Layout()
-_OPTIONAL, _PAIRED = Layout(optional=True), Layout(paired=True, optional=True)
-_SHIFTED = Layout(shifted_norms=True)
-LAYOUTS: Mapping[str, Layout] = {
+_PLAIN = TensorLayout()
+_OPTIONAL, _PAIRED = TensorLayout(optional=True), TensorLayout(paired=True, optional=True)
+_SHIFTED = TensorLayout(shifted_norms=True)
+LAYOUTS: Mapping[str, TensorLayout] = {
     "llama": _PAIRED,
     "mistral3": _PAIRED,
     "arcee": _PAIRED,
@@ -74,11 +74,11 @@ LAYOUTS: Mapping[str, Layout] = {
     "gemma": _SHIFTED,
     "gemma2": _SHIFTED,
     "gemma3": _SHIFTED,
-    "nemotron": Layout(shifted_norms=True, optional=True),
-    "bloom": Layout(fused="head"),
-    "gptneox": Layout(fused="head"),
-    "falcon": Layout(fused="group"),
-    "gpt-oss": Layout(transposed=r"\.experts\.(gate_up|down)_proj$"),
+    "nemotron": TensorLayout(shifted_norms=True, optional=True),
+    "bloom": TensorLayout(fused="head"),
+    "gptneox": TensorLayout(fused="head"),
+    "falcon": TensorLayout(fused="group"),
+    "gpt-oss": TensorLayout(transposed=r"\.experts\.(gate_up|down)_proj$"),
     **dict.fromkeys(("mpt", "phi2", "phi3", "starcoder2"), _PLAIN),
     **dict.fromkeys(
         "exaone4 olmo2 olmoe qwen2 qwen2moe qwen3 qwen3moe seed_oss stablelm".split(), _OPTIONAL
@@ -229,7 +229,7 @@ class _Plan:
     model: PreTrainedModel
     header: GGUFHeader
     tensors: dict[str, TensorInfo] = field(init=False)
-    layout: Layout = field(init=False)
+    layout: TensorLayout = field(init=False)
     config: Any = field(init=False)
     name_of: Callable[[str], str | None] = field(init=False)
 
@@ -370,7 +370,7 @@ class _Plan:
         return [getattr(getattr(attention, each), attribute).shape[0] for each in names]
 
     def fused_order(self, rows: int) -> Tensor:
-        """Return the order of a fused projection's rows, as `Layout.fused` says it."""
+        """Return the order of a fused projection's rows, as `TensorLayout.fused` says it."""
         heads = self.config.num_attention_heads
         groups = heads
         if self.layout.fused == "group":
