@@ -17,13 +17,14 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from weir.errors import WeirError, describe_missing
 from weir.models.cache_folder import cache_folder
 from weir.models.gguf.config import read_config
 from weir.models.gguf.header import GGUFHeader, read_header
+from weir.models.gguf.tokenizer import read_tokenizer
 from weir.models.library_errors import report_as
 from weir.models.memory import free_memory
 
@@ -118,8 +119,7 @@ def _convert(path: Path, folder: Path, dtype: torch.dtype) -> None:
     """Read a file with transformers, and save model and tokenizer."""
     place, file = str(path.parent), path.name
     with logging.tqdm(total=3, desc=f"Reading {file} (once)", leave=False) as progress:
-        with report_as(f"the tokenizer in {path} is broken", "; take another file of the model"):
-            tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=file)
+        tokenizer = read_tokenizer(path)
         progress.update()
         config = read_config(path)
         with report_as(f"transformers cannot read {path}", "; take the model in another form"):
