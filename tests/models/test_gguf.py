@@ -17,7 +17,6 @@ import weir
 from weir.errors import WeirError
 from weir.models import gguf as files
 from weir.models import sidecar_path
-from weir.models.gguf import reading
 
 gguf = pytest.importorskip("gguf")
 
@@ -222,7 +221,7 @@ def test_headers_that_declare_what_the_file_cannot_hold_are_refused(
         bad = tmp_path / "bad.gguf"
         bad.write_bytes(damaged)
         with pytest.raises(WeirError, match=r"damaged|architecture"):
-            reading.check_readable(bad, files.read_header(bad))
+            files.check_readable(files.read_header(bad))
 
 
 def test_other_files_are_refused_by_what_they_are(
@@ -248,9 +247,7 @@ def test_a_quantization_that_gguf_cannot_read_is_named(file: Path, tmp_path: Pat
     data[at : at + 4] = struct.pack("<I", 9999)
     (tmp_path / "strange.gguf").write_bytes(data)
     with pytest.raises(WeirError, match=r"type 9999.*another quantization"):
-        reading.check_readable(
-            tmp_path / "strange.gguf", files.read_header(tmp_path / "strange.gguf")
-        )
+        files.check_readable(files.read_header(tmp_path / "strange.gguf"))
 
 
 def test_smollm2_is_found_where_its_package_is_installed_and_else_asked_of_the_hub(

@@ -35,14 +35,15 @@ from weir.models.gguf import (
     SMOLLM2_HUB,
     Filling,
     check_readable,
+    config_of,
     fill,
     find_gguf,
     make_empty,
     plan_fillings,
     read_config,
     read_header,
-    read_tokenizer,
     smollm2_package,
+    tokenizer_of,
 )
 from weir.models.images import images_of
 from weir.models.library_errors import report_as
@@ -241,10 +242,10 @@ def _load_gguf(
     _check_one_device(device, device_map)
     wanted_device = torch.device("cpu" if device_map is not None else device or default_device())
     header = read_header(path)
-    check_readable(path, header)
-    config = source.config()
+    config = config_of(header)
+    check_readable(header)
     attend_by_sink(config)
-    tokenizer = read_tokenizer(path)
+    tokenizer = tokenizer_of(header)
     begin_with_sink(tokenizer, sink_of(config))
     wanted = _gguf_dtype(name, dtype, wanted_device, header.parameters)
 

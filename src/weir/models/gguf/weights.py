@@ -17,6 +17,7 @@ import re
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedModel
 
-from weir.errors import WeirError
+from weir.errors import WeirError, describe_missing
 from weir.models.gguf.config import CONFIG_TENSORS
 from weir.models.gguf.header import GGUFHeader, TensorInfo
 
@@ -194,6 +195,47 @@ class Filling:
             *outer, inputs, outputs = self.shape
             return out.view(*outer, outputs, inputs).transpose(-1, -2).contiguous()
         return out.view(self.shape)
+
+
+def check_readable(header: GGUFHeader) -> None:
+    """Refuse a file whose weights cannot be read, before anything is built for them.
+
+    Raises WeirError if the package gguf is missing or does not know a tensor's type, or if a file
+    ends before its weights do.
+    """
+    try:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+    except ImportError:
+        raise WeirError(describe_missing("reading GGUF files", "gguf")) from None
+    readable = {}
+    for number in {tensor.type for tensor in header.tensors}:
+        with suppress(ValueError, KeyError, NotImplementedError):
+            kind = GGMLQuantizationType(number)
+            with np.errstate(all="ignore"):
+                dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+            readable[number] = kind.name
+    sizes = {path: path.stat().st_size for path in header.paths}
+    for tensor in header.tensors:
+        if tensor.type not in readable:
+            called = next((k.name for k in GGMLQuantizationType if k == tensor.type), None)
+            raise WeirError(
+                f"{tensor.path} stores {tensor.name} as {called or f'type {tensor.type}'}, which "
+                "the package gguf cannot read; take the model in another quantization, such as "
+                "Q4_K_M, Q8_0 or F16"
+            )
+        numbers = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type)][0]
+        if tensor.shape[0] % numbers:
+            raise WeirError(
+                f"{tensor.path} stores rows of {tensor.shape[0]:,} numbers of {tensor.name} in "
+                f"blocks of {numbers} ({readable[tensor.type]}), which do not fit; download it "
+                "again"
+            )
+        rows, nbytes = _raw_shape(tensor)
+        if (end := tensor.at + rows * nbytes) > sizes[tensor.path]:
+            raise WeirError(
+                f"{tensor.path} is cut off: {tensor.name} ends at byte {end:,}, and the file has "
+                f"{sizes[tensor.path]:,}; download it again"
+            )
 
 
 def plan_fillings(model: PreTrainedModel, header: GGUFHeader) -> dict[str, Filling]:
