@@ -29,7 +29,7 @@ from weir.models.block_weights import (
     fits_blocks,
     put_blocks,
     put_stored_blocks,
-    stored_formats,
+    put_stored_sizes,
     warn_without_kernel,
 )
 from weir.models.linear_kernels import LOOPED, choose_products, has_own_forward, in_a_loop
@@ -96,8 +96,8 @@ def quantize_weights(model: PreTrainedModel, weights: str, path: Path | None = N
     model.config.tie_word_embeddings = False
     model.requires_grad_(False)
     for parameter in model.parameters():
-        if type(parameter) is nn.Parameter and parameter.ndim == 1:
-            # Norms and biases lie in the mapped file, and would keep all of it in memory.
+        if type(parameter) is nn.Parameter and (parameter.ndim == 1 or weights == AS_STORED):
+            # What is not in blocks lies in the mapped file, and would keep all of it in memory.
             parameter.data = parameter.data.clone()
 
 
@@ -138,8 +138,7 @@ def shrink(skeleton: PreTrainedModel, weights: str, path: Path | None = None) ->
     """
     bits = _bits(skeleton, weights)
     if weights == AS_STORED:
-        stored = stored_formats(skeleton, check_stored(path, str(skeleton.config.name_or_path)))
-        put_blocks(skeleton, list(bits), "q8_0", stored)
+        put_stored_sizes(skeleton, list(bits), check_stored(path, skeleton.config.name_or_path))
     elif weights not in BITS:
         put_blocks(skeleton, list(bits), weights)
     for name, many in bits.items() if weights in BITS else ():
