@@ -161,13 +161,18 @@ def test_a_dtype_is_that_of_every_weight(
     file: Path, original: PreTrainedModel, home: Path, dtype: str
 ) -> None:
     model, _ = weir.load(str(file), dtype=dtype)
-    wanted = getattr(torch, dtype)
-    assert model.dtype == wanted and model.config.dtype == wanted
-    for name, weight in original.named_parameters():
-        assert torch.equal(model.get_parameter(name), weight.to(wanted)), name
+    original.save_pretrained(home)
+    folder = type(original).from_pretrained(home, dtype=dtype).eval()
+    assert model.dtype == model.config.dtype == folder.dtype
+    for mine, theirs in (
+        (dict(model.named_parameters()), dict(folder.named_parameters())),
+        (dict(model.named_buffers()), dict(folder.named_buffers())),
+    ):
+        assert mine.keys() == theirs.keys()
+        for name, weight in theirs.items():
+            assert mine[name].dtype == weight.dtype and torch.equal(mine[name], weight), name
     ids = torch.arange(20)[None]
-    assert torch.equal(model(ids).logits, original.to(wanted)(ids).logits)
-    original.to(torch.float32)
+    assert torch.equal(model(ids).logits, folder(ids).logits)
 
 
 def test_a_loaded_model_is_trained_and_generates(file: Path, home: Path) -> None:
@@ -221,7 +226,7 @@ def test_headers_that_declare_what_the_file_cannot_hold_are_refused(
         bad = tmp_path / "bad.gguf"
         bad.write_bytes(damaged)
         with pytest.raises(WeirError, match=r"damaged|architecture"):
-            files.check_readable(files.read_header(bad))
+            files.config_of(files.read_header(bad))
 
 
 def test_other_files_are_refused_by_what_they_are(
@@ -294,7 +299,7 @@ def test_a_model_larger_than_the_memory_is_refused_before_it_is_read(
 
 @pytest.mark.parametrize("key", ["tokenizer.ggml.tokens", "tokenizer.ggml.merges"])
 def test_a_broken_tokenizer_is_named(file: Path, tmp_path: Path, key: str, home: Path) -> None:
-    data = file.read_bytes().replace(key.encode(), key[:-1].encode() + b"_", 1)
+    data = file.read_bytes().replace(key.encode(), key.replace("zer.", "zed.").encode(), 1)
     (tmp_path / "broken.gguf").write_bytes(data)
-    with pytest.raises(WeirError, match=r"the tokenizer in .*broken.gguf is broken \(.*\); take"):
+    with pytest.raises(WeirError, match=r"broken\.gguf (is broken \(.*\); take|lacks token)"):
         weir.load(str(tmp_path / "broken.gguf"))

@@ -108,7 +108,7 @@ def finish_quantized(model: PreTrainedModel) -> None:
     model.requires_grad_(False)
     for parameter in model.parameters():
         if type(parameter) is nn.Parameter and parameter.ndim == 1:
-            # Norms and biases lie in the mapped file, and would keep all of it in memory.
+            # Norms and biases of a folder lie in a mapped file, and would keep all of it in memory.
             parameter.data = parameter.data.clone()
 
 

@@ -6,6 +6,7 @@ and are neither dequantized nor stored elsewhere. Knows nothing about caches.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -14,10 +15,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from weir.kernels import PANEL
 from weir.models.block_weights import LINEAR, STORED_FORMATS, Blocks, fits_blocks, looks_up, put
 from weir.models.gguf import Filling
 from weir.models.memory import LargePages
 
+TOGETHER = 1 << 20
+"""Bytes of a file that a thread reads at a time."""
 AHEAD = 2
 """Weights for each thread that are read before they are needed."""
 
@@ -81,32 +85,35 @@ def shrink_to_stored(skeleton: PreTrainedModel, fillings: Mapping[str, Filling])
     """Give a model on the device `meta` blocks of the sizes that `put_stored_blocks` would read."""
     for name, modules in stored_in_blocks(skeleton, fillings).items():
         weight = skeleton.get_parameter(name)
-        blocks = Blocks.quantize(weight, STORED_FORMATS[fillings[name].kind])
+        blocks = Blocks(fillings[name].kind, *weight.shape, weight.device)
         for module in modules:
             put(module, blocks)
 
 
 def _read_ahead(fillings: Mapping[str, Filling]) -> Iterator[tuple[str, Blocks]]:
     """Yield the blocks of each parameter, which threads read meanwhile."""
-    pages, waiting = LargePages(), list[tuple[str, Future[Blocks]]]()
-    threads = torch.get_num_threads()
+    pages, threads = LargePages(), torch.get_num_threads()
+    waiting: deque[tuple[str, Blocks, Future[None]]] = deque()
     with ThreadPoolExecutor(threads) as pool:
         for name, filling in fillings.items():
-            waiting.append((name, pool.submit(_read, filling)))
+            blocks = Blocks(filling.kind, *filling.shape)
+            # In place of memory that nothing has written to, and that therefore takes no room.
+            blocks.codes = pages.empty(blocks.codes.shape, blocks.codes.dtype)
+            blocks.scales = pages.empty(blocks.scales.shape, blocks.scales.dtype)
+            waiting.append((name, blocks, pool.submit(_read, blocks, filling)))
             if len(waiting) > AHEAD * threads:
-                yield _take(*waiting.pop(0), pages)
+                yield _wait(*waiting.popleft())
         while waiting:
-            yield _take(*waiting.pop(0), pages)
+            yield _wait(*waiting.popleft())
 
 
-def _take(name: str, future: Future[Blocks], pages: LargePages) -> tuple[str, Blocks]:
-    blocks = future.result()
-    blocks.codes = pages.empty(blocks.codes.shape, blocks.codes.dtype).copy_(blocks.codes)
-    blocks.scales = pages.empty(blocks.scales.shape, blocks.scales.dtype).copy_(blocks.scales)
+def _wait(name: str, blocks: Blocks, read: Future[None]) -> tuple[str, Blocks]:
+    read.result()
     return name, blocks
 
 
-def _read(filling: Filling) -> Blocks:
-    """Read the blocks of one parameter."""
-    rows = next(iter(filling.raw_parts(filling.shape[0])))[1]
-    return Blocks.read(rows, filling.kind)
+def _read(blocks: Blocks, filling: Filling) -> None:
+    """Read the blocks of one parameter, some rows at a time."""
+    rows = max(PANEL, TOGETHER * blocks.outputs // max(1, filling.nbytes) // PANEL * PANEL)
+    for start, part in filling.raw_parts(rows):
+        blocks.fill(start, part)
