@@ -450,6 +450,11 @@ def from_where(loading: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in loading.items() if k in ("revision", "trust_remote_code")}
 
 
+def is_gguf(name: str) -> bool:
+    """Return whether `load` reads the model from a GGUF file."""
+    return find_gguf(name) is not None
+
+
 def is_local(name: str) -> bool:
     """Return whether `load` finds the model on this machine, without the Hub."""
     return name == "nano" or find_gguf(name) is not None or Path(name).expanduser().is_dir()
