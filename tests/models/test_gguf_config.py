@@ -119,6 +119,7 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             ".attention.value_length": 32,
             ".rope.scaling.type": "linear",
             ".rope.scaling.factor": 8.0,
+            ".attention.sliding_window_pattern": 2,
             **WINDOW,
         },
         {
@@ -126,7 +127,7 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "head_dim": 32,
             "query_pre_attn_scalar": 32,
             "sliding_window": 32,
-            "layer_types": [SLIDING] * 4,
+            "layer_types": EVERY_SECOND,
             "rope_parameters": {
                 FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 20000.0},
                 SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
@@ -544,8 +545,11 @@ def test_the_largest_gemmas_scale_queries_by_the_hidden_size(tmp_path: Path) -> 
     for architecture, layers in (("gemma2", 46), ("gemma3", 62)):
         tensors = BASE | {f"blk.{n}.attn_norm.weight": (64,) for n in range(layers)}
         keys = keys_of(architecture) | {".block_count": layers}
+        keys.pop(".attention.sliding_window_pattern", None)
         config = read_config(write(tmp_path / "large.gguf", architecture, keys, tensors))
         assert config.query_pre_attn_scalar == 16
+        every = {"gemma2": 2, "gemma3": 6}[architecture]
+        assert config.layer_types == [SLIDING if (n + 1) % every else FULL for n in range(layers)]
         assert read(tmp_path, architecture).query_pre_attn_scalar == 32
 
 
