@@ -141,7 +141,8 @@ FAMILIES: Mapping[str, Family] = {
         values=_META_LAYOUT,
         biases={"attention_bias": _ATTENTION, "mlp_bias": _MLP},
     ),
-    "mistral3": Family("mistral"),
+    # A file cannot say that a Mistral has windows; only the first Mistral had.
+    "mistral3": Family("mistral", attributes={"sliding_window": None}),
     "arcee": Family("arcee", biases={"attention_bias": _ATTENTION, "mlp_bias": _MLP}),
     "qwen2": Family("qwen2"),
     "qwen2moe": Family(
@@ -344,6 +345,7 @@ MIXTRAL = Family(
     "mixtral",
     keys={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
     values={**_META_LAYOUT, "expert_gating_func": (SOFTMAX,)},
+    attributes={"sliding_window": None},
 )
 """The family of a file of the architecture `llama` with experts."""
 
