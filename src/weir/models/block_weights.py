@@ -70,7 +70,7 @@ class Blocks:
         but that codes are of the rounded scale. On the device `meta` any type has a size.
         """
         kind = BLOCK_FORMATS.get(kind, kind)
-        found = cls(kind, *weight.shape, weight.device)
+        found = cls(kind, weight.shape[0], weight.shape[1], weight.device)
         if not weight.is_meta:
             for first in range(0, found.outputs, TOGETHER):
                 found.put(first, _quantize(weight.detach()[first : first + TOGETHER], kind))

@@ -85,7 +85,7 @@ def shrink_to_stored(skeleton: PreTrainedModel, fillings: Mapping[str, Filling])
     """Give a model on the device `meta` blocks of the sizes that `put_stored_blocks` would read."""
     for name, modules in stored_in_blocks(skeleton, fillings).items():
         weight = skeleton.get_parameter(name)
-        blocks = Blocks(fillings[name].kind, *weight.shape, weight.device)
+        blocks = Blocks(fillings[name].kind, weight.shape[0], weight.shape[1], weight.device)
         for module in modules:
             put(module, blocks)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
@@ -130,7 +131,7 @@ def copy_fields(reader: GGUFReader, writer: GGUFWriter) -> None:
     """Copy the fields of SmolLM2's file, with this model's sizes and the first of its tokens."""
     tokens: list[str] = reader.fields["tokenizer.ggml.tokens"].contents()[:VOCABULARY]
     known = set(tokens)
-    shortened: dict[str, Callable[[list], list]] = {
+    shortened: dict[str, Callable[[list[Any]], list[Any]]] = {
         "tokenizer.ggml.tokens": lambda _: tokens,
         "tokenizer.ggml.token_type": lambda types: types[:VOCABULARY],
         "tokenizer.ggml.scores": lambda scores: scores[:VOCABULARY],
@@ -141,8 +142,7 @@ def copy_fields(reader: GGUFReader, writer: GGUFWriter) -> None:
     for field in reader.fields.values():
         if field.name.startswith("GGUF.") or field.name == "general.architecture":
             continue
-        value = field.contents()
-        value = FIELDS.get(field.name, value)
+        value: Any = FIELDS.get(field.name, field.contents())
         if field.name in shortened:
             value = shortened[field.name](value)
         first, last = field.types[0], field.types[-1]
