@@ -14,9 +14,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from weir.errors import WeirError
+from weir.models.block_weights import fits_blocks
 from weir.models.gguf import read_header
 from weir.models.gguf.families import FAMILIES
 from weir.models.gguf.weights import LAYOUTS, fill, make_empty, plan_fillings
+from weir.models.stored_blocks import put_stored_blocks, stored_in_blocks
 
 gguf = pytest.importorskip("gguf")
 
@@ -248,3 +250,31 @@ def test_biases_that_no_layer_has_are_zeros_and_one_that_is_missing_is_refused(f
     path = write_tensors(tmp_path / "b.gguf", "llama", tensors)
     with pytest.raises(WeirError, match=r"lacks 1 of .*blk\.1\.attn_output\.bias"):
         read_back(model, path)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q5_0"])
+@pytest.mark.parametrize("name", READ)
+@pytest.mark.thinned(3)
+def test_blocks_are_the_dense_numbers_in_the_same_order(tmp_path, name, kind):
+    """Rows in blocks are moved as those of dense weights are: pairs, fused projections, ties."""
+    wide = {"hidden_size": 64} if "falcon" in name or name == "bloom" else {}
+    heads = {"num_attention_heads": 4} if "falcon" in name else {"n_head": 4} if wide else {}
+    model = make(name, **({"d_model": 64, "n_heads": 4} if name == "mpt" else wide | heads))
+
+    def store(name: str, weight: Any) -> Any:
+        return (weight, None) if weight.shape[-1] % 32 else quantized(kind)(name, weight)
+
+    tensors = tensors_of(model)
+    path = write_tensors(tmp_path / "blocks.gguf", architecture_of(model), tensors, store)
+    few = empty_like(model)
+    fillings = plan_fillings(few, read_header(path))
+    found = stored_in_blocks(few, fillings)
+    # The gate of a shared expert is a vector, in files too.
+    linear = [it for it in few.modules() if fits_blocks(it) and it.out_features > 1]
+    assert linear and all(any(it in each for each in found.values()) for it in linear)
+    done = put_stored_blocks(few, found, fillings, lambda nbytes: None)
+    fill(few, ((key, it.read(torch.float32)) for key, it in fillings.items() if key not in done))
+    dense = read_back(model, path)
+    for key, module in few.named_modules():
+        if hasattr(module, "weight"):
+            assert torch.equal(module.weight, dense.get_submodule(key).weight), key
