@@ -76,6 +76,7 @@ _KERNELS = {
     ("numba", "decode_step"): ("weir.kernels.cpu.step", "StepTable"),
     ("numba", "linear_blocks"): ("weir.kernels.cpu.linear_blocks", "linear_blocks"),
     ("numba", "block_function"): ("weir.kernels.cpu.linear_blocks", "block_function"),
+    ("numba", "pack_blocks"): ("weir.kernels.cpu.pack_blocks", "pack_blocks"),
     ("numba", "mlp_blocks"): ("weir.kernels.cpu.mlp_blocks", "mlp_blocks"),
     ("triton", "walk"): ("weir.kernels.gpu.walk", "walk"),
     ("triton", "decode"): ("weir.kernels.gpu.decode", "decode"),

@@ -212,6 +212,7 @@ def _arrays_of(number: Any) -> Callable[..., Any]:
 
 
 floats_at, shorts_at, bytes_at = map(_arrays_of, (types.float32, types.int16, types.int8))
+ubytes_at = _arrays_of(types.uint8)
 longs_at, doubles_at, ints_at = map(_arrays_of, (types.int64, types.float64, types.int32))
 
 
