@@ -22,11 +22,8 @@ ENDS = frozenset(
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Numbers of token types (`tokenizer.ggml.token_type`)."""
 
-_DEFAULTS = {
-    "llama": {"bos": 1, "eos": 2, "unknown": 0},
-    "gpt2": {"bos": 11, "eos": 11},
-}
-"""Ids that a file of a tokenizer model means where it names none."""
+_DEFAULTS = {"bos": 1, "eos": 2, "unknown": 0}
+"""Ids that a SentencePiece file means where it names none."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +50,17 @@ class SpecialTokens:
         fields = header.fields
         if not isinstance(fields.get("tokenizer.ggml.tokens"), GGUFArray):
             return cls(None, None, None, None, ())
-        words = header.array("tokenizer.ggml.tokens")
-        defaults = _DEFAULTS.get(str(fields.get("tokenizer.ggml.model")), {})
+        words, types = header.array("tokenizer.ggml.tokens"), _types(header)
+        defaults = _DEFAULTS if fields.get("tokenizer.ggml.model") == "llama" else {}
 
         def named(name: str) -> int | None:
             key = f"tokenizer.ggml.{name}_token_id"
             found = fields.get(key)
             if found is None:
-                default = defaults.get(name)
-                return default if default is not None and default < len(words) else None
+                default = defaults.get(name, len(words))
+                if types is not None and types[default : default + 1] not in ([CONTROL], [UNKNOWN]):
+                    return None
+                return default if default < len(words) else None
             if type(found) is not int or not 0 <= found < 1 << 32:
                 raise WeirError(f"{header.path} says {key} = {found!r}, and an id is expected")
             # llama.cpp takes an id behind the vocabulary for none, too.
@@ -69,7 +68,7 @@ class SpecialTokens:
 
         eos = named("eos")
         ends = [eos, *(named(name) for name in ("eot", "eom", "fim_pad", "fim_rep", "fim_sep"))]
-        ends += _by_text(header, words)
+        ends += _by_text(words, types)
         found = tuple(dict.fromkeys(end for end in ends if end is not None))
         return cls(named("bos"), eos, named("unknown"), named("padding"), found)
 
@@ -81,13 +80,18 @@ class SpecialTokens:
         return {"bos_token_id": self.bos, "eos_token_id": eos, "pad_token_id": self.pad}
 
 
-def _by_text(header: GGUFHeader, words: list[str]) -> list[int]:
+def _types(header: GGUFHeader) -> list[int] | None:
+    """Read the types of all tokens; None if the file has none."""
+    key = "tokenizer.ggml.token_type"
+    return header.array(key) if isinstance(header.fields.get(key), GGUFArray) else None
+
+
+def _by_text(words: list[str], types: list[int] | None) -> list[int]:
     """Return the special tokens whose text says that they end an answer."""
     found = {word: n for n, word in enumerate(words) if word in ENDS}
-    if isinstance(header.fields.get("tokenizer.ggml.token_type"), GGUFArray):
-        types = header.array("tokenizer.ggml.token_type")
-        special = (CONTROL, USER_DEFINED)
-        found = {word: n for word, n in found.items() if n < len(types) and types[n] in special}
+    if types is not None:
+        special = ([CONTROL], [USER_DEFINED])
+        found = {word: n for word, n in found.items() if types[n : n + 1] in special}
     # In the format of gpt-oss a message ends so, and the answer goes on.
     if "<|end|>" in found and (
         {"<|return|>", "<|call|>"} <= found.keys()
