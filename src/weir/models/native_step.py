@@ -75,8 +75,7 @@ class Weight(NamedTuple):
         scale: of each output, float32, for int8; or the scales of `Blocks`.
         bias: float32 or bfloat16; None for none.
         outputs, inputs: sizes.
-        codes: for blocks their kind (bits of a code, 1 more if blocks have minima) and the code of
-            0.
+        codes: for blocks their kind (bits of a code, 1 more if blocks have minima), else 0.
     """
 
     numbers: Tensor
@@ -84,7 +83,7 @@ class Weight(NamedTuple):
     bias: Tensor | None
     outputs: int
     inputs: int
-    codes: tuple[int, int] = (0, 0)
+    codes: int = 0
 
 
 class Unknown(Exception):
@@ -414,7 +413,7 @@ class _StepProgram:
         names = ("gate", "up", "down")
         *pair, down = (_weight(getattr(mlp, f"{name}_proj", None)) for name in names)
         activation = ACTIVATIONS.get(type(getattr(mlp, "act_fn", None)).__name__)
-        if activation is None or pair[0][3:] != pair[1][3:]:
+        if activation is None or pair[0][3:5] != pair[1][3:5]:
             raise Unknown
         *outs, gated = (table.memory(table.rows, pair[0].outputs) for _ in range(3))
         gate = {"then": "gate", "onto": gated, "activation": activation}
@@ -468,11 +467,9 @@ def _weight(module: Any) -> Weight:
         raise Unknown
     sizes = module.out_features, module.in_features
     if isinstance(module, BlockLinear):
-        minima = module.scales.shape[2] - 1
-        bits = module.codes.shape[2] // 64
+        codes = module.codes.shape[2] // 64 + module.scales.shape[2] - 1
         if kernels.linear_blocks(torch.empty(1, device=module.codes.device)) is None:
             raise Unknown
-        codes = bits + minima, 0 if minima else 1 << (bits - 1)
         return Weight(module.codes, module.scales, bias, *sizes, codes)
     if isinstance(module, Int8Linear):
         numbers, scales = module.numbers, module.scales

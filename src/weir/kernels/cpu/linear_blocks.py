@@ -42,6 +42,7 @@ from weir.kernels.cpu.vectors import (
     load_at,
     multiply_add,
     prefetch,
+    shuffle,
     store_at,
     switch,
 )
@@ -183,8 +184,8 @@ def _multiply_panel(
         scales: address of its scales, and minima if any, [blocks, 1 or 2, 16], float16.
         x: address of the rows' numbers [blocks, rows, 32], int8.
         steps: address of what a step of each block of a row is worth [blocks, rows], float32.
-        sums: address of `zero` times the sum of each block's numbers [blocks, rows], int32, where
-            codes have a zero in their middle; else of the sums in float32, times steps.
+        sums: address of the sums of the first and the last 16 numbers of each block of a row
+            [blocks, rows, 2], int32.
         out: address of float32 [rows, 16], which are written.
         apart: numbers from one row's to the next's.
     """
@@ -211,6 +212,13 @@ def _multiply_panel(
             places = [builder.add(tile, LONG(row)) for row in range(count)]
             numbers = _bytes(builder, x, builder.mul(tile, LONG(BLOCK)))
             whole = _WholeSums(builder, bits, count * len(parts))
+
+            def sum_of(row: int, places: list[Any] = places) -> Any:
+                """The sum of a row's numbers in this block."""
+                pair = builder.gep(builder.inttoptr(sums, LONG.as_pointer()), [places[row]])
+                pair = builder.bitcast(pair, INT.as_pointer())
+                one, two = (builder.load(builder.gep(pair, [LONG(i)])) for i in range(2))
+                return builder.add(one, two)
 
             def add_line(line: Any) -> None:
                 """Multiply 64 bytes of codes with numbers of all rows."""
@@ -249,15 +257,16 @@ def _multiply_panel(
                     found = whole.total(row * len(parts) + part)
                     step = builder.load(builder.gep(floats(builder, steps), [places[row]]))
                     factor = builder.fmul(scale, broadcast(builder, step, _LANES))
-                    sum_at = builder.gep(builder.inttoptr(sums, INT.as_pointer()), [places[row]])
-                    sum_ = builder.load(sum_at)
                     if not minima and not whole.signed:
-                        found = builder.add(found, _spread(builder, sum_))
+                        zeros = builder.mul(sum_of(row), INT(-1 << (bits - 1)))
+                        found = builder.add(found, _spread(builder, zeros))
                     found = builder.sitofp(found, factor.type)
                     found = multiply_add(builder, found, factor, builder.load(total[row][part]))
                     if least is not None:
-                        sum_ = broadcast(builder, builder.bitcast(sum_, FLOAT), _LANES)
-                        found = multiply_add(builder, least, sum_, found)
+                        sum_ = builder.fmul(step, builder.sitofp(sum_of(row), FLOAT))
+                        found = multiply_add(
+                            builder, least, broadcast(builder, sum_, _LANES), found
+                        )
                     builder.store(found, total[row][part])
         for row in range(count):
             for part in parts:
@@ -274,9 +283,7 @@ def _multiply_panel(
 
 
 @llvm_function
-def _round_block(
-    builder: ir.IRBuilder, x: Any, numbers: Any, step: Any, sum_at: Any, zero: Any
-) -> None:
+def _round_block(builder: ir.IRBuilder, x: Any, numbers: Any, step: Any, sums: Any) -> None:
     """Round a block of 32 numbers to 8 bits by its largest; arguments as for `_quantize`."""
     wide = ir.VectorType(INT, BLOCK)
     read = load_at(builder, floats(builder, x), LONG(0), BLOCK)
@@ -290,12 +297,11 @@ def _round_block(
     whole = builder.fptosi(scaled, wide)
     bytes_ = builder.inttoptr(numbers, ir.VectorType(BYTE, BLOCK).as_pointer())
     builder.store(builder.trunc(whole, bytes_.type.pointee), bytes_, align=1)
-    total = _reduce(builder, "add", whole)
-    above = builder.mul(total, builder.sub(INT(0), builder.trunc(zero, INT)))
-    below = builder.bitcast(builder.fmul(worth, builder.sitofp(total, FLOAT)), INT)
-    found = builder.select(builder.icmp_unsigned("!=", zero, LONG(0)), above, below)
     builder.store(worth, floats(builder, step))
-    builder.store(found, builder.inttoptr(sum_at, INT.as_pointer()))
+    pair = builder.inttoptr(sums, INT.as_pointer())
+    for i in range(2):
+        half = shuffle(builder, whole, whole, range(i * BLOCK // 2, (i + 1) * BLOCK // 2))
+        builder.store(_reduce(builder, "add", half), builder.gep(pair, [LONG(i)]))
 
 
 def _reduce(builder: ir.IRBuilder, name: str, x: Any) -> Any:
@@ -311,14 +317,11 @@ def _tile_of(rows: int) -> int:
     return TOGETHER if rows >= TOGETHER else 4 if rows >= 4 else 2 if rows >= 2 else 1
 
 
-def _quantize(
-    rows: int, blocks: int, zero: int, x: int, numbers: int, steps: int, sums: int
-) -> None:
+def _quantize(rows: int, blocks: int, x: int, numbers: int, steps: int, sums: int) -> None:
     """Round rows [rows, 32 * blocks] to 8 bits, each block by its largest number.
 
     Args:
         rows, blocks: how many there are.
-        zero: the code that stands for 0; 0 for codes that have minima.
         x: address of float32.
         numbers, steps, sums: addresses of what is written, tile by tile; see `_multiply_panel`.
     """
@@ -329,7 +332,7 @@ def _quantize(
             for block in range(blocks):
                 at = row * blocks + block * tile + i
                 read = x + 4 * BLOCK * ((row + i) * blocks + block)
-                _round_block(read, numbers + BLOCK * at, steps + 4 * at, sums + 4 * at, zero)
+                _round_block(read, numbers + BLOCK * at, steps + 4 * at, sums + 8 * at)
         row += tile
 
 
@@ -357,7 +360,7 @@ def _multiply(
         row = 0
         while row < rows:
             tile, at = _tile_of(rows - row), row * blocks
-            given = x + BLOCK * at, steps + 4 * at, sums + 4 * at
+            given = x + BLOCK * at, steps + 4 * at, sums + 8 * at
             to, apart = out + 4 * (row * outputs + first), outputs
             if most < PANEL:
                 to, apart = sixteen.ctypes.data, PANEL
@@ -403,14 +406,14 @@ def multiply_panels(
 @njit(nogil=True)
 def rounded_size(rows: int, blocks: int) -> int:
     """Bytes of rounded rows: numbers, steps and sums."""
-    return rows * blocks * (BLOCK + 8)
+    return rows * blocks * (BLOCK + 12)
 
 
 @compile_kernel
-def round_rows(rows: int, blocks: int, zero: int, x: int, to: int) -> None:
+def round_rows(rows: int, blocks: int, x: int, to: int) -> None:
     """Round rows as `multiply_panels` takes them; see `_quantize`."""
     steps = to + rows * blocks * BLOCK
-    _compiled_quantize(rows, blocks, zero, x, to, steps, steps + 4 * rows * blocks)
+    _compiled_quantize(rows, blocks, x, to, steps, steps + 4 * rows * blocks)
 
 
 def _multiply_parts(address: int) -> None:
@@ -424,15 +427,15 @@ def _multiply_parts(address: int) -> None:
 
 def _multiply_rows(address: int) -> None:
     """Round some rows and multiply them with all panels, part after part; threads share them."""
-    n = longs_at(address, (1, 12))[0]
-    some, count, blocks, outputs, kind, zero = n[2], n[3], n[4], n[5], n[6], n[7]
+    n = longs_at(address, (1, 11))[0]
+    some, count, blocks, outputs, kind = n[2], n[3], n[4], n[5], n[6]
     rounded = np.empty(rounded_size(some, blocks), np.int8)
     to, row = rounded.ctypes.data, some * take_part(address)
     while row < count:
         rows = min(some, count - row)
-        round_rows(rows, blocks, zero, n[8] + 4 * row * blocks * BLOCK, to)
-        out = n[9] + 4 * row * outputs
-        multiply_panels(kind, rows, blocks, outputs, n[10], n[11], to, out, 0, 1)
+        round_rows(rows, blocks, n[7] + 4 * row * blocks * BLOCK, to)
+        out = n[8] + 4 * row * outputs
+        multiply_panels(kind, rows, blocks, outputs, n[9], n[10], to, out, 0, 1)
         row = some * take_part(address)
     keep(rounded)
 
@@ -440,10 +443,9 @@ def _multiply_rows(address: int) -> None:
 _multiply_together, _multiply_many = TeamKernel(_multiply_parts), TeamKernel(_multiply_rows)
 
 
-def kind_of(codes: Tensor, scales: Tensor) -> tuple[int, int]:
-    """Return the kind of a weight's codes, and the code that stands for 0 (`multiply_panels`)."""
-    bits, minima = codes.shape[2] // 64, scales.shape[2] - 1
-    return bits + minima, 0 if minima else 1 << (bits - 1)
+def kind_of(codes: Tensor, scales: Tensor) -> int:
+    """Return the kind of a weight's codes (`multiply_panels`)."""
+    return codes.shape[2] // 64 + scales.shape[2] - 1
 
 
 def threads_of(rows: int, codes: Tensor) -> int:
@@ -476,17 +478,17 @@ def linear_blocks(x: Tensor, codes: Tensor, scales: Tensor, outputs: int) -> Ten
     given, blocks = x.float().contiguous(), codes.shape[1]
     rows = given.numel() // (blocks * BLOCK)
     out = given.new_empty((*x.shape[:-1], outputs))
-    kind, zero = kind_of(codes, scales)
+    kind = kind_of(codes, scales)
     weight = codes.data_ptr(), scales.data_ptr()
     threads = threads_of(rows, codes)
     some = rows_of_part(rows, threads)
     if some:
         memory = given.data_ptr(), out.data_ptr()
-        _multiply_many(threads, some, rows, blocks, outputs, kind, zero, *memory, *weight)
+        _multiply_many(threads, some, rows, blocks, outputs, kind, *memory, *weight)
     else:
         # In Python, so that numba need not compile a product.
         rounded = torch.empty(rounded_size.py_func(rows, blocks), dtype=torch.int8)
-        round_rows(rows, blocks, zero, given.data_ptr(), rounded.data_ptr())
+        round_rows(rows, blocks, given.data_ptr(), rounded.data_ptr())
         memory = rounded.data_ptr(), out.data_ptr()
         _multiply_together(threads, kind, rows, blocks, outputs, *weight, *memory)
     return out.to(x.dtype)
