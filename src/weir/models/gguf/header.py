@@ -1,5 +1,7 @@
 """Headers of GGUF files, checked before anything trusts the sizes that they declare.
 
+The shards of a split file are read together and give one header.
+
 Format: the GGUF specification of the ggml project, versions 2 and 3, little-endian.
 """
 
@@ -7,9 +9,10 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,6 +22,10 @@ MAX_FIELDS, MAX_TENSORS, MAX_ITEMS, MAX_STRING = 1 << 16, 1 << 17, 1 << 24, 1 <<
 """Largest counts, and largest string in bytes, that a header may declare."""
 _NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _STRING, _ARRAY = 8, 9
+_SHARD = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.DOTALL)
+"""File name of a shard, as llama.cpp's `gguf-split` writes it; the first shard has the number 1."""
+_LISTED = 4
+"""File names that an error lists."""
 
 
 @dataclass(frozen=True)
@@ -29,28 +36,35 @@ class TensorInfo:
         name: ggml's name.
         shape: sizes, the contiguous dimension first.
         type: number of its ggml type.
-        offset: bytes from the beginning of the data.
+        path: the file that holds its data; of a split file, the shard.
+        at: the byte in that file where its data begins.
     """
 
     name: str
     shape: tuple[int, ...]
     type: int
-    offset: int
+    path: Path
+    at: int
 
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """Header of a GGUF file.
+    """Header of a GGUF file, or the headers of a split file's shards as one.
 
     Attributes:
+        path: the file; of a split file, the first shard.
+        paths: all files: `path`, or the shards in order.
         version: version of the format.
-        fields: values by key; for an array, its length.
-        spans: first byte of each field in the file, and the byte after its end, by key.
-        tensors: tensor entries, in file order.
-        tensors_at: the byte where the list of tensors begins.
-        data_at: the byte where the tensors' data begins.
+        fields: values by key; for an array, its length. Those of a split file are in its first
+            shard.
+        spans: first byte of each field in `path`, and the byte after its end, by key.
+        tensors: tensor entries, in file order; of a split file, those of all shards.
+        tensors_at: the byte in `path` where the list of tensors begins.
+        data_at: the byte in `path` where the tensors' data begins.
     """
 
+    path: Path
+    paths: tuple[Path, ...]
     version: int
     fields: Mapping[str, Any]
     spans: Mapping[str, tuple[int, int]]
@@ -74,29 +88,106 @@ class _Damaged(Exception):
 
 
 def read_header(path: Path) -> GGUFHeader:
-    """Read and check a file's header, without vocabulary and weights; WeirError if it is none or
-    damaged.
+    """Read and check a file's header, without vocabulary and weights.
+
+    A shard of a split file stands for the whole file: the headers of all shards are merged.
+
+    Raises WeirError if the file is no GGUF file or damaged, or if shards are missing or do not
+    belong together.
     """
+    named = _SHARD.fullmatch(path.name)
+    if named is None:
+        header = _read_one(path)
+        if (count := header.fields.get("split.count", 1)) not in (0, 1):
+            raise WeirError(
+                f"{path} is one of the {count} shards of a split file, and its name does not say "
+                f"which; rename the shards {path.stem}-00001-of-{count:05}.gguf and so on"
+            )
+        return header
+    paths = shard_paths(path)
+    if missing := [shard.name for shard in paths if not shard.is_file()]:
+        listed = ", ".join(missing[:_LISTED]) + (" ..." if len(missing) > _LISTED else "")
+        raise WeirError(
+            f"{path} is one of {len(paths)} shards of a split file, and {len(missing)} of them are "
+            f"missing in {path.parent}: {listed}; download those too"
+        )
+    return _merge([_read_one(shard) for shard in paths])
+
+
+def shard_paths(path: Path) -> tuple[Path, ...]:
+    """Return the paths of all shards of the file that `path` is a shard of, by its name alone.
+
+    For a file that is not named as a shard, that is `path` itself.
+    """
+    named = _SHARD.fullmatch(path.name)
+    if named is None or not 1 <= int(named["number"]) <= int(named["count"]):
+        return (path,)
+    count = int(named["count"])
+    return tuple(
+        path.with_name(f"{named['stem']}-{number:05}-of-{count:05}.gguf")
+        for number in range(1, count + 1)
+    )
+
+
+def _read_one(path: Path) -> GGUFHeader:
+    """Read and check the header of one file."""
     size = path.stat().st_size
     try:
         with path.open("rb") as file:
             magic = file.read(4)
             if magic != b"GGUF":
                 raise WeirError(f"{path} is not a GGUF file: it begins with {magic!r}, not b'GGUF'")
-            return _HeaderReader(file, size).read()
+            return _HeaderReader(path, file, size).read()
     except _Damaged as error:
         raise WeirError(f"{path} is damaged or cut off: {error}; download it again") from None
+
+
+def _merge(shards: Sequence[GGUFHeader]) -> GGUFHeader:
+    """Merge the headers of all shards of a split file; WeirError if they do not belong together."""
+    first, count = shards[0], len(shards)
+    total = first.fields.get("split.tensors.count")
+    for number, shard in enumerate(shards):
+        wanted = {"split.count": count, "split.no": number, "split.tensors.count": total}
+        for key, value in wanted.items():
+            given = shard.fields.get(key)
+            # A file of one shard may say nothing about shards.
+            if given != value and (count > 1 or given is not None):
+                raise WeirError(
+                    f"{shard.path} does not belong to the split file that its name says: its field "
+                    f"{key} is {given}, where {value} is expected; download all {count} shards of "
+                    "one model again"
+                )
+    tensors = tuple(tensor for shard in shards for tensor in shard.tensors)
+    if total is not None and len(tensors) != total:
+        raise WeirError(
+            f"the {count} shards of {first.path} hold {len(tensors):,} tensors, and the first one "
+            f"says {total:,}; download all of them again"
+        )
+    holders: dict[str, Path] = {}
+    for tensor in tensors:
+        if (other := holders.setdefault(tensor.name, tensor.path)) != tensor.path:
+            raise WeirError(
+                f"{other} and {tensor.path} both hold the tensor {tensor.name}, so they are not "
+                "shards of one file; download all of them again"
+            )
+    return replace(first, paths=tuple(shard.path for shard in shards), tensors=tensors)
 
 
 class _HeaderReader:
     """Field-by-field reader of headers that refuses sizes which exceed the file."""
 
-    def __init__(self, file: IO[bytes], size: int) -> None:
+    def __init__(self, path: Path, file: IO[bytes], size: int) -> None:
+        self.path = path
         self.file = file
         self.size = size
 
     def read(self) -> GGUFHeader:
         version = self.number("I")
+        if version in (2 << 24, 3 << 24):
+            raise WeirError(
+                f"{self.path} is stored in big-endian byte order, and weir reads little-endian "
+                "GGUF files; convert it with the script gguf_convert_endian of the package gguf"
+            )
         if version not in (2, 3):
             raise _Damaged(f"it is of version {version} of the format, and 2 and 3 can be read")
         n_tensors, n_fields = self.count(MAX_TENSORS, "tensors"), self.count(MAX_FIELDS, "fields")
@@ -105,15 +196,33 @@ class _HeaderReader:
         for _ in range(n_fields):
             start = self.file.tell()
             key = self.string()
+            if key in fields:
+                raise _Damaged(f"it has two fields {key[:60]!r}")
             fields[key] = self.value(self.number("I"))
             spans[key] = start, self.file.tell()
         tensors_at = self.file.tell()
-        tensors = tuple(self.tensor() for _ in range(n_tensors))
+        entries = [self.tensor() for _ in range(n_tensors)]
         alignment = fields.get("general.alignment", 32)
-        if type(alignment) is not int or not 0 < alignment <= 1 << 16:
-            raise _Damaged(f"its data is aligned to {alignment!r}")
+        if type(alignment) is not int or not 0 < alignment <= 1 << 16 or alignment % 8:
+            raise _Damaged(f"it declares its data aligned to {alignment!r}")
         data_at = -(-self.file.tell() // alignment) * alignment
-        return GGUFHeader(version, fields, spans, tensors, tensors_at, data_at)
+        tensors = {}
+        for name, shape, kind, offset in entries:
+            if name in tensors:
+                raise _Damaged(f"it has two tensors {name[:60]!r}")
+            if offset % alignment:
+                raise _Damaged(f"its tensor {name[:60]!r} begins at byte {offset:,} of the data")
+            tensors[name] = TensorInfo(name, shape, kind, self.path, data_at + offset)
+        return GGUFHeader(
+            self.path,
+            (self.path,),
+            version,
+            fields,
+            spans,
+            tuple(tensors.values()),
+            tensors_at,
+            data_at,
+        )
 
     def bytes(self, n: int) -> bytes:
         if n > self.size - self.file.tell():
@@ -167,9 +276,10 @@ class _HeaderReader:
             raise _Damaged(f"it has a field of the unknown type {kind}")
         return _NUMBERS[kind]
 
-    def tensor(self) -> TensorInfo:
+    def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        """Read a tensor's name, shape, type, and first byte counted from the data's beginning."""
         name, dimensions = self.string(), self.number("I")
         if not 1 <= dimensions <= 4:
             raise _Damaged(f"its tensor {name[:60]!r} has {dimensions} dimensions")
         shape = tuple(self.count(1 << 40, "numbers in one tensor") for _ in range(dimensions))
-        return TensorInfo(name, shape, self.number("I"), self.number("Q"))
+        return name, shape, self.number("I"), self.number("Q")

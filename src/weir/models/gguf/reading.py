@@ -54,7 +54,7 @@ def check_readable(path: Path, header: GGUFHeader) -> None:
             f"transformers does not read from GGUF; it reads {', '.join(known)}"
         )
     dense = {GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16}
-    size = path.stat().st_size
+    sizes = {shard: shard.stat().st_size for shard in header.paths}
     for tensor in header.tensors:
         try:
             kind = GGMLQuantizationType(tensor.type)
@@ -67,11 +67,11 @@ def check_readable(path: Path, header: GGUFHeader) -> None:
                 "take the model in another quantization, as Q4_K_M, Q8_0 or F16"
             )
         block, block_bytes = GGML_QUANT_SIZES[kind]
-        end = header.data_at + tensor.offset + math.prod(tensor.shape) // block * block_bytes
-        if end > size:
+        end = tensor.at + math.prod(tensor.shape) // block * block_bytes
+        if end > sizes[tensor.path]:
             raise WeirError(
-                f"{path} is cut off: {tensor.name} ends at byte {end:,}, and the file has "
-                f"{size:,}; download it again"
+                f"{tensor.path} is cut off: {tensor.name} ends at byte {end:,}, and the file has "
+                f"{sizes[tensor.path]:,}; download it again"
             )
 
 
