@@ -33,6 +33,7 @@ from weir.cache.row_state import RowState, check_kind, check_state
 from weir.cache.snapshot import Contents, Holding, contents_of, layer_report, snapshot_row
 from weir.errors import WeirError, quote, shorten
 from weir.models import (
+    CACHE,
     DROPPING,
     attach,
     detach,
@@ -266,6 +267,15 @@ class StreamingCache(Cache):
     def __bool__(self) -> bool:
         """Return True, also before the first token; but see `models.DROPPING`."""
         return self._kind not in DROPPING
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """False for every layer: none is a state space.
+
+        transformers from 5.24 on leaves out tokens that were fed already unless all of these are
+        True, and they all are in a list without a layer.
+        """
+        return [False] * len(self)
 
     @property
     def is_compileable(self) -> bool:
@@ -790,7 +800,7 @@ class StreamingCache(Cache):
         try:
             with torch.no_grad():
                 decoder = self.attachment.facts.decoder
-                decoder(input_ids=ids.to(self._device), past_key_values=self, use_cache=True)
+                decoder(input_ids=ids.to(self._device), use_cache=True, **{CACHE: self})
         finally:
             self._repeating = False
 

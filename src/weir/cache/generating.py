@@ -19,6 +19,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from weir.cache.cache import ASSISTED, Positions, Prefill, StreamingCache
 from weir.errors import WeirError, quote
+from weir.models import CACHE, with_one_name
 from weir.policies import Policy
 
 _DECODING = {
@@ -56,14 +57,14 @@ def generate(
         generation_config: the options of `generate`.
         policy, chunk, seed, positions, prefill: of the cache, as for `StreamingCache`. The seed is
             for the policy's draws; set that of sampling with `torch.manual_seed`.
-        prepared: the other arguments of transformers' decoding, passed on. `past_key_values` is a
-            `StreamingCache` to continue, or an empty cache that transformers made, which is
-            ignored. transformers passes no streamer and no tokenizer to a function, so
-            `stop_strings` work in a direct call only.
+        prepared: the other arguments of transformers' decoding, passed on. `cache` (before
+            transformers 5.24: `past_key_values`) is a `StreamingCache` to continue, or an empty
+            cache that transformers made, which is ignored. transformers passes no streamer and no
+            tokenizer to a function, so `stop_strings` work in a direct call only.
 
     Returns:
-        The result of `model.generate`. With `return_dict_in_generate=True` it has the cache as
-        `past_key_values`.
+        The result of `model.generate`. With `return_dict_in_generate=True` it has the cache, under
+        the name that the installed transformers has for it.
 
     Raises:
         WeirError: `model` is no model, `input_ids` is no tensor of tokens, a direct call has a
@@ -83,6 +84,7 @@ def generate(
             )
         _check_by_hand(input_ids, prepared)
         prepared |= _stop_criteria(prepared)
+        prepared = with_one_name(prepared)
         config = {} if generation_config is None else {"generation_config": generation_config}
         return whole(input_ids, custom_generate=generate, **config, **given, **prepared)
     mode = generation_config.get_generation_mode()
@@ -92,7 +94,7 @@ def generate(
             f"asks for {mode.value.replace('_', ' ')}; leave its options out"
         )
     # Not in the signature: transformers would then pass it twice.
-    there = prepared.pop("past_key_values", None)
+    there = prepared.pop(CACHE, None)
     if isinstance(there, StreamingCache):
         if given:
             raise WeirError(
@@ -108,7 +110,7 @@ def generate(
     else:
         cache = StreamingCache(model, **given)
     decode = getattr(model, _DECODING[mode])
-    prepared |= {"past_key_values": cache, "use_cache": True}
+    prepared |= {CACHE: cache, "use_cache": True}
     return decode(input_ids, generation_config=generation_config, **prepared)
 
 

@@ -32,6 +32,7 @@ from weir import kernels
 from weir.errors import WeirError
 from weir.kernels import note_missing_kernels
 from weir.models.attention_sinks import SUNK_ATTENTION
+from weir.models.cache_name import CACHE, with_one_name
 from weir.models.compiling import Compiled, Compiling, layers_of
 from weir.models.embedding import mismatch
 from weir.models.images import OFFSETS, note_sizes, offsets, pictures_in
@@ -125,8 +126,8 @@ class Attachment:
     def _call(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the decoder's forward, with or without a weir cache."""
         with self._lock:
-            given = self._named(args, kwargs)
-            cache: Any = given.get("past_key_values")
+            given = with_one_name(self._named(args, kwargs))
+            cache: Any = given.get(CACHE)
             attachment = getattr(cache, "attachment", None)
             if self.running is not None or not isinstance(attachment, Attachment):
                 return own(*args, **kwargs)
@@ -147,8 +148,8 @@ class Attachment:
                     output = self._finish(own, running)
             finally:
                 self._running = None
-            if getattr(output, "past_key_values", cache) is not cache:
-                output.past_key_values = cache
+            if getattr(output, CACHE, cache) is not cache:
+                setattr(output, CACHE, cache)
             cache.end()
             return output
 
