@@ -208,7 +208,7 @@ def test_by_hand_it_ends_at_stop_strings_with_a_tokenizer() -> None:
         )
         said = tokenizer.decode(ended[0, tokens.shape[1] :])
         assert said == whole[: len(said)] != whole and word in said
-    with pytest.raises(ValueError, match="pass the model.s tokenizer"):
+    with pytest.raises(ValueError, match=r"pass the model.s tokenizer"):
         weir.generate(model, tokens, stop_strings=[word], **asked)
 
 

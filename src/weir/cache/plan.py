@@ -480,7 +480,7 @@ class Rows:
         claimed = before._claim(given.get("attention_mask"), batch, length, counted)
         if given.get("position_ids") is not None:
             _refuse_right_padding(claimed)
-        before._check_positions(given.get("position_ids"), claimed, batch, counted)
+        before._check_positions(given.get("position_ids"), claimed, batch, length, counted)
         ended = [False] * batch if padded is None or length > 1 else list(padded)
         refused: dict[int, WeirError] = {}
         if ids is not None and (ids.device.type == "cpu" or length > 1):
@@ -583,9 +583,8 @@ class Rows:
                     "feed all of them, those that get no token with attention_mask 0, or make a "
                     f"cache with batch={batch}"
                 )
-            raise WeirError(
-                f"this cache holds {self.batch} rows but a batch of {batch} was fed; {instead}"
-            )
+            held = f"{self.batch} row" if self.batch == 1 else f"{self.batch} rows"
+            raise WeirError(f"this cache holds {held} but a batch of {batch} was fed; {instead}")
 
     def _claim(
         self, mask: Tensor | None, batch: int, length: int, counted: list[int]
@@ -631,7 +630,12 @@ class Rows:
         return real
 
     def _check_positions(
-        self, given: Tensor | None, real: Tensor | None, batch: int, counted: list[int]
+        self,
+        given: Tensor | None,
+        real: Tensor | None,
+        batch: int,
+        length: int,
+        counted: list[int],
     ) -> None:
         """Refuse tokens that do not continue the stream.
 
@@ -639,6 +643,11 @@ class Rows:
         """
         if given is None or given.ndim != 2 or given.device.type == "meta":
             return
+        if given.shape[1] != length:
+            raise WeirError(
+                f"position_ids are {list(given.shape)}, and {length} tokens of {batch} rows were "
+                f"fed; pass position_ids [{batch}, {length}], or none"
+            )
         places = given.expand(batch, -1)
         first = places[:, 0]
         if places.shape[1] > 1:

@@ -108,7 +108,8 @@ def _overruled(own: Any, given: Any, asked: Mapping[str, Any], cache: Any) -> di
         more["cache_implementation"] = None
     if "use_cache" not in asked and any(config.use_cache is False for config in configs):
         more["use_cache"] = True
-    if cache.is_initialized and Version(transformers.__version__) < _CONTINUES_IN_CHUNKS:
+    old = cache.is_initialized and Version(transformers.__version__) < _CONTINUES_IN_CHUNKS
+    if old or asked.get("inputs_embeds") is not None:  # which transformers does not cut
         chunked = [asked.get("prefill_chunk_size")]
         chunked += [getattr(config, "prefill_chunk_size", None) for config in configs]
         if any(chunked):
