@@ -789,6 +789,8 @@ def test_every_token_that_ends_an_answer_is_one(tmp_path: Path) -> None:
     assert config.eos_token_id == [1, 3, 5, 7]
     more = read(tmp_path, "llama", tokens(eos=6, eot=4, eom=0, fim_sep=2))
     assert more.eos_token_id == [6, 4, 0, 2, 3, 5, 7]
+    several = tokens(eos=1) | {"tokenizer.ggml.eos_token_ids": [2, 0, 99]}
+    assert read(tmp_path, "llama", several).eos_token_id == [1, 2, 0, 3, 5, 7]
     assert read(tmp_path, "llama", tokens()).eos_token_id == [3, 5, 7]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
