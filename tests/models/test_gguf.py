@@ -222,7 +222,7 @@ def test_a_quantization_that_gguf_cannot_read_is_named(file: Path, tmp_path: Pat
     header = files.read_header(file)
     data = bytearray(file.read_bytes())
     name = header.tensors[0].name.encode()
-    at = data.index(name, header.tensors_at) + len(name) + 4 + 8 * len(header.tensors[0].shape)
+    at = data.index(name) + len(name) + 4 + 8 * len(header.tensors[0].shape)
     data[at : at + 4] = struct.pack("<I", 9999)
     (tmp_path / "strange.gguf").write_bytes(data)
     with pytest.raises(WeirError, match=r"type 9999.*another quantization"):

@@ -13,22 +13,21 @@ import hashlib
 import math
 import os
 import shutil
-import struct
 import tempfile
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from weir.errors import WeirError, describe_missing
 from weir.models.cache_folder import cache_folder
+from weir.models.gguf.config import read_config
 from weir.models.gguf.header import GGUFHeader, read_header
+from weir.models.gguf.tokenizer import read_tokenizer
 from weir.models.library_errors import report_as
 from weir.models.memory import free_memory
 
-LONG_ARRAY = 4096
-"""Larger arrays are vocabularies, which a configuration does not need."""
 FLOAT32_BELOW = 1 << 30
 """The dense copy is float32 below this many parameters, and bfloat16 from there on."""
 
@@ -73,41 +72,6 @@ def check_readable(path: Path, header: GGUFHeader) -> None:
                 f"{tensor.path} is cut off: {tensor.name} ends at byte {end:,}, and the file has "
                 f"{sizes[tensor.path]:,}; download it again"
             )
-
-
-def read_config(path: Path) -> PretrainedConfig:
-    """Read a model's configuration from a file's header alone.
-
-    transformers would walk through the vocabulary, so it gets a copy of the header without one, in
-    front of a sparse hole as large as the weights.
-    """
-    header = read_header(path)
-    check_readable(path, header)
-    left = [
-        (start, stop)
-        for key, (start, stop) in header.spans.items()
-        if not key.startswith("tokenizer.")
-        or isinstance(header.fields[key], str)
-        or stop - start <= LONG_ARRAY
-    ]
-    with tempfile.TemporaryDirectory() as folder, path.open("rb") as file:
-        slim = Path(folder) / "header.gguf"
-        with slim.open("wb") as out:
-            out.write(
-                struct.pack("<4sIQQ", b"GGUF", header.version, len(header.tensors), len(left))
-            )
-            for start, stop in left:
-                file.seek(start)
-                out.write(file.read(stop - start))
-            file.seek(header.tensors_at)
-            out.write(file.read(header.data_at - header.tensors_at))
-            alignment = header.fields.get("general.alignment", 32)
-            out.truncate(out.tell() + alignment + path.stat().st_size - header.data_at)
-        with report_as(f"transformers cannot read the header of {path}", "; download it again"):
-            config = AutoConfig.from_pretrained(folder, gguf_file=slim.name)
-    if f"{header.architecture}.vocab_size" not in header.fields:
-        config.vocab_size = header.fields.get("tokenizer.ggml.tokens", config.vocab_size)
-    return config
 
 
 def unpack(path: Path) -> Path:
@@ -155,8 +119,7 @@ def _convert(path: Path, folder: Path, dtype: torch.dtype) -> None:
     """Read a file with transformers, and save model and tokenizer."""
     place, file = str(path.parent), path.name
     with logging.tqdm(total=3, desc=f"Reading {file} (once)", leave=False) as progress:
-        with report_as(f"the tokenizer in {path} is broken", "; take another file of the model"):
-            tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=file)
+        tokenizer = read_tokenizer(path)
         progress.update()
         config = read_config(path)
         with report_as(f"transformers cannot read {path}", "; take the model in another form"):
