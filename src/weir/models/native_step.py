@@ -75,7 +75,7 @@ class Weight(NamedTuple):
         scale: of each output, float32, for int8; or the scales of `Blocks`.
         bias: float32 or bfloat16; None for none.
         outputs, inputs: sizes.
-        codes: for blocks their kind (bits of a code, 1 more if blocks have minima), else 0.
+        function: for `Blocks` what multiplies with them (`kernels.block_function`), else 0.
     """
 
     numbers: Tensor
@@ -83,7 +83,7 @@ class Weight(NamedTuple):
     bias: Tensor | None
     outputs: int
     inputs: int
-    codes: int = 0
+    function: int = 0
 
 
 class Unknown(Exception):
@@ -467,10 +467,10 @@ def _weight(module: Any) -> Weight:
         raise Unknown
     sizes = module.out_features, module.in_features
     if isinstance(module, BlockLinear):
-        codes = module.codes.shape[2] // 64 + module.scales.shape[2] - 1
-        if kernels.linear_blocks(torch.empty(1, device=module.codes.device)) is None:
+        function = kernels.block_function(module.kind, module.codes.device)
+        if not function:
             raise Unknown
-        return Weight(module.codes, module.scales, bias, *sizes, codes)
+        return Weight(module.codes, module.scales, bias, *sizes, function)
     if isinstance(module, Int8Linear):
         numbers, scales = module.numbers, module.scales
         if numbers is None or scales is None or not (numbers.is_cpu and numbers.is_contiguous()):
