@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 import weir
 from weir import StreamingCache, WeirError, compile_steps
 from weir.models import hooks, native_step
+from weir.models.block_weights import put_blocks
 
 pytest.importorskip("numba", reason="not installed: pip install 'weir-kv[fast]'")
 CHUNK, PROMPT, STEPS = 4, 30, 26
@@ -428,3 +429,39 @@ def _halved(layer: Any) -> nn.Linear:
     module = nn.Linear(32, 112, bias=False)
     module.weight = nn.Parameter(_half(layer))
     return module
+
+
+KINDS_OF_A_LAYER = {
+    "q_proj": "q4_0",
+    "k_proj": "q8_0",
+    "v_proj": "q4_1",
+    "gate_proj": "q4_1",
+    "up_proj": "q8_0",
+    "down_proj": "q4_0",
+}
+
+
+@pytest.mark.parametrize("dense", [(), ("k_proj", "o_proj"), ("up_proj",)], ids=str)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_layer_may_mix_kinds_of_blocks_and_dense_weights(
+    dense: tuple[str, ...], rows: int, threads: int, taken
+) -> None:
+    """As files of Q4_K_M do: each product is of its weight's kind, over one rounded input."""
+    model = make("llama", hidden_size=64, intermediate_size=96)
+    linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+    kinds = {n: KINDS_OF_A_LAYER.get(n.rpartition(".")[2], "q8_0") for n in linear}
+    put_blocks(model, [n for n in linear if not n.endswith(dense or ("none",))], "q8_0", kinds)
+    found, wanted = [], []
+    ids = tokens(rows, PROMPT + STEPS)
+    cache, other = (StreamingCache(model, POLICIES[0], chunk=CHUNK) for _ in range(2))
+    with torch.no_grad():
+        for part in (ids[:, :PROMPT], *ids[:, PROMPT:].split(1, dim=1)):
+            compile_steps(model, on=False)
+            wanted.append(model(part, past_key_values=other).logits[:, -1])
+            compile_steps(model)
+            found.append(model(part, past_key_values=cache).logits[:, -1])
+    compile_steps(model, on=False)
+    assert len(taken) == STEPS
+    off = (torch.stack(found) - torch.stack(wanted)).norm() / torch.stack(wanted).norm()
+    # An input that is off by its last place may be rounded to the next of 127 steps.
+    assert float(off) < 2**-8

@@ -25,8 +25,6 @@ LEAST_LANES = 16
 """Queries, and numbers of a value, that a kernel for segments of a prompt takes at least."""
 LEAST_WIDE = 32
 """Numbers of a head from which on vectors of a processor fit into it."""
-BLOCK, PANEL = 32, 16
-"""Of a weight in GGUF's blocks: numbers that share a scale, and outputs that lie side by side."""
 
 
 class WindowChunk(NamedTuple):
@@ -48,8 +46,8 @@ class WindowChunk(NamedTuple):
     own: int
 
 
-BlockWeight = tuple[torch.Tensor, torch.Tensor, int]
-"""A weight in GGUF's blocks: codes, scales and how many outputs (`kernels.cpu.linear_blocks`)."""
+BlockWeight = tuple[torch.Tensor, torch.Tensor, int, str]
+"""A weight in blocks: codes, scales, how many outputs, and its type (`kernels.block_formats`)."""
 QuantizedVectors = tuple[torch.Tensor, torch.Tensor, int]
 """Quantized vectors: numbers as they are stored, their peaks, and how many steps make a peak."""
 VARIABLE = "WEIR_KERNELS"
@@ -77,6 +75,8 @@ _KERNELS = {
     ("numba", "linear_int8"): ("weir.kernels.cpu.linear", "linear_int8"),
     ("numba", "decode_step"): ("weir.kernels.cpu.step", "StepTable"),
     ("numba", "linear_blocks"): ("weir.kernels.cpu.linear_blocks", "linear_blocks"),
+    ("numba", "block_function"): ("weir.kernels.cpu.linear_blocks", "block_function"),
+    ("numba", "pack_blocks"): ("weir.kernels.cpu.pack_blocks", "pack_blocks"),
     ("numba", "mlp_blocks"): ("weir.kernels.cpu.mlp_blocks", "mlp_blocks"),
     ("triton", "walk"): ("weir.kernels.gpu.walk", "walk"),
     ("triton", "decode"): ("weir.kernels.gpu.decode", "decode"),
@@ -207,6 +207,18 @@ def mlp_blocks(x: torch.Tensor) -> Callable[..., Any] | None:
     if linear_blocks(x) is None:
         return None
     return _kernel(_library(x.device), "mlp_blocks")
+
+
+def block_function(kind: str, device: torch.device) -> int:
+    """Compile products with weights of a type of blocks, and return what a `decode_step` table
+    calls them by; 0 where there are none.
+    """
+    found = _kernel(_library(device), "block_function") if device.type == "cpu" else None
+    return 0 if found is None else int(found(kind))
+
+
+pack_blocks = _by_device("pack_blocks")
+"""For `weir.models.block_weights.Blocks.fill`, for the commonest types."""
 
 
 def is_compiling() -> bool:

@@ -25,6 +25,7 @@ from weir import kernels
 from weir.models import compiling
 from weir.models.block_mlp import ACTIVATIONS, is_near
 from weir.models.block_weights import BlockLinear
+from weir.models.cache_name import CACHE
 from weir.models.linear_kernels import is_plain, runs_as_linear
 from weir.models.model_spec import attention_modules
 from weir.models.quantized_weights import Int8Linear
@@ -74,8 +75,7 @@ class Weight(NamedTuple):
         scale: of each output, float32, for int8; or the scales of `Blocks`.
         bias: float32 or bfloat16; None for none.
         outputs, inputs: sizes.
-        codes: for blocks their kind (bits of a code, 1 more if blocks have minima) and the code of
-            0.
+        function: for `Blocks` what multiplies with them (`kernels.block_function`), else 0.
     """
 
     numbers: Tensor
@@ -83,7 +83,7 @@ class Weight(NamedTuple):
     bias: Tensor | None
     outputs: int
     inputs: int
-    codes: tuple[int, int] = (0, 0)
+    function: int = 0
 
 
 class Unknown(Exception):
@@ -156,9 +156,7 @@ class NativeStep:
             return output
         rows.stack.program = program
         rows.largest = program.largest.amax(2)
-        return BaseModelOutputWithPast(
-            last_hidden_state=hidden, past_key_values=given.get("past_key_values")
-        )
+        return BaseModelOutputWithPast(last_hidden_state=hidden, **{CACHE: given.get(CACHE)})
 
     def _is_compiled(self) -> bool:
         """Return whether the kernel is there; a thread compiles it, and the first call waits."""
@@ -415,7 +413,7 @@ class _StepProgram:
         names = ("gate", "up", "down")
         *pair, down = (_weight(getattr(mlp, f"{name}_proj", None)) for name in names)
         activation = ACTIVATIONS.get(type(getattr(mlp, "act_fn", None)).__name__)
-        if activation is None or pair[0][3:] != pair[1][3:]:
+        if activation is None or pair[0][3:5] != pair[1][3:5]:
             raise Unknown
         *outs, gated = (table.memory(table.rows, pair[0].outputs) for _ in range(3))
         gate = {"then": "gate", "onto": gated, "activation": activation}
@@ -469,12 +467,10 @@ def _weight(module: Any) -> Weight:
         raise Unknown
     sizes = module.out_features, module.in_features
     if isinstance(module, BlockLinear):
-        minima = module.scales.shape[2] - 1
-        bits = module.codes.shape[2] // 64
-        if kernels.linear_blocks(torch.empty(1, device=module.codes.device)) is None:
+        function = kernels.block_function(module.kind, module.codes.device)
+        if not function:
             raise Unknown
-        codes = bits + minima, 0 if minima else 1 << (bits - 1)
-        return Weight(module.codes, module.scales, bias, *sizes, codes)
+        return Weight(module.codes, module.scales, bias, *sizes, function)
     if isinstance(module, Int8Linear):
         numbers, scales = module.numbers, module.scales
         if numbers is None or scales is None or not (numbers.is_cpu and numbers.is_contiguous()):

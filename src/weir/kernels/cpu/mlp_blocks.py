@@ -12,11 +12,13 @@ import numpy as np
 from torch import Tensor
 
 from weir.errors import WeirError
+from weir.kernels.block_formats import BLOCK
 from weir.kernels.cpu.compilation import keep, longs_at
 from weir.kernels.cpu.gates import ACTIVATIONS, gate
 from weir.kernels.cpu.linear_blocks import SUPPORTED as BLOCKS_SUPPORTED
 from weir.kernels.cpu.linear_blocks import (
-    kind_of,
+    block_function,
+    memory_of,
     multiply_panels,
     round_rows,
     rounded_size,
@@ -24,7 +26,7 @@ from weir.kernels.cpu.linear_blocks import (
     threads_of,
 )
 from weir.kernels.cpu.threads import TeamKernel, take_part
-from weir.kernels.dispatch import BLOCK, BlockWeight
+from weir.kernels.dispatch import BlockWeight
 
 SUPPORTED = BLOCKS_SUPPORTED
 """Whether there are products with blocks on this processor."""
@@ -32,10 +34,10 @@ SUPPORTED = BLOCKS_SUPPORTED
 
 def _run_rows(address: int) -> None:
     """Some rows, part after part; threads share them."""
-    n = longs_at(address, (1, 20))[0]
-    some, count, blocks, inner, outputs = n[2], n[3], n[4], n[5], n[6]
-    kind, zero, last_kind, last_zero, activation = n[7], n[8], n[9], n[10], n[11]
-    x, out, width = n[12], n[13], inner * BLOCK
+    n = longs_at(address, (1, 25))[0]
+    some, count, blocks, inner, outputs, activation = n[2], n[3], n[4], n[5], n[6], n[7]
+    gate_function, up_function, down_function = n[8], n[9], n[10]
+    x, out, width = n[11], n[12], inner * BLOCK
     rounded = np.empty(rounded_size(some, max(blocks, inner)), np.int8)
     products = np.empty((2, some * width), np.float32)
     powers = np.empty(2 * width, np.float32)
@@ -44,15 +46,18 @@ def _run_rows(address: int) -> None:
     row = some * take_part(address)
     while row < count:
         rows = min(some, count - row)
-        round_rows(rows, blocks, zero, x + 4 * row * blocks * BLOCK, at)
-        multiply_panels(kind, rows, blocks, width, n[14], n[15], at, gates, 0, 1)
-        multiply_panels(kind, rows, blocks, width, n[16], n[17], at, ups, 0, 1)
+        round_rows(rows, blocks, x + 4 * row * blocks * BLOCK, at)
+        sizes, weight = (gate_function, rows, blocks, width), (n[13], n[14], n[15], n[16])
+        multiply_panels(*sizes, *weight, at, gates, 0, 1)
+        sizes, weight = (up_function, rows, blocks, width), (n[17], n[18], n[19], n[20])
+        multiply_panels(*sizes, *weight, at, ups, 0, 1)
         for i in range(rows):
             far = 4 * i * width
             gate(gates + far, ups + far, width, activation, power, gates + far)
-        round_rows(rows, inner, last_zero, gates, at)
+        round_rows(rows, inner, gates, at)
         to = out + 4 * row * outputs
-        multiply_panels(last_kind, rows, inner, outputs, n[18], n[19], at, to, 0, 1)
+        sizes, weight = (down_function, rows, inner, outputs), (n[21], n[22], n[23], n[24])
+        multiply_panels(*sizes, *weight, at, to, 0, 1)
         row = some * take_part(address)
     keep(rounded)
     keep(products)
@@ -70,7 +75,7 @@ def mlp_blocks(
     Args:
         x: [..., inputs], float32 or bfloat16, without gradients. Nothing between the products is
             rounded to bfloat16.
-        gate, up: weights of one kind, with outputs that are a multiple of 32.
+        gate, up: weights with as many outputs each, a multiple of 32; their types may differ.
         down: a weight of as many inputs.
         activation: one of `ACTIVATIONS`.
     """
@@ -80,12 +85,12 @@ def mlp_blocks(
     some = rows_of_part(rows, threads)
     if not some:
         return None
-    if gate[0].shape != up[0].shape or not gate[2] == up[2] == inner * BLOCK:
+    if blocks != up[0].shape[1] or not gate[2] == up[2] == inner * BLOCK:
         raise WeirError("a gate, what it lets through and what takes that differ in size")
     given = x.float().contiguous()
     out = given.new_empty((*x.shape[:-1], outputs))
-    sizes = some, rows, blocks, inner, outputs
-    kinds = *kind_of(*gate[:2]), *kind_of(*down[:2]), ACTIVATIONS[activation]
-    weights = [t.data_ptr() for weight in (gate, up, down) for t in weight[:2]]
-    _run_together(threads, *sizes, *kinds, given.data_ptr(), out.data_ptr(), *weights)
+    sizes = some, rows, blocks, inner, outputs, ACTIVATIONS[activation]
+    functions = (block_function(weight[3]) for weight in (gate, up, down))
+    weights = [number for weight in (gate, up, down) for number in memory_of(*weight[:2])]
+    _run_together(threads, *sizes, *functions, given.data_ptr(), out.data_ptr(), *weights)
     return out.to(x.dtype)

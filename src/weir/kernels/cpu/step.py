@@ -19,6 +19,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from weir.kernels.block_formats import BLOCK
 from weir.kernels.cpu.compilation import (
     ANY_ORDER,
     WHOLE,
@@ -36,7 +37,6 @@ from weir.kernels.cpu.linear import multiply_part, way_of
 from weir.kernels.cpu.linear_blocks import multiply_panels, round_rows
 from weir.kernels.cpu.threads import PARTS, TeamKernel, add_to, take_part, wait_until
 from weir.kernels.cpu.vectors import as_float
-from weir.kernels.dispatch import BLOCK
 
 ANGLES, PRODUCTS, ATTENTION, NORMS = range(4)
 """Kinds of operations."""
@@ -50,6 +50,9 @@ PRODUCT = np.dtype(
         for name in (
             # From `linear.way_of`; address of the weight; of float32 scales for 8 bits, or 0.
             *("way", "first", "outputs", "weight", "scale"),
+            # Of a weight in blocks: the function from `block_function`, and bytes of a panel's
+            # codes and scales. Of others 0.
+            *("function", "code_bytes", "scale_bytes"),
             # Address of a bias, or 0, and bits of its numbers; address of float32 [rows, outputs].
             *("bias", "bias_bits", "out", "parts"),
         )
@@ -65,9 +68,8 @@ OPERATION = np.dtype(
             *("kind", "parts", "waits", "rows"),
             # Products: what is multiplied [rows, inputs], where from, and what of it is made.
             *("inputs", "source", "x", "weight", "weight_bits"),
-            # Of weights in blocks, for which what is multiplied is rounded to 8 bits: their kind of
-            # codes, and the code that stands for 0.
-            *("codes", "zero"),
+            # Whether there are weights in blocks, which multiply what is rounded to 8 bits.
+            "rounded",
             *("products", "count", "then", "onto", "activation"),
             # Attention and merging: stretches of each head, KV heads of the model and of this
             # part, their numbers, and queries of each.
@@ -222,15 +224,8 @@ def _prepare(n: np.record, private: int) -> int:
 
 
 @njit(nogil=True)
-def _round(n: np.record, x: int, to: int) -> int:
-    """Round what an operation multiplies to 8 bits: numbers, then steps and sums of blocks."""
-    round_rows(n.rows, n.inputs // BLOCK, n.zero, x, to)
-    return to
-
-
-@njit(nogil=True)
-def _multiply(n: np.record, part: int, x: int, scratch: int) -> None:
-    """One part of an operation's products."""
+def _multiply(n: np.record, part: int, x: int, rounded: int, scratch: int) -> None:
+    """One part of an operation's products; `rounded` is what `round_rows` makes of `x`."""
     products = _products_at(n.products, (1, n.count))[0]
     which = 0
     if n.then != GATE:
@@ -240,9 +235,10 @@ def _multiply(n: np.record, part: int, x: int, scratch: int) -> None:
     start = stop = 0
     for i in range(which, 2 if n.then == GATE else which + 1):
         p = products[i]
-        if n.codes:
-            sizes = n.codes, n.rows, n.inputs // BLOCK, p.outputs
-            start, stop = multiply_panels(*sizes, p.weight, p.scale, x, p.out, part, p.parts)
+        if p.function:
+            sizes = p.function, n.rows, n.inputs // BLOCK, p.outputs
+            weight = p.weight, p.code_bytes, p.scale, p.scale_bytes
+            start, stop = multiply_panels(*sizes, *weight, rounded, p.out, part, p.parts)
         else:
             shape = p.way, p.first, n.rows, n.inputs, p.outputs
             start, stop = multiply_part(*shape, x, p.weight, p.scale, p.out, part, p.parts)
@@ -328,11 +324,12 @@ def _run_step(address: int) -> None:
         x = np.int64(0)
         while part < n.parts:
             if n.kind == PRODUCTS:
+                rounded = private + 4 * n.rows * n.inputs
                 if x == 0:
                     x = _prepare(n, private)
-                    if n.codes:
-                        x = _round(n, x, private + 4 * n.rows * n.inputs)
-                _multiply(n, part, x, private + 8 * n.rows * n.inputs)
+                    if n.rounded:
+                        round_rows(n.rows, n.inputs // BLOCK, x, rounded)
+                _multiply(n, part, x, rounded, private + 8 * n.rows * n.inputs)
             elif n.kind == ATTENTION:
                 _attend(n, part, private)
             elif n.kind == ANGLES:
@@ -410,12 +407,14 @@ class StepTable:
     def multiply(self, weights: Sequence[Any], outs: Sequence[Tensor], **fields: Any) -> None:
         """Add products of one input with some weights (`models.native_step.Weight`)."""
         products = np.zeros(len(weights), PRODUCT)
-        inputs, (codes, zero) = weights[0].inputs, weights[0].codes
-        if any(weight.codes != (codes, zero) for weight in weights):
-            raise ValueError("products of one input with weights in several kinds of blocks")
+        inputs = weights[0].inputs
         for at, weight, out in zip(products, weights, outs, strict=True):
             outputs, bits = weight.outputs, 8 * weight.numbers.itemsize
-            if weight.codes == (0, 0):
+            at["function"] = weight.function
+            if weight.function:
+                for name, part in (("code_bytes", weight.numbers), ("scale_bytes", weight.scale)):
+                    at[name] = part[0].nbytes
+            else:
                 at["way"], at["first"] = way_of(self.rows, bits, outputs)
             at["outputs"], at["weight"] = outputs, _address(weight.numbers)
             at["scale"], at["bias"] = _address(weight.scale), _address(weight.bias)
@@ -425,9 +424,14 @@ class StepTable:
             at["parts"] = max(1, worth) if self.threads > 1 else 1
             self._held += [out, weight]
         gated = fields.get("then") == "gate"
+        if gated:
+            # A part has the same outputs of both weights. Weights in blocks are divided into
+            # panels and others into tiles, so a pair of one of each stays undivided.
+            alike = len({bool(weight.function) for weight in weights}) == 1
+            products["parts"] = products["parts"].min() if alike else 1
         parts = int(products["parts"][0] if gated else products["parts"].sum())
         self._needed = max(self._needed, 2 * (self.rows * inputs + int(products["outputs"].max())))
-        fields |= {"codes": codes, "zero": zero}
+        fields |= {"rounded": int(products["function"].any())}
         self.add("products", parts, inputs=inputs, products=products, count=len(weights), **fields)
 
     def attend(self, held: np.ndarray, heads: int, slots: int, waits: int, **fields: Any) -> int:
