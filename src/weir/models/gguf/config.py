@@ -320,6 +320,12 @@ class _Builder:
     def rope(self, head: int, context: int) -> dict[str, Any]:
         """Return the parameters of rotary embeddings, as transformers has them."""
         rotated = self.count("rope.dimension_count", head)
+        if rotated > head or rotated % 2:
+            raise WeirError(
+                f"{self.header.path} says {self.header.architecture}.rope.dimension_count = "
+                f"{rotated}, and an even number up to {head}, the size of a head, is expected; "
+                "take another file of the model"
+            )
         theta = float(self.get("rope.freq_base", 10000.0))
         base: dict[str, Any] = {"rope_theta": theta}
         if self.family.partial:
@@ -588,15 +594,18 @@ def _falcon(builder: _Builder, sizes: dict[str, Any], head: int) -> dict[str, An
 
 
 def _mpt(builder: _Builder, sizes: dict[str, Any], head: int) -> dict[str, Any]:
-    """Return MPT's attention and the ratio of its MLP."""
-    wide, ratio = sizes["intermediate_size"], sizes["intermediate_size"] // sizes["hidden_size"]
-    builder.expect("feed_forward_length", wide, ratio * sizes["hidden_size"])
-    bias = builder.get("attention.max_alibi_bias", 0)
-    if bias <= 0 or bias != int(bias):
-        builder.expect("attention.max_alibi_bias", bias, 8.0)
+    """Return MPT's attention.
+
+    transformers computes with one bias of ALiBi and one width of the MLP, whatever the
+    configuration says.
+    """
+    builder.expect("feed_forward_length", sizes["intermediate_size"], 4 * sizes["hidden_size"])
+    builder.expect(
+        "attention.max_alibi_bias", float(builder.get("attention.max_alibi_bias", 0)), 8.0
+    )
     clip = builder.get("attention.clamp_kqv") or None
-    attention = {"alibi": True, "alibi_bias_max": int(bias), "clip_qkv": clip}
-    return {"expansion_ratio": ratio, "attn_config": attention}
+    attention = {"alibi": True, "alibi_bias_max": 8, "clip_qkv": clip}
+    return {"expansion_ratio": 4, "attn_config": attention}
 
 
 def _bloom(builder: _Builder, sizes: dict[str, Any], head: int) -> dict[str, Any]:
