@@ -7,6 +7,7 @@ from weir.kernels.compiled_ops import (
     weighted_sums,
 )
 from weir.kernels.dispatch import (
+    ALIKE,
     BLOCK,
     PANEL,
     VARIABLE,
