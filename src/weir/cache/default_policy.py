@@ -64,7 +64,7 @@ def check_origin(policy: Policy, model: PreTrainedModel) -> None:
 def _in_blocks(model: PreTrainedModel) -> bool:
     """Return whether linear layers of a model have quantized weights, which are no parameters."""
     return any(
-        isinstance(module, nn.Linear) and "weight" not in dict(module.named_parameters(recurse=False))
+        isinstance(module, nn.Linear) and not isinstance(module.weight, nn.Parameter)
         for module in model.modules()
     )
 

@@ -118,9 +118,7 @@ def pools_of(lies: Layout, end: int) -> Tensor:
     return pools
 
 
-def layer_report(
-    parts: Sequence[Layer], row: int, waiting: int, columns: int
-) -> dict[str, Any]:
+def layer_report(parts: Sequence[Layer], row: int, waiting: int, columns: int) -> dict[str, Any]:
     """Report a layer (`_report`), or the mean over its heads and each part under "heads"."""
     each = [_report(part, row, waiting, columns) for part in parts]
     if len(each) == 1:

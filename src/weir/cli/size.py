@@ -180,8 +180,8 @@ def _show(facts: dict[str, Any]) -> None:
     stream, most = (for_people(facts[key]) for key in ("stream_bytes", "stream_bytes_at_most"))
     if facts["stream_bytes_at_most"] > facts["stream_bytes"]:
         stream += (
-            f" with slots of 4 bits, or {most} with slots of 8 bits: the model's weights decide, and "
-            "they are not on this machine"
+            f" with slots of 4 bits, or {most} with slots of 8 bits: the model's weights decide, "
+            "and they are not on this machine"
         )
     if not facts["dense"]:
         policy += f" and {in_words(facts['chunk'], 'new token')}"

@@ -132,8 +132,7 @@ def _maxima(size: int, among: Tensor, mass: Tensor) -> Tensor:
     segment = (among.cumsum(dim=2) - 1).clamp_min(0) // size
     score = mass.masked_fill(~among, -torch.inf)
     largest = torch.full_like(score, -torch.inf).scatter_reduce(2, segment, score, "amax")
-    # Masses are not negative, and a segment without slots has a largest of -inf, times which this is
-    # -inf too.
+    # Masses are not negative. The largest of a segment without slots is -inf, and stays that.
     best = among & (score >= (1 - ALIKE) * largest.gather(2, segment))
     place = torch.arange(mass.shape[2], device=mass.device).where(best, _LAST)
     first = torch.full_like(place, _LAST).scatter_reduce(2, segment, place, "amin")

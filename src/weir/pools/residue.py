@@ -166,8 +166,9 @@ GATES = (1.0, 0.75, 0.5, 0.25, 0.0)
 LEAST = 1e-6
 """Shares of attention below count as this: a query that read nothing else has no better answer."""
 ROUNDING = 1e-5
-"""An answer that is off by so much of itself may be off by rounding, and so may a share of attention
-that is what others leave of 1."""
+"""An answer that is off by so much of itself may be off by rounding, and so may a share of
+attention that is what others leave of 1.
+"""
 
 
 def measure_misled(

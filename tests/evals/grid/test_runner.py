@@ -364,7 +364,9 @@ class Streams(Task):
         return {"score": 1.0, "kv_bytes": 7}
 
 
-@pytest.mark.parametrize(("shift", "ran", "not_ran"), [(0.0, "int4", "int8"), (9.0, "int8", "int4")])
+@pytest.mark.parametrize(
+    ("shift", "ran", "not_ran"), [(0.0, "int4", "int8"), (9.0, "int8", "int4")]
+)
 def test_a_record_has_the_pools_that_ran(tmp_path, toys, monkeypatch, llama, shift, ran, not_ran):
     monkeypatch.setitem(TASKS, "streams", Streams)
     facts = HeadFacts(((0.0,) * llama.config.num_key_value_heads,) * len(llama.model.layers), shift)
