@@ -28,7 +28,7 @@ def test_of_scores_equal_but_for_rounding_the_oldest_stay(sign: float) -> None:
     among = torch.ones_like(score, dtype=torch.bool)
     for n in range(1, 5):
         assert select_highest(n, among, score)[0, 0].tolist() == [i < n for i in range(5)]
-    # Exact scores, as those of a pool that says `alike = 0`, are told apart.
+    # Exact scores, as those of a pool that says `tie_margin = 0`, are told apart.
     highest = sorted(range(5), key=lambda i: -score[0, 0, i].item())
     exact = select_highest(1, among, score, alike=0.0)[0, 0]
     assert exact.nonzero().flatten().tolist() == [highest[0]]

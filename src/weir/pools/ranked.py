@@ -26,16 +26,16 @@ class Ranked(SizedPool):
     """Keep the tokens of the highest score, as many as its first parameter says, by KV head.
 
     Of equal scores the older token stays, and scores are equal that differ by rounding only
-    (`alike`). Weights stay as they came. While there is room nothing is scored, and everything
+    (`tie_margin`). Weights stay as they came. While there is room nothing is scored, and everything
     stays. A score that draws random numbers says `is_stochastic = True`.
 
     Attributes:
-        alike: the share of a score by which others may differ from it and count as equal; 0 for
-            scores that are exact, such as places in the stream.
+        tie_margin: the share of a score by which others may differ from it and count as equal; 0
+            for scores that are exact, such as places in the stream.
     """
 
     is_stochastic = False
-    alike: ClassVar[float] = ALIKE
+    tie_margin: ClassVar[float] = ALIKE
 
     @abstractmethod
     def score(self, slots: Slots, fold: Fold) -> Tensor | tuple[Tensor, ...]:
@@ -56,7 +56,7 @@ class Ranked(SizedPool):
         Evicting all that is too many at once leaves what evicting one after each arrival would.
         """
         return self.fold_by(
-            lambda n, slots, by: select_highest(n, slots.held, *by, alike=self.alike),
+            lambda n, slots, by: select_highest(n, slots.held, *by, alike=self.tie_margin),
             held,
             new,
             fold,
