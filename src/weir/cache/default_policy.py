@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
@@ -45,7 +46,7 @@ def check_origin(policy: Policy, model: PreTrainedModel) -> None:
         return
     mine, theirs = fingerprint(model), origin.model
     compared = {"kind", "layers", "width", "vocabulary"}
-    numbers = all(
+    numbers = not _in_blocks(model) and all(
         weight.device.type != "meta" and not is_traceable_wrapper_subclass(weight)
         for weight in model.parameters()
     )
@@ -58,6 +59,14 @@ def check_origin(policy: Policy, model: PreTrainedModel) -> None:
             f"{origin.file} was calibrated for another model ({what}); run weir calibrate for this "
             f"one{origin.told}"
         )
+
+
+def _in_blocks(model: PreTrainedModel) -> bool:
+    """Return whether linear layers of a model have quantized weights, which are no parameters."""
+    return any(
+        isinstance(module, nn.Linear) and not isinstance(module.weight, nn.Parameter)
+        for module in model.modules()
+    )
 
 
 def _bare(value: object) -> str:
@@ -101,6 +110,20 @@ def choose_policy(
         return found
     named = with_slots(parse_policy(DEFAULT if policy is None else policy), slots)
     return fit_to_model(named, model, chunk)
+
+
+def depends_on_weights(policy: Policy) -> bool:
+    """Return whether a policy's slots and their format are found by a model's weights.
+
+    So it is with `weir`, inside other policies too, unless its `slots` and `heads=alike` are given.
+    """
+    if isinstance(policy, PolicyWrapper):
+        return depends_on_weights(policy.policy)
+    if not is_weir(policy):
+        return False
+    assert policy.called is not None
+    given = policy.called.given
+    return "slots" not in given or given.get("heads") != "alike"
 
 
 def fit_to_model(

@@ -161,13 +161,16 @@ def _tell(result: dict[str, Any], console: Console) -> None:
 def _table(policies: Sequence[str], meters: list[PerplexityMeter], window: int) -> Table:
     from rich.table import Table
 
+    from weir.evals.report import whole_blocks
+
     done = meters[0].tokens
     table = Table(title=f"{done:,} tokens read: {done / window:.1f} times the window")
     table.add_column("policy", no_wrap=True)
     for head in ("perplexity", "last block", "cache", "tokens/s"):
         table.add_column(head, justify="right", min_width=8, no_wrap=True)
     for policy, now in zip(policies, meters, strict=True):
-        last = f"{now.ppl_by_block[-1]:.1f}" if now.ppl_by_block else ""
+        blocks = whole_blocks(now.ppl_by_block, now.tokens, now.block)
+        last = f"{blocks[-1]:.1f}" if blocks else ""
         figures = f"{now.ppl:.1f}", last, size(now.kv_bytes), f"{now.tokens_per_s:,.0f}"
         table.add_row(policy, *figures)
     return table

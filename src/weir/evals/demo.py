@@ -33,6 +33,7 @@ from weir.evals.report import (
     render,
     style_axes,
     svg_figure,
+    whole_blocks,
 )
 from weir.models import window_of
 from weir.stream import (
@@ -330,6 +331,9 @@ def write_report(result: dict[str, Any], path: Path) -> None:
     body = render(
         "demo.html",
         **result,
+        last_of=lambda policy: whole_blocks(
+            policy["ppl_by_block"], result["tokens"], result["block"]
+        )[-1],
         rule=RULE,
         most_shown=24 if result["chat"] else MOST_SHOWN,
         color_of=lambda policy: _look(COLORS, result, policy),
@@ -402,6 +406,8 @@ def _plot(
             line = {"color": _look(COLORS, result, policy), "lw": 2, "label": policy["policy"]}
             line["ls"] = _look(DASHES, result, policy)
             values = policy[key]
+            if key == "ppl_by_block":
+                values = whole_blocks(values, result["tokens"], result["block"])
             edges = [min(n * result["block"], result["tokens"]) for n in range(len(values) + 1)]
             if key == "bytes_by_block":
                 held = [n / 1e6 for n in values]
