@@ -460,10 +460,15 @@ HOSTILE = [
     ({".attention.head_count_kv": 3}, r"4 attention heads and 3"),
     ({".attention.head_count": 5, ".attention.head_count_kv": 5}, r"64 and 5 attention heads"),
     ({f".{RMS}": None}, r"epsilon = None"),
-    ({f".{RMS}": float("nan")}, r"epsilon = nan"),
+    ({f".{RMS}": float("nan")}, r"epsilon = 'nan'"),
     ({".attention.head_count_kv": [2, 2, 1, 2]}, r"head_count_kv for each layer differently"),
     ({".feed_forward_length": [128, 64, 128, 128]}, r"feed_forward_length for each layer"),
     ({".rope.dimension_count": 8}, r"rope\.dimension_count = 8"),
+    ({".rope.freq_base": "large"}, r"rope\.freq_base = 'large'.*number from 1 on"),
+    ({".rope.freq_base": 0.0}, r"rope\.freq_base = '0\.0'"),
+    ({".rope.scaling.factor": float("inf")}, r"rope\.scaling\.factor = 'inf'"),
+    ({".rope.scaling.factor": -2.0}, r"rope\.scaling\.factor = '-2\.0'"),
+    ({".rope.scaling.original_context_length": 1}, r"context_length = '1'.*whole number from 2 on"),
 ]
 
 

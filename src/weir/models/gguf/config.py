@@ -37,6 +37,19 @@ CONFIG_TENSORS = frozenset(
 )
 """Tensors that become part of the configuration."""
 
+_OTHER_KINDS = frozenset(
+    "rope.scaling.type attention.sliding_window_pattern use_parallel_residual vocab_size".split()
+)
+"""Suffixes whose values are not numbers, or not used."""
+_WHOLE = frozenset({"attention.sliding_window", "rope.scaling.original_context_length"})
+"""Suffixes whose values are whole numbers, besides those that every model needs."""
+_LEAST = {
+    "rope.freq_base": 1,
+    "rope.freq_base_swa": 1,
+    "rope.scaling.original_context_length": 2,
+    "rope.scaling.yarn_ext_factor": -1,
+}
+"""Smallest values, by suffix, where that is not 0."""
 _LARGEST = 1 << 31
 """Sizes from here on are refused."""
 _F32 = 0
@@ -133,7 +146,9 @@ class _Builder:
                 if given not in allowed:
                     listed = " or ".join(repr(one) for one in allowed)
                     self.refuse(key, given, f"is not honoured: this family computes with {listed}")
-            elif suffix in honoured or suffix in DESCRIBING:
+            elif suffix in honoured:
+                self.check_number(suffix)
+            elif suffix in DESCRIBING:
                 continue
             elif suffix in SAME:
                 given, other = self.get(suffix), self.get(SAME[suffix])
@@ -141,6 +156,20 @@ class _Builder:
                     self.refuse(key, given, f"differs from {start}{SAME[suffix]} ({other!r})")
             elif suffix not in NEUTRAL or self.get(suffix) not in NEUTRAL[suffix]:
                 self.refuse(key, value, "is not honoured")
+
+    def check_number(self, suffix: str) -> None:
+        """Refuse a value that is no number, or one that no model has."""
+        if suffix in _OTHER_KINDS:
+            return
+        value, least = self.get(suffix), _LEAST.get(suffix, 0)
+        whole = suffix in _WHOLE
+        number = type(value) is int or (type(value) is float and not whole)
+        if not number or not math.isfinite(value) or value < least:
+            raise WeirError(
+                f"{self.header.path} says {self.header.architecture}.{suffix} = "
+                f"{str(value)[:60]!r}, and a {'whole ' * whole}number from {least} on is expected; "
+                "take another file of the model"
+            )
 
     def refuse(self, key: str, value: Any, why: str) -> None:
         """Raise the WeirError for a key."""
