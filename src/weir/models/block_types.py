@@ -26,7 +26,7 @@ class Parts(NamedTuple):
     """Lines of a weight, taken apart.
 
     Attributes:
-        codes: [lines, inputs], uint8.
+        codes: [lines, inputs], uint8; [lines, 2 * inputs] for numbers of 16 bits.
         heads: scales, and minima if there are any, of every unit [lines, units, 1 or 2], float16.
         factors: bytes [lines, blocks, factors], for formats that have factors: of each scope (all
             of a block, or half of it) that of the scale, and that of the minimum if there is one.
@@ -83,6 +83,10 @@ def _read_bytes(raw: Tensor) -> Parts:
     parts = raw.unflatten(1, (-1, 2 + BLOCK))
     # From -128 to 127 to what is 128 more.
     return Parts((parts[..., 2:] ^ 128).flatten(1), _halves(parts[..., :2]))
+
+
+def _read_numbers(raw: Tensor) -> Parts:
+    return Parts(raw, torch.empty(len(raw), raw.shape[1] // (2 * BLOCK), 0, dtype=torch.float16))
 
 
 def _read_nibbles(heads: int, fifth: bool = False) -> Callable[[Tensor], Parts]:
@@ -294,4 +298,6 @@ _READERS: dict[str, Callable[[Tensor], Parts]] = {
     "TQ1_0": _read_tq1_0,
     "TQ2_0": _read_tq2_0,
     "MXFP4": _read_e8m0,
+    "F16": _read_numbers,
+    "BF16": _read_numbers,
 }
