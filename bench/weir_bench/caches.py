@@ -10,7 +10,7 @@ from transformers.cache_utils import StaticLayer
 
 from weir.cache import StreamingCache
 from weir.errors import WeirError
-from weir.models import choose_products, compile_steps
+from weir.models import CACHE, choose_products, compile_steps
 from weir.stream import PIECE
 from weir_bench.figure import Setting
 from weir_bench.model import model_of, twin_of
@@ -31,7 +31,7 @@ class Decoding(Contender):
 
     def feed(self, ids: Tensor, **more: Tensor) -> None:
         """A forward of `ids` [rows, n]."""
-        held = {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1}
+        held = {CACHE: self.cache, "use_cache": True, "logits_to_keep": 1}
         self.model(input_ids=ids, **held, **more)
 
     def feed_masked(self, ids: Tensor, real: Tensor) -> None:
@@ -88,7 +88,8 @@ class CompiledStatic(Static):
 
     def feed(self, ids: Tensor, **more: Tensor) -> None:
         """A compiled forward of `ids` [1, n]."""
-        self._forward(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        held = {CACHE: self.cache, "use_cache": True, "logits_to_keep": 1}
+        self._forward(input_ids=ids, **held)
 
 
 class Weir(Decoding):

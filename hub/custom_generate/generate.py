@@ -1,6 +1,7 @@
 """`generate()` in a cache of fixed size, as transformers loads it from a folder or the Hub."""
 
 import weir
+from weir.models import CACHE
 
 
 def generate(
@@ -10,6 +11,7 @@ def generate(
     seed=0,
     positions="rolling",
     prefill="chunked",
+    cache=None,
     past_key_values=None,
     **asked,
 ):
@@ -18,14 +20,15 @@ def generate(
     Args:
         model: the model whose `generate` was called.
         policy, chunk, seed, positions, prefill: of the cache, as for `weir.StreamingCache`.
-        past_key_values: a `weir.StreamingCache` to go on in; what was said of a new one is not
-            looked at then.
+        cache: a `weir.StreamingCache` to continue in; the arguments for a new one are ignored then.
+        past_key_values: the same, as transformers before 5.24 calls it.
         asked: all that `generate` was asked for, a streamer too.
 
     Returns:
         What `model.generate` returns.
     """
-    if past_key_values is None:
+    held = past_key_values if cache is None else cache
+    if held is None:
         made = {"chunk": chunk, "seed": seed, "positions": positions, "prefill": prefill}
-        past_key_values = weir.StreamingCache(model, policy, **made)
-    return model.generate(past_key_values=past_key_values, **asked)
+        held = weir.StreamingCache(model, policy, **made)
+    return model.generate(**{CACHE: held}, **asked)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import weir
 from weir.cache import find_model_policy, size_of
 from weir.errors import WeirError
-from weir.models import fingerprint, loading
+from weir.models import CACHE, fingerprint, loading
 from weir.policies import format_policy_file
 
 HUB = Path(__file__).parents[2] / "hub" / "custom_generate" / "generate.py"
@@ -167,6 +167,6 @@ def test_the_folder_for_the_hub_takes_its_chunk_too(folder, monkeypatch):
     text = format_policy_file({"chunk": 5}, fingerprint(read(folder)), LAYERS)
     (folder / "weir.toml").write_text(text)
     model = read(folder)
-    monkeypatch.setattr(model, "generate", lambda past_key_values: past_key_values)
+    monkeypatch.setattr(model, "generate", lambda **given: given[CACHE])
     generate = runpy.run_path(str(HUB))["generate"]
     assert (generate(model).chunk, generate(model, chunk=3).chunk) == (5, 3)

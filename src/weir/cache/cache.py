@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from weir.cache.default_policy import check_origin, choose_policy
+from weir.cache.ended_rows import EndedRows
 from weir.cache.forward import Folded, Forward, LayerStack, SecondReading
 from weir.cache.layer import Layer
 from weir.cache.layers import (
@@ -33,7 +34,9 @@ from weir.cache.row_state import RowState, check_kind, check_state
 from weir.cache.snapshot import Contents, Holding, contents_of, layer_report, snapshot_row
 from weir.errors import WeirError, quote, shorten
 from weir.models import (
+    CACHE,
     DROPPING,
+    StopTokens,
     attach,
     detach,
     input_device,
@@ -166,6 +169,8 @@ class StreamingCache(Cache):
         self.stack = LayerStack(Layer(plan.spec) for plan in self.plans)
         self.attachment = attach(served, self)
         self._batch = batch
+        self._generating: EndedRows | None = None
+        self._pad: int | None = None
         self.reset()
 
     # --- the cache interface of transformers
@@ -197,6 +202,7 @@ class StreamingCache(Cache):
             memo.get(id(model), model), self.policy, seed=self.seed, **self.made_with
         )
         made.put_rows(self.take_rows(), check=False)
+        made._pad = self._pad
         return made
 
     def reset(self) -> None:
@@ -244,8 +250,13 @@ class StreamingCache(Cache):
         detach(self)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the columns fed so far, including padding; `generate` feeds those after them."""
-        return self.rows.columns
+        """Return the columns fed so far, including padding; `generate` feeds those after them.
+
+        transformers takes embeddings for the whole text, and leaves out as many as this says. Where
+        they are of what is new only, that is none.
+        """
+        only_new = self._generating is not None and self._generating.only_new
+        return 0 if only_new else self.rows.columns
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Return (query_length, 0), sizes for a mask that is never read."""
@@ -266,6 +277,15 @@ class StreamingCache(Cache):
     def __bool__(self) -> bool:
         """Return True, also before the first token; but see `models.DROPPING`."""
         return self._kind not in DROPPING
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """False for every layer: none is a state space.
+
+        transformers from 5.24 on leaves out tokens that were fed already unless all of these are
+        True, and they all are in a list without a layer.
+        """
+        return [False] * len(self)
 
     @property
     def is_compileable(self) -> bool:
@@ -746,9 +766,9 @@ class StreamingCache(Cache):
             if self._repeating:
                 return self._begin_again(given)
             self.stack.failed, self.stack.folded, self.stack.again = {}, None, {}
+        call = self._generating
         begun = self.rows.begin(
             given,
-            generation=getattr(self._model(), "generation_config", None),
             vocabulary=self.attachment.facts.vocabulary,
             chunk=self.chunk,
             prefill=self.prefill == "full",
@@ -756,7 +776,11 @@ class StreamingCache(Cache):
             without=without,
             fixed=self._batch is not None,
             twice=self._twice,
+            padded=None if call is None else call.padded(self.rows.batch or 0),
+            is_pad=self._is_pad,
         )
+        if call is not None:
+            call.only_new = False
         known, model = self._known_places, self._model()
         if known is not None and model is not None and self.origin + max(begun.after.seen) > known:
             self._known_places = None
@@ -764,6 +788,40 @@ class StreamingCache(Cache):
         if self.rows.batch is None and len(begun.after.seen) > 1:
             check_memory(self.plans, self.policy, len(begun.after.seen), self._device)
         return Forward(self.stack, given, begun, self._rotaries, self.begin, without)
+
+    @contextmanager
+    def generating(self, asked: Mapping[str, Any] | None = None) -> Iterator[EndedRows]:
+        """Note which rows end during a call of `generate` with this cache, given its arguments."""
+        if self._generating is not None:  # weir.generate inside of model.generate
+            yield self._generating
+            return
+        call = self._generating = EndedRows()
+        asked = asked or {}
+        vectors, mask = asked.get("inputs_embeds"), asked.get("attention_mask")
+        if isinstance(vectors, Tensor) and isinstance(mask, Tensor) and self.rows.columns:
+            call.only_new = mask.shape[-1] == self.rows.columns + vectors.shape[1]
+        try:
+            yield call
+        finally:
+            self._generating = None
+            padded = call.padded(self.rows.batch or 0)
+            if padded is not None:
+                self._pad = call.pad
+                self.stack.rows = replace(self.rows, ended=padded)
+
+    def _is_pad(self, tokens: Tensor) -> Tensor:
+        """Return which of some ids [rows] or embeddings [rows, width] are the padding token."""
+        said = self._pad
+        if said is None:  # rows that were put here from another cache
+            said = StopTokens.of(getattr(self._model(), "generation_config", None)).pad
+        if said is None:
+            return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+        if not tokens.is_floating_point():
+            return tokens == said
+        look_up = self.attachment.facts.decoder.get_input_embeddings()
+        pad = torch.tensor([said], device=tokens.device)
+        with torch.no_grad():
+            return (tokens == look_up(pad).to(tokens)).all(dim=-1)
 
     def end(self) -> None:
         """End a forward: call `on_fold`, and raise for refused rows; the other rows went on."""
@@ -790,7 +848,7 @@ class StreamingCache(Cache):
         try:
             with torch.no_grad():
                 decoder = self.attachment.facts.decoder
-                decoder(input_ids=ids.to(self._device), past_key_values=self, use_cache=True)
+                decoder(input_ids=ids.to(self._device), use_cache=True, **{CACHE: self})
         finally:
             self._repeating = False
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from weir.cache import Forward, StreamingCache
 from weir.cache.layer import Layer
 from weir.errors import WeirError
-from weir.models import describe, input_device, transformers_model
+from weir.models import CACHE, describe, input_device, transformers_model
 from weir.slab import AttentionParams, LayerPositions
 
 
@@ -79,7 +79,7 @@ class ListeningCache(StreamingCache):
         decoder = self.attachment.facts.decoder
         with torch.no_grad():
             batch = ids[None].to(self.device)
-            decoder(input_ids=batch, past_key_values=self, use_cache=True)
+            decoder(input_ids=batch, use_cache=True, **{CACHE: self})
 
     def close(self) -> None:
         """Free the slots now, as what refers to a cache goes in circles, and leave the model."""

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from weir.cache import DEFAULT, Positions, Prefill, StreamingCache
 from weir.errors import WeirError
 from weir.evals.answers import generate_answer
-from weir.models import ModelSink, load, sink_of, transformers_model
+from weir.models import CACHE, ModelSink, load, sink_of, transformers_model
 from weir.policies import Policy, Recompute, parse_policy
 from weir.stream import MOST_LOGITS, PIECE, Stream, cut_at_stop, render_chat
 
@@ -94,9 +94,9 @@ def _feed(stream: Stream, ids: Tensor, mask: Tensor, every: bool) -> Tensor:
         logits = model(
             input_ids=piece.to(model.device),
             attention_mask=mask[:, :seen].to(model.device),
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=0 if every else 1,
+            **{CACHE: cache},
         ).logits
         parts = [*parts, logits] if every else [logits]
     return torch.cat(parts, dim=1)
@@ -299,9 +299,9 @@ class WeirLM(TemplateLM):
         written = self.model.generate(  # type: ignore[operator]
             input_ids=ids.to(self.model.device),
             attention_mask=mask.to(self.model.device),
-            past_key_values=StreamingCache(self.model, self.policy, **self.options),
             max_new_tokens=most,
             pad_token_id=pad,
+            **{CACHE: StreamingCache(self.model, self.policy, **self.options)},
             **({"stop_strings": stops, "tokenizer": self.tokenizer} if any(stops) else {}),
             **options,
         )

@@ -29,6 +29,7 @@ from torch._guards import TracingContext, tracing
 
 from weir.errors import WeirError
 from weir.models.bound_layers import BoundLayer, LayerSnapshot, ProgramCall
+from weir.models.cache_name import CACHE
 from weir.models.interception import MethodPatch
 
 WAITING = (
@@ -336,7 +337,7 @@ class Compiled:
             if not self._holds(sizes):  # a bound layer does not look at a cache's sizes
                 self._snapshot = LayerSnapshot(self._layers) if self._known else None
                 self._sizes, self._bound, self._unbound = sizes, {}, set()
-            output = self._forward(**{**given, "past_key_values": step})
+            output = self._forward(**{**given, CACHE: step})
             how.compile_traced(sizes)
         except exc.FailOnRecompileLimitHit:
             how.refused.add(sizes)

@@ -120,6 +120,8 @@ class LargePages:
         """Make a tensor whose numbers are not set."""
         count = math.prod(shape)
         needed = _round_up(count * dtype.itemsize, LINE)
+        if not count:
+            return torch.empty(tuple(shape), dtype=dtype)
         if self._memory is None or self._place + needed > self._end:
             self._take(max(needed, CHUNK))
         if self._memory is None or not count:

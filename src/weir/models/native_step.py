@@ -25,6 +25,7 @@ from weir import kernels
 from weir.models import compiling
 from weir.models.block_mlp import ACTIVATIONS, is_near
 from weir.models.block_weights import BlockLinear
+from weir.models.cache_name import CACHE
 from weir.models.linear_kernels import is_plain, runs_as_linear
 from weir.models.model_spec import attention_modules
 from weir.models.quantized_weights import Int8Linear
@@ -155,9 +156,7 @@ class NativeStep:
             return output
         rows.stack.program = program
         rows.largest = program.largest.amax(2)
-        return BaseModelOutputWithPast(
-            last_hidden_state=hidden, past_key_values=given.get("past_key_values")
-        )
+        return BaseModelOutputWithPast(last_hidden_state=hidden, **{CACHE: given.get(CACHE)})
 
     def _is_compiled(self) -> bool:
         """Return whether the kernel is there; a thread compiles it, and the first call waits."""

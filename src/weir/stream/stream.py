@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from weir.cache import Contents, Holding, Positions, Prefill, StreamingCache, choose_policy
 from weir.errors import NotFiniteError, WeirError
-from weir.models import StopTokens, images_of, input_device, transformers_model
+from weir.models import CACHE, StopTokens, images_of, input_device, transformers_model
 from weir.policies import Policy, Recompute
 from weir.stream import session
 from weir.stream.inputs import Inputs, Tokens, is_count, pieces_of, read_inputs, read_stops
@@ -478,9 +478,8 @@ class Stream:
             mask[list(without)] = 0
             more["attention_mask"] = mask
         with torch.no_grad():
-            logits: Tensor = self.model(
-                **piece.given, past_key_values=cache, use_cache=True, **more
-            ).logits
+            more |= {CACHE: cache, "use_cache": True}
+            logits: Tensor = self.model(**piece.given, **more).logits
         return logits
 
     def _keep(self, piece: Inputs, logits: Tensor, without: Collection[int] = ()) -> Tensor:

@@ -11,7 +11,7 @@ from protocol import serve, timed
 from transformers import DynamicCache
 
 import weir
-from weir.models import stored_bytes
+from weir.models import CACHE, stored_bytes
 
 
 class TransformersSide:
@@ -67,9 +67,7 @@ class TransformersSide:
         return {"weights": stored_bytes(self.model), "cache": cache}
 
     def _feed(self, ids: torch.Tensor) -> None:
-        told = self.model(
-            input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1
-        )
+        told = self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE: self.cache})
         told.logits[:, -1].argmax(dim=-1).tolist()
 
     def _full(self, rows: int, tokens: int) -> DynamicCache:

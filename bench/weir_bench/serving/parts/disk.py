@@ -10,7 +10,7 @@ from statistics import median
 import torch
 
 from weir.cache import StreamingCache
-from weir.models import load
+from weir.models import CACHE, load
 from weir.serve import Checkpoint, TurnRecord
 from weir.serve.sessions.disk_turns import DiskTurns
 from weir.serve.sessions.snapshot import RowFormat
@@ -42,7 +42,7 @@ def disk(plan: Plan) -> Iterator[Row | Heard]:
         SessionStore(DiskTurns(plan.scratch / "disk", row_format)) as store,
     ):
         for piece in ids.split(256, dim=1):
-            model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            model(input_ids=piece, use_cache=True, logits_to_keep=1, **{CACHE: cache})
         for number in range(TIMES):
             began = time.perf_counter()
             _save(store, str(number), Checkpoint(cache.take_row(0), (1,)))

@@ -20,7 +20,7 @@ from transformers.masking_utils import sdpa_mask
 
 from weir.errors import WeirError
 from weir.evals.capture import AttentionCall, ListeningCache
-from weir.models import describe, input_device, sink_of, transformers_model
+from weir.models import CACHE, cache_of, describe, input_device, sink_of, transformers_model
 from weir.slab import (
     AttentionParams,
     LayerPositions,
@@ -151,7 +151,7 @@ def watch(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
     # A cache without a limit begins with five chunks, for each of many short sequences.
     chunk = min(PIECE, ids.shape[1])
     watcher = ListeningCache(model, "dense", hear, positions="original", chunk=chunk)
-    more = {"past_key_values": watcher, "use_cache": True, "logits_to_keep": 1}
+    more = {CACHE: watcher, "use_cache": True, "logits_to_keep": 1}
     try:
         with torch.no_grad():
             for piece in ids.to(input_device(model)).split(PIECE, dim=1):
@@ -201,14 +201,14 @@ def _watch_another(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
 
     with torch.no_grad(), _ours(model, show):
         for piece in pieces:
-            given: dict[str, Any] = {} if ahead else {"use_cache": True, "past_key_values": past}
+            given: dict[str, Any] = {} if ahead else {"use_cache": True, CACHE: past}
             out = model(input_ids=piece.to(input_device(model)), **given)
             if not shown:
                 raise WeirError(
                     f"this {kind} has no attention weights to show: none of its layers asks "
                     "transformers' attention interface for them"
                 )
-            past = getattr(out, "past_key_values", None)
+            past = cache_of(out)
             seen += piece.shape[1]
 
 

@@ -22,6 +22,9 @@ ENDS = frozenset(
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Numbers of token types (`tokenizer.ggml.token_type`)."""
 
+_EOS_IDS = "tokenizer.ggml.eos_token_ids"
+"""Key under which Ollama's converter writes several ids."""
+
 _DEFAULTS = {"bos": 1, "eos": 2, "unknown": 0}
 """Ids that a SentencePiece file means where it names none."""
 
@@ -68,6 +71,8 @@ class SpecialTokens:
 
         eos = named("eos")
         ends = [eos, *(named(name) for name in ("eot", "eom", "fim_pad", "fim_rep", "fim_sep"))]
+        if isinstance(fields.get(_EOS_IDS), GGUFArray):
+            ends += [end for end in header.array(_EOS_IDS) if end in range(len(words))]
         ends += _by_text(words, types)
         found = tuple(dict.fromkeys(end for end in ends if end is not None))
         return cls(named("bos"), eos, named("unknown"), named("padding"), found)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from weir.cache import Holding, StreamingCache
 from weir.errors import WeirError
-from weir.models import compile_steps, input_device, transformers_model
+from weir.models import CACHE, compile_steps, input_device, transformers_model
 from weir.policies import Policy
 from weir.pools import Marks
 from weir.serve.engine.sampler import SampledToken, sample
@@ -96,9 +96,9 @@ class ModelRunner:
             out = self._model(
                 input_ids=ids.to(self._device),
                 attention_mask=None if mask is None else mask.to(self._device),
-                past_key_values=self._cache,
                 use_cache=True,
                 logits_to_keep=1,
+                **{CACHE: self._cache},
             )
         logits: Tensor = out.logits[:, -1]
         index = [row - first for row in tokens]
