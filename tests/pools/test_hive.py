@@ -249,8 +249,9 @@ def test_buzz_has_the_paper_s_ratio_and_takes_the_authors_parameters():
 # --- in a model
 
 
-@pytest.mark.parametrize(("chunk", "prefill"), [(4, "chunked"), (1, "full")])
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("chunk", "prefill"), [(4, "chunked"), pytest.param(1, "full", marks=pytest.mark.slow)]
+)
 def test_with_log_n_logits_are_scaled_by_the_number_of_tokens_seen(
     llama, naive, twins, ids, chunk, prefill
 ):

@@ -151,7 +151,6 @@ def test_halves_of_gaussian_keys_are_more_alike_than_by_a_coin():
     assert discrepancy(Halving(gamma=None), keys, values) > 0.95 * coin
 
 
-@pytest.mark.slow
 def test_halves_of_real_keys_are_more_alike_than_by_a_coin():
     model, tokenizer = weir.load("nano")
     book = read_text("src/weir/assets/war-and-peace.txt.xz")[:4000]
