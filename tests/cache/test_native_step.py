@@ -22,7 +22,7 @@ import weir
 from weir import StreamingCache, WeirError, compile_steps
 from weir.models import hooks, native_step
 
-pytest.importorskip("numba", reason="not installed: pip install 'weir-kv[fast]'")
+pytest.importorskip("numba", reason="not installed: pip install '.[fast]'")
 CHUNK, PROMPT, STEPS = 4, 30, 26
 POLICIES = [
     "window(16)",
