@@ -1,8 +1,8 @@
 """Which cases `make test` leaves out: pytest's part of `thinned(n)`, and what it never touches.
 
 A test marked `thinned(n)` has many cases that repeat one claim, for other models, policies and
-sizes. `make test` runs one in n of them, and `make test-all` runs them all. The cases are drawn by a
-salt that is the commit's hash, so that each commit runs other ones. `WEIR_TEST_SALT` overrides it.
+sizes. `make test` runs one in n of them, and `make test-all` runs them all. The cases are drawn by
+a salt, the hash of the commit, so that each commit runs other ones. `WEIR_TEST_SALT` overrides it.
 
 Two kinds of tests are never thinned, whatever mark a file has:
 
@@ -69,11 +69,15 @@ def find_salt(root: Path = ROOT) -> str:
 
 @functools.cache
 def listed_claims(path: Path = CLAIMS) -> frozenset[str]:
-    """Return the tests that the list names, as `tests/file.py::test`."""
+    """Return the tests that the list names, as `tests/file.py::test`.
+
+    A claim that says what its cases repeat may be thinned.
+    """
     if not path.is_file():
         return frozenset()
     claims = tomllib.loads(path.read_text("utf-8"))["claim"]
-    return frozenset(test for claim in claims for test in claim["tests"])
+    whole = (claim for claim in claims if "repeated" not in claim)
+    return frozenset(test for claim in whole for test in claim["tests"])
 
 
 @functools.cache

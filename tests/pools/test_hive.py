@@ -82,7 +82,6 @@ def test_of_a_whole_prompt_samples_are_taken_until_they_fit(twins, prompt):
         pytest.param("recent(4) | hive(9, 4)", 1, "full", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.thinned(2)
 def test_a_model_with_it_gives_what_the_naive_loop_gives(
     llama, naive, twins, ids, text, chunk, prefill
 ):

@@ -100,7 +100,6 @@ def test_the_other_rules_do_not(how):
         (Halving("pairs", gamma=0.0), 64, 1.0),
     ],
 )
-@pytest.mark.thinned(2)
 def test_what_they_lose_of_all_weight(how, tokens, share):
     keys, values = gaussian(tokens)
     _, _, b = halves(how, keys, values, 2000)
