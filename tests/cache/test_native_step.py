@@ -25,7 +25,7 @@ from weir.kernels import BLOCK_TYPES
 from weir.models import hooks, native_step
 from weir.models.block_weights import Blocks, put
 
-pytest.importorskip("numba", reason="not installed: pip install 'weir-kv[fast]'")
+pytest.importorskip("numba", reason="not installed: pip install '.[fast]'")
 CHUNK, PROMPT, STEPS = 4, 30, 26
 POLICIES = [
     "window(16)",

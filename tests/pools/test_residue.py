@@ -30,7 +30,6 @@ def random(*shape: int) -> Tensor:
 @pytest.mark.parametrize(
     ("chunk", "half_life", "spread"), [(1, "20", True), (7, "none", True), (7, "9", False)]
 )
-@pytest.mark.thinned(3)
 def test_a_model_reads_as_with_a_naive_pool(llama, ids, naive, twins, chunk, half_life, spread):
     def scale_of(at):
         return llama.model.layers[at.layer].self_attn.scaling

@@ -6,13 +6,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
-from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from weir.errors import WeirError, quote
-from weir.models import find_head_facts, fingerprint, sidecar_path, sight_of
+from weir.models import (
+    ASSETS,
+    find_head_facts,
+    fingerprint,
+    has_block_weights,
+    sidecar_path,
+    sight_of,
+)
 from weir.policies import (
     Layered,
     Policy,
@@ -46,7 +53,7 @@ def check_origin(policy: Policy, model: PreTrainedModel) -> None:
         return
     mine, theirs = fingerprint(model), origin.model
     compared = {"kind", "layers", "width", "vocabulary"}
-    numbers = not _in_blocks(model) and all(
+    numbers = not has_block_weights(model) and all(
         weight.device.type != "meta" and not is_traceable_wrapper_subclass(weight)
         for weight in model.parameters()
     )
@@ -61,14 +68,6 @@ def check_origin(policy: Policy, model: PreTrainedModel) -> None:
         )
 
 
-def _in_blocks(model: PreTrainedModel) -> bool:
-    """Return whether linear layers of a model have quantized weights, which are no parameters."""
-    return any(
-        isinstance(module, nn.Linear) and not isinstance(module.weight, nn.Parameter)
-        for module in model.modules()
-    )
-
-
 def _bare(value: object) -> str:
     return quote(value).strip("'")
 
@@ -78,7 +77,8 @@ def find_model_policy(model: PreTrainedModel | str, revision: str | None = None)
     one.
 
     A file that is no policy file, or was measured on another model, is refused (WeirError) and not
-    ignored: whoever put it there would not notice.
+    ignored: whoever put it there would not notice. The file that comes with weir was put there by
+    nobody, so that nano with other weights, trained further for example, has no file.
     """
     file = sidecar_path(model, FILE, revision)
     if file is None:
@@ -91,7 +91,12 @@ def find_model_policy(model: PreTrainedModel | str, revision: str | None = None)
         # Later checks of the policy's model end their error with this too.
         found = replace(found, origin=replace(found.origin, told=BESIDE))
     if not isinstance(model, str):
-        check_origin(found, model)
+        try:
+            check_origin(found, model)
+        except WeirError:
+            if Path(file).is_relative_to(ASSETS):
+                return None
+            raise
     return found
 
 

@@ -258,6 +258,11 @@ class _InBlocks(nn.Module):
         destination[prefix + "weight"] = self.weight
 
 
+def has_block_weights(model: nn.Module) -> bool:
+    """Return whether any weight of a model is held in blocks, where its numbers are rounded."""
+    return any(isinstance(module, _InBlocks) for module in model.modules())
+
+
 class BlockLinear(_InBlocks, nn.Linear):  # type: ignore[override]  # read only
     """Linear layer with a weight in blocks."""
 
