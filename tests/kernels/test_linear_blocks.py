@@ -37,13 +37,14 @@ def test_products_are_of_rounded_rows_and_what_codes_stand_for(kind, dtype):
             x[rows // 2, 0, -BLOCK:] = 0
             found = kernel.linear_blocks(x, held.codes, held.scales, outputs, kind)
             assert found.dtype == dtype and found.shape == (rows, 1, outputs)
-            given = rounded(x[:, 0])
+            given = x[:, 0].double() if BLOCK_TYPES[kind].number else rounded(x[:, 0])
             wanted = given @ numbers.T
             size = given.abs() @ (numbers.abs() + least).T
-            close(found[:, 0], wanted.to(torch.float64), 3 * inputs // BLOCK, size)
+            terms = inputs if BLOCK_TYPES[kind].number else 3 * inputs // BLOCK
+            close(found[:, 0], wanted.to(torch.float64), terms, size)
 
 
-@pytest.mark.parametrize("kind", BLOCK_TYPES)
+@pytest.mark.parametrize("kind", [kind for kind, form in BLOCK_TYPES.items() if not form.number])
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 def test_the_largest_codes_and_numbers_add_up_to_whole_sums(kind, sign):
     """Where sums are of 16 bits in between, these are the most that they have to hold."""
@@ -68,7 +69,7 @@ def test_no_row_is_no_product():
     assert kernel.linear_blocks(none, held.codes, held.scales, 16, "Q8_0").shape == (0, 16)
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K", "IQ4_XS"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K", "IQ4_XS", "F16"])
 @pytest.mark.parametrize("rows", [13, 70, 301])
 def test_a_row_is_the_same_alone_and_among_others(kind, rows, threads):
     """Few rows share the outputs among threads, many are shared themselves."""

@@ -31,7 +31,8 @@ def weights(gate="Q8_0", up="Q8_0", down="Q8_0"):
         blocks = Blocks.read(lines, kind)
         half = blocks.scales[:, :, : BLOCK_TYPES[kind].heads]
         size = float(blocks.rows().std())
-        half.copy_((half.view(torch.float16) / size).view(torch.int16))
+        if half.numel():
+            half.copy_((half.view(torch.float16) / size).view(torch.int16))
         made.append((blocks.codes, blocks.scales, blocks.outputs, kind))
     return made
 
@@ -42,6 +43,7 @@ KINDS = [
     ("Q4_0", "Q8_0", "Q4_1"),
     ("Q4_K", "Q5_K", "Q6_K"),
     ("Q2_K", "IQ4_XS", "Q3_K"),
+    ("F16", "Q8_0", "BF16"),
 ]
 
 

@@ -21,15 +21,21 @@ _SCALES = {
 
 
 def unit_of(kind: str) -> tuple[int, int]:
-    """Numbers and bytes of what a type repeats."""
+    """Numbers and bytes of what a type repeats; of numbers of 16 bits, those of a block."""
     import gguf
 
+    if kind in ("F16", "BF16"):
+        return 32, 64
     return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
 
 
 def random_lines(kind: str, outputs: int, units: int, seed: int = 0) -> np.ndarray:
     """Bytes [outputs, bytes of a line] in which every code and factor occurs."""
     draw = np.random.default_rng(seed)
+    if kind in ("F16", "BF16"):
+        numbers = torch.from_numpy(draw.normal(size=(outputs, 32 * units)))
+        numbers = numbers.to(torch.float16 if kind == "F16" else torch.bfloat16)
+        return numbers.view(torch.uint8).numpy()
     data = draw.integers(0, 256, (outputs, units, unit_of(kind)[1]), np.uint8)
     scales = draw.uniform(-2, 2, (outputs, units, 2)).astype(np.float16)
     if kind == "MXFP4":  # powers of two, from -24 to 15

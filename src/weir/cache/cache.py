@@ -388,9 +388,13 @@ class StreamingCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slabs; fixed from the first token on."""
-        slabs = (layer.state.slab for layer in self.stack)
-        return sum(slab.nbytes for slab in slabs if slab is not None)
+        """Bytes of all slabs; fixed from the first token on.
+
+        Under `dense` and other policies that keep every token, the bytes of keys and values as
+        transformers' own cache would hold them, which grow with the stream. The memory that weir
+        takes is larger there: the slab is enlarged ahead of the tokens.
+        """
+        return sum(layer.state.nbytes(self.rows.columns) for layer in self.stack)
 
     @property
     def waiting(self) -> list[int]:
@@ -453,7 +457,10 @@ class StreamingCache(Cache):
             "chunk": self.chunk,
             "seen": self.seen,
             "bytes": self.nbytes,
-            "layers": [layer_report(layer.parts, row, waiting) for layer in self.stack.by_index],
+            "layers": [
+                layer_report(layer.parts, row, waiting, self.rows.columns)
+                for layer in self.stack.by_index
+            ],
         }
 
     @property

@@ -17,6 +17,9 @@ A number is `(value - zero) * scale + minimum`. `value` is the code, or what a t
 Where blocks share scales, a number is `(value - zero) * factor * unit * scale`, less the minimum
 times its factor.
 
+Numbers of 16 bits, F16 and BF16, lie in such panels as well, without scales: of each block the
+first number of all outputs, then the second, and so on.
+
 Format: the types of the ggml project. Codes and scales are kept as the file has them, so that
 nothing is rounded.
 """
@@ -36,13 +39,14 @@ class BlockFormat(NamedTuple):
     """A way in which a weight lies in blocks.
 
     Attributes:
-        planes: bits of each plane of codes; 8 alone for whole bytes.
+        planes: bits of each plane of codes; 8 alone for whole bytes, 16 for numbers.
         zero: the value that stands for 0.
         minima: blocks have a minimum, which is added to their numbers.
         shared: eight blocks share a scale, and each has a factor of it.
         halves: each half of a block has a factor of its own.
         unit: a power of two by which factors are multiplied.
         table: the value of each code, for codes that are no numbers.
+        number: "half" or "bfloat" for numbers of 16 bits, which need no scale.
     """
 
     planes: tuple[int, ...]
@@ -52,6 +56,7 @@ class BlockFormat(NamedTuple):
     halves: bool = False
     unit: float = 1.0
     table: tuple[int, ...] = ()
+    number: str = ""
 
     @property
     def bits(self) -> int:
@@ -81,7 +86,7 @@ class BlockFormat(NamedTuple):
     @property
     def heads(self) -> int:
         """Numbers in float16 that a unit has for each output: 1, or 2 with a minimum."""
-        return 2 if self.minima else 1
+        return 0 if self.number else 2 if self.minima else 1
 
     @property
     def factors(self) -> int:
@@ -121,7 +126,8 @@ def _signs(*values: int) -> tuple[int, ...]:
 
 
 _IQ3_XXS, _IQ3_S = _signs(4, 12, 20, 28, 36, 44, 52, 62), _signs(*range(1, 16, 2))
-_IQ2, _IQ1 = _signs(8, 25, 43), _signs(1, 7, 9)
+# Eight entries, so that the code of -x is that of x with all bits turned over; two are not used.
+_IQ2, _IQ1 = _signs(8, 25, 43, 0), _signs(1, 7, 9)
 
 
 def _by_table(
@@ -159,5 +165,7 @@ BLOCK_TYPES: dict[str, BlockFormat] = {
     "TQ1_0": BlockFormat((2,), zero=1, shared=True),
     "TQ2_0": BlockFormat((2,), zero=1, shared=True),
     "MXFP4": _by_table((4,), _E2M1),
+    "F16": BlockFormat((16,), number="half"),
+    "BF16": BlockFormat((16,), number="bfloat"),
 }
 """The format of each type of a GGUF file, by the name of the type."""

@@ -114,6 +114,11 @@ class Blocks:
         assert heads is not None
         start = first // PANEL
         stop = start + len(codes) // PANEL
+        if form.number:
+            numbers = codes.view(torch.int16).view(stop - start, PANEL, -1, BLOCK)
+            numbers = numbers.permute(0, 2, 3, 1).flatten(2).contiguous()
+            self.codes[start:stop] = numbers.view(torch.uint8)
+            return
         codes = codes.unflatten(1, (-1, QUADS, 4))
         vectors = []
         below = 0
@@ -165,6 +170,11 @@ def write_out(
 ) -> Tensor:
     """Return rows of a weight in blocks as float32 [rows, inputs]; see `Blocks`."""
     form = BLOCK_TYPES[kind]
+    if form.number:
+        stored = torch.float16 if form.number == "half" else torch.bfloat16
+        halves = codes.view(stored).unflatten(2, (BLOCK, PANEL)).movedim(3, 1)
+        rows = halves.flatten(0, 1)[:outputs] if which is None else halves[_lines(which)]
+        return rows.flatten(1).float()
     quads = codes.unflatten(2, (-1, PANEL, 4)).movedim(3, 1)  # [panels, 16, blocks, vectors, 4]
     heads = scales[:, :, : form.heads].view(torch.float16).movedim(3, 1)
     taken = [quads, heads]
@@ -174,7 +184,7 @@ def write_out(
     if which is None:
         taken = [t.flatten(0, 1)[:outputs] for t in taken]
     else:
-        taken = [t[which // PANEL, which % PANEL] for t in taken]
+        taken = [t[_lines(which)] for t in taken]
     quads, heads = taken[:2]
     numbers = _values_of(quads, form).unflatten(2, (-1, form.per)).float() - form.zero
     heads = heads.float()
@@ -190,20 +200,26 @@ def write_out(
     return numbers.flatten(1)
 
 
+def _lines(which: Tensor) -> tuple[Tensor, Tensor]:
+    """The panels of outputs, and their places in these."""
+    return which // PANEL, which % PANEL
+
+
 def _values_of(quads: Tensor, form: BlockFormat) -> Tensor:
     """Return the values of codes [rows, blocks, vectors, 4] in their order, [rows, blocks, 32]."""
-    groups = []
-    for group in range(QUADS):
-        found, below, before = torch.zeros_like(quads[:, :, 0]), 0, 0
-        for plane, bits in enumerate(form.planes):
-            vector, up = form.place_of(plane, group)
-            found |= (quads[:, :, before + vector] >> up & ((1 << bits) - 1)) << below
-            below, before = below + bits, before + bits
-        groups.append(found)
-    codes = torch.stack(groups, dim=2).flatten(2)
+    codes, below, before = None, 0, 0
+    for plane, bits in enumerate(form.planes):
+        places = [form.place_of(plane, group) for group in range(QUADS)]
+        at = torch.tensor([before + vector for vector, _ in places], device=quads.device)
+        ups = torch.tensor([[up] for _, up in places], dtype=torch.uint8, device=quads.device)
+        found = (quads[:, :, at] >> ups & ((1 << bits) - 1)) << below
+        codes = found if codes is None else codes | found
+        below, before = below + bits, before + bits
+    assert codes is not None
     if not form.table:
-        return codes
-    return torch.tensor(form.table, dtype=torch.uint8, device=codes.device)[codes.int()]
+        return codes.flatten(2)
+    table = torch.tensor(form.table, dtype=torch.uint8, device=codes.device)
+    return table[codes.flatten(2).int()]
 
 
 class _InBlocks(nn.Module):
@@ -240,6 +256,11 @@ class _InBlocks(nn.Module):
         for name in ("codes", "scales"):
             del destination[prefix + name]
         destination[prefix + "weight"] = self.weight
+
+
+def has_block_weights(model: nn.Module) -> bool:
+    """Return whether any weight of a model is held in blocks, where its numbers are rounded."""
+    return any(isinstance(module, _InBlocks) for module in model.modules())
 
 
 class BlockLinear(_InBlocks, nn.Linear):  # type: ignore[override]  # read only

@@ -94,6 +94,7 @@ def move_to_huge_pages(weights: Iterable[Tensor]) -> int:
     """
     free = free_memory(torch.device("cpu"))
     weights = [weight for weight in weights if not weight.is_inference()]
+    weights = [weight for weight in weights if weight.numel()]
     moving = [weight for weight in weights if _MOVED.get(weight) != weight.data_ptr()]
     needed = sum(_round_up(weight.nbytes, LINE) for weight in moving)
     if needed < LARGE_PAGE or not _has_large_pages() or free is None or free < SPARE * needed:
@@ -119,9 +120,11 @@ class LargePages:
         """Make a tensor whose numbers are not set."""
         count = math.prod(shape)
         needed = _round_up(count * dtype.itemsize, LINE)
+        if not count:
+            return torch.empty(tuple(shape), dtype=dtype)
         if self._memory is None or self._place + needed > self._end:
             self._take(max(needed, CHUNK))
-        if self._memory is None:
+        if self._memory is None or not count:
             return torch.empty(tuple(shape), dtype=dtype)
         made = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=self._place)
         made = made.view(tuple(shape))

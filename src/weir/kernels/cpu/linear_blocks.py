@@ -42,6 +42,7 @@ from weir.kernels.cpu.vectors import (
     FLOAT,
     INT,
     LONG,
+    add_product,
     broadcast,
     call_for_each,
     constant,
@@ -54,11 +55,13 @@ from weir.kernels.cpu.vectors import (
     shuffle,
     store_at,
     switch,
+    vector_at,
+    widen,
 )
 
 LEAST_TOGETHER, MOST_TOGETHER = 32, 64
 """Rows that a thread rounds and takes through a weight: few stay near, many read it seldom."""
-_HALF = ir.HalfType()
+_HALF, SHORT = ir.HalfType(), ir.IntType(16)
 _WORTH_A_THREAD = 2**16
 """Products of numbers below which a thread of their own costs more than it saves."""
 _AHEAD = 2**12
@@ -75,6 +78,10 @@ _LANES = PANEL if _VNNI else PANEL // 2
 """Whole sums of a vector."""
 TOGETHER = 8 if _VNNI else 4
 """Rows multiplied at once, at most: so many whole sums of a panel fit into registers."""
+_CHAINS = 2 if _VNNI else 1
+"""Sums of each output of numbers: one waits for what was added before. As many for all numbers of
+rows, so that a row has the same answer alone and among others.
+"""
 _INTS, _SHORTS, _BYTES = (ir.VectorType(ir.IntType(32 // n), n * _LANES) for n in (1, 2, 4))
 
 
@@ -373,10 +380,70 @@ def _emit_panel(
     switch(builder, rows, sorted({1, 2, 4, TOGETHER}), emit)
 
 
+def _emit_numbers(
+    form: BlockFormat,
+    builder: ir.IRBuilder,
+    rows: Any,
+    blocks: Any,
+    codes: Any,
+    x: Any,
+    out: Any,
+    apart: Any,
+) -> None:
+    """Products of a tile of rows with 16 outputs whose weights are numbers of 16 bits.
+
+    Arguments are as for `_emit_panel`, but that `x` is the address of float32 [rows, 32 * blocks].
+    """
+    parts = range(PANEL // _LANES)
+
+    def number_at(place: Any) -> Any:
+        if form.number == "half":
+            return _halves(builder, codes, place)
+        start = builder.inttoptr(codes, SHORT.as_pointer())
+        return widen(builder, builder.load(vector_at(builder, start, place, _LANES), align=2))
+
+    def emit(count: int) -> None:
+        total = [
+            [alloca_once_value(builder, constant(0.0, _LANES)) for _ in range(count * len(parts))]
+            for _ in range(_CHAINS)
+        ]
+        far = builder.mul(blocks, LONG(BLOCK))
+        with for_range(builder, blocks) as loop:
+            first = builder.mul(loop.index, LONG(BLOCK))
+            if count == 1:
+                start = builder.mul(loop.index, LONG(form.code_bytes))
+                for line in range(0, form.code_bytes, 64):
+                    prefetch(
+                        builder, _bytes(builder, codes, builder.add(start, LONG(_AHEAD + line)))
+                    )
+            lines = [
+                builder.gep(floats(builder, x), [builder.add(first, builder.mul(far, LONG(row)))])
+                for row in range(count)
+            ]
+            for i in range(BLOCK):
+                at = builder.mul(builder.add(first, LONG(i)), LONG(PANEL))
+                weights = [number_at(builder.add(at, LONG(part * _LANES))) for part in parts]
+                for row, line in enumerate(lines):
+                    factor = builder.load(builder.gep(line, [LONG(i)]))
+                    factor = broadcast(builder, factor, _LANES)
+                    for part in parts:
+                        sums = total[i % _CHAINS][row * len(parts) + part]
+                        add_product(builder, sums, weights[part], factor)
+        for row in range(count):
+            for part in parts:
+                found, *others = (builder.load(sums[row * len(parts) + part]) for sums in total)
+                for other in others:
+                    found = builder.fadd(found, other)
+                place = builder.add(builder.mul(apart, LONG(row)), LONG(part * _LANES))
+                store_at(builder, found, floats(builder, out), place)
+
+    switch(builder, rows, sorted({1, 2, 4, TOGETHER}), emit)
+
+
 @lru_cache
 def block_function(kind: str) -> int:
-    """Compile products with weights of a type, and return the address of their function, which
-    `multiply_panels` takes.
+    """Compile products with weights of a type, and return what `multiply_panels` takes: the address
+    of their function, less than 0 where rows are multiplied as they are and not rounded.
     """
     form = BLOCK_TYPES[kind]
 
@@ -393,7 +460,10 @@ def block_function(kind: str) -> int:
         out: Any,
         apart: Any,
     ) -> None:
-        _emit_panel(form, builder, rows, blocks, codes, scales, x, steps, sums, out, apart)
+        if form.number:
+            _emit_numbers(form, builder, rows, blocks, codes, x, out, apart)
+        else:
+            _emit_panel(form, builder, rows, blocks, codes, scales, x, steps, sums, out, apart)
 
     panel = llvm_function(emit)
 
@@ -411,7 +481,7 @@ def block_function(kind: str) -> int:
         panel(rows, blocks, codes, scales, x, steps, sums, out, apart)
 
     address: int = compile_callback(multiply_panel, arguments=9, name=kind).address
-    return address
+    return -address if form.number else address
 
 
 @llvm_function
@@ -514,10 +584,12 @@ def _multiply(
         while row < rows:
             tile, at = _tile_of(rows - row), row * blocks
             given = x + BLOCK * at, steps + 4 * at, sums + 8 * at
+            if function < 0:
+                given = x + 4 * BLOCK * at, steps, sums
             to, apart = out + 4 * (row * outputs + first), outputs
             if most < PANEL:
                 to, apart = sixteen.ctypes.data, PANEL
-            _multiply_panel(function, tile, blocks, *panel_at, *given, to, apart)
+            _multiply_panel(abs(function), tile, blocks, *panel_at, *given, to, apart)
             if most < PANEL:
                 for i in range(tile):
                     for j in range(most):
@@ -551,7 +623,8 @@ def multiply_panels(
         rows, blocks, outputs: sizes.
         codes, scales: addresses of the weight's.
         code_bytes, scale_bytes: from one panel's to the next's.
-        numbers: address of rounded rows, as `round_rows` makes them.
+        numbers: address of rounded rows, as `round_rows` makes them; of float32 where `function` is
+            less than 0.
         out: address of float32 [rows, outputs], which are written.
         part, parts: the number of the part, and of how many.
     """
@@ -595,10 +668,12 @@ def _multiply_rows(address: int) -> None:
     to, row = rounded.ctypes.data, some * take_part(address)
     while row < count:
         rows = min(some, count - row)
-        round_rows(rows, blocks, n[7] + 4 * row * blocks * BLOCK, to)
-        out = n[8] + 4 * row * outputs
+        x, out = n[7] + 4 * row * blocks * BLOCK, n[8] + 4 * row * outputs
+        if function > 0:
+            round_rows(rows, blocks, x, to)
+            x = to
         sizes = function, rows, blocks, outputs
-        multiply_panels(*sizes, n[9], n[10], n[11], n[12], to, out, 0, 1)
+        multiply_panels(*sizes, n[9], n[10], n[11], n[12], x, out, 0, 1)
         row = some * take_part(address)
     keep(rounded)
 
@@ -626,7 +701,8 @@ def rows_of_part(rows: int, threads: int) -> int:
 
 
 def linear_blocks(x: Tensor, codes: Tensor, scales: Tensor, outputs: int, kind: str) -> Tensor:
-    """Product of rows with a weight in blocks, the rows rounded to 8 bits block by block.
+    """Product of rows with a weight in blocks, the rows rounded to 8 bits block by block; not for
+    numbers of 16 bits.
 
     Args:
         x: [..., inputs], float32 or bfloat16, without gradients; inputs a multiple of 32.
@@ -647,9 +723,11 @@ def linear_blocks(x: Tensor, codes: Tensor, scales: Tensor, outputs: int, kind: 
         memory = given.data_ptr(), out.data_ptr()
         _multiply_many(threads, some, rows, blocks, outputs, function, *memory, *weight)
     else:
-        # In Python, so that numba need not compile a product.
-        rounded = torch.empty(rounded_size.py_func(rows, blocks), dtype=torch.int8)
-        round_rows(rows, blocks, given.data_ptr(), rounded.data_ptr())
-        memory = rounded.data_ptr(), out.data_ptr()
+        numbers = given
+        if function > 0:
+            # In Python, so that numba need not compile a product.
+            numbers = torch.empty(rounded_size.py_func(rows, blocks), dtype=torch.int8)
+            round_rows(rows, blocks, given.data_ptr(), numbers.data_ptr())
+        memory = numbers.data_ptr(), out.data_ptr()
         _multiply_together(threads, function, rows, blocks, outputs, *weight, *memory)
     return out.to(x.dtype)

@@ -46,18 +46,22 @@ def _run_rows(address: int) -> None:
     row = some * take_part(address)
     while row < count:
         rows = min(some, count - row)
-        round_rows(rows, blocks, x + 4 * row * blocks * BLOCK, at)
+        given = x + 4 * row * blocks * BLOCK
+        round_rows(rows, blocks, given, at)
         sizes, weight = (gate_function, rows, blocks, width), (n[13], n[14], n[15], n[16])
-        multiply_panels(*sizes, *weight, at, gates, 0, 1)
+        numbers = at if gate_function > 0 else given
+        multiply_panels(*sizes, *weight, numbers, gates, 0, 1)
         sizes, weight = (up_function, rows, blocks, width), (n[17], n[18], n[19], n[20])
-        multiply_panels(*sizes, *weight, at, ups, 0, 1)
+        numbers = at if up_function > 0 else given
+        multiply_panels(*sizes, *weight, numbers, ups, 0, 1)
         for i in range(rows):
             far = 4 * i * width
             gate(gates + far, ups + far, width, activation, power, gates + far)
         round_rows(rows, inner, gates, at)
         to = out + 4 * row * outputs
         sizes, weight = (down_function, rows, inner, outputs), (n[21], n[22], n[23], n[24])
-        multiply_panels(*sizes, *weight, at, to, 0, 1)
+        numbers = at if down_function > 0 else gates
+        multiply_panels(*sizes, *weight, numbers, to, 0, 1)
         row = some * take_part(address)
     keep(rounded)
     keep(products)

@@ -238,7 +238,8 @@ def _multiply(n: np.record, part: int, x: int, rounded: int, scratch: int) -> No
         if p.function:
             sizes = p.function, n.rows, n.inputs // BLOCK, p.outputs
             weight = p.weight, p.code_bytes, p.scale, p.scale_bytes
-            start, stop = multiply_panels(*sizes, *weight, rounded, p.out, part, p.parts)
+            given = rounded if p.function > 0 else x
+            start, stop = multiply_panels(*sizes, *weight, given, p.out, part, p.parts)
         else:
             shape = p.way, p.first, n.rows, n.inputs, p.outputs
             start, stop = multiply_part(*shape, x, p.weight, p.scale, p.out, part, p.parts)
@@ -431,7 +432,7 @@ class StepTable:
             products["parts"] = products["parts"].min() if alike else 1
         parts = int(products["parts"][0] if gated else products["parts"].sum())
         self._needed = max(self._needed, 2 * (self.rows * inputs + int(products["outputs"].max())))
-        fields |= {"rounded": int(products["function"].any())}
+        fields |= {"rounded": int((products["function"] > 0).any())}
         self.add("products", parts, inputs=inputs, products=products, count=len(weights), **fields)
 
     def attend(self, held: np.ndarray, heads: int, slots: int, waits: int, **fields: Any) -> int:
