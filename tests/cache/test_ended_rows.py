@@ -231,7 +231,10 @@ def test_rows_end_at_a_string_too() -> None:
     model, tokenizer = weir.load("nano")
     texts = ["Once there was a river", "The man said to the woman"]
     tokens = torch.tensor([tokenizer(text).input_ids[:4] for text in texts])
-    asked = {"inputs": tokens, "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    # Without an end token, transformers lets a row that has ended go on as it likes.
+    never = model.config.vocab_size - 1
+    asked = {"inputs": tokens, "max_new_tokens": 24, "do_sample": False}
+    asked |= {"eos_token_id": never, "pad_token_id": never - 1}
     plain = model.generate(**asked, **{CACHE: weir.StreamingCache(model)})
     said = [tokenizer.decode(row[4:]) for row in plain]
     short, row = next(

@@ -805,7 +805,8 @@ class StreamingCache(Cache):
             return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
         if not tokens.is_floating_point():
             return tokens == said
-        look_up = self.attachment.facts.decoder.get_input_embeddings()
+        decoder: Any = self.attachment.facts.decoder
+        look_up = decoder.get_input_embeddings()
         pad = torch.tensor([said], device=tokens.device)
         with torch.no_grad():
             return (tokens == look_up(pad).to(tokens)).all(dim=-1)

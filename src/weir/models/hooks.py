@@ -138,8 +138,10 @@ class Attachment:
         """Remove all hooks and restore the model."""
         if self._compiled is not None:
             self._compiled.remove()
-        for patch in (self._forward, *self._patches, *self._generates):
+        for patch in (self._forward, *self._patches):
             patch.remove()
+        for hook in self._generates:
+            hook.remove()
 
     def _call(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the decoder's forward, with or without a weir cache."""
