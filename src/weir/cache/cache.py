@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache
 
 from weir.cache.default_policy import check_origin, choose_policy
-from weir.cache.ended_rows import EndedRows
+from weir.cache.ended_rows import watch
 from weir.cache.forward import Folded, Forward, LayerStack, SecondReading
 from weir.cache.layer import Layer
 from weir.cache.layers import (
@@ -104,6 +104,7 @@ class StreamingCache(Cache):
             none. The forward is complete by then, so rows may be read, taken and put. An error
             that it raises comes out of the call.
         failed: by row, why its tokens of the last forward were refused, with `failures="keep"`.
+        only_new: whether `generate` was given embeddings of new tokens only and feeds them next.
         plans: the pipe of each layer and the sizes of its slots, known before any is allocated.
 
     Raises:
@@ -169,7 +170,7 @@ class StreamingCache(Cache):
         self.stack = LayerStack(Layer(plan.spec) for plan in self.plans)
         self.attachment = attach(served, self)
         self._batch = batch
-        self._generating: EndedRows | None = None
+        self.only_new = False
         self._pad: int | None = None
         self.reset()
 
@@ -255,8 +256,7 @@ class StreamingCache(Cache):
         transformers takes embeddings for the whole text, and leaves out as many as this says. Where
         they are of what is new only, that is none.
         """
-        only_new = self._generating is not None and self._generating.only_new
-        return 0 if only_new else self.rows.columns
+        return 0 if self.only_new else self.rows.columns
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Return (query_length, 0), sizes for a mask that is never read."""
@@ -773,7 +773,6 @@ class StreamingCache(Cache):
             if self._repeating:
                 return self._begin_again(given)
             self.stack.failed, self.stack.folded, self.stack.again = {}, None, {}
-        call = self._generating
         begun = self.rows.begin(
             given,
             vocabulary=self.attachment.facts.vocabulary,
@@ -783,11 +782,9 @@ class StreamingCache(Cache):
             without=without,
             fixed=self._batch is not None,
             twice=self._twice,
-            padded=None if call is None else call.padded(self.rows.batch or 0),
             is_pad=self._is_pad,
         )
-        if call is not None:
-            call.only_new = False
+        self.only_new = False
         known, model = self._known_places, self._model()
         if known is not None and model is not None and self.origin + max(begun.after.seen) > known:
             self._known_places = None
@@ -796,25 +793,15 @@ class StreamingCache(Cache):
             check_memory(self.plans, self.policy, len(begun.after.seen), self._device)
         return Forward(self.stack, given, begun, self._rotaries, self.begin, without)
 
-    @contextmanager
-    def generating(self, asked: Mapping[str, Any] | None = None) -> Iterator[EndedRows]:
-        """Note which rows end during a call of `generate` with this cache, given its arguments."""
-        if self._generating is not None:  # weir.generate inside of model.generate
-            yield self._generating
-            return
-        call = self._generating = EndedRows()
-        asked = asked or {}
-        vectors, mask = asked.get("inputs_embeds"), asked.get("attention_mask")
-        if isinstance(vectors, Tensor) and isinstance(mask, Tensor) and self.rows.columns:
-            call.only_new = mask.shape[-1] == self.rows.columns + vectors.shape[1]
-        try:
-            yield call
-        finally:
-            self._generating = None
-            padded = call.padded(self.rows.batch or 0)
-            if padded is not None:
-                self._pad = call.pad
-                self.stack.rows = replace(self.rows, ended=padded)
+    def watch(self, config: GenerationConfig, criteria: StoppingCriteriaList) -> Any:
+        """Return the stopping criteria of a call of `generate`, which tell which rows ended."""
+        return watch(config, criteria, self._note_ended)
+
+    def _note_ended(self, padded: list[bool], pad: int | None) -> None:
+        """Note in which rows the newest token of `generate`, not fed yet, is padding."""
+        if len(padded) == self.rows.batch:
+            self._pad = pad
+            self.stack.rows = replace(self.rows, ended=padded)
 
     def _is_pad(self, tokens: Tensor) -> Tensor:
         """Return which of some ids [rows] or embeddings [rows, width] are the padding token."""
@@ -825,7 +812,8 @@ class StreamingCache(Cache):
             return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
         if not tokens.is_floating_point():
             return tokens == said
-        look_up = self.attachment.facts.decoder.get_input_embeddings()
+        decoder: Any = self.attachment.facts.decoder
+        look_up = decoder.get_input_embeddings()
         pad = torch.tensor([said], device=tokens.device)
         with torch.no_grad():
             return (tokens == look_up(pad).to(tokens)).all(dim=-1)

@@ -138,8 +138,10 @@ class Attachment:
         """Remove all hooks and restore the model."""
         if self._compiled is not None:
             self._compiled.remove()
-        for patch in (self._forward, *self._patches, *self._generates):
+        for patch in (self._forward, *self._patches):
             patch.remove()
+        for hook in self._generates:
+            hook.remove()
 
     def _call(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the decoder's forward, with or without a weir cache."""
@@ -147,6 +149,7 @@ class Attachment:
             given = with_one_name(self._named(args, kwargs))
             cache: Any = given.get(CACHE)
             attachment = getattr(cache, "attachment", None)
+            kwargs = with_one_name(kwargs)  # transformers would warn of an old name in weir's
             if self.running is not None or not isinstance(attachment, Attachment):
                 return own(*args, **kwargs)
             if attachment.running is not None:
