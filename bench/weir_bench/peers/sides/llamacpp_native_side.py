@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,7 @@ class NativeLlamaCpp:
         for begin in range(0, len(places), TOGETHER):
             self._fill(places[begin : begin + TOGETHER])
 
-    def _fill(self, places: list[tuple[int, int, int, int]]) -> None:
+    def _fill(self, places: Sequence[tuple[int, int, int, int]]) -> None:
         batch = self._batch
         batch.n_tokens = len(places)
         for n, (token, position, row, wanted) in enumerate(places):
