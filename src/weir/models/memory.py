@@ -124,7 +124,7 @@ class LargePages:
             return torch.empty(tuple(shape), dtype=dtype)
         if self._memory is None or self._place + needed > self._end:
             self._take(max(needed, CHUNK))
-        if self._memory is None or not count:
+        if self._memory is None:
             return torch.empty(tuple(shape), dtype=dtype)
         made = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=self._place)
         made = made.view(tuple(shape))
