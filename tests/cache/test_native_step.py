@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 import weir
 from weir import StreamingCache, WeirError, compile_steps
 from weir.models import hooks, native_step
+from weir.models.native_program import StepProgram
 from weir.models.block_weights import put_blocks
 
 pytest.importorskip("numba", reason="not installed: pip install 'weir-kv[fast]'")
@@ -41,15 +43,17 @@ ZERO_SINK = {"weir_sink": {"kind": "zero"}, "attn_implementation": "weir_zero_si
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A one for each native step."""
+    """A one for each native step, and for each that was tried beside the model's own."""
     found: list[int] = []
-    own = native_step._StepProgram.run
+    run, check = StepProgram.run, native_step.check_program
 
-    def run(self: Any, *given: Any) -> Tensor:
+    def counted(own: Callable[..., Any], *given: Any, **more: Any) -> Any:
+        answer = own(*given, **more)
         found.append(1)
-        return own(self, *given)
+        return answer
 
-    monkeypatch.setattr(native_step._StepProgram, "run", run)
+    monkeypatch.setattr(StepProgram, "run", lambda *given: counted(run, *given))
+    monkeypatch.setattr(native_step, "check_program", partial(counted, check))
     monkeypatch.setattr(native_step.NativeStep, "wait", True)
     return found
 
@@ -237,9 +241,9 @@ def test_rows_that_change_places_and_steps_of_some_of_them(taken) -> None:
 def test_steps_of_some_rows_have_one_program_while_nothing_is_replaced(taken, monkeypatch) -> None:
     """A server with one client of eight makes all its steps so; programs take longer than steps."""
     made: list[object] = []
-    own = native_step._StepProgram.__init__
+    own = StepProgram.__init__
     monkeypatch.setattr(
-        native_step._StepProgram, "__init__", lambda *given: made.append(1) or own(*given)
+        StepProgram, "__init__", lambda *given: made.append(1) or own(*given)
     )
     model, ids = make("llama", **WIDE), tokens(3, PROMPT + STEPS)
     compile_steps(model)

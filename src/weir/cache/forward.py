@@ -141,6 +141,7 @@ class LayerStack(list[Layer]):
         folded: the folds of the last forward, until `on_fold` is called.
         again: by row, the ids of a chunk that has folded and is to be read a second time.
         program: the native step over these slots; None for none yet.
+        why_not_native: why the last step over these slots could not be native; None if it could.
     """
 
     rows: Rows
@@ -149,6 +150,7 @@ class LayerStack(list[Layer]):
     folded: Folded | None
     again: dict[int, list[int]]
     program: Any = None
+    why_not_native: str | None = None
     _layout: StepLayout | None = None
 
     def __init__(self, layers: Iterable[Layer]) -> None:

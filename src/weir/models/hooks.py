@@ -42,6 +42,7 @@ from weir.models.linear_kernels import choose_products
 from weir.models.model_spec import OWN_FAMILIES, ModelSpec, describe, input_device
 from weir.models.native_step import NativeStep
 from weir.models.quantized_weights import quantizes_inputs
+from weir.models.step_engine import StepEngine
 from weir.slab import AttentionParams
 
 _COMPILED: weakref.WeakKeyDictionary[nn.Module, Compiling] = weakref.WeakKeyDictionary()
@@ -75,7 +76,8 @@ class Attachment:
         self._forward = MethodPatch(facts.decoder, "forward", self._call)
         self._patches = [MethodPatch(rotary, "forward", self._rotate) for rotary in facts.rotaries]
         self._compiled: Compiled | None = None
-        self._native: NativeStep | None = None
+        self._native: StepEngine | None = None
+        self._asked: Compiling | None = None
         self.compile(_COMPILED.get(facts.decoder), facts.attentions)
         if facts.images is not None and facts.images.axes:
             for kind in ("image", "video"):
@@ -107,14 +109,34 @@ class Attachment:
         own = self._forward.own
         programs = compiling is not None and compiling.programs
         self._compiled = Compiled(own, layers, compiling) if compiling and programs else None
-        parts = ("layers", "norm", "embed_tokens")
-        known = compiling is not None and compiling.native
-        known = known and all(hasattr(self.facts.decoder, name) for name in parts)
-        if not known or kernels.decode_step(torch.device("cpu")) is None:
-            self._native = None
+        self._native = None
+        if compiling is not None and compiling.native:
+            if kernels.decode_step(torch.device("cpu")) is not None:
+                self._native = NativeStep(self.facts, compiling.wait)
+        self._asked = compiling
+
+    def describe_steps(self, stack: Any) -> dict[str, str | None]:
+        """Return how steps over a cache's layers run, and why they are not native.
+
+        Args:
+            stack: the layers, `cache.forward.LayerStack`.
+        """
+        if self._asked is None:
+            reason: str | None = "weir.compile_steps(model) has not been called"
+        elif not self._asked.native:
+            reason = "options for torch.compile were given"
+        elif self._native is None:
+            reason = "there is no kernel for steps here: pip install 'weir-kv[fast]'"
+        elif self.facts.decoder.get_input_embeddings().weight.device.type != "cpu":
+            reason = "the model is not on a CPU"
         else:
-            wait = compiling is not None and compiling.wait
-            self._native = NativeStep(self.facts.decoder, wait)
+            with self._lock, self._lock.attention(self._attention):
+                reason = self._native.why_not(stack)
+        if reason is None:
+            return {"run": "native", "why": None}
+        compiled = self._compiled is not None and self._asked is not None
+        compiled = compiled and self._asked.failed is None
+        return {"run": "compiled" if compiled else "eager", "why": reason}
 
     def leave(self) -> None:
         """Remove all hooks and restore the model."""
@@ -179,7 +201,7 @@ class Attachment:
         compiled, native = self._compiled, self._native
         rows = None if native is None or plain else running.step_rows()
         if native is not None and rows is not None:
-            output = native(rows, given, lambda: own(**given))
+            output = native.step(rows, given, lambda: own(**given))
             if output is not None:
                 if rows.largest is not None:
                     running.commit_step(rows)

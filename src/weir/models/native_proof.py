@@ -16,6 +16,7 @@ itself is multiplied as the table says is a matter of the class and of `native_c
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from weir.models.cache_name import CACHE
 from weir.models.interception import MethodPatch
 from weir.models.model_spec import ModelLayerSpec, ModelSpec
 from weir.models.native_form import (
@@ -41,8 +43,6 @@ from weir.slab import AttentionParams, Rotary, rotation_tables
 
 PLACES = (0, 1, 5, 97, 12_345, 2_000_003)
 """Positions of the rows that a layer is tried on; the last is far beyond any model's window."""
-CACHES = ("past_key_values", "cache")
-"""What transformers calls the argument for a cache."""
 
 
 def prove(spec: ModelSpec, form: DecoderForm, attentions: Sequence[nn.Module]) -> list[Any]:
@@ -83,15 +83,15 @@ def _try_decoder(spec: ModelSpec, form: DecoderForm) -> list[tuple[tuple[Any, ..
     for rotary in spec.rotaries:
         parts[id(rotary)] = _TrialRotary(rotary, spec)
     copy = copy_module(decoder, parts)
-    ids, cache = torch.arange(len(PLACES))[:, None], _TrialCache()
+    ids = torch.arange(len(PLACES))[:, None]
+    known = inspect.signature(type(decoder).forward).parameters
     given: dict[str, Any] = {"input_ids": ids, "attention_mask": None, "use_cache": True}
-    names = type(decoder).forward.__code__.co_varnames if not _signature(decoder) else None
-    known = _signature(decoder) or names or ()
-    given |= {name: cache for name in CACHES if name in known}
+    given[CACHE] = _TrialCache()
     if "position_ids" in known:
         given["position_ids"] = torch.zeros(1, 1, dtype=torch.int64)
-    output = copy.forward(**{name: value for name, value in given.items() if name in known})
-    for stand_in, what in ((embeddings, "embeddings"), (last, "norm"), *((x, "layers") for x in layers)):
+    output = copy.forward(**given)
+    named = (embeddings, "embeddings"), (last, "norm"), *((layer, "layers") for layer in layers)
+    for stand_in, what in named:
         if len(stand_in.calls) != 1:
             raise NotNative(f"its decoder uses its {what} {len(stand_in.calls)} times")
     if not torch.equal(embeddings.calls[0][0][0], ids):
@@ -105,12 +105,6 @@ def _try_decoder(spec: ModelSpec, form: DecoderForm) -> list[tuple[tuple[Any, ..
     if not torch.equal(output.last_hidden_state, hidden):
         raise NotNative("its decoder changes hidden states after its last norm")
     return [layer.calls[0] for layer in layers]
-
-
-def _signature(decoder: Any) -> Sequence[str]:
-    import inspect
-
-    return [*inspect.signature(type(decoder).forward).parameters]
 
 
 class _Recorder(nn.Module):

@@ -1,0 +1,201 @@
+"""Check of a table's operations, before the first step of its sizes takes effect.
+
+`models.native_proof` has shown what a decoder computes; here the kernel is shown to compute that,
+with the weights and slots as they are. Each operation's result is compared with PyTorch's, in
+float32 and from the very numbers that the operation read, so that no error grows from one to the
+next: half-precision weights need no wider tolerance, and those in blocks only what a few inputs
+that are rounded to the neighboring step explain. Rows are at several places of the stream, one of
+them far beyond any window, and hidden states are random but for the tokens of the step itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weir.models.block_weights import BlockLinear
+from weir.models.native_form import (
+    DecoderForm,
+    LayerForm,
+    NotNative,
+    Projection,
+    activate,
+    is_rounding,
+)
+from weir.models.native_program import LayerOperations, StepProgram
+from weir.models.native_proof import normalized, rotated
+
+PLACES = (7, 1_000_003)
+"""How much further than in the stream rows are tried; the second is beyond any model's window."""
+FLIPS = 4
+"""Inputs rounded to 8 bits that two computations may round to neighboring steps."""
+_EPS = torch.finfo(torch.float32).eps
+
+
+def check_program(
+    program: StepProgram, form: DecoderForm, rows: Any, embedded: Tensor, whole: bool
+) -> None:
+    """Compare the operations of a program with PyTorch's; the last run is at the rows' own places.
+
+    Args:
+        program: the table.
+        form: what it was made of.
+        rows: the rows of the step (`cache.forward.StepRows`).
+        embedded: its embeddings [batch, 1, width].
+        whole: check all layers; if false one of each kind.
+
+    Raises:
+        NotNative: an operation computes something else.
+    """
+    known: set[Hashable] = set()
+    program.hidden.copy_(embedded[:, 0])
+    draw = torch.Generator().manual_seed(0)
+    for index, layer in enumerate(form.layers):
+        kind = _kind(layer, program.layers[index])
+        first = kind not in known
+        known.add(kind)
+        trial = _Trial(f"layers.{index}", layer, program.layers[index], rows)
+        own = program.hidden.clone()
+        if first:
+            for further in PLACES:
+                program.hidden.copy_(torch.randn(own.shape, generator=draw))
+                trial.run(program, index, torch.from_numpy(rows.places) + further)
+            program.hidden.copy_(own)
+        if first or whole:
+            trial.run(program, index, torch.from_numpy(rows.places))
+        else:
+            program.run_layer(index, rows, rows.places)
+    hidden, out = program.hidden[rows.busy].double(), program.run_norm()[rows.busy]
+    if not is_rounding(out, form.norm(hidden), form.norm.width):
+        raise NotNative("the native norm computes something else than the model's")
+
+
+def _kind(form: LayerForm, layer: LayerOperations) -> Hashable:
+    """What tells layers apart whose operations run other code."""
+    parts = (
+        (type(part.module), part.outputs, part.module.in_features, part.module.bias is None)
+        for part in form.projections
+    )
+    norms = tuple(norm.name.rpartition(".")[2] for norm in form.norms)
+    slots = tuple((part.slots.sizes, part.rotary is None) for part in layer.parts)
+    codes = tuple(getattr(p.module, "codes", torch.empty(0)).shape for p in form.projections)
+    return tuple(parts), norms, slots, codes, form.activation, form.factor
+
+
+class _Trial:
+    """One layer's operations beside PyTorch's."""
+
+    def __init__(self, name: str, form: LayerForm, layer: LayerOperations, rows: Any) -> None:
+        self._name, self._form, self._layer, self._rows = name, form, layer, rows
+
+    def run(self, program: StepProgram, index: int, places: Tensor) -> None:
+        """Run the layer over the program's hidden state, and compare."""
+        form, layer, busy = self._form, self._layer, self._rows.busy
+        before = program.hidden.clone()
+        program.run_layer(index, self._rows, places.numpy())
+        y = normalized(form.before_attention, before.double())
+        asked = (form.q, layer.q, form.q_norm), (form.k, layer.k, form.k_norm)
+        for part, got, norm in (*asked, (form.v, layer.v, None)):
+            made = part(y.float())
+            normed = made if norm is None or not form.heads_together else norm(made)
+            self._compare(part, got, normed, y, scale=normed.norm(dim=1) / made.norm(dim=1))
+        answers, apart = self._answers(places)
+        self._compare(form.o, layer.o, form.o(answers), answers, apart)
+        x = before.double() + form.factor * normalized(form.after_attention, layer.o.double())
+        y = normalized(form.before_mlp, x)
+        self._compare(form.gate, layer.gate, form.gate(y.float()), y)
+        self._compare(form.up, layer.up, form.up(y.float()), y)
+        gated = activate(form.activation, layer.gate.double()) * layer.up.double()
+        if not is_rounding(layer.gated[busy], gated[busy], 1):
+            raise NotNative(f"{self._name}: the native activation is another than the model's")
+        self._compare(form.down, layer.down, form.down(layer.gated), layer.gated)
+        x = x + form.factor * normalized(form.after_mlp, layer.down.double())
+        if not is_rounding(program.hidden[busy], x[busy], x.shape[1]):
+            raise NotNative(f"{self._name}: the native sum is another than the model's")
+
+    def _compare(
+        self,
+        part: Projection,
+        got: Tensor,
+        wanted: Tensor,
+        x: Tensor,
+        apart: float = 0.0,
+        scale: float | Tensor = 1.0,
+    ) -> None:
+        """Compare a product of x [rows, inputs] with PyTorch's.
+
+        A sum of n products is off by what rounding makes of the sizes of its terms, which cancel
+        more or less; of all outputs together these are |W| |x|, and |W| is seen in what the weight
+        makes of random signs.
+
+        Args:
+            part: the projection.
+            got, wanted: [rows, outputs].
+            x: what was multiplied.
+            apart: how far x may be off.
+            scale: by what the product was multiplied since [rows].
+        """
+        inputs = x.shape[1]
+        draw = torch.Generator().manual_seed(inputs)
+        signs = torch.randint(2, (1, inputs), generator=draw).float() * 2 - 1
+        off = _EPS * (32 + 4 * math.sqrt(inputs))
+        if isinstance(part.module, BlockLinear):
+            off += FLIPS / 127 / math.sqrt(inputs)
+        bound = part(signs).norm() * (off * x.norm(dim=1) + apart) * scale
+        over = (got - wanted).norm(dim=1) > bound
+        if bool(over[self._rows.busy].any()) or not bool(got[self._rows.busy].isfinite().all()):
+            raise NotNative(f"the native product of {part.name} is another than the model's")
+
+    def _answers(self, places: Tensor) -> tuple[Tensor, float]:
+        """What attention answers to the queries in the table's memory [rows, heads * width], and how
+        far that may be off; compares keys and values with those that were stored.
+        """
+        form, layer, rows = self._form, self._layer, self._rows
+        heads = sum(part.slots.keys.shape[1] for part in layer.parts)
+        dim, batch = layer.parts[0].slots.keys.shape[3], len(places)
+        width = form.o.module.in_features // heads
+        found, apart = torch.zeros(batch, heads, width), 0.0
+        for part, span in zip(layer.parts, layer.spans, strict=True):
+            slots = part.slots
+            numbers = list(range(heads) if part.heads is None else part.heads)
+            made = []
+            for got, norm in ((layer.q, form.q_norm), (layer.k, form.k_norm)):
+                t = got.double().view(batch, heads, -1, dim)[:, numbers].flatten(1, 2)
+                if norm is not None and not form.heads_together:
+                    t = norm(t)
+                made.append(t if part.rotary is None else rotated(part.rotary, t, places))
+            queries, keys = made
+            values = layer.v.double().view(batch, heads, -1)[:, numbers]
+            first = 0 if slots.quantized is None else len(slots.quantized)
+            ends = torch.from_numpy(rows.spans[span, 1:].copy())
+            stored = [
+                t[torch.arange(batch), :, ends - first].float() for t in (slots.keys, slots.values)
+            ]
+            for got, want, what in zip(stored, (keys, values), ("keys", "values"), strict=True):
+                eps = torch.finfo(slots.keys.dtype).eps
+                size = want.abs().flatten(1).amax(1)[:, None, None]
+                off = eps * want.abs() + _EPS * (32 + 4 * dim**0.5) * size
+                if not bool(((got - want).abs() <= off)[rows.busy].all()):
+                    raise NotNative(f"{self._name}: native steps store other {what}")
+            wide: dict[str, Any] = {"keys": slots.keys.float(), "values": slots.values.float()}
+            if slots.quantized is not None:
+                quantized = slots.quantized
+                kind = type(quantized)
+                wide["quantized"] = kind(quantized.format, quantized.buffers, torch.float32)
+            held = dataclasses.replace(slots, queries=None, **wide)
+            given = queries[:, :, None].float(), stored[0][:, :, None], stored[1][:, :, None]
+            waiting = torch.from_numpy(rows.waiting)
+            answers = held.attend(*given, part.params, ends, waiting, torch.zeros(batch))
+            answers = answers.view(batch, len(numbers), -1)
+            found[:, numbers] = answers
+            # A weight is off, relatively, by what its logit is off absolutely.
+            logit = float(wide["keys"].norm(dim=3).max() * queries.norm(dim=2).max())
+            off = _EPS * (32 + 4 * dim**0.5 * (1 + logit * abs(part.params.scale)))
+            size = float(wide["values"].norm(dim=3).max())
+            apart += off * size * (queries.shape[1]) ** 0.5
+        return found.flatten(1), apart
