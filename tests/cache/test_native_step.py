@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 import weir
 from weir import StreamingCache, WeirError, compile_steps
 from weir.models import hooks, native_step
-from weir.models.native_program import StepProgram
 from weir.models.block_weights import put_blocks
+from weir.models.native_program import StepProgram
 
 pytest.importorskip("numba", reason="not installed: pip install 'weir-kv[fast]'")
 CHUNK, PROMPT, STEPS = 4, 30, 26
@@ -242,9 +242,7 @@ def test_steps_of_some_rows_have_one_program_while_nothing_is_replaced(taken, mo
     """A server with one client of eight makes all its steps so; programs take longer than steps."""
     made: list[object] = []
     own = StepProgram.__init__
-    monkeypatch.setattr(
-        StepProgram, "__init__", lambda *given: made.append(1) or own(*given)
-    )
+    monkeypatch.setattr(StepProgram, "__init__", lambda *given: made.append(1) or own(*given))
     model, ids = make("llama", **WIDE), tokens(3, PROMPT + STEPS)
     compile_steps(model)
     cache, alone = (StreamingCache(model, POLICIES[0], chunk=CHUNK) for _ in range(2))

@@ -127,16 +127,21 @@ class Attachment:
             reason = "options for torch.compile were given"
         elif self._native is None:
             reason = "there is no kernel for steps here: pip install 'weir-kv[fast]'"
-        elif self.facts.decoder.get_input_embeddings().weight.device.type != "cpu":
-            reason = "the model is not on a CPU"
         else:
-            with self._lock, self._lock.attention(self._attention):
-                reason = self._native.why_not(stack)
+            if not self._native.is_prepared():
+                with self._lock, self._lock.attention(self._attention):
+                    self._native.prepare()
+            reason = self._native.why_not(stack)
         if reason is None:
-            return {"run": "native", "why": None}
-        compiled = self._compiled is not None and self._asked is not None
-        compiled = compiled and self._asked.failed is None
-        return {"run": "compiled" if compiled else "eager", "why": reason}
+            return {"run": "native", "reason": None}
+        programs = self._compiled is not None and self._asked is not None
+        run = "compiled" if programs and self._compiles(stack) else "eager"
+        return {"run": run, "reason": reason}
+
+    def _compiles(self, stack: Any) -> bool:
+        """Return whether `torch.compile` can make steps over a cache's layers."""
+        failed = self._asked is None or self._asked.failed is not None
+        return not failed and stack.why_not_constant() is None
 
     def leave(self) -> None:
         """Remove all hooks and restore the model."""

@@ -217,7 +217,7 @@ def read_decoder(decoder: Any, attentions: Sequence[nn.Module]) -> DecoderForm:
     """
     for name in PARTS:
         if not hasattr(decoder, name):
-            raise NotNative(f"its decoder is a {type(decoder).__name__}, which has no {name}")
+            raise NotNative(f"its decoder is {_what(decoder)}, which has no {name}")
     if torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks:
         raise NotNative("a forward hook is registered for all modules")
     if not has_class_forward(decoder):
@@ -298,8 +298,16 @@ def _mlp_projections(name: str, mlp: Any) -> Iterator[Projection]:
     for short in names:
         module = getattr(mlp, short, None)
         if module is None:
-            raise NotNative(f"{name}.mlp is a {type(mlp).__name__}, which has no {short}")
+            raise NotNative(f"{name}.mlp is {_what(mlp)}, which has no {short}")
         yield _projection(f"{name}.mlp.{short}", module)
+
+
+def _what(module: nn.Module) -> str:
+    """Return what a module is: its class, by its full name where that says whose it is."""
+    kind = type(module)
+    known = kind.__module__.startswith(("transformers.", "torch."))
+    name = kind.__name__ if known else f"{kind.__module__}.{kind.__qualname__}"
+    return f"{'an' if name[0] in 'AEIO' else 'a'} {name}"
 
 
 def _projection(name: str, module: Any) -> Projection:
@@ -307,7 +315,7 @@ def _projection(name: str, module: Any) -> Projection:
     if module is None:
         raise NotNative(f"{name} does not exist")
     if type(module) not in _LINEARS:
-        raise NotNative(f"{name} is a {type(module).__name__}, which native steps do not know")
+        raise NotNative(f"{name} is {_what(module)}, which native steps do not know")
     if type(module).forward is not _LINEARS[type(module)]:
         raise NotNative(f"the forward of {type(module).__name__} was replaced")
     if isinstance(module, BlockLinear):
@@ -365,12 +373,13 @@ def _norms(name: str, layer: Any) -> list[Norm | None]:
 def _norm(name: str, module: Any) -> Norm:
     """Find out which norm a module computes, by trying it on several rows."""
     epsilon = next(
-        (e for n in ("variance_epsilon", "eps") if (e := getattr(module, n, None)) is not None), None
+        (e for n in ("variance_epsilon", "eps") if (e := getattr(module, n, None)) is not None),
+        None,
     )
     held = {**module._parameters, **module._buffers}
     weight = held.get("weight")
-    if epsilon is None or weight is None or {*held} - {"weight", "bias"}:
-        raise NotNative(f"{name} is a {type(module).__name__}, which native steps do not know")
+    if epsilon is None or weight is None or {*held, *_held(module)} - {"weight", "bias"}:
+        raise NotNative(f"{name} is {_what(module)}, which native steps do not know")
     for each in held.values():
         if each is not None and (not is_plain(each) or each.ndim != 1):
             raise NotNative(_not_plain(name, each))
@@ -383,7 +392,7 @@ def _norm(name: str, module: Any) -> Norm:
             if centered or held.get("bias") is None:
                 if is_rounding(answer, norm(x.double()), len(weight)):
                     return norm
-    raise NotNative(f"{name}, a {type(module).__name__}, computes no norm that native steps know")
+    raise NotNative(f"{name}, {_what(module)}, computes no norm that native steps know")
 
 
 def activation_of(activation: Callable[[Tensor], Tensor], name: str) -> str:
@@ -407,26 +416,26 @@ def _factor(module: Any, attribute: str, name: str) -> float:
 
 
 def _refuse_others(name: str, layer: nn.Module, form: LayerForm, activation: Any) -> None:
-    """Refuse modules with parameters or buffers that a form has no place for."""
+    """Refuse modules with tensors that a form has no place for, and those in training, which may
+    drop something out.
+    """
     known = {id(part.module) for part in (*form.projections, *form.norms)} | {id(activation)}
     for below, module in layer.named_modules():
+        where = f"{name}.{below}" if below else name
         if id(module) not in known and (held := _held(module)):
-            where = f"{name}.{below}" if below else name
             raise NotNative(f"{where} has {held[0]}, which native steps do not know")
+        if module.training and (module._modules or getattr(module, "p", 0)):
+            raise NotNative(f"{where} is in training mode")
 
 
 def _held(module: nn.Module) -> list[str]:
-    """Return the names of a module's own parameters and buffers."""
-    held = {**module._parameters, **module._buffers}
-    return [name for name, tensor in held.items() if tensor is not None]
+    """Return the names of a module's own parameters, buffers and other tensors."""
+    held = {**module._parameters, **module._buffers, **vars(module)}
+    return [name for name, tensor in held.items() if isinstance(tensor, Tensor)]
 
 
 def refuse_changed(name: str, module: nn.Module) -> None:
-    """Refuse a module in training, with hooks, compiled, or with another forward than its class's;
-    NotNative.
-    """
-    if module.training:
-        raise NotNative(f"{name} is in training mode")
+    """Refuse a module with hooks, compiled, or with another forward than its class's; NotNative."""
     if module._forward_hooks or module._forward_pre_hooks:
         raise NotNative(f"{name} has a forward hook")
     if getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules:

@@ -65,6 +65,7 @@ class StepProgram:
         table: the operations.
         layers: those of each layer.
         hidden: [rows, width], float32, what layers read and add to.
+        dtype: of what a step returns.
 
     Args:
         form: of the decoder.
@@ -93,7 +94,7 @@ class StepProgram:
         self._spans, self._waiting, self._places = (
             np.zeros_like(t) for t in (rows.spans, rows.waiting, rows.places)
         )
-        self._dtype = form.norm.module.weight.dtype
+        self.dtype = form.norm.module.weight.dtype
         self.hidden = table.memory(batch, form.norm.width)
         self._angles = self._add_angles([part.rotary for part in parts])
         self._before_layers = len(table)
@@ -129,7 +130,7 @@ class StepProgram:
         out = torch.empty_like(self.hidden)[:, None]
         self.table.operations[self._last]["onto"] = out.data_ptr()
         self.table.run()
-        return out.to(self._dtype)
+        return out.to(self.dtype)
 
     def run_layer(self, index: int, rows: Any, places: Tensor) -> None:
         """Run one layer over `hidden`, with rows at other places of the stream [batch]."""
@@ -173,7 +174,9 @@ class StepProgram:
         table = self.table
         asked = form.q, form.k, form.v
         outs = [table.memory(table.rows, part.outputs) for part in (*asked, form.o)]
-        table.multiply([part.weight() for part in asked], outs[:3], **self._from(form.before_attention))
+        table.multiply(
+            [part.weight() for part in asked], outs[:3], **self._from(form.before_attention)
+        )
         batch, _, _, dim = parts[0].slots.keys.shape
         width = parts[0].slots.values.shape[3]
         heads = sum(part.slots.keys.shape[1] for part in parts)

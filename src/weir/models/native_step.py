@@ -17,11 +17,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from weir import kernels
-from weir.errors import WeirError
 from weir.models import compiling
 from weir.models.cache_name import CACHE
 from weir.models.model_spec import ModelSpec, attention_modules
@@ -66,38 +65,31 @@ class NativeStep:
         self._reason: str | None = None
         self._compiling: threading.Thread | None = None
         self._waited = False
-        self._refused: dict[Any, str] = {}
         self._proved: set[Any] = set()
         try:  # the kernel is often there before the first step is
-            read_decoder(self._decoder, attention_modules(self._decoder))
+            read_decoder(self._decoder, self._attentions())
         except NotNative:
             return
         self._start_compiling()
 
-    def prepare(self) -> str | None:
-        """Prove the decoder's form, unless nothing changed since it was proved; returns why its
-        steps are its own, None if they are native. See `StepEngine.prepare`.
-        """
-        if self._watch is not None and self._watch.holds():
-            return self._reason
-        self._watch, self._form, self._reason = None, None, None
-        self._refused, self._proved = {}, set()
+    def is_prepared(self) -> bool:
+        """Return whether nothing changed since `prepare`; see `StepEngine.is_prepared`."""
+        return self._watch is not None and self._watch.holds()
+
+    def prepare(self) -> None:
+        """Read the decoder's form and prove it; see `StepEngine.prepare`."""
+        self._watch = Watch(self._decoder)
+        self._form, self._reason, self._proved = None, None, set()
         try:
             with torch.no_grad():
-                attentions = attention_modules(self._decoder)  # those of now
+                attentions = self._attentions()  # those of now
                 form = read_decoder(self._decoder, attentions)
                 self._params = prove(self._spec, form, attentions)
             self._form = form
         except NotNative as error:
             self._reason = str(error)
-        except WeirError:
-            raise
-        except Exception as error:  # whatever modules of others raise when they are tried
-            first = (str(error).strip().splitlines() or [""])[0]
-            self._reason = f"trying its modules failed: {type(error).__name__}: {first}"
-        if hasattr(self._decoder, "layers") and hasattr(self._decoder, "norm"):
-            self._watch = Watch(self._decoder)
-        return self._reason
+        except Exception as error:  # whatever others' modules raise when they are tried
+            self._reason = f"trying its modules failed: {_first_line(error)}"
 
     def step(self, rows: Any, given: dict[str, Any], usual: Callable[[], Any]) -> Any:
         """Return the decoder's output for one token of each row; see `StepEngine.step`."""
@@ -106,44 +98,61 @@ class NativeStep:
             return None
         if not self._is_compiled():
             return usual()
-        watch = self._watch
-        reason = self._reason if watch is not None and watch.holds() else self.prepare()
-        if reason is not None:
+        if not self.is_prepared():
+            self.prepare()
+        form, watch, program = self._form, self._watch, stack.program
+        if form is None or watch is None:
             return None
-        program = stack.program
-        if program is not None and program.fits(self._watch, rows):
-            hidden = program.run(self._embedded(given), rows)
-            rows.largest = program.largest.amax(2)
-            return BaseModelOutputWithPast(last_hidden_state=hidden, **{CACHE: given.get(CACHE)})
-        stack.program = None
-        key = batch, *(len(slab) for slab in rows.slabs)
-        stack.why_not_native = self._refused.get(key)
-        if stack.why_not_native is not None:
-            return None
-        assert self._form is not None and self._watch is not None
-        embedded = self._embedded(given)
-        try:
-            program = StepProgram(self._form, self._params, self._watch, rows)
-            proved = program.sizes in self._proved
-            if not proved:
-                check_program(program, self._form, rows, embedded, whole=not self._proved)
-        except OutOfDate:
-            return usual()
-        except NotNative as error:
-            stack.why_not_native = self._refused[key] = str(error)
-            return usual()
-        stack.program = program
-        if not proved:  # what it has written into slots is written again
-            self._proved.add(program.sizes)
-            return usual()
-        hidden = program.run(embedded, rows)
+        if program is None or not program.fits(watch, rows):
+            stack.program = None
+            key = watch, batch, *(len(slab) for slab in rows.slabs)
+            if stack.refused is not None and stack.refused[0] == key:
+                return None
+            try:
+                program = StepProgram(form, self._params, watch, rows)
+                if program.sizes not in self._proved:
+                    embedded, whole = self._trial_embedding(given, batch), not self._proved
+                    check_program(program, form, rows, embedded, whole)
+            except OutOfDate:
+                return usual()
+            except Exception as error:
+                known = isinstance(error, NotNative)
+                reason = str(error) if known else f"making the step failed: {_first_line(error)}"
+                stack.refused = key, reason
+                return usual()
+            stack.program, stack.refused = program, None
+            if program.sizes not in self._proved:  # what was written into slots is written again
+                self._proved.add(program.sizes)
+                output = usual()
+                if output.last_hidden_state.dtype != program.dtype:
+                    stack.program, stack.refused = None, (key, "its norm has another dtype")
+                return output
+        hidden = program.run(self._embedded(given), rows)
         rows.largest = program.largest.amax(2)
         return BaseModelOutputWithPast(last_hidden_state=hidden, **{CACHE: given.get(CACHE)})
 
     def why_not(self, stack: Any) -> str | None:
         """Return why steps over a cache's layers are the model's own; see `StepEngine.why_not`."""
-        reason = self.prepare()
-        return stack.why_not_native if reason is None else reason
+        if self._reason is not None:
+            return self._reason
+        if (reason := stack.why_not_constant()) is not None:
+            return reason
+        if len(stack.rows.seen) > MOST_ROWS:
+            return f"it has {len(stack.rows.seen)} rows, and native steps have {MOST_ROWS} at most"
+        return None if stack.refused is None else stack.refused[1]
+
+    def _attentions(self) -> list[nn.Module]:
+        return attention_modules(self._decoder) if hasattr(self._decoder, "layers") else []
+
+    def _trial_embedding(self, given: dict[str, Any], batch: int) -> Tensor:
+        """Return the step's embeddings, or random ones where a user's hook would be called."""
+        module = self._decoder.embed_tokens
+        if given.get("inputs_embeds") is None and (
+            module._forward_hooks or module._forward_pre_hooks
+        ):
+            assert self._form is not None
+            return torch.randn(batch, 1, self._form.norm.width, generator=torch.Generator())
+        return self._embedded(given)
 
     def _is_compiled(self) -> bool:
         """Return whether the kernel is there; a thread compiles it, and the first call waits."""
@@ -168,3 +177,8 @@ class NativeStep:
             embedded = self._decoder.embed_tokens(given["input_ids"])
         assert self._form is not None
         return embedded if self._form.factor == 1 else embedded * self._form.factor
+
+
+def _first_line(error: Exception) -> str:
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}"

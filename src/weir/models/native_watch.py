@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 from torch.utils.hooks import RemovableHandle
 
-_READ = {"training", "numbers", "scales"}
-"""Attributes of modules that are read, besides parameters, modules, functions and numbers."""
+_READ = {"training", "numbers", "scales", "residual_multiplier", "embedding_multiplier"}
+"""Attributes of modules that are read, besides parameters, modules, functions and fractions."""
 
 
 class Watch:
@@ -38,19 +38,22 @@ class Watch:
         ]
         self._handles = -1  # how many hooks had been registered at the last look
         weights: list[Any] = []
-        modules = [decoder, *decoder.layers.modules(), *decoder.norm.modules()]
+        modules = [decoder]
+        for part in (getattr(decoder, "layers", None), getattr(decoder, "norm", None)):
+            modules += part.modules() if isinstance(part, nn.Module) else ()
         for module in modules:
             own = vars(module)
             for held in (module._modules, module._parameters, module._buffers):
                 self._dicts += [held] * len(held)
                 self._names += held
-            names = {"forward", "_compiled_call_impl", *filter(own.__contains__, _READ)}
+            names = {"forward", *filter(own.__contains__, _READ)}
             names |= {name for name, value in own.items() if _decides(value)}
             self._dicts += [own] * len(names)
             self._names += names
             if module is not decoder:  # whose hooks run around a step of either kind
                 self._hooks += [module._forward_hooks, module._forward_pre_hooks]
             weights += [*module.parameters(recurse=False), getattr(module, "numbers", None)]
+        self._modules, self._types = modules, list(map(type, modules))
         # One that torchao has packed has no memory of its own.
         self._weights = [t for t in weights if t is not None and type(t.data) is Tensor]
         self._classes: list[type] = []
@@ -72,6 +75,8 @@ class Watch:
         if memory != self._memory or not all(map(operator.is_, held, self._held)):
             return False
         if not all(map(operator.is_, functions, self._functions)):
+            return False
+        if not all(map(operator.is_, map(type, self._modules), self._types)):
             return False
         handles = RemovableHandle.next_id
         if handles != self._handles:
@@ -104,7 +109,7 @@ class Watch:
 
 def _decides(value: Any) -> bool:
     """Return whether an attribute may be something that a forward multiplies by or calls."""
-    return type(value) is float or (callable(value) and not isinstance(value, (nn.Module, type)))
+    return type(value) is float or (callable(value) and not isinstance(value, nn.Module | type))
 
 
 def _methods_of(kind: type) -> Iterator[str]:

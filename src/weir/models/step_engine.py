@@ -12,10 +12,14 @@ class StepEngine(Protocol):
     `models.native_step.NativeStep` is one.
     """
 
-    def prepare(self) -> str | None:
-        """Prove the model's form; returns why its steps are the model's own, None if they are not.
+    def is_prepared(self) -> bool:
+        """Return whether `prepare` was called, and nothing of the model was replaced since."""
 
-        The attention of the model's configuration is weir's, as during a call.
+    def prepare(self) -> None:
+        """Prove that the engine computes what the model computes, as far as modules go.
+
+        The attention of the model's configuration is weir's, as during a call, and no other thread
+        calls the model.
         """
 
     def step(self, rows: Any, given: dict[str, Any], usual: Callable[[], Any]) -> Any:
@@ -32,7 +36,8 @@ class StepEngine(Protocol):
         """
 
     def why_not(self, stack: Any) -> str | None:
-        """Return why steps over a cache's layers are the model's own; None if they are not.
+        """Return why steps over a cache's layers are the model's own, as far as is known since
+        `prepare` and the last step; None if nothing speaks against the engine's.
 
         Args:
             stack: the layers, `cache.forward.LayerStack`.

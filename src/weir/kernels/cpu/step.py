@@ -2,7 +2,7 @@
 
 An *operation* is a norm and the products behind it, attention of some heads, or a table of angles.
 Each has parts, which threads take until none are left; then they wait for those that others took.
-Addresses and sizes are in tables that are made once (`models.native_step`); a step changes a few
+Addresses and sizes are in tables that are made once (`models.native_program`); a step changes a few
 numbers. Numbers between operations are float32, whatever the weights are.
 
 Roofline: the bytes of all weights and slots over the bandwidth of memory.
@@ -445,7 +445,7 @@ class StepTable:
         return len(self._made) - 1
 
     def multiply(self, weights: Sequence[Any], outs: Sequence[Tensor], **fields: Any) -> None:
-        """Add products of one input with some weights (`models.native_step.Weight`)."""
+        """Add products of one input with some weights (`models.native_form.Weight`)."""
         products = np.zeros(len(weights), PRODUCT)
         inputs = weights[0].inputs
         for at, weight, out in zip(products, weights, outs, strict=True):
