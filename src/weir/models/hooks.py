@@ -110,9 +110,10 @@ class Attachment:
         programs = compiling is not None and compiling.programs
         self._compiled = Compiled(own, layers, compiling) if compiling and programs else None
         self._native = None
-        if compiling is not None and compiling.native:
-            if kernels.decode_step(torch.device("cpu")) is not None:
-                self._native = NativeStep(self.facts, compiling.wait)
+        wanted = compiling is not None and compiling.native
+        if wanted and kernels.decode_step(torch.device("cpu")) is not None:
+            wait = compiling is not None and compiling.wait
+            self._native = NativeStep(self.facts, wait)
         self._asked = compiling
 
     def describe_steps(self, stack: Any) -> dict[str, str | None]:

@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 
 from weir.models.block_weights import BlockLinear
+from weir.models.module_trials import activate, is_rounding
 from weir.models.native_form import (
     DecoderForm,
     LayerForm,
     NotNative,
     Projection,
-    activate,
-    is_rounding,
 )
 from weir.models.native_program import LayerOperations, StepProgram
 from weir.models.native_proof import normalized, rotated
@@ -69,7 +68,7 @@ def check_program(
         if first or whole:
             trial.run(program, index, torch.from_numpy(rows.places))
         else:
-            program.run_layer(index, rows, rows.places)
+            program.run_layer(index, rows, torch.from_numpy(rows.places))
     hidden, out = program.hidden[rows.busy].double(), program.run_norm()[rows.busy]
     if not is_rounding(out, form.norm(hidden), form.norm.width):
         raise NotNative("the native norm computes something else than the model's")
@@ -97,7 +96,7 @@ class _Trial:
         """Run the layer over the program's hidden state, and compare."""
         form, layer, busy = self._form, self._layer, self._rows.busy
         before = program.hidden.clone()
-        program.run_layer(index, self._rows, places.numpy())
+        program.run_layer(index, self._rows, places)
         y = normalized(form.before_attention, before.double())
         asked = (form.q, layer.q, form.q_norm), (form.k, layer.k, form.k_norm)
         for part, got, norm in (*asked, (form.v, layer.v, None)):
@@ -152,8 +151,8 @@ class _Trial:
             raise NotNative(f"the native product of {part.name} is another than the model's")
 
     def _answers(self, places: Tensor) -> tuple[Tensor, float]:
-        """What attention answers to the queries in the table's memory [rows, heads * width], and how
-        far that may be off; compares keys and values with those that were stored.
+        """What attention answers to the queries in memory [rows, heads * width], and how far that
+        may be off; compares keys and values with those that were stored.
         """
         form, layer, rows = self._form, self._layer, self._rows
         heads = sum(part.slots.keys.shape[1] for part in layer.parts)
@@ -195,7 +194,7 @@ class _Trial:
             found[:, numbers] = answers
             # A weight is off, relatively, by what its logit is off absolutely.
             logit = float(wide["keys"].norm(dim=3).max() * queries.norm(dim=2).max())
-            off = _EPS * (32 + 4 * dim**0.5 * (1 + logit * abs(part.params.scale)))
-            size = float(wide["values"].norm(dim=3).max())
-            apart += off * size * (queries.shape[1]) ** 0.5
+            share = _EPS * (32 + 4 * dim**0.5 * (1 + logit * abs(part.params.scale)))
+            longest = float(wide["values"].norm(dim=3).max())
+            apart += share * longest * queries.shape[1] ** 0.5
         return found.flatten(1), apart

@@ -8,9 +8,9 @@ module or parameter that the form has no place for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,14 @@ from torch.nn.modules import module as torch_modules
 
 from weir import kernels
 from weir.models.block_weights import BlockLinear
-from weir.models.interception import MethodPatch
 from weir.models.linear_kernels import is_plain
+from weir.models.module_trials import (
+    activation_of,
+    copy_module,
+    has_class_forward,
+    is_rounding,
+    trial_rows,
+)
 from weir.models.quantized_weights import Int8Linear
 
 PARTS = ("embed_tokens", "layers", "norm")
@@ -30,9 +36,6 @@ PANEL = kernels.PANEL
 _LINEARS: dict[type, Any] = {nn.Linear: nn.Linear.forward}
 _LINEARS |= {kind: kind.forward for kind in (Int8Linear, BlockLinear)}
 """Classes of linear layers that a table can multiply by, and their forwards."""
-_SIZES = (30.0, 3.0, 1.0, 0.1, 1e-3)
-"""Sizes of the numbers that modules are tried on: from those of attention sinks to those next to
-which the epsilon of a norm is large."""
 
 
 class NotNative(Exception):
@@ -87,9 +90,8 @@ class Projection(NamedTuple):
             codes = module.codes.shape[2] // 64 + module.scales.shape[2] - 1
             return Weight(module.codes[panels], module.scales[panels], bias, *sizes, codes)
         if isinstance(module, Int8Linear):
-            assert module.numbers is not None and module.scales is not None
-            scales = module.scales[some].float().contiguous()
-            return Weight(module.numbers[some], scales, bias, *sizes)
+            numbers, scales = (cast(Tensor, t)[some] for t in (module.numbers, module.scales))
+            return Weight(numbers, scales.float().contiguous(), bias, *sizes)
         return Weight(module.weight[some], None, bias, *sizes)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -243,8 +245,8 @@ def read_layer(name: str, layer: Any, attention: Any) -> LayerForm:
     if mlp is None:
         raise NotNative(f"{name} has no mlp")
     norms = _norms(name, layer)
-    *qkv, o = _attention_projections(name, attention)
-    *pair, down = _mlp_projections(name, mlp)
+    q, k, v, o = _attention_projections(name, attention)
+    gate, up, down = _mlp_projections(name, mlp)
     activation = getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None))
     if not callable(activation):
         raise NotNative(f"{name}.mlp has no act_fn")
@@ -259,9 +261,12 @@ def read_layer(name: str, layer: Any, attention: Any) -> LayerForm:
     if (q_norm is None) != (k_norm is None):
         raise NotNative(f"{name}.self_attn normalizes only one of queries and keys")
     factor = _factor(layer, "residual_multiplier", name)
-    known = activation_of(activation, f"{name}.mlp")
-    parts = *norms, q_norm, k_norm, factor
-    form = LayerForm(*qkv, o, *pair, down, known, *parts)
+    known = activation_of(activation)
+    if known is None:
+        what = _what(activation) if isinstance(activation, nn.Module) else repr(activation)
+        raise NotNative(f"the activation of {name}.mlp, {what}, is none that native steps know")
+    more = q_norm, k_norm, factor
+    form = LayerForm(q, k, v, o, gate, up, down, known, *norms, *more)
     _refuse_others(name, layer, form, activation)
     return form
 
@@ -347,7 +352,7 @@ def _not_plain(name: str, weight: Tensor) -> str:
     )
 
 
-def _norms(name: str, layer: Any) -> list[Norm | None]:
+def _norms(name: str, layer: Any) -> tuple[Norm | None, Norm | None, Norm | None, Norm | None]:
     """Read the norms before and after attention, and before and after the MLP."""
     before, after, inner, last = (
         "input_layernorm",
@@ -367,15 +372,13 @@ def _norms(name: str, layer: Any) -> list[Norm | None]:
         found.append(None if module is None else _norm(f"{name}.{short}", module))
     if all(norm is None for norm in found):
         raise NotNative(f"{name} has no norms that native steps know")
-    return found
+    first, second, third, fourth = found
+    return first, second, third, fourth
 
 
 def _norm(name: str, module: Any) -> Norm:
     """Find out which norm a module computes, by trying it on several rows."""
-    epsilon = next(
-        (e for n in ("variance_epsilon", "eps") if (e := getattr(module, n, None)) is not None),
-        None,
-    )
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     held = {**module._parameters, **module._buffers}
     weight = held.get("weight")
     if epsilon is None or weight is None or {*held, *_held(module)} - {"weight", "bias"}:
@@ -389,23 +392,10 @@ def _norm(name: str, module: Any) -> Norm:
     for centered in (False, True):
         for offset in (0.0, 1.0):
             norm = Norm(name, module, float(epsilon), offset, centered)
-            if centered or held.get("bias") is None:
-                if is_rounding(answer, norm(x.double()), len(weight)):
-                    return norm
+            fits = centered or held.get("bias") is None
+            if fits and is_rounding(answer, norm(x.double()), len(weight)):
+                return norm
     raise NotNative(f"{name}, {_what(module)}, computes no norm that native steps know")
-
-
-def activation_of(activation: Callable[[Tensor], Tensor], name: str) -> str:
-    """Return the kernel's name of an activation; NotNative if it has none."""
-    x = torch.linspace(-30, 30, 1201)
-    with torch.no_grad():
-        answer = activation(x.clone()).double()
-    wide = x.double()
-    for known, made in _ACTIVATIONS.items():
-        if bool(((answer - made(wide)).abs() <= 8 * _EPS * wide.abs()).all()):
-            return known
-    what = type(activation).__name__
-    raise NotNative(f"the activation of {name}, a {what}, is none that native steps know")
 
 
 def _factor(module: Any, attribute: str, name: str) -> float:
@@ -419,7 +409,8 @@ def _refuse_others(name: str, layer: nn.Module, form: LayerForm, activation: Any
     """Refuse modules with tensors that a form has no place for, and those in training, which may
     drop something out.
     """
-    known = {id(part.module) for part in (*form.projections, *form.norms)} | {id(activation)}
+    known = {id(part.module) for part in form.projections} | {id(activation)}
+    known |= {id(norm.module) for norm in form.norms}
     for below, module in layer.named_modules():
         where = f"{name}.{below}" if below else name
         if id(module) not in known and (held := _held(module)):
@@ -442,76 +433,3 @@ def refuse_changed(name: str, module: nn.Module) -> None:
         raise NotNative(f"{name} was compiled by torch.compile")
     if not has_class_forward(module):
         raise NotNative(f"the forward of {name} was replaced")
-
-
-def has_class_forward(module: nn.Module) -> bool:
-    """Return whether a module has its class's forward, alone or below patches of weir's.
-
-    Those compute the same: faster products, a layer's compiled program, a cache's hooks.
-    """
-    put = vars(module).get("forward")
-    while isinstance(put, MethodPatch):
-        put = put.own
-    return put is None or getattr(put, "__func__", None) is type(module).forward
-
-
-def copy_module(module: Any, parts: dict[int, nn.Module] | None = None) -> Any:
-    """Return a copy of a module with float32 parameters, to call with numbers of one's own.
-
-    Attributes are shared. The copy has its class's forward, and no patches.
-
-    Args:
-        module: any module whose own parameters are few.
-        parts: what replaces modules below it, by their `id`; others are copied too.
-    """
-    found = object.__new__(type(module))
-    vars(found).update(vars(module))
-    vars(found).pop("forward", None)
-    vars(found)["_parameters"] = {
-        name: None if held is None else nn.Parameter(held.detach().float(), requires_grad=False)
-        for name, held in module._parameters.items()
-    }
-    vars(found)["_buffers"] = dict(module._buffers)
-    vars(found)["_modules"] = {
-        name: part if part is None else (parts or {}).get(id(part)) or copy_module(part, parts)
-        for name, part in module._modules.items()
-    }
-    return found
-
-
-def trial_rows(width: int, epsilon: float | None = None) -> Tensor:
-    """Return rows of random numbers [rows, width], float32, of many sizes, and not around zero.
-
-    Args:
-        width: of a row.
-        epsilon: of a norm; one row is so small that it decides.
-    """
-    draw = torch.Generator().manual_seed(width)
-    sizes = torch.tensor([*_SIZES, 1e-3 if epsilon is None else max(epsilon, 1e-30) ** 0.5])
-    return (torch.randn(len(sizes), width, generator=draw) + 0.5) * sizes[:, None]
-
-
-def is_rounding(got: Tensor, wanted: Tensor, terms: int) -> bool:
-    """Return whether numbers [rows, ...] differ from others by no more than float32 explains.
-
-    A layer rounds a number some 32 times, and a sum of n terms is off by up to `4 eps sqrt(n)` of
-    its size. What counts is the largest number of a row.
-    """
-    if got.shape != wanted.shape or not bool(got.isfinite().all()):
-        return False
-    off = (got.double() - wanted.double()).abs().flatten(1).amax(1)
-    size = wanted.double().abs().flatten(1).amax(1)
-    return bool((off <= _EPS * (32 + 4 * terms**0.5) * size).all())
-
-
-_EPS = torch.finfo(torch.float32).eps
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": lambda x: F.gelu(x, approximate="tanh"),
-}
-"""Activations that kernels know."""
-
-
-def activate(name: str, x: Tensor) -> Tensor:
-    """Compute an activation by its kernel's name."""
-    return _ACTIVATIONS[name](x)

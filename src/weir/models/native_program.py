@@ -134,7 +134,8 @@ class StepProgram:
 
     def run_layer(self, index: int, rows: Any, places: Tensor) -> None:
         """Run one layer over `hidden`, with rows at other places of the stream [batch]."""
-        self._spans[:], self._waiting[:], self._places[:] = rows.spans, rows.waiting, places
+        self._spans[:], self._waiting[:] = rows.spans, rows.waiting
+        self._places[:] = places.numpy()
         self.table.run(0, self._before_layers)
         layer = self.layers[index]
         self.table.run(layer.first, layer.stop)
@@ -174,9 +175,8 @@ class StepProgram:
         table = self.table
         asked = form.q, form.k, form.v
         outs = [table.memory(table.rows, part.outputs) for part in (*asked, form.o)]
-        table.multiply(
-            [part.weight() for part in asked], outs[:3], **self._from(form.before_attention)
-        )
+        weights = [part.weight() for part in asked]
+        table.multiply(weights, outs[:3], **self._from(form.before_attention))
         batch, _, _, dim = parts[0].slots.keys.shape
         width = parts[0].slots.values.shape[3]
         heads = sum(part.slots.keys.shape[1] for part in parts)

@@ -28,16 +28,19 @@ from transformers import Cache
 from weir.models.cache_name import CACHE
 from weir.models.interception import MethodPatch
 from weir.models.model_spec import ModelLayerSpec, ModelSpec
+from weir.models.module_trials import (
+    StandIn,
+    activate,
+    copy_module,
+    is_rounding,
+    trial_rows,
+)
 from weir.models.native_form import (
     DecoderForm,
     LayerForm,
     Norm,
     NotNative,
     Projection,
-    activate,
-    copy_module,
-    is_rounding,
-    trial_rows,
 )
 from weir.slab import AttentionParams, Rotary, rotation_tables
 
@@ -78,7 +81,7 @@ def _try_decoder(spec: ModelSpec, form: DecoderForm) -> list[tuple[tuple[Any, ..
 
     embeddings, last = _Recorder(decoder.embed_tokens, random), _Recorder(decoder.norm, random)
     layers = [_Recorder(layer, random) for layer in decoder.layers]
-    parts = {id(decoder.embed_tokens): embeddings, id(decoder.norm): last}
+    parts: dict[int, nn.Module] = {id(decoder.embed_tokens): embeddings, id(decoder.norm): last}
     parts |= {id(layer): part for layer, part in zip(decoder.layers, layers, strict=True)}
     for rotary in spec.rotaries:
         parts[id(rotary)] = _TrialRotary(rotary, spec)
@@ -159,9 +162,11 @@ class _TrialCache(Cache):
         self.answers = answers
         self.calls: list[tuple[Tensor, Tensor, Tensor, AttentionParams]] = []
 
-    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
         """Hand keys and values on to weir's attention."""
-        return (self, None, keys), values
+        return (self, None, key_states), value_states
 
     def attend(
         self, layer: None, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
@@ -184,34 +189,6 @@ class _TrialCache(Cache):
         return 0
 
 
-class _StandIn(nn.Module):
-    """A stand-in for a linear layer: each output is a multiple of one input, and a bias.
-
-    It is linear, differs from every other one, and costs nothing, so that what a layer does with
-    its projections is seen without their weights.
-    """
-
-    def __init__(self, module: nn.Linear, seed: int) -> None:
-        super().__init__()
-        draw = torch.Generator().manual_seed(seed)
-        outputs, self.in_features = module.out_features, module.in_features
-        self.out_features = outputs
-        places = torch.randint(self.in_features, (outputs,), generator=draw)
-        some = min(outputs, self.in_features)
-        places[:some] = torch.randperm(self.in_features, generator=draw)[:some]
-        self._places = places[torch.randperm(outputs, generator=draw)]
-        self._factors = torch.rand(outputs, generator=draw) + 0.5
-        self._factors *= torch.randint(2, (outputs,), generator=draw) * 2 - 1
-        self.weight, self.bias = torch.empty(0), None
-        self._added = None
-        if module.bias is not None:
-            self._added = torch.randn(outputs, generator=draw)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = x[..., self._places] * self._factors.to(x.dtype)
-        return out if self._added is None else out + self._added.to(x.dtype)
-
-
 class _LayerTrial:
     """A layer's own forward beside its form."""
 
@@ -219,7 +196,7 @@ class _LayerTrial:
         self._name, self._layer, self._form, self._spec = name, layer, form, spec
         modules = {id(part.module): part.module for part in form.projections}
         self._stand_ins = {
-            at: _StandIn(module, seed) for seed, (at, module) in enumerate(modules.items())
+            at: StandIn(module, seed) for seed, (at, module) in enumerate(modules.items())
         }
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], attention: Any) -> AttentionParams:

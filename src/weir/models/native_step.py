@@ -147,9 +147,8 @@ class NativeStep:
     def _trial_embedding(self, given: dict[str, Any], batch: int) -> Tensor:
         """Return the step's embeddings, or random ones where a user's hook would be called."""
         module = self._decoder.embed_tokens
-        if given.get("inputs_embeds") is None and (
-            module._forward_hooks or module._forward_pre_hooks
-        ):
+        hooked = module._forward_hooks or module._forward_pre_hooks
+        if given.get("inputs_embeds") is None and hooked:
             assert self._form is not None
             return torch.randn(batch, 1, self._form.norm.width, generator=torch.Generator())
         return self._embedded(given)

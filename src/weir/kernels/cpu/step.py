@@ -69,7 +69,7 @@ OPERATION = np.dtype(
             *("inputs", "source", "x"),
             # Norms: weight, bias or 0, bits of both, and whether the mean is subtracted first.
             *("weight", "weight_bits", "bias", "bias_bits", "centered"),
-            # Whether there are weights in blocks, for which what is multiplied is rounded to 8 bits.
+            # Whether weights are in blocks, for which what is multiplied is rounded to 8 bits.
             "rounded",
             *("products", "count", "then", "onto", "activation"),
             # Attention and merging: stretches of each head, KV heads of the model and of this
