@@ -210,7 +210,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "an activation that is nearly the same": (
         "llama",
         lambda m: setattr(layer_of(m).mlp, "act_fn", Times(1.0001, nn.SiLU()).eval()),
-        r"the activation of layers\.1\.mlp, a Times",
+        r"the activation of layers\.1\.mlp, a .*Times",
     ),
     "gate and up swapped": (
         "llama",
