@@ -3,8 +3,9 @@
 `models.native_proof` has shown what a decoder computes; here the kernel is shown to compute that,
 with the weights and slots as they are. Each operation's result is compared with PyTorch's, in
 float32 and from the very numbers that the operation read, so that no error grows from one to the
-next: half-precision weights need no wider tolerance, and those in blocks only what a few inputs
-that are rounded to the neighboring step explain. Rows are at several places of the stream, one of
+next: half-precision weights need no wider tolerance, and neither do those in blocks, whose inputs
+are rounded to 8 bits from the same numbers and so alike. Only attention's answers are merged by the
+product that reads them, of which a few may be rounded to the neighboring step. Rows are at several places of the stream, one of
 them far beyond any window, and hidden states are random but for the tokens of the step itself.
 """
 
@@ -23,6 +24,7 @@ from weir.models.module_trials import activate, is_rounding
 from weir.models.native_form import (
     DecoderForm,
     LayerForm,
+    Norm,
     NotNative,
     Projection,
 )
@@ -68,7 +70,8 @@ def check_program(
         if first or whole:
             trial.run(program, index, torch.from_numpy(rows.places))
         else:
-            program.run_layer(index, rows, torch.from_numpy(rows.places))
+            program.run_attention(index, rows, torch.from_numpy(rows.places))
+            program.run_mlp(index)
     hidden, out = program.hidden[rows.busy].double(), program.run_norm()[rows.busy]
     if not is_rounding(out, form.norm(hidden), form.norm.width):
         raise NotNative("the native norm computes something else than the model's")
@@ -96,26 +99,43 @@ class _Trial:
         """Run the layer over the program's hidden state, and compare."""
         form, layer, busy = self._form, self._layer, self._rows.busy
         before = program.hidden.clone()
-        program.run_layer(index, self._rows, places)
-        y = normalized(form.before_attention, before.double())
+        program.run_attention(index, self._rows, places)
+        middle = program.hidden.clone()
+        program.run_mlp(index)
+        y = self._normalize(program, form.before_attention, before)
         asked = (form.q, layer.q, form.q_norm), (form.k, layer.k, form.k_norm)
         for part, got, norm in (*asked, (form.v, layer.v, None)):
-            made = part(y.float())
+            made = part(y)
             normed = made if norm is None or not form.heads_together else norm(made)
             self._compare(part, got, normed, y, scale=normed.norm(dim=1) / made.norm(dim=1))
-        answers, apart = self._answers(places)
-        self._compare(form.o, layer.o, form.o(answers), answers, apart)
+        answers = self._answers(places)
+        self._compare(form.o, layer.o, form.o(answers), answers, flips=FLIPS)
         x = before.double() + form.factor * normalized(form.after_attention, layer.o.double())
-        y = normalized(form.before_mlp, x)
-        self._compare(form.gate, layer.gate, form.gate(y.float()), y)
-        self._compare(form.up, layer.up, form.up(y.float()), y)
+        self._compare_sums(middle, x)
+        y = self._normalize(program, form.before_mlp, middle)
+        self._compare(form.gate, layer.gate, form.gate(y), y)
+        self._compare(form.up, layer.up, form.up(y), y)
         gated = activate(form.activation, layer.gate.double()) * layer.up.double()
         if not is_rounding(layer.gated[busy], gated[busy], 1):
             raise NotNative(f"{self._name}: the native activation is another than the model's")
         self._compare(form.down, layer.down, form.down(layer.gated), layer.gated)
-        x = x + form.factor * normalized(form.after_mlp, layer.down.double())
-        if not is_rounding(program.hidden[busy], x[busy], x.shape[1]):
+        x = middle.double() + form.factor * normalized(form.after_mlp, layer.down.double())
+        self._compare_sums(program.hidden, x)
+
+    def _compare_sums(self, got: Tensor, wanted: Tensor) -> None:
+        """Compare hidden states, to which a product was added."""
+        if not is_rounding(got[self._rows.busy], wanted[self._rows.busy], wanted.shape[1]):
             raise NotNative(f"{self._name}: the native sum is another than the model's")
+
+    def _normalize(self, program: StepProgram, norm: Norm | None, x: Tensor) -> Tensor:
+        """Return what the table multiplies, to the bit, so that inputs that are rounded to 8 bits
+        are rounded alike; compares it with the norm.
+        """
+        found = program.normalize(norm, x)
+        wanted = normalized(norm, x.double())
+        if not is_rounding(found[self._rows.busy], wanted[self._rows.busy], x.shape[1]):
+            raise NotNative(f"{self._name}: a native norm computes something else than the model's")
+        return found
 
     def _compare(
         self,
@@ -123,8 +143,8 @@ class _Trial:
         got: Tensor,
         wanted: Tensor,
         x: Tensor,
-        apart: float = 0.0,
         scale: float | Tensor = 1.0,
+        flips: int = 0,
     ) -> None:
         """Compare a product of x [rows, inputs] with PyTorch's.
 
@@ -136,23 +156,23 @@ class _Trial:
             part: the projection.
             got, wanted: [rows, outputs].
             x: what was multiplied.
-            apart: how far x may be off.
             scale: by what the product was multiplied since [rows].
+            flips: how many inputs may be rounded to neighboring steps, where they are rounded.
         """
         inputs = x.shape[1]
         draw = torch.Generator().manual_seed(inputs)
         signs = torch.randint(2, (1, inputs), generator=draw).float() * 2 - 1
         off = _EPS * (32 + 4 * math.sqrt(inputs))
         if isinstance(part.module, BlockLinear):
-            off += FLIPS / 127 / math.sqrt(inputs)
-        bound = part(signs).norm() * (off * x.norm(dim=1) + apart) * scale
+            off += flips / 127 / math.sqrt(inputs)
+        bound = part(signs).norm() * off * x.norm(dim=1) * scale
         over = (got - wanted).norm(dim=1) > bound
         if bool(over[self._rows.busy].any()) or not bool(got[self._rows.busy].isfinite().all()):
             raise NotNative(f"the native product of {part.name} is another than the model's")
 
-    def _answers(self, places: Tensor) -> tuple[Tensor, float]:
-        """What attention answers to the queries in memory [rows, heads * width], and how far that
-        may be off; compares keys and values with those that were stored.
+    def _answers(self, places: Tensor) -> Tensor:
+        """What attention answered to the queries in memory [rows, heads * width]; compares it, and
+        the keys and values that were stored.
         """
         form, layer, rows = self._form, self._layer, self._rows
         heads = sum(part.slots.keys.shape[1] for part in layer.parts)
@@ -197,4 +217,24 @@ class _Trial:
             share = _EPS * (32 + 4 * dim**0.5 * (1 + logit * abs(part.params.scale)))
             longest = float(wide["values"].norm(dim=3).max())
             apart += share * longest * queries.shape[1] ** 0.5
-        return found.flatten(1), apart
+        got = self._merged(heads)
+        over = (got - found).flatten(1).norm(dim=1) > apart
+        if bool(over[rows.busy].any()) or not bool(got[rows.busy].isfinite().all()):
+            raise NotNative(f"{self._name}: native attention answers something else")
+        return got.flatten(1)
+
+    def _merged(self, heads: int) -> Tensor:
+        """The answers of a head's stretches as one [rows, heads, group * width]."""
+        layer = self._layer
+        batch, group = len(layer.q), layer.partial.shape[1]
+        stretches = len(layer.partial) // (batch * heads)
+        found = layer.partial.view(batch, heads, -1).double()
+        answers, sums = found.split(
+            [found.shape[2] - 2 * group * stretches, 2 * group * stretches], dim=2
+        )
+        answers = answers.view(batch, heads, stretches, group, -1)
+        top, total = sums.view(batch, heads, stretches, group, 2).unbind(4)
+        share = (top - top.amax(2, keepdim=True)).exp()
+        whole = (share * total).sum(2)
+        merged = (share[..., None] * answers).sum(2) / whole[..., None]
+        return merged.flatten(2).float()

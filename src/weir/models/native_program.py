@@ -34,15 +34,18 @@ class LayerOperations:
     """The operations of one layer, and the memory that they leave their results in.
 
     Attributes:
-        first, stop: operations in the table.
+        first, mlp, stop: operations in the table: of attention from the first, of the MLP from the
+            second on.
         parts: the layer's slots (`cache.forward.HeldPart`).
         spans: of each part, the row in the program's spans.
         q, k, v, o, gate, up, down: products [rows, outputs], of q and k normalized if all heads are
             together.
+        partial: answers and sums of each stretch of each head, as `kernels.cpu.decode` writes them.
         gated: what `down` multiplies.
     """
 
     first: int
+    mlp: int
     stop: int
     parts: Sequence[Any]
     spans: Sequence[int]
@@ -50,6 +53,7 @@ class LayerOperations:
     k: Tensor
     v: Tensor
     o: Tensor
+    partial: Tensor
     gate: Tensor
     up: Tensor
     down: Tensor
@@ -132,13 +136,32 @@ class StepProgram:
         self.table.run()
         return out.to(self.dtype)
 
-    def run_layer(self, index: int, rows: Any, places: Tensor) -> None:
-        """Run one layer over `hidden`, with rows at other places of the stream [batch]."""
+    def run_attention(self, index: int, rows: Any, places: Tensor) -> None:
+        """Run a layer's attention over `hidden`, with rows at other places of the stream [batch]."""
         self._spans[:], self._waiting[:] = rows.spans, rows.waiting
         self._places[:] = places.numpy()
         self.table.run(0, self._before_layers)
         layer = self.layers[index]
-        self.table.run(layer.first, layer.stop)
+        self.table.run(layer.first, layer.mlp)
+
+    def run_mlp(self, index: int) -> None:
+        """Run a layer's MLP over `hidden`."""
+        layer = self.layers[index]
+        self.table.run(layer.mlp, layer.stop)
+
+    def normalize(self, norm: Norm | None, x: Tensor) -> Tensor:
+        """Return numbers [rows, width] as an operation with this norm multiplies them, to the bit;
+        without one they are multiplied as they are.
+        """
+        if norm is None:
+            return x
+        given, out = x.contiguous(), torch.empty_like(x, dtype=torch.float32)
+        table = type(self.table)(len(x), 1)
+        more = {"inputs": norm.width, "x": given, "onto": out, "then": "store"}
+        table.add("norms", **more, **norm.fields())
+        table.finish()
+        table.run()
+        return out
 
     def run_norm(self) -> Tensor:
         """Return the last norm of `hidden`, float32."""
@@ -166,12 +189,13 @@ class StepProgram:
         """Add a layer; `first` is the number of its first part among all."""
         start = len(self.table)
         attention = self._add_attention(form, first, parts)
+        middle = len(self.table)
         mlp = self._add_mlp(form)
         numbers = range(first, first + len(parts))
-        return LayerOperations(start, len(self.table), parts, numbers, *attention, *mlp)
+        return LayerOperations(start, middle, len(self.table), parts, numbers, *attention, *mlp)
 
     def _add_attention(self, form: LayerForm, first: int, parts: Sequence[Any]) -> list[Tensor]:
-        """Add a layer's attention; returns the memory of q, k, v and o."""
+        """Add a layer's attention; returns the memory of q, k, v, o and partial answers."""
         table = self.table
         asked = form.q, form.k, form.v
         outs = [table.memory(table.rows, part.outputs) for part in (*asked, form.o)]
@@ -227,7 +251,7 @@ class StepProgram:
             )
         answered |= {"group": group, "width": width, "source": "merge"}
         self._add_product(form, form.o, outs[3], form.after_attention, **answered)
-        return outs
+        return [*outs, partial]
 
     def _add_mlp(self, form: LayerForm) -> list[Tensor]:
         """Add a layer's MLP; returns the memory of gate, up, down and what lies between."""
