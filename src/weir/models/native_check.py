@@ -5,8 +5,9 @@ with the weights and slots as they are. Each operation's result is compared with
 float32 and from the very numbers that the operation read, so that no error grows from one to the
 next: half-precision weights need no wider tolerance, and neither do those in blocks, whose inputs
 are rounded to 8 bits from the same numbers and so alike. Only attention's answers are merged by the
-product that reads them, of which a few may be rounded to the neighboring step. Rows are at several places of the stream, one of
-them far beyond any window, and hidden states are random but for the tokens of the step itself.
+product that reads them, of which a few may be rounded to the neighboring step. Rows are at several
+places of the stream, one of them far beyond any window, and hidden states are random but for the
+tokens of the step itself.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class StepProgram:
         return out.to(self.dtype)
 
     def run_attention(self, index: int, rows: Any, places: Tensor) -> None:
-        """Run a layer's attention over `hidden`, with rows at other places of the stream [batch]."""
+        """Run a layer's attention over `hidden`, with rows at places of the stream [batch]."""
         self._spans[:], self._waiting[:] = rows.spans, rows.waiting
         self._places[:] = places.numpy()
         self.table.run(0, self._before_layers)
