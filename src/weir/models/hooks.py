@@ -127,7 +127,7 @@ class Attachment:
         elif not self._asked.native:
             reason = "options for torch.compile were given"
         elif self._native is None:
-            reason = "there is no kernel for steps here: pip install 'weir-kv[fast]'"
+            reason = "numba is not installed, or WEIR_KERNELS chooses other kernels"
         else:
             if not self._native.is_prepared():
                 with self._lock, self._lock.attention(self._attention):
