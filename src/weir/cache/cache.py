@@ -442,8 +442,16 @@ class StreamingCache(Cache):
             self.stack, row, self.rows.seen[row], self.rows.waiting[row], self.origin
         )
 
+    @property
+    def steps(self) -> dict[str, str | None]:
+        """How decode steps of this cache run: "native", "compiled" or "eager" as "run", and as
+        "reason" why they are not native, None if they are.
+        """
+        return self.attachment.describe_steps(self.stack)
+
     def report(self, row: int = 0) -> dict[str, Any]:
-        """Report bytes, tokens seen, and per layer its bytes and the slots of one row.
+        """Report bytes, tokens seen, how steps run, and per layer its bytes and the slots of one
+        row.
 
         "slots" has them by pool, with the tokens that wait for the next fold as "new"; "held" is
         their sum. A layer whose KV heads have several pipes has the mean over its heads, and under
@@ -457,6 +465,7 @@ class StreamingCache(Cache):
             "chunk": self.chunk,
             "seen": self.seen,
             "bytes": self.nbytes,
+            "steps": self.steps,
             "layers": [
                 layer_report(layer.parts, row, waiting, self.rows.columns)
                 for layer in self.stack.by_index

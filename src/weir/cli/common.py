@@ -150,6 +150,13 @@ def say_window(model: PreTrainedModel, policy: Policy, chunk: int) -> None:
         say(warning)
 
 
+def say_steps(steps: dict[str, str | None]) -> None:
+    """Report that decode steps are not native, and why; `steps` is from a stream's report."""
+    how = {"compiled": "as programs of torch.compile", "eager": "uncompiled, which is slower"}
+    if (run := steps["run"]) in how:
+        say(f"decode steps are not native ({steps['reason']}); they run {how[run]}")
+
+
 def say_set_aside(
     model: PreTrainedModel | str, policy: str | None, slots: str | None, revision: str | None = None
 ) -> None:
