@@ -110,7 +110,9 @@ def test_its_readme_is_the_one_for_an_index(built: Path) -> None:
 def test_the_packaged_model_and_book_and_the_mark_of_types_are_in_it(files: set[str]) -> None:
     assert "weir/py.typed" in files
     assert "weir/assets/war-and-peace.txt.xz" in files
-    assert {f"weir/assets/nano/{name}" for name in ("config.json", "model.safetensors")} <= files
+    assert {
+        f"weir/assets/nano/{name}" for name in ("config.json", "model.safetensors", "weir.toml")
+    } <= files
 
 
 @pytest.mark.slow

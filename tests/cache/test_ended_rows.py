@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from transformers import (
 
 import weir
 from weir.models import CACHE
-from weir.models.generate_calls import CRITERIA
+from weir.models.generate_calls import CRITERIA, PREPARE
 
 PAD = 0
 NEW = 14
@@ -230,14 +231,22 @@ def test_rows_end_at_a_string_too() -> None:
     model, tokenizer = weir.load("nano")
     texts = ["Once there was a river", "The man said to the woman"]
     tokens = torch.tensor([tokenizer(text).input_ids[:4] for text in texts])
-    asked = {"inputs": tokens, "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    # Without an end token, transformers lets a row that has ended go on as it likes.
+    never = model.config.vocab_size - 1
+    asked = {"inputs": tokens, "max_new_tokens": 24, "do_sample": False}
+    asked |= {"eos_token_id": never, "pad_token_id": never - 1}
     plain = model.generate(**asked, **{CACHE: weir.StreamingCache(model)})
     said = [tokenizer.decode(row[4:]) for row in plain]
-    word = next(w for w in said[0].split()[1:10] if len(w) > 2 and w not in said[1])
+    short, row = next(
+        (part, row)
+        for row in (0, 1)
+        for part in said[row].split()[:8]
+        if len(part) > 2 and part not in said[1 - row]
+    )
     cache = weir.StreamingCache(model)
-    more = {"stop_strings": [word], "tokenizer": tokenizer}
+    more = {"stop_strings": [short], "tokenizer": tokenizer}
     model.generate(**asked, **more, **{CACHE: cache})
-    assert cache.seen[0] < cache.seen[1] == 4 + 23
+    assert cache.seen[row] < cache.seen[1 - row] == 4 + 23
 
 
 def test_a_copy_of_a_cache_knows_which_rows_ended(fresh_llama):
@@ -253,19 +262,43 @@ def test_a_copy_of_a_cache_knows_which_rows_ended(fresh_llama):
         assert each.seen == [seen[0] + 5, seen[1] + 6]
 
 
-def test_transformers_still_makes_the_stopping_criteria_where_weir_watches(fresh_llama):
+@pytest.mark.parametrize("name", [PREPARE, CRITERIA])
+def test_transformers_still_has_the_methods_that_weir_hooks(fresh_llama, name):
     model = model_of("llama", fresh_llama)
-    assert callable(getattr(model, CRITERIA, None)), f"transformers has renamed {CRITERIA}"
+    assert callable(getattr(model, name, None)), f"transformers has renamed {name}"
     calls: list[Any] = []
-    own = getattr(model, CRITERIA)
-    setattr(model, CRITERIA, lambda *args, **kwargs: calls.append(kwargs) or own(*args, **kwargs))
+    own = getattr(model, name)
+    setattr(model, name, lambda *args, **kwargs: calls.append(kwargs) or own(*args, **kwargs))
     two_rows(model, cache_of(model))
-    assert calls and calls[0]["generation_config"].max_new_tokens == 30
+    assert calls and (name == PREPARE or calls[0]["generation_config"].max_new_tokens == 30)
 
 
-def test_without_that_method_several_rows_are_refused(fresh_llama, monkeypatch):
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_cache_that_is_made_among_the_arguments_is_served_too(fresh_llama, name):
+    """Python looks up `model.generate` before it makes the cache, and with it the hooks."""
     model = model_of("llama", fresh_llama)
-    monkeypatch.setattr("weir.models.generate_calls.CRITERIA", "_a_name_of_another_release")
+    model.generation_config.cache_implementation = "static"
+    model.generation_config.use_cache = False
+    rows = two_rows(model, cache_of(model)).tolist()
+    place = next(n for n in range(5, 25) if rows[0][n] not in rows[1] + rows[0][:n])
+    made: list[Any] = []
+    gc.collect()
+    assert "generate" not in vars(model)  # the hooks went with the last cache
+    torch.manual_seed(0)
+    options = {"max_new_tokens": 30, "do_sample": True, "pad_token_id": PAD}
+    model.generate(
+        ids(2, 20, seed=3),
+        **options,
+        eos_token_id=rows[0][place],
+        **{name: made.append(cache_of(model)) or made[0]},
+    )
+    assert made[0].seen == [20 + place + 1, 49]
+
+
+@pytest.mark.parametrize("which", ["CRITERIA", "PREPARE"])
+def test_without_that_method_several_rows_are_refused(fresh_llama, monkeypatch, which):
+    model = model_of("llama", fresh_llama)
+    monkeypatch.setattr(f"weir.models.generate_calls.{which}", "_a_name_of_another_release")
     with pytest.raises(weir.WeirError, match="by which weir learns which rows of a batch"):
         two_rows(model, cache_of(model))
     cache = cache_of(model)

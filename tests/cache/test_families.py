@@ -278,10 +278,14 @@ def test_nothing_as_long_as_the_stream_is_built(name: str) -> None:
     assert max(t.numel() for t in built) <= model.config.hidden_size
 
 
-def test_mpt_has_to_be_told_to_use_its_cache() -> None:
+def test_mpt_need_not_be_told_to_use_its_cache() -> None:
     model, ids = shared("mpt"), tokens(1, 5)
+    cache = StreamingCache(model, "window(20)")
+    model.generate(ids, past_key_values=cache, max_new_tokens=2)
+    assert cache.seen == [6]
+    again = StreamingCache(model, "window(20)")
     with pytest.raises(WeirError, match="pass use_cache=True"):
-        model.generate(ids, past_key_values=StreamingCache(model, "window(20)"), max_new_tokens=2)
+        model.generate(ids, past_key_values=again, max_new_tokens=2, use_cache=False)
 
 
 def test_a_cache_of_a_module_deep_inside_leaves_those_of_the_model_alone() -> None:

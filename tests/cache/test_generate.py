@@ -15,8 +15,6 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
     Cache,
     DynamicCache,
     LogitsProcessor,
@@ -316,29 +314,6 @@ def test_a_row_that_ended_early_is_not_polluted(fresh_llama, ids, way, padding):
         wanted = by_hand(model, alone, said_alone, second.logits.shape[1])[1]
         upto = [*second.sequences[n, whole.shape[1] :].tolist(), end].index(end) + 1
         close_runs(second.logits[n, :upto], wanted[0, :upto], model)
-
-
-@pytest.mark.parametrize("kind", ["llama", "bloom"])
-def test_an_end_that_only_the_call_knew_of_is_not_silently_polluted(fresh_llama, ids, kind):
-    # The cache hears nothing of generate()'s arguments; a mask that leaves the padding out tells,
-    # with families that have position_ids and with those that have none.
-    sizes = {"vocab_size": 61, "hidden_size": 32, "n_layer": 2, "n_head": 4}
-    model = fresh_llama()
-    if kind == "bloom":
-        torch.manual_seed(0)
-        model = BloomForCausalLM(BloomConfig(**sizes, initializer_range=0.3)).eval()
-    model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
-    tokens, mask = padded([ids(1, n, seed=n + 1)[0] for n in (11, 19, 6)])
-    end = ending(model, tokens, mask, 20)
-    cache = cache_of(model)
-    first = generated(model, cache, tokens, 20, attention_mask=mask, eos_token_id=end).sequences
-    stop = first[1].tolist().index(end, tokens.shape[1]) + 1
-    spoken = torch.cat([mask, torch.ones_like(first[:, tokens.shape[1] :])], dim=1)
-    spoken[1, stop:] = 0
-    whole = torch.cat([first, ids(3, 7, seed=9)], dim=1)
-    spoken = torch.cat([spoken, spoken.new_ones(3, 7)], dim=1)
-    with pytest.raises(WeirError, match="row 1 is to go on after"):
-        generated(model, cache, whole, attention_mask=spoken)
 
 
 # --- beam search

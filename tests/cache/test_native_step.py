@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from reference.blocks import random_lines, unit_of
-from reference.models import make, tokens
+from reference.models import CONFIGS, make, tokens
+from reference.native_families import NATIVE, families
 from roundings import close_runs
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -24,8 +27,9 @@ from weir import StreamingCache, WeirError, compile_steps
 from weir.kernels import BLOCK_TYPES
 from weir.models import hooks, native_step
 from weir.models.block_weights import Blocks, put
+from weir.models.native_program import StepProgram
 
-pytest.importorskip("numba", reason="not installed: pip install 'weir-kv[fast]'")
+pytest.importorskip("numba", reason="not installed: pip install '.[fast]'")
 CHUNK, PROMPT, STEPS = 4, 30, 26
 POLICIES = [
     "window(16)",
@@ -35,7 +39,11 @@ POLICIES = [
     "pyramidkv(budget=64, window=8)",
 ]
 """One log-weight, queries that wait, two log-weights, unequal layers."""
-FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "smollm3", "llama-yarn", "gemma", "gemma3"]
+FAMILIES = [
+    name
+    for name, (kind, _) in CONFIGS.items()
+    if name != "stablelm" and families().get(getattr(transformers, kind).model_type) == NATIVE
+]
 WIDE = {"head_dim": 64, "intermediate_size": 112}
 """Heads of as many numbers as vectors have, and weights that do not divide into tiles."""
 ZERO_SINK = {"weir_sink": {"kind": "zero"}, "attn_implementation": "weir_zero_sink"}
@@ -43,15 +51,17 @@ ZERO_SINK = {"weir_sink": {"kind": "zero"}, "attn_implementation": "weir_zero_si
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A one for each native step."""
+    """A one for each native step, and for each that was tried beside the model's own."""
     found: list[int] = []
-    own = native_step._StepProgram.run
+    run, check = StepProgram.run, native_step.check_program
 
-    def run(self: Any, *given: Any) -> Tensor:
+    def counted(own: Callable[..., Any], *given: Any, **more: Any) -> Any:
+        answer = own(*given, **more)
         found.append(1)
-        return own(self, *given)
+        return answer
 
-    monkeypatch.setattr(native_step._StepProgram, "run", run)
+    monkeypatch.setattr(StepProgram, "run", lambda *given: counted(run, *given))
+    monkeypatch.setattr(native_step, "check_program", partial(counted, check))
     monkeypatch.setattr(native_step.NativeStep, "wait", True)
     return found
 
@@ -131,22 +141,9 @@ def test_slots_of_few_bits(bits: str, threads: int, taken) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_of_llamas_form_is_taken(name: str, taken) -> None:
-    check(make(name), POLICIES[0], taken, 2)
-
-
-def test_what_modules_do_beside_their_names_is_noticed_by_the_first_step(
-    taken, monkeypatch
-) -> None:
-    """Granite multiplies what it adds, which no table says."""
-    monkeypatch.setattr("weir.models.compiling.Compiled.__call__", lambda *given: None)
-    model, ids = make("granite", residual_multiplier=0.5), tokens(1, PROMPT + 3)
-    usual = read(model, POLICIES[0], ids)
-    compile_steps(model)
-    found = read(model, POLICIES[0], ids)
-    compile_steps(model, on=False)
-    assert len(taken) == 1
-    assert torch.equal(found[0], usual[0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_family_that_the_page_calls_native_is(name: str, dtype, taken) -> None:
+    check(make(name, dtype), POLICIES[0], taken, 2)
 
 
 @pytest.mark.parametrize(
@@ -239,10 +236,8 @@ def test_rows_that_change_places_and_steps_of_some_of_them(taken) -> None:
 def test_steps_of_some_rows_have_one_program_while_nothing_is_replaced(taken, monkeypatch) -> None:
     """A server with one client of eight makes all its steps so; programs take longer than steps."""
     made: list[object] = []
-    own = native_step._StepProgram.__init__
-    monkeypatch.setattr(
-        native_step._StepProgram, "__init__", lambda *given: made.append(1) or own(*given)
-    )
+    own = StepProgram.__init__
+    monkeypatch.setattr(StepProgram, "__init__", lambda *given: made.append(1) or own(*given))
     model, ids = make("llama", **WIDE), tokens(3, PROMPT + STEPS)
     compile_steps(model)
     cache, alone = (StreamingCache(model, POLICIES[0], chunk=CHUNK) for _ in range(2))
@@ -395,7 +390,7 @@ def test_tokens_come_uncompiled_until_the_kernel_is_there(taken, monkeypatch, no
     assert notices == [native_step.WAITING]
 
 
-@pytest.mark.parametrize(("name", "begun"), [("qwen3", 1), ("olmo2", 0), ("mixtral", 0)])
+@pytest.mark.parametrize(("name", "begun"), [("qwen3", 1), ("olmo2", 1), ("mixtral", 0)])
 def test_the_kernel_is_made_before_the_first_step_where_one_may_come(
     name: str, begun: int, monkeypatch
 ) -> None:

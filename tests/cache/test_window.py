@@ -10,6 +10,7 @@ from reference.models import make
 
 import weir
 from weir.cache import describe_window_excess, size_of
+from weir.models import CACHE
 
 WINDOW = 256
 """Of the model."""
@@ -86,7 +87,7 @@ def test_places_past_those_of_a_model_are_told_once(name, known, why):
 def test_places_are_counted_from_the_origin_and_the_caller_is_pointed_at(small):
     cache = weir.StreamingCache(small, "window(16)", positions="original", origin=WINDOW - 2)
     ids = torch.tensor([[3, 1]])
-    assert not told(lambda: small(ids, past_key_values=cache))
+    assert not told(lambda: small(ids, **{CACHE: cache}))
     with pytest.warns(UserWarning, match="come past the places") as found:
-        small(ids, past_key_values=cache)
+        small(ids, **{CACHE: cache})
     assert found[0].filename == __file__

@@ -54,6 +54,16 @@ def test_each_line_gets_an_answer_and_a_line_of_figures(chat):
     assert figures[0][2] == figures[1][2]
 
 
+def test_it_says_why_steps_are_not_native(chat, monkeypatch):
+    assert "native" not in chat().err
+    monkeypatch.setenv("WEIR_KERNELS", "reference")
+    said = chat().err.splitlines()[1]
+    assert said == (
+        "decode steps are not native (numba is not installed, or WEIR_KERNELS chooses other "
+        "kernels); they run uncompiled, which is slower"
+    )
+
+
 @pytest.mark.slow
 def test_the_same_seed_says_the_same_and_another_says_something_else(chat):
     said = [chat("Hello", words=("--seed", seed)).out for seed in (1, 1, 2)]

@@ -119,6 +119,20 @@ def test_a_server_says_of_one_of_another_model_why_it_is_taken(capsys, measured,
     assert ended.err.count("it lies with the model, so it is what is taken") == 1
 
 
+def test_a_server_logs_how_steps_run(capsys, measured, monkeypatch, caplog):
+    monkeypatch.setattr("weir.serve.api.run_app", lambda *given: None)
+    monkeypatch.setattr("weir.serve.api.log_json", lambda: None)
+    with caplog.at_level("INFO", "weir.serve"):
+        assert run(capsys, "serve", measured, "--port", 0).code == 0
+        assert run(capsys, "serve", measured, "--port", 0, "--deterministic").code == 0
+    logged = [each.fields for each in caplog.records if each.message == "decode steps"]
+    assert [each["run"] for each in logged] == ["native", "eager"]
+    assert [each["reason"] for each in logged] == [
+        None,
+        "weir.compile_steps(model) has not been called",
+    ]
+
+
 def test_a_server_takes_native_steps_unless_answers_are_to_be_the_same(
     capsys, measured, monkeypatch
 ):

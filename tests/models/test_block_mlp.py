@@ -81,13 +81,31 @@ def test_a_module_that_computes_something_else_runs_itself(mlp, x, ran, monkeypa
     kind = type(mlp)
 
     def doubled(self, x):
-        return 1.1 * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return 1.01 * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
     monkeypatch.setattr(kind, "forward", doubled)
     del vars(mlp)["forward"]
     run_mlps_whole(mlp)
     assert torch.equal(mlp(x), doubled(mlp, x)) and len(ran) == 1
     assert torch.equal(mlp(x), doubled(mlp, x)) and len(ran) == 1  # not tried again
+
+
+@torch.no_grad()
+def test_gate_and_up_exchanged_run_themselves(mlp, x, ran, monkeypatch):
+    def exchanged(self, x):
+        return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+
+    mlp.up_proj.codes, mlp.up_proj.scales = mlp.gate_proj.codes, mlp.gate_proj.scales
+    monkeypatch.setattr(type(mlp), "forward", exchanged)
+    del vars(mlp)["forward"]
+    run_mlps_whole(mlp)
+    assert torch.equal(mlp(x), exchanged(mlp, x)) and len(ran) == 1
+
+
+@torch.no_grad()
+def test_a_hook_of_the_activation_is_called(mlp, x, ran):
+    mlp.act_fn.register_forward_hook(lambda *given: given[2] * 0.5)
+    assert torch.equal(mlp(x), own(mlp, x)) and not ran
 
 
 @torch.no_grad()

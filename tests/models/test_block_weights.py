@@ -20,6 +20,7 @@ from weir import WeirError, compile_steps, kernels
 from weir.cache import size_of
 from weir.kernels import BLOCK, BLOCK_TYPES
 from weir.models import quantize_weights, skeleton, stored_bytes
+from weir.models.block_types import describe_widened
 from weir.models.block_weights import (
     BLOCK_FORMATS,
     STORED_FORMATS,
@@ -78,6 +79,15 @@ def test_a_weight_is_filled_in_pieces(kind):
     for first, stop in ((48, 75), (0, 16), (16, 48)):
         found.fill(first, lines[first:stop])
     assert torch.equal(found.rows(), whole.rows())
+
+
+def test_it_is_said_which_types_take_more_room():
+    said = describe_widened(["Q4_K", "IQ2_XXS", "Q6_K", "Q2_K", "F32", "IQ2_XXS"])
+    assert said == (
+        "weights take more bits in memory than in the file: "
+        "IQ2_XXS (from 2.06 to 3.31), Q2_K (from 2.62 to 3.12)"
+    )
+    assert describe_widened(["Q4_K", "Q8_0", "F16", "F32"]) == ""
 
 
 def test_powers_of_two_that_float16_does_not_have_are_refused():

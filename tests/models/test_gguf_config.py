@@ -238,8 +238,9 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mpt": (
         {
             f".{PLAIN}": 1e-6,
-            ".attention.max_alibi_bias": 4.0,
-            ".attention.clamp_kqv": 6.0,
+            ".feed_forward_length": 256,
+            ".attention.max_alibi_bias": 8.0,
+            ".attention.clamp_kqv": 1.0,
             **ALL_HEADS,
         },
         {
@@ -248,7 +249,7 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "intermediate_size": "",
             "max_position_embeddings": "",
             "max_seq_len": 256,
-            "expansion_ratio": 2,
+            "expansion_ratio": 4,
             "layer_norm_epsilon": 1e-6,
             "rope": "",
         },
@@ -374,6 +375,50 @@ def test_no_key_is_dropped(architecture: str, tmp_path: Path) -> None:
             assert found or not expected, key
 
 
+NOT_COMPUTED = {
+    "context_length",  # no position is refused
+    "rope.scaling.original_context_length",  # of a file without a scaling
+    "rope.scaling.finetuned",
+}
+
+
+@pytest.mark.parametrize("architecture", FILES)
+def test_every_key_changes_what_the_model_computes(architecture: str, tmp_path: Path) -> None:
+    header = read_header(write(tmp_path / "tiny.gguf", architecture, keys_of(architecture), BASE))
+    ids = torch.arange(48)[None]
+
+    def build(config: Any) -> Any:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        for name, weight in model.named_parameters():
+            if weight.ndim == 1 and "norm" not in name and "ln" not in name:
+                weight.data.normal_()  # biases begin with zeros
+            elif weight.ndim > 1:
+                weight.data.normal_(0, 0.2)
+        return model
+
+    model = build(config_of(header))
+    shapes = {name: weight.shape for name, weight in model.state_dict().items()}
+    with torch.no_grad():
+        logits = model(ids).logits
+        for key, value in keys_of(architecture).items():
+            if key[1:] in NOT_COMPUTED or (architecture, key[1:]) in WITHOUT_EFFECT:
+                continue
+            for other in changed(key[1:], value):
+                more = {f"{architecture}{key}": other}
+                if key.startswith(".attention.key_length"):
+                    more[f"{architecture}.attention.value_length"] = other
+                if key == ".attention.scale" or key == f".{RMS}" or key == f".{PLAIN}":
+                    more = {f"{architecture}{key}": other * 1e4}
+                try:
+                    given = build(config_of(replace(header, fields={**header.fields, **more})))
+                except WeirError:
+                    continue
+                now = {name: weight.shape for name, weight in given.state_dict().items()}
+                if now == shapes:
+                    assert not torch.equal(given(ids).logits, logits), key
+
+
 def defined_keys() -> list[str]:
     """Suffixes of an architecture's keys that llama.cpp defines, as the package gguf has them."""
     found = []
@@ -460,10 +505,17 @@ HOSTILE = [
     ({".attention.head_count_kv": 3}, r"4 attention heads and 3"),
     ({".attention.head_count": 5, ".attention.head_count_kv": 5}, r"64 and 5 attention heads"),
     ({f".{RMS}": None}, r"epsilon = None"),
-    ({f".{RMS}": float("nan")}, r"epsilon = nan"),
+    ({f".{RMS}": float("nan")}, r"epsilon = 'nan'"),
     ({".attention.head_count_kv": [2, 2, 1, 2]}, r"head_count_kv for each layer differently"),
     ({".feed_forward_length": [128, 64, 128, 128]}, r"feed_forward_length for each layer"),
     ({".rope.dimension_count": 8}, r"rope\.dimension_count = 8"),
+    ({".rope.dimension_count": 32}, r"rope\.dimension_count = 32, and an even number up to 16"),
+    ({".rope.dimension_count": 7}, r"rope\.dimension_count = 7, and an even number"),
+    ({".rope.freq_base": "large"}, r"rope\.freq_base = 'large'.*number from 1 on"),
+    ({".rope.freq_base": 0.0}, r"rope\.freq_base = '0\.0'"),
+    ({".rope.scaling.factor": float("inf")}, r"rope\.scaling\.factor = 'inf'"),
+    ({".rope.scaling.factor": -2.0}, r"rope\.scaling\.factor = '-2\.0'"),
+    ({".rope.scaling.original_context_length": 1}, r"context_length = '1'.*whole number from 2 on"),
 ]
 
 
@@ -595,9 +647,13 @@ def test_falcons_three_decoders(tmp_path: Path) -> None:
 
 def test_mpt_has_alibi_and_clips(tmp_path: Path) -> None:
     attention = read(tmp_path, "mpt").attn_config
-    assert (attention.alibi, attention.alibi_bias_max, attention.clip_qkv) == (True, 4, 6.0)
-    with pytest.raises(WeirError, match=r"max_alibi_bias = 0\.0"):
-        read(tmp_path, "mpt", {".attention.max_alibi_bias": 0.0})
+    assert (attention.alibi, attention.alibi_bias_max, attention.clip_qkv) == (True, 8, 1.0)
+    # transformers' class computes with 8, and with four times the hidden size.
+    for bias in (0.0, 4.0, None):
+        with pytest.raises(WeirError, match=r"max_alibi_bias = "):
+            read(tmp_path, "mpt", {".attention.max_alibi_bias": bias})
+    with pytest.raises(WeirError, match=r"feed_forward_length = 128"):
+        read(tmp_path, "mpt", {".feed_forward_length": 128})
 
 
 def frequencies(config: Any, seq_len: int | None = None) -> tuple[torch.Tensor, float]:

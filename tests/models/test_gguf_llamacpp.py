@@ -50,8 +50,6 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     **{name: (name, {}, ()) for name in FILES},
     # One key and value head for each query head, as in all of its files.
     "olmoe": ("olmoe", {".attention.head_count_kv": 4}, ()),
-    # transformers computes with these values whatever its configuration says.
-    "mpt": ("mpt", {".feed_forward_length": 256, ".attention.max_alibi_bias": 8.0}, ()),
     # llama.cpp has windows in this family for the model of 64 layers alone.
     "exaone4": ("exaone4", {".attention.sliding_window": 0}, ()),
     # llama.cpp rounds the dimensions between which YaRN blends, and gpt-oss itself does not.

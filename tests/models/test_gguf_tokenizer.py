@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import json
 import logging
 import random
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,10 @@ from weir.errors import WeirError
 from weir.models.gguf import config as reading
 from weir.models.gguf import find_gguf, read_tokenizer
 from weir.models.gguf.pretokenizers import PRE_TOKENIZERS
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".peers" / "llamacpp_native" / "bin" / "python"
+SIDE = ROOT / "bench" / "weir_bench" / "peers" / "sides" / "llamacpp_tokens.py"
 
 WORDS = """the river runs past the mill, and the miller's 12 sacks of flour cost 3456 pounds;
   they've counted 1234567 of them -- (don't ask WHY) == x1y22z333 != [CamelCase] über straße ½ éà"""
@@ -405,54 +409,44 @@ def nasty(seed: int) -> Iterator[str]:
         yield "".join(rng.choice(PIECES) for _ in range(rng.randint(2, 12)))
 
 
-def llama_cpp_ids(path: Path, texts: list[str]) -> tuple[list[list[int]], list[int]]:
-    """Ids of texts, and the tokens that end an answer, in llama.cpp."""
-    cpp = pytest.importorskip("llama_cpp")
-    quiet = cpp.llama_log_callback(lambda *_: None)
-    cpp.llama_log_set(quiet, ctypes.c_void_p(0))
-    settings = cpp.llama_model_default_params()
-    settings.vocab_only = True
-    model = cpp.llama_model_load_from_file(str(path).encode(), settings)
-    assert model
-    vocabulary = cpp.llama_model_get_vocab(model)
-    rows = []
-    for text in texts:
-        data = text.encode()
-        room = (cpp.llama_token * (len(data) + 8))()
-        n = cpp.llama_tokenize(vocabulary, data, len(data), room, len(room), True, True)
-        rows.append(list(room[:n]))
-    ends = [
-        token
-        for token in range(cpp.llama_vocab_n_tokens(vocabulary))
-        if cpp.llama_vocab_is_eog(vocabulary, token)
-    ]
-    cpp.llama_model_free(model)
-    return rows, ends
-
-
 # llama.cpp approximates letters' cases by those of ASCII, or knows the name only since lately.
 APPROXIMATED = {"tekken", "gpt-4o", "llama4", "kanana2", "mellum2", "joyai-llm", "deepseek-llm"}
+COMPARED = {
+    **{name: byte_level(ggml__pre=name) for name in sorted(PRE_TOKENIZERS.keys() - APPROXIMATED)},
+    "a space in front": sentence_piece(),
+    "no space in front": sentence_piece(ggml__add_space_prefix=False),
+}
+"""Tokenizers that llama.cpp reads too."""
 
 
-@pytest.mark.parametrize("name", sorted(PRE_TOKENIZERS.keys() - APPROXIMATED))
-def test_byte_level_ids_are_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
-    path = save(tmp_path, byte_level(ggml__pre=name))
-    texts = list(itertools.islice(nasty(7), 400))
-    expected, ends = llama_cpp_ids(path, texts)
+@pytest.fixture(scope="module")
+def of_llama_cpp(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    """Files, and what llama.cpp makes of the texts."""
+    folder, texts = tmp_path_factory.mktemp("compared"), list(itertools.islice(nasty(7), 400))
+    paths = []
+    for name, keys in COMPARED.items():
+        (folder / name).mkdir()
+        paths.append(save(folder / name, keys))
+    answered = subprocess.run(
+        [str(PYTHON), str(SIDE), *map(str, paths)],
+        input=json.dumps(texts),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = [json.loads(line) for line in answered.stdout.splitlines()]
+    return dict(zip(COMPARED, zip(paths, lines, strict=True), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON.exists(), reason="needs `make peers`")
+@pytest.mark.parametrize("name", COMPARED)
+def test_ids_are_those_of_llama_cpp(name: str, of_llama_cpp: dict[str, tuple[Path, Any]]) -> None:
+    path, expected = of_llama_cpp[name]
     tokenizer = read_tokenizer(path)
-    for text, ids in zip(texts, expected, strict=True):
+    for text, ids in zip(itertools.islice(nasty(7), 400), expected["ids"], strict=True):
         assert tokenizer(text).input_ids == ids, text
-    assert ends == [tokenizer.eos_token_id]
-
-
-@pytest.mark.parametrize("prefixed", [True, False])
-def test_sentence_piece_ids_are_those_of_llama_cpp(prefixed: bool, tmp_path: Path) -> None:
-    path = save(tmp_path, sentence_piece(ggml__add_space_prefix=prefixed))
-    texts = list(itertools.islice(nasty(7), 400))
-    expected, _ = llama_cpp_ids(path, texts)
-    tokenizer = read_tokenizer(path)
-    for text, ids in zip(texts, expected, strict=True):
-        assert tokenizer(text).input_ids == ids, text
+    assert expected["ends"] == [tokenizer.eos_token_id]
 
 
 @pytest.mark.models

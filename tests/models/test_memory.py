@@ -92,6 +92,14 @@ def test_weights_in_blocks_are_moved_too(offered):
             assert memory._MOVED[held] == held.data_ptr()
 
 
+def test_tensors_without_numbers_are_left_where_they_are(offered, weight):
+    """As the scales of weights of 16 bits in blocks."""
+    none = torch.empty(2, 0, 16)
+    assert move_to_huge_pages([none, weight]) >= weight.nbytes
+    assert none.shape == (2, 0, 16)
+    assert memory.LargePages().empty((2, 0, 16), torch.int16).shape == (2, 0, 16)
+
+
 def test_linux_gives_large_pages(weight):
     if not memory._has_large_pages():
         pytest.skip("this system has no large pages")

@@ -176,7 +176,6 @@ def assert_foretold(model: PreTrainedModel, ids: Tensor, layers: list[int], seed
         assert (true <= 2 * foretold).double().mean() >= 0.95
 
 
-@pytest.mark.slow
 def test_in_a_layer_of_nano_it_knows_how_far_off_it_is():
     """Where few tokens have most of the attention, and over queries of which some are far off."""
     model, tokenizer = weir.load("nano")

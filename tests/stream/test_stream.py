@@ -600,7 +600,10 @@ def test_recompute_has_nothing_to_show_or_to_save(llama, ids, tmp_path):
     for call in (lambda: stream.slots(0), lambda: stream.save(tmp_path / "session")):
         with pytest.raises(WeirError, match="recompute caches nothing"):
             call()
-    assert stream.report() == {"policy": "recompute(24)", "seen": [30], "bytes": 24 * 8}
+    report = stream.report()
+    reason = "each chunk is recomputed from its tokens, without a cache"
+    assert report.pop("steps") == {"run": "eager", "reason": reason}
+    assert report == {"policy": "recompute(24)", "seen": [30], "bytes": 24 * 8}
     assert not list(tmp_path.iterdir())
 
 

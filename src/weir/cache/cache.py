@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache
 
 from weir.cache.default_policy import check_origin, choose_policy
-from weir.cache.ended_rows import EndedRows
+from weir.cache.ended_rows import watch
 from weir.cache.forward import Folded, Forward, LayerStack, SecondReading
 from weir.cache.layer import Layer
 from weir.cache.layers import (
@@ -104,6 +104,7 @@ class StreamingCache(Cache):
             none. The forward is complete by then, so rows may be read, taken and put. An error
             that it raises comes out of the call.
         failed: by row, why its tokens of the last forward were refused, with `failures="keep"`.
+        only_new: whether `generate` was given embeddings of new tokens only and feeds them next.
         plans: the pipe of each layer and the sizes of its slots, known before any is allocated.
 
     Raises:
@@ -169,7 +170,7 @@ class StreamingCache(Cache):
         self.stack = LayerStack(Layer(plan.spec) for plan in self.plans)
         self.attachment = attach(served, self)
         self._batch = batch
-        self._generating: EndedRows | None = None
+        self.only_new = False
         self._pad: int | None = None
         self.reset()
 
@@ -255,8 +256,7 @@ class StreamingCache(Cache):
         transformers takes embeddings for the whole text, and leaves out as many as this says. Where
         they are of what is new only, that is none.
         """
-        only_new = self._generating is not None and self._generating.only_new
-        return 0 if only_new else self.rows.columns
+        return 0 if self.only_new else self.rows.columns
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Return (query_length, 0), sizes for a mask that is never read."""
@@ -388,9 +388,13 @@ class StreamingCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slabs; fixed from the first token on."""
-        slabs = (layer.state.slab for layer in self.stack)
-        return sum(slab.nbytes for slab in slabs if slab is not None)
+        """Bytes of all slabs; fixed from the first token on.
+
+        Under `dense` and other policies that keep every token, the bytes of keys and values as
+        transformers' own cache would hold them, which grow with the stream. The memory that weir
+        takes is larger there: the slab is enlarged ahead of the tokens.
+        """
+        return sum(layer.state.nbytes(self.rows.columns) for layer in self.stack)
 
     @property
     def waiting(self) -> list[int]:
@@ -438,8 +442,16 @@ class StreamingCache(Cache):
             self.stack, row, self.rows.seen[row], self.rows.waiting[row], self.origin
         )
 
+    @property
+    def steps(self) -> dict[str, str | None]:
+        """How decode steps of this cache run: "native", "compiled" or "eager" as "run", and as
+        "reason" why they are not native, None if they are.
+        """
+        return self.attachment.describe_steps(self.stack)
+
     def report(self, row: int = 0) -> dict[str, Any]:
-        """Report bytes, tokens seen, and per layer its bytes and the slots of one row.
+        """Report bytes, tokens seen, how steps run, and per layer its bytes and the slots of one
+        row.
 
         "slots" has them by pool, with the tokens that wait for the next fold as "new"; "held" is
         their sum. A layer whose KV heads have several pipes has the mean over its heads, and under
@@ -453,7 +465,11 @@ class StreamingCache(Cache):
             "chunk": self.chunk,
             "seen": self.seen,
             "bytes": self.nbytes,
-            "layers": [layer_report(layer.parts, row, waiting) for layer in self.stack.by_index],
+            "steps": self.steps,
+            "layers": [
+                layer_report(layer.parts, row, waiting, self.rows.columns)
+                for layer in self.stack.by_index
+            ],
         }
 
     @property
@@ -766,7 +782,6 @@ class StreamingCache(Cache):
             if self._repeating:
                 return self._begin_again(given)
             self.stack.failed, self.stack.folded, self.stack.again = {}, None, {}
-        call = self._generating
         begun = self.rows.begin(
             given,
             vocabulary=self.attachment.facts.vocabulary,
@@ -776,11 +791,9 @@ class StreamingCache(Cache):
             without=without,
             fixed=self._batch is not None,
             twice=self._twice,
-            padded=None if call is None else call.padded(self.rows.batch or 0),
             is_pad=self._is_pad,
         )
-        if call is not None:
-            call.only_new = False
+        self.only_new = False
         known, model = self._known_places, self._model()
         if known is not None and model is not None and self.origin + max(begun.after.seen) > known:
             self._known_places = None
@@ -789,25 +802,15 @@ class StreamingCache(Cache):
             check_memory(self.plans, self.policy, len(begun.after.seen), self._device)
         return Forward(self.stack, given, begun, self._rotaries, self.begin, without)
 
-    @contextmanager
-    def generating(self, asked: Mapping[str, Any] | None = None) -> Iterator[EndedRows]:
-        """Note which rows end during a call of `generate` with this cache, given its arguments."""
-        if self._generating is not None:  # weir.generate inside of model.generate
-            yield self._generating
-            return
-        call = self._generating = EndedRows()
-        asked = asked or {}
-        vectors, mask = asked.get("inputs_embeds"), asked.get("attention_mask")
-        if isinstance(vectors, Tensor) and isinstance(mask, Tensor) and self.rows.columns:
-            call.only_new = mask.shape[-1] == self.rows.columns + vectors.shape[1]
-        try:
-            yield call
-        finally:
-            self._generating = None
-            padded = call.padded(self.rows.batch or 0)
-            if padded is not None:
-                self._pad = call.pad
-                self.stack.rows = replace(self.rows, ended=padded)
+    def watch(self, config: GenerationConfig, criteria: StoppingCriteriaList) -> Any:
+        """Return the stopping criteria of a call of `generate`, which tell which rows ended."""
+        return watch(config, criteria, self._note_ended)
+
+    def _note_ended(self, padded: list[bool], pad: int | None) -> None:
+        """Note in which rows the newest token of `generate`, not fed yet, is padding."""
+        if len(padded) == self.rows.batch:
+            self._pad = pad
+            self.stack.rows = replace(self.rows, ended=padded)
 
     def _is_pad(self, tokens: Tensor) -> Tensor:
         """Return which of some ids [rows] or embeddings [rows, width] are the padding token."""
@@ -818,7 +821,8 @@ class StreamingCache(Cache):
             return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
         if not tokens.is_floating_point():
             return tokens == said
-        look_up = self.attachment.facts.decoder.get_input_embeddings()
+        decoder: Any = self.attachment.facts.decoder
+        look_up = decoder.get_input_embeddings()
         pad = torch.tensor([said], device=tokens.device)
         with torch.no_grad():
             return (tokens == look_up(pad).to(tokens)).all(dim=-1)

@@ -8,70 +8,53 @@ watches the criteria instead of guessing from the tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteriaList
 
+Tell = Callable[[list[bool], int | None], None]
+"""Takes in which rows the newest token is padding, and the padding token."""
 
-class EndedRows:
-    """What one call of `generate` has said about its rows.
 
-    Attributes:
-        pad: the token that ended rows are fed; None if the call has none.
-        only_new: whether the call was given embeddings of new tokens only, and feeds them next.
+class WatchedCriteria(StoppingCriteriaList):
+    """Stopping criteria of one call of `generate` that tell a cache which rows they have ended.
+
+    Args:
+        criteria: all criteria of the call.
+        config: the call's configuration, which has the padding token.
+        tell: called after each token with what is known of it.
     """
 
-    def __init__(self) -> None:
-        self.pad: int | None = None
-        self.only_new = False
-        self._done: Tensor | None = None
-        self._padding: Tensor | None = None
-        self._flags: list[bool] | None = None
-
-    def watch(self, config: GenerationConfig, criteria: StoppingCriteriaList) -> Any:
-        """Return stopping criteria that behave as these and note here which rows have ended.
-
-        Beam search feeds no row after its end, so its criteria are returned as they are.
-        """
-        if config.num_beams not in (None, 1) or isinstance(criteria, _Watched):
-            return criteria
-        # Without an end token, rows that a caller's own criterion ended are fed what they say.
-        ends = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        self.pad = _pad_of(config) if ends else None
-        return _Watched(criteria, self)
-
-    def note(self, tokens: Tensor, done: Tensor) -> None:
-        """Note the newest token of every row [batch], and which rows have ended with it [batch]."""
-        if self._done is None or self.pad is None:
-            self._padding = tokens.new_zeros(tokens.shape).bool()
-        else:  # where a row had ended before, its newest token is padding
-            self._padding = self._done & (tokens == self.pad)
-        self._done = done.bool() if self._done is None else self._done | done.bool()
-        self._flags = None
-
-    def padded(self, batch: int) -> list[bool] | None:
-        """Return in which rows the newest token is padding; None before the first token."""
-        if self._padding is None or len(self._padding) != batch:
-            return None
-        if self._flags is None:
-            self._flags = self._padding.tolist()
-        return self._flags
-
-
-class _Watched(StoppingCriteriaList):
-    """Stopping criteria that tell `EndedRows` what they found."""
-
-    def __init__(self, criteria: Iterable[Any], ended: EndedRows) -> None:
+    def __init__(self, criteria: Iterable[Any], config: GenerationConfig, tell: Tell) -> None:
         super().__init__(criteria)
-        self._ended = ended
+        self._tell = tell
+        # Without an end token, rows that a caller's own criterion ended are fed what they say.
+        ends = any(hasattr(criterion, "eos_token_id") for criterion in self)
+        self._pad = _pad_of(config) if ends else None
+        self._done: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        """Return which rows have ended [batch], and note it."""
+        """Return which rows have ended [batch], and tell the cache."""
         done: Any = super().__call__(input_ids, scores, **kwargs)
-        self._ended.note(input_ids[:, -1], done)
+        if self._done is None or self._pad is None:
+            padded = [False] * len(input_ids)
+        else:  # where a row had ended before, its newest token is padding
+            padded = (self._done & (input_ids[:, -1] == self._pad)).tolist()
+        self._done = done.bool() if self._done is None else self._done | done.bool()
+        self._tell(padded, self._pad)
         return done
+
+
+def watch(config: GenerationConfig, criteria: StoppingCriteriaList, tell: Tell) -> Any:
+    """Return stopping criteria that behave as these and tell which rows have ended.
+
+    Beam search feeds no row after its end, so its criteria are returned as they are.
+    """
+    if config.num_beams not in (None, 1) or isinstance(criteria, WatchedCriteria):
+        return criteria
+    return WatchedCriteria(criteria, config, tell)
 
 
 def _pad_of(config: GenerationConfig) -> int | None:

@@ -141,6 +141,7 @@ class LayerStack(list[Layer]):
         folded: the folds of the last forward, until `on_fold` is called.
         again: by row, the ids of a chunk that has folded and is to be read a second time.
         program: the native step over these slots; None for none yet.
+        refused: what the last step over these slots was refused for, and why; None if it was not.
     """
 
     rows: Rows
@@ -149,6 +150,7 @@ class LayerStack(list[Layer]):
     folded: Folded | None
     again: dict[int, list[int]]
     program: Any = None
+    refused: tuple[Any, str] | None = None
     _layout: StepLayout | None = None
 
     def __init__(self, layers: Iterable[Layer]) -> None:
@@ -163,6 +165,11 @@ class LayerStack(list[Layer]):
             layer.reset()
         self.rows = Rows()
         self.broken, self.failed, self.folded, self.again = False, {}, None, {}
+
+    def why_not_constant(self) -> str | None:
+        """Return why steps over these layers cannot be of constant shape; None if they can."""
+        reasons = (DecodeSlots.why_not(layer.spec) for layer in self)
+        return next((reason for reason in reasons if reason is not None), None)
 
     def step_layout(self) -> StepLayout | None:
         """Return where native steps read and write; None while a layer has attended to nothing."""

@@ -105,10 +105,8 @@ def generate(
         prepared["streamer"] = streamer
     decode = getattr(model, _DECODING[mode])
     prepared |= {CACHE: cache, "use_cache": True}
-    with cache.generating() as call:
-        stop = prepared.pop("stopping_criteria")
-        prepared["stopping_criteria"] = call.watch(generation_config, stop)
-        return decode(input_ids, generation_config=generation_config, **prepared)
+    prepared["stopping_criteria"] = cache.watch(generation_config, prepared["stopping_criteria"])
+    return decode(input_ids, generation_config=generation_config, **prepared)
 
 
 def _cache_of(model: PreTrainedModel, there: Any, given: dict[str, Any]) -> StreamingCache:

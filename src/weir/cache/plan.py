@@ -449,7 +449,6 @@ class Rows:
         without: Collection[int] = (),
         fixed: bool = False,
         twice: bool = False,
-        padded: Sequence[bool] | None = None,
         is_pad: Callable[[Tensor], Tensor] | None = None,
     ) -> BegunForward:
         """Check and plan a forward, given the decoder's arguments by name.
@@ -459,7 +458,6 @@ class Rows:
             without: rows whose tokens are left out.
             fixed: whether the cache was made with a number of rows, which a reset keeps.
             twice: whether chunks are read twice, so that their ids are kept.
-            padded: in a step of `generate`, which rows it feeds padding; None in any other forward.
             is_pad: tells which of some ids [rows] or embeddings [rows, width] are the padding
                 token; None if there is none.
 
@@ -481,18 +479,17 @@ class Rows:
         if given.get("position_ids") is not None:
             _refuse_right_padding(claimed)
         before._check_positions(given.get("position_ids"), claimed, batch, length, counted)
-        ended = [False] * batch if padded is None or length > 1 else list(padded)
         refused: dict[int, WeirError] = {}
         if ids is not None and (ids.device.type == "cpu" or length > 1):
             refused, ids = _check_ids(ids, claimed, vocabulary)
         out = {*refused, *without}
         real = claimed
-        if out or any(ended):
-            silent = [gone or row in out for row, gone in enumerate(ended)]
+        if out:
+            silent = [row in out for row in range(batch)]
             going = ~torch.tensor(silent, device=tokens.device)[:, None]
             real = going.expand(batch, length) if claimed is None else claimed & going
-        if padded is None and is_pad is not None and any(before.ended):
-            real = before._without_left_over(tokens, real, is_pad)
+        if is_pad is not None and any(before.ended):
+            real = before._without_padding(tokens, real, is_pad)
         if prefill and any(before.seen):
             prefill = False
             if any(
@@ -528,7 +525,7 @@ class Rows:
             waiting,
             [c + n for c, n in zip(counted, counts, strict=True)],
             before.last if ids is None else ids[:, -1].tolist(),
-            ended,
+            [False] * batch,
             before.marks,
             drift,
             tail,
@@ -610,13 +607,13 @@ class Rows:
         real = mask[:, -length:].bool()
         return None if bool(real.all()) else real
 
-    def _without_left_over(
+    def _without_padding(
         self, tokens: Tensor, real: Tensor | None, is_pad: Callable[[Tensor], Tensor]
     ) -> Tensor | None:
-        """Return which columns are tokens, without the padding that a row's answer ended with.
+        """Return which columns are tokens, without padding in rows that have ended.
 
-        `generate` never feeds the last token it makes, so the next call begins with it; in a row
-        that ended before the others it is padding.
+        It is in the first column: in a step of `generate` there is no other, and the next call
+        begins with the last token that `generate` made, which is never fed before.
         """
         rows = [row for row, ended in enumerate(self.ended) if ended]
         found = is_pad(tokens[rows, 0]).tolist()

@@ -20,6 +20,7 @@ from weir.cli.common import (
     prepare_model,
     say,
     say_set_aside,
+    say_steps,
     say_window,
     size,
     waiting,
@@ -158,6 +159,7 @@ def chat(
         say_window(model, sized, resolve_chunk(sized, chunk))
         stream = Stream(model, sized, chunk=chunk, seed=seed)
     say(f"{model_name} {describe(stream.policy)}{reason}. /help for help.")
+    say_steps(stream.report()["steps"])
     if tokenizer.chat_template is None:
         say("it has no chat template and continues your text")
     if begun:

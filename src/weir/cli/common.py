@@ -150,6 +150,13 @@ def say_window(model: PreTrainedModel, policy: Policy, chunk: int) -> None:
         say(warning)
 
 
+def say_steps(steps: dict[str, str | None]) -> None:
+    """Report that decode steps are not native, and why; `steps` is from a stream's report."""
+    how = {"compiled": "as programs of torch.compile", "eager": "uncompiled, which is slower"}
+    if (run := steps["run"]) in how:
+        say(f"decode steps are not native ({steps['reason']}); they run {how[run]}")
+
+
 def say_set_aside(
     model: PreTrainedModel | str, policy: str | None, slots: str | None, revision: str | None = None
 ) -> None:
@@ -230,3 +237,8 @@ def size(nbytes: float) -> str:
     """Format a number of bytes: 1.2 MB."""
     power = next((n for n in range(3) if abs(nbytes) < 1000 ** (n + 1)), 3)
     return f"{nbytes / 1000**power:.{min(power, 1)}f} {('B', 'kB', 'MB', 'GB')[power]}"
+
+
+def in_words(count: int, noun: str) -> str:
+    """Format a number of things: `1 layer`, `1,024 layers`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

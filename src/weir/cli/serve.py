@@ -120,7 +120,7 @@ def serve(
         WorkerProcess,
         estimate_memory,
     )
-    from weir.serve.api import Keys, bind, log_json, make_app, run_app
+    from weir.serve.api import Keys, bind, log_event, log_json, make_app, run_app
     from weir.serve.sessions.disk_turns import DiskTurns
     from weir.serve.sessions.snapshot import RowFormat
     from weir.serve.sessions.store import SessionStore
@@ -234,6 +234,8 @@ def serve(
             compile_or_say(engine)
         client = EngineClient(engine, tokenizer, name or model_name, limits, book, worker=worker)
         log_json()
+        steps = engine.cache.steps
+        log_event("decode steps", run=steps["run"], reason=steps["reason"])
         app = make_app(client, accepted)
         address, number = bound.getsockname()[:2]
         say(f"{_url(address, number)} ({known})")

@@ -8,6 +8,7 @@ from weir.kernels.compiled_ops import (
     weighted_sums,
 )
 from weir.kernels.dispatch import (
+    ALIKE,
     VARIABLE,
     BlockWeight,
     QuantizedVectors,

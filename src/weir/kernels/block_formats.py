@@ -126,7 +126,8 @@ def _signs(*values: int) -> tuple[int, ...]:
 
 
 _IQ3_XXS, _IQ3_S = _signs(4, 12, 20, 28, 36, 44, 52, 62), _signs(*range(1, 16, 2))
-_IQ2, _IQ1 = _signs(8, 25, 43), _signs(1, 7, 9)
+# Eight entries, so that the code of -x is that of x with all bits turned over; two are not used.
+_IQ2, _IQ1 = _signs(8, 25, 43, 0), _signs(1, 7, 9)
 
 
 def _by_table(

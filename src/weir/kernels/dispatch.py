@@ -25,6 +25,14 @@ LEAST_LANES = 16
 """Queries, and numbers of a value, that a kernel for segments of a prompt takes at least."""
 LEAST_WIDE = 32
 """Numbers of a head from which on vectors of a processor fit into it."""
+ALIKE = 2.0**-19
+"""Numbers by which slots are chosen are equal if they differ by no more than this share of them, 16
+roundings of float32.
+
+A stream that says the same several times has tokens that are equally good but for rounding, which
+is another in a compiled step, in another batch, in another kernel or on another processor. It must
+not decide who stays.
+"""
 
 
 class WindowChunk(NamedTuple):

@@ -2,7 +2,8 @@
 
 Three products and a gate between them write and read what a prompt makes of an MLP's width four
 times. The kernel (`weir.kernels.mlp_blocks`) takes some rows through all of it. A module is known
-by what its layers are called; that it computes what that says is found out with a few rows.
+by what its layers are called; that it computes what that says is found out by trying it
+(`module_trials`), and that the kernel multiplies by its weights, with a few rows of its own.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from weir.kernels import BlockWeight
 from weir.models.block_weights import BlockLinear
 from weir.models.interception import MethodPatch
 from weir.models.linear_kernels import has_own_forward
+from weir.models.module_trials import is_gated_mlp
 
 ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu"}
 """Activations that kernels know, by the names of their modules."""
@@ -62,7 +64,8 @@ class _WholeMLP:
         codes = [weight[0] for weight in weights]
         if not self._proved or not all(map(operator.is_, codes, self._proved)):
             some, answers = (t.flatten(0, -2)[:PROBES] for t in (x, found))
-            self._refused = not is_near(answers, own(some), ROUNDED)
+            same = is_gated_mlp(self._module) and is_near(answers, own(some), ROUNDED)
+            self._refused = not same
             self._proved = codes
         return own(x) if self._refused else found
 
@@ -70,7 +73,8 @@ class _WholeMLP:
 def _weights_of(module: Any) -> list[BlockWeight] | None:
     """Return the weights of gate, up and down; None where the kernel cannot run the module."""
     layers: list[Any] = [getattr(module, name, None) for name in _LAYERS]
-    if type(getattr(module, "act_fn", None)).__name__ not in ACTIVATIONS:
+    activation = getattr(module, "act_fn", None)
+    if type(activation).__name__ not in ACTIVATIONS or _is_hooked(activation):
         return None
     if not all(type(layer) is BlockLinear and _is_bare(layer) for layer in layers):
         return None
@@ -83,8 +87,12 @@ def _weights_of(module: Any) -> list[BlockWeight] | None:
 
 def _is_bare(layer: BlockLinear) -> bool:
     """Return whether a layer does no more than multiply, on the CPU."""
-    hooks = layer._forward_hooks or layer._forward_pre_hooks
-    return layer.bias is None and layer.codes.is_cpu and not hooks and has_own_forward(layer)
+    here = layer.bias is None and layer.codes.is_cpu
+    return here and not _is_hooked(layer) and has_own_forward(layer)
+
+
+def _is_hooked(module: Any) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def is_near(one: Tensor, other: Tensor, off: float) -> bool:

@@ -1,15 +1,15 @@
 """Types of GGUF's blocks: what the bytes of a file's lines say, as codes and scales.
 
-Every type of `weir.kernels.block_formats` is read without rounding. Of types whose codes are places
-in a grid, the `gguf` package looks up the values, with a scale of 1; each value is then the number
-of a code.
+Every type of `weir.kernels.block_formats` is read without rounding. The grids of IQ types are those
+of the `gguf` package.
 
 Format: block_q8_0, block_q4_K and so on of the ggml project.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.kernels import BLOCK, BLOCK_TYPES, SHARED, BlockFormat
+from weir.kernels import BLOCK, BLOCK_TYPES, SHARED
 
+WIDENED = 1.1
+"""How many times the bits of a file weights take in memory before that is said."""
 _SUPER = BLOCK * SHARED
 
 
@@ -51,6 +53,18 @@ def inputs_of(kind: str, line: int) -> int:
 
     numbers, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     return line // size * numbers
+
+
+def describe_widened(kinds: Iterable[str]) -> str:
+    """Return a sentence about types that take more bits in memory than in a file; "" for none."""
+    found = []
+    for kind in sorted(set(kinds) & BLOCK_TYPES.keys()):
+        stored, held = line_bytes(kind, _SUPER) * 8 / _SUPER, BLOCK_TYPES[kind].bits_per_number
+        if held > WIDENED * stored:
+            found.append(f"{kind} (from {stored:.2f} to {held:.2f})")
+    if not found:
+        return ""
+    return f"weights take more bits in memory than in the file: {', '.join(found)}"
 
 
 def take_apart(raw: Tensor, kind: str) -> Parts:
@@ -211,68 +225,146 @@ def _pairs(packed: Tensor) -> Tensor:
     return _shifted(packed, 4).movedim(-2, -1).flatten(-2)
 
 
-def _words(packed: Tensor, bits: int) -> Tensor:
+def _words(packed: Tensor, bits: int) -> np.ndarray:
     """Whole numbers of bytes [..., bytes], as int64."""
     kind = {16: np.uint16, 32: np.uint32}[bits]
-    return torch.from_numpy(packed.numpy().copy().view(kind).astype(np.int64))
+    return np.ascontiguousarray(packed.numpy()).view(kind).astype(np.int64)
 
 
-def _read_grid(kind: str, factors_of: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Parts]:
-    """A reader of a type whose codes are places in a grid.
+class _Grid(NamedTuple):
+    """Tables of a type whose codes are places in a grid; eight codes are one number of 64 bits.
 
-    Args:
-        kind: the type.
-        factors_of: makes its factors [lines, units, 8 or 16] of bytes [lines, units, bytes].
+    Attributes:
+        codes: of every place the codes of its values, without signs.
+        signs: what turns the codes of positive values into those with signs, by the bits of these.
     """
 
-    def read(raw: Tensor) -> Parts:
-        from gguf import GGMLQuantizationType
-        from gguf.quants import dequantize
-
-        form = BLOCK_TYPES[kind]
-        parts = raw.unflatten(1, (-1, line_bytes(kind, _SUPER))).clone()
-        factors = factors_of(parts)
-        heads = _take_head(parts, kind)
-        numbers = dequantize(parts.flatten(1).numpy(), GGMLQuantizationType[kind])
-        steps = factors.float().flatten(1)[..., None] * form.unit
-        values = (torch.from_numpy(numbers).unflatten(1, (-1, form.per)) / steps).int()
-        codes = _codes_of(form)[(values + form.zero).long()]
-        return Parts(codes.flatten(1), heads, _by_blocks(factors).to(torch.uint8))
-
-    return read
+    codes: np.ndarray
+    signs: np.ndarray
 
 
-def _codes_of(form: BlockFormat) -> Tensor:
-    """The code of every value of a table, [256]."""
-    found = torch.zeros(256, dtype=torch.uint8)
+@lru_cache
+def _grid(kind: str) -> _Grid:
+    """Make the tables of a type. Of a table in order, the code of -x is that of x, turned over."""
+    from gguf import quants
+
+    form, of = BLOCK_TYPES[kind], getattr(quants, kind)
+    of.init_grid()
+    values = torch.from_numpy(of.grid[0, 0])
+    table = torch.zeros(256, dtype=torch.uint8)
     for code, value in enumerate(form.table):
-        found[value] = code
-    return found
+        table[value] = code
+    if kind.startswith("IQ1"):  # -1, 0 and 1, of which the next higher code is for the other shift
+        codes = (2 * (values + 1)).to(torch.uint8)
+    else:
+        codes = table[(values + form.zero).long()]
+    bits = torch.arange(256, dtype=torch.uint8)[:, None] >> torch.arange(8, dtype=torch.uint8) & 1
+    signs = bits * (len(form.table) - 1)
+    word = np.uint64 if codes.shape[1] == 8 else np.uint32
+    return _Grid(codes.contiguous().numpy().view(word)[:, 0], signs.numpy().view(np.uint64)[:, 0])
 
 
-def _take_head(parts: Tensor, kind: str) -> Tensor:
-    """Take the scale out of units [lines, units, bytes] and put a 1 in its place."""
-    if kind != "IQ1_M":
-        heads = _halves(parts[..., :2].clone())
-        parts[..., 0], parts[..., 1] = 0, 0x3C
-        return heads
-    # The upper 4 bits of each of the last four words.
-    tops = parts[..., 49::2]
-    nibbles = (tops >> 4).int()
-    bits = nibbles[..., 0] | nibbles[..., 1] << 4 | nibbles[..., 2] << 8 | nibbles[..., 3] << 12
-    one = torch.tensor([0, 0, 0xC0, 0x30], dtype=torch.uint8)
-    parts[..., 49::2] = tops & 15 | one
-    return bits.to(torch.int16).view(torch.float16)[..., None]
+@lru_cache
+def _seven_signs() -> np.ndarray:
+    """The eight signs of every number of 7 bits: the last makes the number of them even."""
+    numbers = np.arange(128)
+    odd = np.array([bin(number).count("1") & 1 for number in numbers])
+    return numbers | odd << 7
+
+
+def _from_grid(kind: str, places: np.ndarray, signs: np.ndarray) -> Tensor:
+    """Codes [lines, inputs] of places in a grid, and of signs of eight numbers each, as bytes."""
+    grid = _grid(kind)
+    codes = np.ascontiguousarray(grid.codes[places]).view(np.uint64) ^ grid.signs[signs].reshape(
+        len(places), -1
+    )
+    return torch.from_numpy(codes.view(np.uint8))
+
+
+def _flat(numbers: np.ndarray) -> np.ndarray:
+    return numbers.reshape(len(numbers), -1)
 
 
 def _odd(numbers: Tensor) -> Tensor:
-    """2 n + 1, as factors of these types are meant."""
-    return 2 * numbers + 1
+    """2 n + 1 as factors of these types are meant, [lines, blocks, factors]."""
+    factors = (2 * numbers + 1).to(torch.uint8)
+    return factors.reshape(len(factors), factors.shape[1] * SHARED, -1)
 
 
-def _iq1_m_factors(parts: Tensor) -> Tensor:
-    words = _words(parts[..., 48:56], 16)
-    return _odd((words[..., None] >> torch.tensor([0, 3, 6, 9]) & 7).flatten(2))
+def _read_iq2_xxs(raw: Tensor) -> Parts:
+    parts = raw.unflatten(1, (-1, 66))
+    pairs = parts[..., 2:].unflatten(2, (8, 8))
+    places, words = pairs[..., :4].numpy(), _words(pairs[..., 4:], 32)
+    signs = _seven_signs()[words >> np.arange(0, 28, 7) & 127]
+    factors = _odd(torch.from_numpy(words[..., 0] >> 28))
+    codes = _from_grid("IQ2_XXS", _flat(places), _flat(signs))
+    return Parts(codes, _halves(parts[..., :2]), factors)
+
+
+def _read_iq2_xs(raw: Tensor) -> Parts:
+    parts = raw.unflatten(1, (-1, 74))
+    words = _words(parts[..., 2:66], 16)
+    codes = _from_grid("IQ2_XS", _flat(words & 511), _flat(_seven_signs()[words >> 9]))
+    return Parts(codes, _halves(parts[..., :2]), _odd(_pairs(parts[..., 66:])))
+
+
+def _read_iq2_s(raw: Tensor) -> Parts:
+    parts = raw.unflatten(1, (-1, 82))
+    high = _shifted(parts[..., 66:74], 2).movedim(2, 3).flatten(2).int() << 8
+    places = (parts[..., 2:34].int() | high).flatten(1).numpy()
+    signs = parts[..., 34:66].flatten(1).numpy()
+    codes = _from_grid("IQ2_S", places, signs)
+    return Parts(codes, _halves(parts[..., :2]), _odd(_pairs(parts[..., 74:])))
+
+
+def _read_iq3_xxs(raw: Tensor) -> Parts:
+    parts = raw.unflatten(1, (-1, 98))
+    words = _words(parts[..., 66:].unflatten(2, (8, 4)), 32)
+    signs = _seven_signs()[words >> np.arange(0, 28, 7) & 127]
+    factors = _odd(torch.from_numpy(words[..., 0] >> 28))
+    codes = _from_grid("IQ3_XXS", _flat(parts[..., 2:66].numpy()), _flat(signs))
+    return Parts(codes, _halves(parts[..., :2]), factors)
+
+
+def _read_iq3_s(raw: Tensor) -> Parts:
+    parts = raw.unflatten(1, (-1, 110))
+    high = _shifted(parts[..., 66:74], 1).movedim(2, 3).flatten(2).int() << 8
+    places = (parts[..., 2:66].int() | high).flatten(1).numpy()
+    signs = parts[..., 74:106].flatten(1).numpy()
+    codes = _from_grid("IQ3_S", places, signs)
+    return Parts(codes, _halves(parts[..., :2]), _odd(_pairs(parts[..., 106:])))
+
+
+def _shifted_grid(kind: str, places: np.ndarray, lowered: np.ndarray) -> Tensor:
+    """Codes of IQ1_S or IQ1_M: values of a grid an eighth higher, or lower where that is said."""
+    ones = np.uint64(0x0101010101010101)
+    codes = _grid(kind).codes[places] | np.where(lowered, np.uint64(0), ones)
+    return torch.from_numpy(codes.view(np.uint8))
+
+
+def _read_iq1_s(raw: Tensor) -> Parts:
+    parts = raw.unflatten(1, (-1, 50))
+    words = _words(parts[..., 34:], 16)
+    high = (words[..., None] >> np.arange(0, 12, 3) & 7) << 8
+    places = parts[..., 2:34].numpy().astype(np.int64) | high.reshape(*words.shape[:2], -1)
+    lowered = np.repeat(words >> 15, 4, axis=2)
+    codes = _shifted_grid("IQ1_S", _flat(places), _flat(lowered))
+    factors = _odd(torch.from_numpy(words >> 12 & 7))
+    return Parts(codes, _halves(parts[..., :2]), factors)
+
+
+def _read_iq1_m(raw: Tensor) -> Parts:
+    """Read IQ1_M: the upper 4 bits of each of the last four words are a unit's scale."""
+    parts = raw.unflatten(1, (-1, 56))
+    high = _pairs(parts[..., 32:48]).numpy().astype(np.int64)
+    places = parts[..., :32].numpy() | (high & 7) << 8
+    codes = _shifted_grid("IQ1_M", _flat(places), _flat(high >> 3))
+    words = _words(parts[..., 48:], 16)
+    heads = (words >> 12) << np.arange(0, 16, 4)
+    bits = torch.from_numpy(heads.sum(2).astype(np.uint16).view(np.int16))
+    factors = torch.from_numpy(_flat(words[..., None] >> np.arange(0, 12, 3) & 7))
+    factors = _odd(factors.unflatten(1, (-1, 2 * SHARED)))
+    return Parts(codes, bits.view(torch.float16)[..., None], factors)
 
 
 _READERS: dict[str, Callable[[Tensor], Parts]] = {
@@ -288,13 +380,13 @@ _READERS: dict[str, Callable[[Tensor], Parts]] = {
     "Q6_K": _read_q6_k,
     "IQ4_NL": _read_nibbles(1),
     "IQ4_XS": _read_iq4_xs,
-    "IQ3_XXS": _read_grid("IQ3_XXS", lambda p: _odd(_words(p[..., 66:98], 32) >> 28)),
-    "IQ3_S": _read_grid("IQ3_S", lambda p: _odd(_pairs(p[..., 106:110]))),
-    "IQ2_XXS": _read_grid("IQ2_XXS", lambda p: _odd(_words(p[..., 2:66], 32)[..., 1::2] >> 28)),
-    "IQ2_XS": _read_grid("IQ2_XS", lambda p: _odd(_pairs(p[..., 66:74]))),
-    "IQ2_S": _read_grid("IQ2_S", lambda p: _odd(_pairs(p[..., 74:82]))),
-    "IQ1_S": _read_grid("IQ1_S", lambda p: _odd(_words(p[..., 34:50], 16) >> 12 & 7)),
-    "IQ1_M": _read_grid("IQ1_M", _iq1_m_factors),
+    "IQ3_XXS": _read_iq3_xxs,
+    "IQ3_S": _read_iq3_s,
+    "IQ2_XXS": _read_iq2_xxs,
+    "IQ2_XS": _read_iq2_xs,
+    "IQ2_S": _read_iq2_s,
+    "IQ1_S": _read_iq1_s,
+    "IQ1_M": _read_iq1_m,
     "TQ1_0": _read_tq1_0,
     "TQ2_0": _read_tq2_0,
     "MXFP4": _read_e8m0,

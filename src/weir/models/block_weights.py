@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -207,19 +208,30 @@ def _lines(which: Tensor) -> tuple[Tensor, Tensor]:
 
 def _values_of(quads: Tensor, form: BlockFormat) -> Tensor:
     """Return the values of codes [rows, blocks, vectors, 4] in their order, [rows, blocks, 32]."""
-    codes, below, before = None, 0, 0
-    for plane, bits in enumerate(form.planes):
-        places = [form.place_of(plane, group) for group in range(QUADS)]
-        at = torch.tensor([before + vector for vector, _ in places], device=quads.device)
-        ups = torch.tensor([[up] for _, up in places], dtype=torch.uint8, device=quads.device)
+    planes, table = _places(form, quads.device)
+    codes, below = None, 0
+    for bits, (at, ups) in zip(form.planes, planes, strict=True):
         found = (quads[:, :, at] >> ups & ((1 << bits) - 1)) << below
         codes = found if codes is None else codes | found
-        below, before = below + bits, before + bits
+        below += bits
     assert codes is not None
-    if not form.table:
-        return codes.flatten(2)
-    table = torch.tensor(form.table, dtype=torch.uint8, device=codes.device)
-    return table[codes.flatten(2).int()]
+    return table[codes.flatten(2).int()] if form.table else codes.flatten(2)
+
+
+@lru_cache
+def _places(form: BlockFormat, device: torch.device) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+    """Return of each plane the vectors of groups [8] and how far up they lie there [8, 1], and the
+    table of a format.
+    """
+    planes, before = [], 0
+    with torch.inference_mode(False):
+        for plane, bits in enumerate(form.planes):
+            places = [form.place_of(plane, group) for group in range(QUADS)]
+            at = torch.tensor([before + vector for vector, _ in places], device=device)
+            ups = torch.tensor([[up] for _, up in places], dtype=torch.uint8, device=device)
+            planes.append((at, ups))
+            before += bits
+        return planes, torch.tensor(form.table, dtype=torch.uint8, device=device)
 
 
 class _InBlocks(nn.Module):
@@ -256,6 +268,11 @@ class _InBlocks(nn.Module):
         for name in ("codes", "scales"):
             del destination[prefix + name]
         destination[prefix + "weight"] = self.weight
+
+
+def has_block_weights(model: nn.Module) -> bool:
+    """Return whether any weight of a model is held in blocks, where its numbers are rounded."""
+    return any(isinstance(module, _InBlocks) for module in model.modules())
 
 
 class BlockLinear(_InBlocks, nn.Linear):  # type: ignore[override]  # read only

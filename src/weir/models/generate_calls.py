@@ -1,13 +1,15 @@
 """Calls of `model.generate` with a weir cache, on their way to transformers.
 
-While a model has hooks, its `generate` looks for a weir cache among the arguments. For such a call:
+While a model has hooks, three of its methods look for a weir cache among the arguments of a call:
 
-- the cache may be given as `cache` or as `past_key_values`, with any release of transformers;
-- what the model's generation configuration says of caches is overruled: `cache_implementation`,
-  which asks for one of transformers' own, and `use_cache=False`, as MPT's configurations say;
-- the cache is shown the stopping criteria, which say which rows of a batch have ended.
+- `generate` takes the cache as `cache` or as `past_key_values`, with any release of transformers;
+- `PREPARE` overrules what generation configurations say of caches: `cache_implementation`, which
+  asks for one of transformers' own, and `use_cache=False`, as MPT's configurations say;
+- `CRITERIA` shows the cache the stopping criteria, which say which rows of a batch have ended.
 
-Every other call is passed on as it is.
+`PREPARE` also does what `generate` does: in `model.generate(cache=weir.StreamingCache(model))`
+Python looks up `model.generate` before there is a cache, and hooks. Every other call is passed on
+as it is.
 """
 
 from __future__ import annotations
@@ -25,15 +27,17 @@ from weir.errors import WeirError, quote
 from weir.models.cache_name import CACHE, NAMES, with_one_name
 from weir.models.interception import MethodPatch
 
+PREPARE = "_prepare_generation_config"
+"""transformers' method that splits a call's arguments into a configuration and the model's own."""
 CRITERIA = "_get_stopping_criteria"
 """transformers' method that makes the stopping criteria of a call from all of its arguments."""
 
-_CALL: contextvars.ContextVar[Any] = contextvars.ContextVar("weir_generate_call", default=None)
-"""The `EndedRows` of the call of `generate` under way in this thread."""
+_CACHE: contextvars.ContextVar[Any] = contextvars.ContextVar("weir_generate_cache", default=None)
+"""Reference to the weir cache of the call of `generate` under way in this thread; None if none."""
 
 
 class GenerateHook:
-    """The hook on one model's `generate`.
+    """The hooks on one model's `generate`.
 
     Only the model refers to the patches: a cache does not keep the model that it serves alive.
 
@@ -48,12 +52,14 @@ class GenerateHook:
         self._patches: list[weakref.ref[MethodPatch]] = []
         if not callable(getattr(model, "generate", None)):
             return
-        for name, around in (("generate", self._generate), (CRITERIA, _watched)):
-            if hasattr(model, name):
+        hooks = {"generate": self._generate, PREPARE: self._prepare, CRITERIA: self._watch}
+        self._missing = [name for name in hooks if not hasattr(model, name)]
+        for name, around in hooks.items():
+            if name not in self._missing:
                 self._patches.append(weakref.ref(MethodPatch(model, name, around)))
 
     def serves(self, model: nn.Module) -> bool:
-        """Return whether this hook is on a model."""
+        """Return whether these hooks are on a model."""
         return self._model() is model
 
     def remove(self) -> None:
@@ -63,58 +69,64 @@ class GenerateHook:
             if patch is not None:
                 patch.remove()
 
+    def _cache_in(self, given: Mapping[str, Any]) -> Any:
+        """Return the weir cache among a call's arguments; None if there is none."""
+        cache = next((given[name] for name in NAMES if given.get(name) is not None), None)
+        return cache if cache is not None and self._is_ours(cache) else None
+
     def _generate(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `generate`, with or without a weir cache among its arguments."""
-        cache = next((kwargs[name] for name in NAMES if kwargs.get(name) is not None), None)
-        model: Any = self._model()
-        if cache is None or model is None or not self._is_ours(cache):
+        """Call `generate`, the cache under the name that the installed release has for it."""
+        ours = self._cache_in(kwargs) is not None
+        if ours and self._missing and _has_rows(args, kwargs):
+            raise WeirError(
+                f"transformers {transformers.__version__} has no {self._missing[0]}, by which weir "
+                "learns which rows of a batch have ended; generate row by row, or install an older "
+                "one"
+            )
+        # For any cache: transformers would warn of an old name in weir's name, which passes it on.
+        return own(*args, **with_one_name(kwargs))
+
+    def _prepare(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return a call's configuration and the model's arguments, as a weir cache needs them."""
+        cache = self._cache_in(kwargs)
+        _CACHE.set(None if cache is None else weakref.ref(cache))
+        if cache is None:
             return own(*args, **kwargs)
-        given = with_one_name(kwargs)
-        if given.get("cache_implementation") is not None:
+        asked = kwargs.get("cache_implementation")
+        if asked is not None:
             raise WeirError(
-                f"cache_implementation={quote(given['cache_implementation'])} asks transformers "
-                f"for a cache of its own, and {CACHE} is a StreamingCache; leave out one of them"
+                f"cache_implementation={quote(asked)} asks transformers for a cache of its own, "
+                f"and {CACHE} is a StreamingCache; leave out one of them"
             )
-        if not hasattr(model, CRITERIA) and _has_rows(args, given):
-            raise WeirError(
-                f"transformers {transformers.__version__} has no {CRITERIA}, by which weir learns "
-                "which rows of a batch have ended; generate row by row, or install an older one"
-            )
-        config = args[1] if len(args) > 1 else given.get("generation_config")
-        given |= _overruled(model.generation_config, config, given, cache)
-        with cache.generating(given) as call:
-            token = _CALL.set(call)
-            try:
-                return own(*args, **given)
-            finally:
-                _CALL.reset(token)
+        config, more = own(*args, **with_one_name(kwargs))
+        config.cache_implementation = None
+        if kwargs.get("use_cache") is None:
+            config.use_cache = True
+        cache.only_new = _only_new(cache, kwargs)
+        old = cache.is_initialized and Version(transformers.__version__) < _CONTINUES_IN_CHUNKS
+        if old or kwargs.get("inputs_embeds") is not None:  # which transformers does not cut
+            config.prefill_chunk_size = None
+        return config, more
+
+    def _watch(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return the stopping criteria of a call, which the cache of the call watches."""
+        criteria, reference = own(*args, **kwargs), _CACHE.get()
+        _CACHE.set(None)
+        cache = None if reference is None else reference()
+        config = args[0] if args else kwargs.get("generation_config")
+        return criteria if cache is None else cache.watch(config, criteria)
 
 
-def _watched(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return the stopping criteria of a call, which the cache of the call watches."""
-    criteria, call = own(*args, **kwargs), _CALL.get()
-    config = args[0] if args else kwargs.get("generation_config")
-    return criteria if call is None or config is None else call.watch(config, criteria)
+def _only_new(cache: Any, given: Mapping[str, Any]) -> bool:
+    """Return whether the embeddings of a call are those of new tokens only, by its mask.
 
-
-def _overruled(own: Any, given: Any, asked: Mapping[str, Any], cache: Any) -> dict[str, Any]:
-    """Return arguments in place of what generation configurations say of caches.
-
-    `own` is the model's configuration, `given` the call's, or None.
+    transformers takes embeddings for the whole text and leaves out what was fed before.
     """
-    more: dict[str, Any] = {}
-    configs = [config for config in (given, own) if config is not None]
-    if any(getattr(config, "cache_implementation", None) is not None for config in configs):
-        more["cache_implementation"] = None
-    if "use_cache" not in asked and any(config.use_cache is False for config in configs):
-        more["use_cache"] = True
-    old = cache.is_initialized and Version(transformers.__version__) < _CONTINUES_IN_CHUNKS
-    if old or asked.get("inputs_embeds") is not None:  # which transformers does not cut
-        chunked = [asked.get("prefill_chunk_size")]
-        chunked += [getattr(config, "prefill_chunk_size", None) for config in configs]
-        if any(chunked):
-            more["prefill_chunk_size"] = None
-    return more
+    vectors, mask = given.get("inputs_embeds"), given.get("attention_mask")
+    if not isinstance(vectors, Tensor) or not isinstance(mask, Tensor) or not cache.is_initialized:
+        return False
+    columns = cache.rows.columns
+    return bool(mask.shape[-1] == columns + vectors.shape[1])
 
 
 _CONTINUES_IN_CHUNKS = Version("5.23")

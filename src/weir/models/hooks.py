@@ -51,6 +51,7 @@ from weir.models.model_spec import (
 )
 from weir.models.native_step import NativeStep
 from weir.models.quantized_weights import quantizes_inputs
+from weir.models.step_engine import StepEngine
 from weir.slab import AttentionParams
 
 _COMPILED: weakref.WeakKeyDictionary[nn.Module, Compiling] = weakref.WeakKeyDictionary()
@@ -84,7 +85,8 @@ class Attachment:
         self._forward = MethodPatch(facts.decoder, "forward", self._call)
         self._patches = [MethodPatch(rotary, "forward", self._rotate) for rotary in facts.rotaries]
         self._compiled: Compiled | None = None
-        self._native: NativeStep | None = None
+        self._native: StepEngine | None = None
+        self._asked: Compiling | None = None
         self.compile(_COMPILED.get(facts.decoder), facts.attentions)
         if facts.images is not None and facts.images.axes:
             for kind in ("image", "video"):
@@ -125,21 +127,49 @@ class Attachment:
         own = self._forward.own
         programs = compiling is not None and compiling.programs
         self._compiled = Compiled(own, layers, compiling) if compiling and programs else None
-        parts = ("layers", "norm", "embed_tokens")
-        known = compiling is not None and compiling.native
-        known = known and all(hasattr(self.facts.decoder, name) for name in parts)
-        if not known or kernels.decode_step(torch.device("cpu")) is None:
-            self._native = None
-        else:
+        self._native = None
+        wanted = compiling is not None and compiling.native
+        if wanted and kernels.decode_step(torch.device("cpu")) is not None:
             wait = compiling is not None and compiling.wait
-            self._native = NativeStep(self.facts.decoder, wait)
+            self._native = NativeStep(self.facts, wait)
+        self._asked = compiling
+
+    def describe_steps(self, stack: Any) -> dict[str, str | None]:
+        """Return how steps over a cache's layers run, and why they are not native.
+
+        Args:
+            stack: the layers, `cache.forward.LayerStack`.
+        """
+        if self._asked is None:
+            reason: str | None = "weir.compile_steps(model) has not been called"
+        elif not self._asked.native:
+            reason = "options for torch.compile were given"
+        elif self._native is None:
+            reason = "numba is not installed, or WEIR_KERNELS chooses other kernels"
+        else:
+            if not self._native.is_prepared():
+                with self._lock, self._lock.attention(self._attention):
+                    self._native.prepare()
+            reason = self._native.why_not(stack)
+        if reason is None:
+            return {"run": "native", "reason": None}
+        programs = self._compiled is not None and self._asked is not None
+        run = "compiled" if programs and self._compiles(stack) else "eager"
+        return {"run": run, "reason": reason}
+
+    def _compiles(self, stack: Any) -> bool:
+        """Return whether `torch.compile` can make steps over a cache's layers."""
+        failed = self._asked is None or self._asked.failed is not None
+        return not failed and stack.why_not_constant() is None
 
     def leave(self) -> None:
         """Remove all hooks and restore the model."""
         if self._compiled is not None:
             self._compiled.remove()
-        for patch in (self._forward, *self._patches, *self._generates):
+        for patch in (self._forward, *self._patches):
             patch.remove()
+        for hook in self._generates:
+            hook.remove()
 
     def _call(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the decoder's forward, with or without a weir cache."""
@@ -147,6 +177,7 @@ class Attachment:
             given = with_one_name(self._named(args, kwargs))
             cache: Any = given.get(CACHE)
             attachment = getattr(cache, "attachment", None)
+            kwargs = with_one_name(kwargs)  # transformers would warn of an old name in weir's
             if self.running is not None or not isinstance(attachment, Attachment):
                 return own(*args, **kwargs)
             if attachment.running is not None:
@@ -197,7 +228,7 @@ class Attachment:
         compiled, native = self._compiled, self._native
         rows = None if native is None or plain else running.step_rows()
         if native is not None and rows is not None:
-            output = native(rows, given, lambda: own(**given))
+            output = native.step(rows, given, lambda: own(**given))
             if output is not None:
                 if rows.largest is not None:
                     running.commit_step(rows)

@@ -94,6 +94,7 @@ def move_to_huge_pages(weights: Iterable[Tensor]) -> int:
     """
     free = free_memory(torch.device("cpu"))
     weights = [weight for weight in weights if not weight.is_inference()]
+    weights = [weight for weight in weights if weight.numel()]
     moving = [weight for weight in weights if _MOVED.get(weight) != weight.data_ptr()]
     needed = sum(_round_up(weight.nbytes, LINE) for weight in moving)
     if needed < LARGE_PAGE or not _has_large_pages() or free is None or free < SPARE * needed:

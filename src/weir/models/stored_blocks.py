@@ -6,6 +6,7 @@ and are neither dequantized nor stored elsewhere. Knows nothing about caches.
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from weir.kernels import PANEL
+from weir.models.block_types import describe_widened
 from weir.models.block_weights import LINEAR, STORED_FORMATS, Blocks, fits_blocks, looks_up, put
 from weir.models.gguf import Filling
 from weir.models.memory import LargePages
@@ -77,6 +79,9 @@ def put_stored_blocks(
         for module in found[name]:
             put(module, blocks)
         advance(fillings[name].nbytes)
+    widened = describe_widened(fillings[name].kind for name in found)
+    if widened:
+        warnings.warn(widened, stacklevel=4)
     # A table may still be needed by an embedding that cannot look up rows in blocks.
     return set(found) - dict(model.named_parameters()).keys()
 

@@ -84,8 +84,15 @@ class Recomputation:
         return f"{self.policy}: {self.seen[0]:,} tokens seen, {self.nbytes:,} bytes"
 
     def report(self, row: int = 0) -> dict[str, Any]:
-        """Return the policy, tokens seen and bytes."""
-        return {"policy": str(self.policy), "seen": self.seen, "bytes": self.nbytes}
+        """Return the policy, tokens seen, bytes, and how steps run."""
+        reason = "each chunk is recomputed from its tokens, without a cache"
+        steps = {"run": "eager", "reason": reason}
+        return {
+            "policy": str(self.policy),
+            "seen": self.seen,
+            "bytes": self.nbytes,
+            "steps": steps,
+        }
 
     def _window(self, text: Tensor, end: int) -> Tensor:
         """Return the window before `end` of a `text` [batch, n] that begins with the sinks."""

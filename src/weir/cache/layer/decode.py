@@ -53,20 +53,28 @@ class DecodeSlots:
 
     @classmethod
     def of(cls, slab: Slab, spec: LayerSpec) -> DecodeSlots | None:
-        """Make the decode slots of a layer; None if its steps cannot be compiled.
-
-        Shapes have to be constant; and queries scaled by the number of tokens, linear biases, and
-        rotations that the model leaves to weir are not compiled.
-        """
+        """Make the decode slots of a layer; None if its steps cannot be compiled (`why_not`)."""
+        if cls.why_not(spec) is not None:
+            return None
         pipe, positions = spec.pipe, spec.positions
-        if pipe.slots is None or pipe.log_n or positions.alibi is not None:
-            return None
-        if positions.rotary is not None and not positions.placed:
-            return None
         a, window = slab.a if pipe.two_weights else None, positions.window
         queries, unasked = slab.queries, spec.chunk - spec.keeps_queries
         weights = (a, slab.b, slab.split)
         return cls(slab.keys, slab.values, slab.quantized, *weights, queries, unasked, window)
+
+    @staticmethod
+    def why_not(spec: LayerSpec) -> str | None:
+        """Return why a layer's steps cannot be of constant shape; None if they can."""
+        pipe, positions = spec.pipe, spec.positions
+        if pipe.slots is None:
+            return "its policy has no fixed number of slots"
+        if pipe.log_n:
+            return "its policy scales queries by the number of tokens"
+        if positions.alibi is not None:
+            return "its attention has linear biases"
+        if positions.rotary is not None and not positions.placed:
+            return "its attention is code of its own, and leaves rotations to weir"
+        return None
 
     @property
     def sizes(self) -> Hashable:

@@ -61,8 +61,8 @@ HELD = np.dtype(
             *("weighted", "mask", "above", "below", "sinks"),
         )
     ]
-    # Steps of a peak, and the factor of logits.
-    + [(name, np.float64) for name in ("key_levels", "value_levels", "scale")]
+    # Steps of a peak, the factor of logits, and the size that logits are capped to, or 0.
+    + [(name, np.float64) for name in ("key_levels", "value_levels", "scale", "softcap")]
 )
 """The slots of a layer as kernels read them: tensors [units, slots, ...], a unit being a KV head of
 a row, contiguous and given by address."""
@@ -79,6 +79,7 @@ def hold(
     mask: Tensor | None,
     split: tuple[Tensor, Tensor] | None = None,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> np.ndarray:
     """Describe slots for kernels: an array of one `HELD`. Its caller keeps the tensors alive.
 
@@ -91,6 +92,7 @@ def hold(
         mask: log-weights of all slots [batch, kv_heads, slots]; None where all are 0.
         split: factors of numerator and denominator, of the same shape; None for 1.
         sinks: logits [batch, kv_heads, group] in the denominator alone.
+        softcap: logits become softcap * tanh(logits / softcap); None for no capping.
     """
     dim, width = keys.shape[3], values.shape[3]
     parts = 2 if blocks[0] else 1
@@ -103,6 +105,7 @@ def hold(
     at["exact"], at["bits"] = keys.shape[2], 8 * keys.itemsize
     at["keys"], at["values"], at["scale"] = keys.data_ptr(), values.data_ptr(), scale
     at["key_block"], at["value_block"] = blocks
+    at["softcap"] = softcap or 0.0
     if coded is not None:
         at["quantized"], at["code_bits"] = coded[0][0].shape[2], 4 if blocks[0] else 8
         for name, (numbers, peaks, levels) in zip(("key", "value"), coded, strict=True):
@@ -203,6 +206,10 @@ def _attend(
         row = logits[member]
         for slot in range(read):
             row[slot] *= steps[0, slot]
+        if n.softcap:
+            cap = np.float32(n.softcap)
+            for slot in range(count):
+                row[slot] = cap * np.float32(np.tanh(row[slot] / cap))
         if n.mask:
             for slot in range(count):
                 row[slot] += mask[slot]

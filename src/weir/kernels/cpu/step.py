@@ -2,7 +2,7 @@
 
 An *operation* is a norm and the products behind it, attention of some heads, or a table of angles.
 Each has parts, which threads take until none are left; then they wait for those that others took.
-Addresses and sizes are in tables that are made once (`models.native_step`); a step changes a few
+Addresses and sizes are in tables that are made once (`models.native_program`); a step changes a few
 numbers. Numbers between operations are float32, whatever the weights are.
 
 Roofline: the bytes of all weights and slots over the bandwidth of memory.
@@ -67,7 +67,9 @@ OPERATION = np.dtype(
             # waits for behind it.
             *("kind", "parts", "waits", "rows"),
             # Products: what is multiplied [rows, inputs], where from, and what of it is made.
-            *("inputs", "source", "x", "weight", "weight_bits"),
+            *("inputs", "source", "x"),
+            # Norms: weight, bias or 0, bits of both, and whether the mean is subtracted first.
+            *("weight", "weight_bits", "bias", "bias_bits", "centered"),
             # Whether there are weights in blocks, which multiply what is rounded to 8 bits.
             "rounded",
             *("products", "count", "then", "onto", "activation"),
@@ -92,8 +94,9 @@ OPERATION = np.dtype(
             *("where", "turns"),
         )
     ]
-    # Of norms, and what they add to their weights; by which cosines and sines are multiplied.
-    + [("epsilon", np.float64), ("offset", np.float64), ("scaling", np.float64)]
+    # Of norms, and what they add to their weights; by which cosines and sines are multiplied; by
+    # which numbers are multiplied before they are added to others.
+    + [(name, np.float64) for name in ("epsilon", "offset", "scaling", "factor")]
     # Parts that are taken and done, in a cache line of their own.
     + [(f"_{i}", np.int64) for i in range(8)]
     + [("taken", np.int64), ("done", np.int64)]
@@ -134,6 +137,36 @@ def _norm(
             out[i] = x[i] * factor * (as_float(halves[i]) + more)
 
 
+def _layer_norm(
+    x_at: int,
+    weight: int,
+    bits: int,
+    bias: int,
+    bias_bits: int,
+    epsilon: float,
+    offset: float,
+    dim: int,
+    to: int,
+) -> None:
+    """`(x - mean) / sqrt(variance + epsilon) * (weight + offset) + bias` of float32 [dim]."""
+    x, out = floats_at(x_at, (1, dim))[0], floats_at(to, (1, dim))[0]
+    more = np.float32(offset)
+    total = np.float32(0.0)
+    for i in range(dim):
+        total += x[i]
+    mean = np.float32(total / dim)
+    total = np.float32(0.0)
+    for i in range(dim):
+        apart = x[i] - mean
+        total += apart * apart
+    factor = np.float32(1.0 / math.sqrt(total / dim + epsilon))
+    for i in range(dim):
+        out[i] = (x[i] - mean) * factor * (_stored(weight, bits, i) + more)
+    if bias:
+        for i in range(dim):
+            out[i] += _stored(bias, bias_bits, i)
+
+
 def _rotate(x_at: int, half: int, cosines: int, sines: int) -> None:
     """Rotate the pairs (i, i + half) of float32 numbers, in place."""
     x, cos = floats_at(x_at, (2, half)), floats_at(cosines, (1, half))[0]
@@ -165,8 +198,9 @@ def _copy(x_at: int, count: int, to: int, bits: int) -> np.int32:
     return top
 
 
-_compiled_norm, _compiled_rotate, _compiled_copy = (
-    compile_kernel(function, fastmath=ANY_ORDER) for function in (_norm, _rotate, _copy)
+_compiled_norm, _compiled_layer_norm, _compiled_rotate, _compiled_copy = (
+    compile_kernel(function, fastmath=ANY_ORDER)
+    for function in (_norm, _layer_norm, _rotate, _copy)
 )
 
 
@@ -186,7 +220,12 @@ def _angles(n: np.record) -> None:
 @njit(nogil=True)
 def _normalize(n: np.record, x: int, to: int) -> None:
     """An operation's norm of one row."""
-    _compiled_norm(x, n.weight, n.weight_bits, n.epsilon, n.offset, n.inputs, to)
+    if n.centered:
+        bias = n.bias, n.bias_bits
+        sizes = n.epsilon, n.offset, n.inputs
+        _compiled_layer_norm(x, n.weight, n.weight_bits, *bias, *sizes, to)
+    else:
+        _compiled_norm(x, n.weight, n.weight_bits, n.epsilon, n.offset, n.inputs, to)
 
 
 @njit(nogil=True)
@@ -199,8 +238,9 @@ def _add_norms(n: np.record, private: int) -> None:
             continue
         _normalize(n, n.x + at, private)
         made, onto = floats_at(private, (1, n.inputs))[0], floats_at(n.onto + at, (1, n.inputs))[0]
+        factor = np.float32(n.factor)
         for i in range(n.inputs):
-            onto[i] += made[i]
+            onto[i] += factor * made[i]
 
 
 @njit(nogil=True)
@@ -254,8 +294,9 @@ def _multiply(n: np.record, part: int, x: int, rounded: int, scratch: int) -> No
         if n.then == ADD:
             out = floats_at(products[which].out + at, (1, stop - start))[0]
             onto = floats_at(n.onto + at, (1, stop - start))[0]
+            factor = np.float32(n.factor)
             for j in range(stop - start):
-                onto[j] += out[j]
+                onto[j] += factor * out[j]
         elif n.then == GATE:
             pair = products[0].out + at, products[1].out + at
             gate(*pair, stop - start, n.activation, scratch, n.onto + at)
@@ -401,12 +442,13 @@ class StepTable:
         its address and a word for its number.
         """
         self._held += [t for t in fields.values() if isinstance(t, Tensor | np.ndarray)]
+        fields = {"factor": 1.0, **fields}
         fields |= {"kind": kind, "parts": parts, "waits": waits, "rows": self.rows}
         self._made.append({name: _address(value) for name, value in fields.items()})
         return len(self._made) - 1
 
     def multiply(self, weights: Sequence[Any], outs: Sequence[Tensor], **fields: Any) -> None:
-        """Add products of one input with some weights (`models.native_step.Weight`)."""
+        """Add products of one input with some weights (`models.native_form.Weight`)."""
         products = np.zeros(len(weights), PRODUCT)
         inputs = weights[0].inputs
         for at, weight, out in zip(products, weights, outs, strict=True):
@@ -467,12 +509,20 @@ class StepTable:
                 at[name] = value
         self._private = self.memory(self.threads, self._needed)
 
-    def run(self) -> None:
-        """Run all operations."""
-        self.operations["taken"] = self.operations["done"] = 0
-        table, private = self.operations.ctypes.data, self._private
-        sizes = len(self.operations), private.data_ptr(), private.shape[1]
-        _run_together(self.threads, table, *sizes)
+    def __len__(self) -> int:
+        """Return the number of operations so far."""
+        return len(self._made)
+
+    def run(self, first: int = 0, stop: int | None = None) -> None:
+        """Run all operations, or those from `first` on and before `stop`.
+
+        What lies before `first` must have run.
+        """
+        some = self.operations[first:stop]
+        some["taken"] = some["done"] = 0
+        private = self._private
+        sizes = len(some), private.data_ptr(), private.shape[1]
+        _run_together(self.threads, some.ctypes.data, *sizes)
 
 
 def _address(value: Any) -> Any:

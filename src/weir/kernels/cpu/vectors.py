@@ -175,12 +175,14 @@ def add_product(builder: ir.IRBuilder, total: Any, one: Any, other: Any) -> None
     builder.store(builder.fadd(builder.load(total), product, flags=MATH), total)
 
 
-def prefetch(builder: ir.IRBuilder, place: Any) -> None:
-    """Ask the processor to read the cache line at an address, which need not exist."""
+def prefetch(builder: ir.IRBuilder, place: Any, level: int = 2) -> None:
+    """Ask the processor to read the cache line at an address, which need not exist, into its first
+    or second cache.
+    """
     anything = BYTE.as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [anything, INT, INT, INT])
     function = builder.module.declare_intrinsic("llvm.prefetch", (anything,), kind)
-    builder.call(function, [place, INT(0), INT(2), INT(1)])  # to read, into the second cache
+    builder.call(function, [place, INT(0), INT(4 - level), INT(1)])  # to read
 
 
 def call_for_each(builder: ir.IRBuilder, name: str, x: Any) -> Any:

@@ -37,6 +37,19 @@ CONFIG_TENSORS = frozenset(
 )
 """Tensors that become part of the configuration."""
 
+_OTHER_KINDS = frozenset(
+    "rope.scaling.type attention.sliding_window_pattern use_parallel_residual vocab_size".split()
+)
+"""Suffixes whose values are not numbers, or not used."""
+_WHOLE = frozenset({"attention.sliding_window", "rope.scaling.original_context_length"})
+"""Suffixes whose values are whole numbers, besides those that every model needs."""
+_LEAST = {
+    "rope.freq_base": 1,
+    "rope.freq_base_swa": 1,
+    "rope.scaling.original_context_length": 2,
+    "rope.scaling.yarn_ext_factor": -1,
+}
+"""Smallest values, by suffix, where that is not 0."""
 _LARGEST = 1 << 31
 """Sizes from here on are refused."""
 _F32 = 0
@@ -133,7 +146,9 @@ class _Builder:
                 if given not in allowed:
                     listed = " or ".join(repr(one) for one in allowed)
                     self.refuse(key, given, f"is not honoured: this family computes with {listed}")
-            elif suffix in honoured or suffix in DESCRIBING:
+            elif suffix in honoured:
+                self.check_number(suffix)
+            elif suffix in DESCRIBING:
                 continue
             elif suffix in SAME:
                 given, other = self.get(suffix), self.get(SAME[suffix])
@@ -141,6 +156,20 @@ class _Builder:
                     self.refuse(key, given, f"differs from {start}{SAME[suffix]} ({other!r})")
             elif suffix not in NEUTRAL or self.get(suffix) not in NEUTRAL[suffix]:
                 self.refuse(key, value, "is not honoured")
+
+    def check_number(self, suffix: str) -> None:
+        """Refuse a value that is no number, or one that no model has."""
+        if suffix in _OTHER_KINDS:
+            return
+        value, least = self.get(suffix), _LEAST.get(suffix, 0)
+        whole = suffix in _WHOLE
+        number = type(value) is int or (type(value) is float and not whole)
+        if not number or not math.isfinite(value) or value < least:
+            raise WeirError(
+                f"{self.header.path} says {self.header.architecture}.{suffix} = "
+                f"{str(value)[:60]!r}, and a {'whole ' * whole}number from {least} on is expected; "
+                "take another file of the model"
+            )
 
     def refuse(self, key: str, value: Any, why: str) -> None:
         """Raise the WeirError for a key."""
@@ -291,6 +320,12 @@ class _Builder:
     def rope(self, head: int, context: int) -> dict[str, Any]:
         """Return the parameters of rotary embeddings, as transformers has them."""
         rotated = self.count("rope.dimension_count", head)
+        if rotated > head or rotated % 2:
+            raise WeirError(
+                f"{self.header.path} says {self.header.architecture}.rope.dimension_count = "
+                f"{rotated}, and an even number up to {head}, the size of a head, is expected; "
+                "take another file of the model"
+            )
         theta = float(self.get("rope.freq_base", 10000.0))
         base: dict[str, Any] = {"rope_theta": theta}
         if self.family.partial:
@@ -559,15 +594,18 @@ def _falcon(builder: _Builder, sizes: dict[str, Any], head: int) -> dict[str, An
 
 
 def _mpt(builder: _Builder, sizes: dict[str, Any], head: int) -> dict[str, Any]:
-    """Return MPT's attention and the ratio of its MLP."""
-    wide, ratio = sizes["intermediate_size"], sizes["intermediate_size"] // sizes["hidden_size"]
-    builder.expect("feed_forward_length", wide, ratio * sizes["hidden_size"])
-    bias = builder.get("attention.max_alibi_bias", 0)
-    if bias <= 0 or bias != int(bias):
-        builder.expect("attention.max_alibi_bias", bias, 8.0)
+    """Return MPT's attention.
+
+    transformers computes with one bias of ALiBi and one width of the MLP, whatever the
+    configuration says.
+    """
+    builder.expect("feed_forward_length", sizes["intermediate_size"], 4 * sizes["hidden_size"])
+    builder.expect(
+        "attention.max_alibi_bias", float(builder.get("attention.max_alibi_bias", 0)), 8.0
+    )
     clip = builder.get("attention.clamp_kqv") or None
-    attention = {"alibi": True, "alibi_bias_max": int(bias), "clip_qkv": clip}
-    return {"expansion_ratio": ratio, "attn_config": attention}
+    attention = {"alibi": True, "alibi_bias_max": 8, "clip_qkv": clip}
+    return {"expansion_ratio": 4, "attn_config": attention}
 
 
 def _bloom(builder: _Builder, sizes: dict[str, Any], head: int) -> dict[str, Any]:

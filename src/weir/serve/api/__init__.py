@@ -2,4 +2,4 @@
 
 from weir.serve.api.app import bind, make_app, run_app
 from weir.serve.api.dependencies import Keys
-from weir.serve.api.middleware import log_json
+from weir.serve.api.middleware import log_event, log_json

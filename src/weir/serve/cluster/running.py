@@ -25,7 +25,7 @@ from starlette.types import ASGIApp
 
 from weir.errors import WeirError
 from weir.models import choose_products, load
-from weir.serve.api import Keys, log_json, make_app
+from weir.serve.api import Keys, log_event, log_json, make_app
 from weir.serve.client import EngineClient
 from weir.serve.cluster.shared_turns import SharedTurns
 from weir.serve.cluster.storage import open_storage
@@ -83,6 +83,8 @@ class Replica:
             deterministic=settings.deterministic,
         )
         engine.warm_up()
+        steps = engine.cache.steps
+        log_event("decode steps", run=steps["run"], reason=steps["reason"])
         self._client = EngineClient(
             engine,
             tokenizer,

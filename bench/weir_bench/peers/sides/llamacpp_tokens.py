@@ -1,0 +1,63 @@
+"""Token ids of llama.cpp for the vocabularies of some GGUF files, for tests that compare weir's.
+
+    .peers/llamacpp_native/bin/python llamacpp_tokens.py one.gguf other.gguf <texts.json
+
+Prints a line of JSON for each file: the ids of each text, and all tokens that end an answer; or
+null if the file cannot be loaded, which standard error explains.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from typing import Any
+
+import llama_cpp
+
+WARNING = 3
+"""Level of llama.cpp's messages from which on they are printed."""
+
+
+def main(texts: list[str], files: list[str]) -> None:
+    """Print what each file makes of the texts."""
+    llama_cpp.llama_backend_init()
+    log = llama_cpp.llama_log_callback(_say)
+    llama_cpp.llama_log_set(log, ctypes.c_void_p(0))
+    for file in files:
+        sys.stdout.write(json.dumps(tokens(texts, file)) + "\n")
+
+
+def _say(level: int, text: bytes, _: object) -> None:
+    if level > WARNING:
+        sys.stderr.write(text.decode(errors="replace"))
+
+
+def tokens(texts: list[str], file: str) -> dict[str, Any] | None:
+    """Return the ids of each text and the ids that end an answer; None for a file that fails."""
+    params = llama_cpp.llama_model_default_params()
+    params.vocab_only = True
+    model = llama_cpp.llama_model_load_from_file(file.encode(), params)
+    if not model:
+        return None
+    vocabulary = llama_cpp.llama_model_get_vocab(model)
+    count = llama_cpp.llama_vocab_n_tokens(vocabulary)
+    found = {
+        "ids": [_ids(vocabulary, text.encode()) for text in texts],
+        "ends": [id for id in range(count) if llama_cpp.llama_vocab_is_eog(vocabulary, id)],
+    }
+    llama_cpp.llama_model_free(model)
+    return found
+
+
+def _ids(vocabulary: Any, text: bytes) -> list[int]:
+    """Return the ids of a text, with special tokens found and added."""
+    room = (llama_cpp.llama_token * (len(text) + 8))()
+    count = llama_cpp.llama_tokenize(vocabulary, text, len(text), room, len(room), True, True)
+    if count < 0:
+        raise RuntimeError(f"{-count} tokens for {len(text)} bytes")
+    return list(room[:count])
+
+
+if __name__ == "__main__":
+    main(json.load(sys.stdin), sys.argv[1:])

@@ -1,0 +1,124 @@
+"""Notices when modules of a decoder are not what they were when its form was read.
+
+Behind a step all that is looked at is out of the processor's caches, and looking at 30 layers takes
+half a millisecond, twice what it takes again. So it looks at what a layer computes from: weights
+and their memory, modules, numbers, forwards; at hooks only where any were registered in this
+process; and at classes and the functions of their files once each, not once a layer.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
+from torch.utils.hooks import RemovableHandle
+
+_READ = {"training", "numbers", "scales", "residual_multiplier", "embedding_multiplier"}
+"""Attributes of modules that are read, besides parameters, modules, functions and fractions."""
+
+
+class Watch:
+    """What a decoder's layers and last norm were made of.
+
+    Args:
+        decoder: the module with `layers` and `norm`.
+    """
+
+    def __init__(self, decoder: Any) -> None:
+        self._dicts: list[dict[str, Any]] = []
+        self._names: list[str] = []
+        self._hooks: list[dict[Any, Any]] = [
+            torch_modules._global_forward_hooks,
+            torch_modules._global_forward_pre_hooks,
+        ]
+        self._handles = -1  # how many hooks had been registered at the last look
+        weights: list[Any] = []
+        modules = [decoder]
+        for part in (getattr(decoder, "layers", None), getattr(decoder, "norm", None)):
+            modules += part.modules() if isinstance(part, nn.Module) else ()
+        for module in modules:
+            own = vars(module)
+            for held in (module._modules, module._parameters, module._buffers):
+                self._dicts += [held] * len(held)
+                self._names += held
+            names = {"forward", *filter(own.__contains__, _READ)}
+            names |= {name for name, value in own.items() if _decides(value)}
+            self._dicts += [own] * len(names)
+            self._names += names
+            if module is not decoder:  # whose hooks run around a step of either kind
+                self._hooks += [module._forward_hooks, module._forward_pre_hooks]
+            weights += [*module.parameters(recurse=False), getattr(module, "numbers", None)]
+        self._modules, self._types = modules, list(map(type, modules))
+        # One that torchao has packed has no memory of its own.
+        self._weights = [t for t in weights if t is not None and type(t.data) is Tensor]
+        self._classes: list[type] = []
+        self._methods: list[str] = []
+        for kind in dict.fromkeys(map(type, modules[1:])):
+            for name in _methods_of(kind):
+                self._classes.append(kind)
+                self._methods.append(name)
+                self._watch_names(getattr(kind, name))
+        self._classes.append(type(decoder))
+        self._methods.append("forward")
+        self._watch_names(type(decoder).forward)
+        self._held, self._memory, self._functions = self._look()
+
+    def holds(self) -> bool:
+        """Return whether everything is as it was."""
+        held, memory, functions = self._look()
+        # Identity first: a tensor compared with another has no truth value.
+        if memory != self._memory or not all(map(operator.is_, held, self._held)):
+            return False
+        if not all(map(operator.is_, functions, self._functions)):
+            return False
+        if not all(map(operator.is_, map(type, self._modules), self._types)):
+            return False
+        handles = RemovableHandle.next_id
+        if handles != self._handles:
+            if any(self._hooks):
+                return False
+            self._handles = handles
+        return True
+
+    def _look(self) -> tuple[list[Any], list[int], list[Any]]:
+        held = list(map(dict.get, self._dicts, self._names))
+        functions = list(map(getattr, self._classes, self._methods))
+        return held, list(map(Tensor.data_ptr, self._weights)), functions
+
+    def _watch_names(self, method: Callable[..., Any]) -> None:
+        """Watch the functions of its file that a method names, and those that they name."""
+        todo, seen = [method], set[Any]()
+        while todo:
+            function = inspect.unwrap(todo.pop())
+            if not isinstance(function, FunctionType) or function in seen:
+                continue
+            seen.add(function)
+            names = function.__globals__
+            for name in function.__code__.co_names:
+                if isinstance(named := names.get(name), FunctionType):
+                    self._dicts.append(names)
+                    self._names.append(name)
+                    if named.__module__ == function.__module__:
+                        todo.append(named)
+
+
+def _decides(value: Any) -> bool:
+    """Return whether an attribute may be something that a forward multiplies by or calls."""
+    return type(value) is float or (callable(value) and not isinstance(value, nn.Module | type))
+
+
+def _methods_of(kind: type) -> Iterator[str]:
+    """Return the names of the methods that a class of modules has beside PyTorch's."""
+    yield "forward"
+    yield "__call__"
+    for part in kind.__mro__:
+        if part.__module__.startswith("torch."):
+            continue
+        for name, value in vars(part).items():
+            if isinstance(value, FunctionType) and not name.startswith("__") and name != "forward":
+                yield name
