@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models.gguf_files import architecture_of, quantized, tensors_of, write_tensors
-from reference.models import make
+from reference.models import CONFIGS, make
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -22,12 +22,13 @@ from weir.models.stored_blocks import put_stored_blocks, stored_in_blocks
 
 gguf = pytest.importorskip("gguf")
 
-READ = (
+_READ = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "olmo2"),
     *("smollm3", "gpt-neox", "gpt-oss", "arcee", "exaone4", "granite", "granitemoe", "mixtral"),
     *("nemotron", "olmo", "olmo3", "olmoe", "phi", "qwen2-moe", "qwen3-moe", "seed-oss"),
     *("stablelm", "starcoder2", "falcon", "falcon-new", "mpt", "bloom"),
 )
+READ = tuple(name for name in _READ if name in CONFIGS)  # older transformers lack some
 """Families that are read from GGUF, as the models of the tests call them."""
 MORE = {
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -80,7 +81,8 @@ def test_every_parameter_is_read_as_it_was_written(files, name):
 
 def test_every_architecture_whose_configuration_is_read_is_read_and_tested():
     tested = {architecture_of(make(name)) for name in READ}
-    assert set(LAYOUTS) - tested == {"mistral3"}
+    older = {architecture for architecture in ("nemotron",) if architecture not in CONFIGS}
+    assert set(LAYOUTS) - tested == {"mistral3"} | older
     assert LAYOUTS.keys() == FAMILIES.keys()
 
 
@@ -92,7 +94,7 @@ THEIRS = (
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_0"])
-@pytest.mark.parametrize("name", THEIRS)
+@pytest.mark.parametrize("name", [name for name in THEIRS if name in CONFIGS])
 @pytest.mark.thinned(4)
 def test_numbers_are_those_that_transformers_reads(files, tmp_path, name, kind):
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
