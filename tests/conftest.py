@@ -8,11 +8,9 @@ hands out the tests to pytest-xdist's workers runs none, and they wait for it.
 from __future__ import annotations
 
 import gc
-import math
 import os
 import tempfile
 import time
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,29 +34,10 @@ settings.load_profile("weir")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Load the fixtures wherever tests are run."""
+    """Load what thins tests everywhere, and the fixtures wherever tests are run."""
+    config.pluginmanager.import_plugin("thinning")
     if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
         config.pluginmanager.import_plugin("model_fixtures")
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest looks for marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow what `thinned(n, least=m)` leaves out: all but one in n of a test's cases.
-
-    Which stay depends on their names alone, so that it is the same everywhere, and no parameter of
-    several has one value in all of them.
-    """
-    cases: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("thinned") and not item.get_closest_marker("slow"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for test in cases.values():
-        test.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
-        mark = test[0].get_closest_marker("thinned")
-        assert mark is not None
-        stay = max(mark.kwargs.get("least", 1), math.ceil(len(test) / mark.args[0]))
-        for item in test[stay:]:
-            item.add_marker("slow")
 
 
 LONG = 0.15

@@ -10,7 +10,7 @@ import torch
 
 def need_triton() -> None:
     """Skip where Triton is not installed, or cannot run weir's kernels here."""
-    pytest.importorskip("triton", reason="not installed: pip install 'weir-kv[gpu]'")
+    pytest.importorskip("triton", reason="not installed: pip install '.[gpu]'")
     if not torch.cuda.is_available() and _refuses_loops():
         pytest.skip(
             "this Triton's interpreter runs no loops with this NumPy: a later Triton, or numpy<2.4",

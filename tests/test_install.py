@@ -17,6 +17,7 @@ import sys
 import tarfile
 import tomllib
 import venv
+import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,7 +110,9 @@ def test_its_readme_is_the_one_for_an_index(built: Path) -> None:
 def test_the_packaged_model_and_book_and_the_mark_of_types_are_in_it(files: set[str]) -> None:
     assert "weir/py.typed" in files
     assert "weir/assets/war-and-peace.txt.xz" in files
-    assert {f"weir/assets/nano/{name}" for name in ("config.json", "model.safetensors")} <= files
+    assert {
+        f"weir/assets/nano/{name}" for name in ("config.json", "model.safetensors", "weir.toml")
+    } <= files
 
 
 @pytest.mark.slow
@@ -330,11 +333,9 @@ def test_the_versions_that_are_checked_are_those_that_are_asked_for() -> None:
     [
         ("2.9.0", "5.12.0", True),
         ("2.13.0+cpu", "5.23.0.dev0", True),
-        ("2.9.0a0+gitabc", "5.99", True),
+        ("2.9.0a0+gitabc", f"{versions.TESTED}.7", True),
         ("2.8.1", "5.23.0", False),
         ("2.13.0", "5.11.9", False),
-        ("2.13.0", "6.0.0", False),
-        ("2.13.0", "6.0.0rc1", False),
     ],
 )
 def test_versions_out_of_range_are_refused_with_both(
@@ -343,7 +344,9 @@ def test_versions_out_of_range_are_refused_with_both(
     monkeypatch.setattr(versions.torch, "__version__", torch)
     monkeypatch.setattr(versions.transformers, "__version__", transformers)
     if served:
-        versions.check_versions()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            versions.check_versions()
         return
     with pytest.raises(weir.WeirError) as refused:
         versions.check_versions()
@@ -352,6 +355,26 @@ def test_versions_out_of_range_are_refused_with_both(
         f"{torch} and transformers {transformers}: "
         "pip install 'torch>=2.9' 'transformers>=5.12,<6'"
     )
+
+
+@pytest.mark.parametrize("newer", ["5.99", "6.0.0rc1"])
+def test_a_transformers_newer_than_any_tested_is_tried_and_said_once(
+    newer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions.transformers, "__version__", newer)
+    with pytest.warns(UserWarning, match=r"weir: transformers .* is newer than") as said:
+        versions.check_versions()
+    assert [str(one.message) for one in said] == [
+        f"weir: transformers {newer} is newer than {versions.TESTED}, the newest that this weir "
+        "was tested with; weir tries it, and if something fails, "
+        f"pip install 'transformers=={versions.TESTED}.*'"
+    ]
+
+
+def test_the_newest_tested_transformers_is_the_one_that_make_installs() -> None:
+    lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    (pinned,) = (line.partition("==")[2] for line in lines if line.startswith("transformers=="))
+    assert Version(pinned).release[:2] == Version(versions.TESTED).release
 
 
 # --- where the Pythons are told
@@ -377,6 +400,34 @@ def test_the_workflow_does_what_continuous_integration_does() -> None:
     steps = [step["run"] for step in flow["jobs"]["test"]["steps"] if "run" in step]
     assert steps == [".ci/run"]
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+def test_a_workflow_looks_every_week_at_what_users_install() -> None:
+    flow = yaml.safe_load((ROOT / ".github" / "workflows" / "versions.yml").read_text("utf-8"))
+    assert flow[True]["schedule"]  # YAML reads the key "on" as a truth value
+    steps = {
+        name: [step["run"] for step in job["steps"] if "run" in step]
+        for name, job in flow["jobs"].items()
+    }
+    assert steps["supported"] == ["make test-versions"]
+    unpin, *rest = steps["newest"]
+    assert rest == ["make test-versions RELEASES=newest", "make test-all"]
+    pattern = unpin.partition("'/")[2].partition("/d'")[0]
+    text = (ROOT / "constraints.txt").read_text("utf-8")
+    gone = {line.partition("==")[0] for line in text.splitlines() if re.search(pattern, line)}
+    assert gone == {"torch", "transformers", "tokenizers"}
+
+
+def test_every_test_of_a_release_is_there_and_the_releases_are_those_supported() -> None:
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    releases = re.search(r"^RELEASES \?= (.+)$", makefile, re.MULTILINE)
+    assert releases is not None
+    oldest, *others, newest = releases[1].split()
+    assert Version(oldest) == Version(versions.TRANSFORMERS[0]) and newest == "newest"
+    assert all(versions.TRANSFORMERS[0] < other < versions.TESTED for other in others)
+    listed = makefile.partition("VERSION_TESTS ?=")[2].partition("\n\n")[0]
+    paths = re.findall(r"tests/[\w/]+\.py", listed)
+    assert len(paths) > 15 and all((ROOT / path).exists() for path in paths)
 
 
 # --- whom to cite

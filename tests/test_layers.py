@@ -26,10 +26,6 @@ ORDER = (
 LEVEL = {room: n for n, level in enumerate(ORDER.split(" < ")) for room in level.split(", ")}
 ROOMS = LEVEL.keys() - {"errors", "weir", "__main__"}
 
-CALL_PATH = tuple(f"weir.{room}." for room in ("slab", "cache", "stream", "serve.engine"))
-"""Where a token passes from `Stream.feed` or a request to a fold."""
-SHORTEST = 60
-"""Lines of a file on that path, at least: its way is not to lead through files of no substance."""
 RIDDLES = ("Who ", "Whose ", "What is ", "Nobody ")
 
 
@@ -156,15 +152,6 @@ class House:
                     if said.startswith(RIDDLES):
                         yield f"{name}:{getattr(node, 'lineno', 1)} begins with {said[:20]!r}"
 
-    def short_files(self) -> Iterator[str]:
-        """A file that a token passes through is worth opening."""
-        for name in self.trees:
-            path = self.root.parent / (name.replace(".", "/") + ".py")
-            if name.startswith(CALL_PATH) and path.is_file():
-                lines = len(path.read_text("utf-8").splitlines())
-                if lines < SHORTEST:
-                    yield f"{name} has {lines} lines; a file on the call path has {SHORTEST}"
-
     def faces(self) -> Iterator[str]:
         """A face is a sentence and names, none of which hides a file."""
         for folder in sorted(self.folders):
@@ -208,7 +195,6 @@ RULES = (
     "root_files",
     "class_names",
     "first_lines",
-    "short_files",
     "faces",
 )
 
@@ -281,7 +267,7 @@ SOUND = {
 def house_of(folder: Path, files: dict[str, str]) -> House:
     for name, text in files.items():
         (folder / "weir" / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / "weir" / name).write_text(text + "\n" * SHORTEST)
+        (folder / "weir" / name).write_text(text)
     return House(folder / "weir")
 
 
@@ -328,13 +314,6 @@ PLANTED = {
 def test_what_breaks_a_rule_is_found(tmp_path: Path, planted: str) -> None:
     rule, name, text = PLANTED[planted]
     assert len(broken(house_of(tmp_path, {**SOUND, name: text}), rule)) == 1
-
-
-def test_a_short_file_on_the_call_path_is_found(tmp_path: Path) -> None:
-    house = house_of(tmp_path, SOUND)
-    (tmp_path / "weir" / "cache" / "rows.py").write_text("import weir.pools\n")
-    (tmp_path / "weir" / "cli" / "show.py").write_text("")
-    assert len(broken(house, "short_files")) == 1
 
 
 def test_no_test_imports_from_a_conftest() -> None:

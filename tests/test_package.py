@@ -129,7 +129,7 @@ def test_the_core_needs_no_command_line_and_no_plots() -> None:
     said = f"weir: {describe_missing('this', 'typer')}\n"
     assert done.returncode == 1
     assert done.stderr.endswith(said)
-    assert done.stderr.count("numba, which is not installed: pip install 'weir-kv[fast]'") == 1
+    assert done.stderr.count("numba, which is not installed: pip install '.[fast]'") == 1
     core = {name_of(line) for line in PROJECT["dependencies"]}
     assert core == {
         "llvmlite",
@@ -163,11 +163,28 @@ def test_the_readme_of_an_index_has_no_picture_and_no_link_that_leads_nowhere() 
 
 def test_what_to_install_is_said_in_one_place_and_in_the_words_of_the_readme() -> None:
     said = describe_missing("weir serve", "fastapi")
-    line = "pip install 'weir-kv[serve]'"
-    assert said == f"weir serve needs fastapi, which is not installed: {line}"
+    line = "pip install '.[serve]'"
+    assert said == f"weir serve needs fastapi, which is not installed: {line} in a clone of weir"
     assert f"\n{line}\n" in (ROOT / "README.md").read_text("utf-8")
-    told = {path.name for path in SOURCE.rglob("*.py") if "'weir-kv[" in path.read_text("utf-8")}
+    told = {path.name for path in SOURCE.rglob("*.py") if "'.[" in path.read_text("utf-8")}
     assert told == {"errors.py"}
+
+
+def test_nothing_says_to_install_a_package_that_no_index_has() -> None:
+    """weir is installed from a clone: PyPI has no weir-kv, and its weir is another project."""
+    pages = [*ROOT.glob("*.md"), ROOT / "llms.txt"]
+    for folder in ("docs", "deploy", "examples", "hub", "bench", "src"):
+        pages += [path for path in (ROOT / folder).rglob("*") if path.is_file()]
+    wrong = re.compile(r"pip install\b[^`#\n]*[ '\"]weir(-kv)?\b")
+    read = {".md", ".txt", ".py", ".ipynb", ".service", ".yaml", ".toml", ""}
+    found = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in pages
+        if path.suffix in read and path.name != "CHANGELOG.md"
+        for line in path.read_text("utf-8", errors="replace").splitlines()
+        if wrong.search(line.replace("in a clone of weir", ""))
+    ]
+    assert found == []
 
 
 OPTIONAL = {

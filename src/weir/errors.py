@@ -113,7 +113,7 @@ class NotFiniteError(WeirError):
 def describe_missing(what: str, module: str, *, reason: str = "", extra: str | None = None) -> str:
     """Compose the message that an optional package is missing, with the command that installs it.
 
-    The command works wherever weir is installed, from a clone too.
+    weir is installed from a clone: no package index has it.
 
     Args:
         what: the feature that needs the package; it begins the sentence.
@@ -124,7 +124,7 @@ def describe_missing(what: str, module: str, *, reason: str = "", extra: str | N
     package = module.partition(".")[0]
     state = f"cannot be imported ({reason})" if reason else "is not installed"
     extra = extra or EXTRAS[package]
-    return f"{what} needs {package}, which {state}: pip install 'weir-kv[{extra}]'"
+    return f"{what} needs {package}, which {state}: pip install '.[{extra}]' in a clone of weir"
 
 
 def find_nearest(word: str, names: Iterable[str]) -> str | None:

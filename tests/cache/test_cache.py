@@ -42,7 +42,6 @@ def same_slots(
 
 
 @pytest.mark.parametrize("chunk", [1, 5])
-@pytest.mark.thinned(2)
 def test_it_is_streaming_llm(llama, naive, twins, ids, chunk):
     tokens = ids(2, 150)
     cache = weir.StreamingCache(llama, "sink(4) | recent(12)", chunk=chunk)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import weir
 from weir.cache import find_model_policy, size_of
 from weir.errors import WeirError
-from weir.models import fingerprint, loading
+from weir.models import ASSETS, CACHE, fingerprint, loading
 from weir.policies import format_policy_file
 
 HUB = Path(__file__).parents[2] / "hub" / "custom_generate" / "generate.py"
@@ -86,7 +86,35 @@ def test_without_one_it_is_the_policy_for_everybody(folder, llama):
     assert str(weir.Stream(read(folder)).policy) == EVERYBODYS
     assert str(weir.StreamingCache(llama).policy) == EVERYBODYS  # which was never in a folder
     assert find_model_policy(str(folder)) is None
-    assert find_model_policy("nano") is None
+
+
+def test_nano_comes_with_one_for_its_own_weights_however_they_are_held():
+    theirs = find_model_policy("nano")
+    assert theirs is not None and len(theirs.pipes) == 4
+    for how in ({}, {"dtype": "bfloat16"}, {"weights": "q8_0"}, {"weights": "q4_0"}):
+        model, _ = weir.load("nano", device="cpu", **how)
+        assert weir.Stream(model).policy.pipes == theirs.pipes
+    size = size_of(weir.load("nano", device="cpu")[0], str(ASSETS / "nano" / "weir.toml"))
+    assert size.stream == 649_840  # the bytes that `weir demo` compares at
+
+
+def test_nano_with_other_weights_has_none_and_is_not_refused(ids):
+    """Nobody put the packaged file there, so nobody is told to mend it."""
+    model, _ = weir.load("nano", device="cpu")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(1.01)
+    assert find_model_policy(model) is None
+    assert str(weir.Stream(model).policy) == EVERYBODYS
+
+
+def test_a_file_holds_for_a_model_whose_weights_are_rounded_to_blocks(tmp_path):
+    """Their numbers are others then, so that only shape and vocabulary are compared."""
+    model, _ = weir.load("nano", device="cpu")
+    layers = [{"policy": "sink(4) | recent(60)"}] * 4
+    file = tmp_path / "measured.toml"
+    file.write_text(format_policy_file({}, fingerprint(model), layers))
+    rounded, _ = weir.load("nano", device="cpu", weights="q8_0")
+    assert [pipe.slots for pipe in weir.Stream(rounded, str(file)).policy.pipes] == [64] * 4
 
 
 def test_it_reads_a_short_prompt_as_the_model_does_where_its_slots_are_exact(llama, ids):
@@ -167,6 +195,6 @@ def test_the_folder_for_the_hub_takes_its_chunk_too(folder, monkeypatch):
     text = format_policy_file({"chunk": 5}, fingerprint(read(folder)), LAYERS)
     (folder / "weir.toml").write_text(text)
     model = read(folder)
-    monkeypatch.setattr(model, "generate", lambda past_key_values: past_key_values)
+    monkeypatch.setattr(model, "generate", lambda **given: given[CACHE])
     generate = runpy.run_path(str(HUB))["generate"]
     assert (generate(model).chunk, generate(model, chunk=3).chunk) == (5, 3)

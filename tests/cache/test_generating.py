@@ -108,18 +108,19 @@ def test_it_goes_on_in_a_cache_of_weir(
     assert cache.get_seq_length() == 20 + 5 + 6 + 5 - 1
 
 
-def test_the_folder_takes_a_streamer(llama: PreTrainedModel, ids: Any, folder: str) -> None:
-    """The function does not: transformers hands no streamer to one."""
+def test_it_takes_a_streamer(llama: PreTrainedModel, ids: Any, custom: dict[str, Any]) -> None:
+    # transformers hands no streamer to a function; without its tokens a reader would wait for ever.
     heard = Heard()
-    got = llama.generate(
-        ids(1, 9),
-        custom_generate=folder,
-        trust_remote_code=True,
-        streamer=heard,
-        max_new_tokens=12,
-        do_sample=False,
-    )
+    got = llama.generate(ids(1, 9), **custom, streamer=heard, max_new_tokens=12, do_sample=False)
     assert heard.tokens == got[0].tolist() and heard.ended
+
+
+def test_what_transformers_does_not_hand_on_is_refused(llama: PreTrainedModel, ids: Any) -> None:
+    asked: dict[str, Any] = {"custom_generate": weir.generate, "max_new_tokens": 3}
+    with pytest.raises(weir.WeirError, match="assisted and prompt-lookup"):
+        llama.generate(ids(1, 9), **asked, assistant_model=llama)
+    with pytest.raises(weir.WeirError, match="leave out the streamer, or num_beams"):
+        llama.generate(ids(1, 9), **asked, num_beams=2, streamer=Heard())
 
 
 def test_the_folder_is_run_by_those_who_trust_it_only(
@@ -187,8 +188,10 @@ def test_by_hand_it_makes_the_call_that_it_is_meant_for(llama: PreTrainedModel, 
     for wrong in ([1, 2, 3], tokens[0], tokens.float(), "hello"):
         with pytest.raises(weir.WeirError, match=r"takes tokens as a tensor \[batch, length\]"):
             weir.generate(llama, wrong)
-    with pytest.raises(weir.WeirError, match="hands no streamer on"):
-        weir.generate(llama, tokens, streamer=object())
+    heard = Heard()
+    got = weir.generate(llama, tokens, policy=POLICY, chunk=4, streamer=heard, **asked)
+    assert torch.equal(got, wanted)
+    assert heard.tokens == wanted[0].tolist() and heard.ended
     with pytest.raises(weir.WeirError, match="assisted and prompt-lookup"):
         weir.generate(llama, tokens, assistant_model=llama)
 
@@ -205,7 +208,7 @@ def test_by_hand_it_ends_at_stop_strings_with_a_tokenizer() -> None:
         )
         said = tokenizer.decode(ended[0, tokens.shape[1] :])
         assert said == whole[: len(said)] != whole and word in said
-    with pytest.raises(weir.WeirError, match="which takes the tokenizer"):
+    with pytest.raises(ValueError, match=r"pass the model.s tokenizer"):
         weir.generate(model, tokens, stop_strings=[word], **asked)
 
 

@@ -77,6 +77,7 @@ def naive_of(
 
 
 @families
+@pytest.mark.thinned(4, least=2, repeats="one loop in each family with images")
 def test_a_pipe_of_pools_with_images_is_the_naive_loop(name: str, naive: Any) -> None:
     model, asked = seeing(name), prompt(name, [9, 0, 3, 0, 0, 11, 0, 4], seed=2)
     fold = pipe_of(sink_of(3), recent_of(8))

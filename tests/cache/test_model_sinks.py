@@ -108,7 +108,7 @@ def same_slots(cache: Any, loop: Naive, model: Any) -> None:
 @models
 @pytest.mark.parametrize("policy", FOLDS)
 @pytest.mark.parametrize(("chunk", "whole"), [(1, 0), (5, 30)])
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(8, repeats="one loop for each model with a sink, policy and chunk")
 def test_a_stream_past_its_budget_is_the_naive_loop(name, policy, chunk, whole):
     model, ids = MODELS[name](), text_of(1, LENGTH)
     folds = FOLDS[policy](model)

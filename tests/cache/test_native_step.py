@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from reference.blocks import random_lines, unit_of
 from reference.models import CONFIGS, make, tokens
 from reference.native_families import NATIVE, families
 from roundings import close_runs
@@ -23,11 +24,12 @@ from transformers import PreTrainedModel
 
 import weir
 from weir import StreamingCache, WeirError, compile_steps
+from weir.kernels import BLOCK_TYPES
 from weir.models import hooks, native_step
-from weir.models.block_weights import put_blocks
+from weir.models.block_weights import Blocks, put
 from weir.models.native_program import StepProgram
 
-pytest.importorskip("numba", reason="not installed: pip install 'weir-kv[fast]'")
+pytest.importorskip("numba", reason="not installed: pip install '.[fast]'")
 CHUNK, PROMPT, STEPS = 4, 30, 26
 POLICIES = [
     "window(16)",
@@ -443,9 +445,20 @@ def test_a_layer_may_mix_kinds_of_blocks_and_dense_weights(
 ) -> None:
     """As files of Q4_K_M do: each product is of its weight's kind, over one rounded input."""
     model = make("llama", hidden_size=64, intermediate_size=96)
-    linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear)]
-    kinds = {n: KINDS_OF_A_LAYER.get(n.rpartition(".")[2], "q8_0") for n in linear}
-    put_blocks(model, [n for n in linear if not n.endswith(dense or ("none",))], "q8_0", kinds)
+    put_kinds(model, KINDS_OF_A_LAYER, dense)
+    close_steps(model, rows, taken)
+
+
+def put_kinds(model: PreTrainedModel, kinds: dict[str, str], dense: tuple[str, ...] = ()) -> None:
+    """Put the linear layers of a model into blocks of some kinds, but for those that stay."""
+    for name, module in list(model.named_modules()):
+        own = name.rpartition(".")[2]
+        if isinstance(module, nn.Linear) and own not in dense:
+            put(module, Blocks.quantize(module.weight, kinds.get(own, "q8_0")))
+
+
+def close_steps(model: PreTrainedModel, rows: int, taken: list[int]) -> None:
+    """Compare steps one by one: native ones with those of the model's own modules."""
     found, wanted = [], []
     ids = tokens(rows, PROMPT + STEPS)
     cache, other = (StreamingCache(model, POLICIES[0], chunk=CHUNK) for _ in range(2))
@@ -460,3 +473,34 @@ def test_a_layer_may_mix_kinds_of_blocks_and_dense_weights(
     off = (torch.stack(found) - torch.stack(wanted)).norm() / torch.stack(wanted).norm()
     # An input that is off by its last place may be rounded to the next of 127 steps.
     assert float(off) < 2**-8
+
+
+KINDS_OF_A_FILE = {
+    "q_proj": "Q4_K",
+    "k_proj": "F16",
+    "v_proj": "Q6_K",
+    "o_proj": "Q5_K",
+    "gate_proj": "IQ4_XS",
+    "up_proj": "Q2_K",
+    "down_proj": "Q3_K",
+    "lm_head": "Q6_K",
+}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_layer_may_mix_types_of_a_file(rows: int, threads: int, taken) -> None:
+    """Of random codes, with scales of which the numbers are as large as a model's."""
+    pytest.importorskip("gguf")
+    model = make("llama", hidden_size=256, intermediate_size=512)
+    for seed, (name, module) in enumerate(list(model.named_modules())):
+        if not isinstance(module, nn.Linear):
+            continue
+        kind = KINDS_OF_A_FILE[name.rpartition(".")[2]]
+        outputs, inputs = module.weight.shape
+        lines = random_lines(kind, outputs, inputs // unit_of(kind)[0], seed)
+        blocks = Blocks.read(lines, kind)
+        wanted = module.weight.detach()
+        heads = blocks.scales[:, :, : BLOCK_TYPES[kind].heads].view(torch.float16)
+        heads *= float(wanted.std() / blocks.rows().std())
+        put(module, blocks)
+    close_steps(model, rows, taken)

@@ -107,6 +107,7 @@ def naive_of(model: PreTrainedModel, embeddings: Tensor, **how: Any) -> Tensor:
         ("qwen2.5-vl", "window(11)", [recent_of(11)], 7),
     ],
 )
+@pytest.mark.thinned(4, least=2, repeats="one loop in each family with three axes")
 def test_a_pipe_of_pools_with_images_is_the_naive_loop(
     name: str, policy: str, pools: list[Any], chunk: int
 ) -> None:

@@ -54,11 +54,12 @@ def test_it_writes_figures_and_a_page_and_prints_the_figures(capsys, out):
     # What reads everything still holds everything, and of the newest tokens all that fit.
     held = {policy["policy"]: policy["held"] for policy in facts["policies"]}
     assert set(held["dense"]) == {1.0}
-    assert held["window(budget=256)"][-40:] == [1.0] * 40 and held["window(budget=256)"][0] == 0.0
+    assert held["window(budget=90)"][-10:] == [1.0] * 10 and held["window(budget=90)"][0] == 0.0
     assert [len(name) for _, name in facts["story"]["names"]] == [3] * 8
     assert "Who still knows, 100 tokens later:" in ended.err
     for policy in facts["policies"]:
-        assert f"  {policy['policy']:<25}  {policy['knows']} of 8\n" in ended.err
+        assert f"  {policy['policy']:<26}  {policy['knows']} of 8\n" in ended.err
+    assert demo.best_of_a_size(facts) in " ".join(ended.err.split())
     assert json.loads((out / "result.json").read_text("utf-8")) == facts
     page = (out / "report.html").read_text("utf-8")
     assert page.startswith("<!doctype html>")

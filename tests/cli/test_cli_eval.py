@@ -227,7 +227,7 @@ def test_cells_that_fail_are_listed_with_the_reason_and_the_exit_code_is_1(
 )
 def test_what_is_wrong_is_one_line(capsys, words, changes, code, said, tmp_path):
     if "--cluster" in changes:
-        pytest.importorskip("ray", reason="Ray is not installed: pip install 'weir-kv[ray]'")
+        pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     if "--budgets" in changes and code == 1:
         changes = {**changes, "--policies": "streaming_llm"}
     ended = run(capsys, *words, *(word for pair in changes.items() for word in pair))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from terminal import make_model, run
 from transformers import AutoModelForCausalLM
 
 import weir
-from weir.models import set_sink
+from weir.models import fingerprint, set_sink, stored_bytes
+from weir.policies import format_policy_file
 
 SMALL = "sink(4) | recent(20)"
 
@@ -58,6 +60,7 @@ def test_json_is_one_object_with_every_figure_and_nothing_else(capsys, model):
         "slots": [24],
         "sink": {"kind": "none", "tokens": [], "slots": None},
         "stream_bytes": cache.nbytes,
+        "stream_bytes_at_most": cache.nbytes,
         "weights_bytes": weights,
         "step_bytes": {"weights": weights - table, "each_stream": pairs},
         "memory_bytes": 10**6,
@@ -78,7 +81,7 @@ def test_for_people_it_is_a_few_lines(capsys, model):
     assert [line.split("  ")[0] for line in lines] == [
         "model", "policy", "weights", "a stream", "a step", "streams", "pace"
     ]  # fmt: skip
-    assert lines[0] == f"model     {model}, 1 layers, float32"
+    assert lines[0] == f"model     {model}, 1 layer, float32"
     assert lines[1].endswith("weir(budget=448), 448 slots a layer and 64 new tokens")
     assert " fit into 1.0 MB beside the weights" in lines[5]
     assert lines[6].endswith(" together, at 1.0 GB/s")
@@ -118,9 +121,98 @@ def test_layers_of_unlike_budgets_are_told_as_a_range(capsys):
 
 
 def test_a_configuration_is_enough_and_no_weight_is_looked_for(capsys, model, config):
-    with_weights = facts_of(capsys, model)
+    with_weights = facts_of(capsys, model, "--slots", "int4")
     for given in (config, config.parent):
-        assert facts_of(capsys, given) == {**with_weights, "model": str(given)}
+        facts = facts_of(capsys, given, "--slots", "int4")
+        assert facts == {**with_weights, "model": str(given)}
+
+
+def test_without_the_weights_it_says_what_they_decide(capsys, model, config):
+    facts = facts_of(capsys, config)
+    wider = facts_of(capsys, config, "--slots", "int8")["stream_bytes"]
+    assert facts["stream_bytes"] == facts_of(capsys, config, "--slots", "int4")["stream_bytes"]
+    assert facts["stream_bytes_at_most"] == wider > facts["stream_bytes"]
+    said = run(capsys, "size", config).out.splitlines()[3]
+    assert said.endswith(
+        " kB with slots of 8 bits: the model's weights decide, and they are not on this machine"
+    )
+    pinned = facts_of(capsys, config, "--pin", 8)
+    assert pinned["stream_bytes_at_most"] > pinned["stream_bytes"]
+
+
+@pytest.fixture(scope="module")
+def spoiled(tmp_path_factory) -> str:
+    """A nano with a few large channels in its keys, which does not bear slots of 4 bits."""
+    folder = tmp_path_factory.mktemp("spoiled")
+    model, tokenizer = weir.load("nano")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.weight[::16] *= 30
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory) -> str:
+    """A model with a policy file beside it."""
+    folder = make_model(tmp_path_factory.mktemp("calibrated"))
+    loaded, _ = weir.load(folder)
+    layers = [{"policy": "sink(1) | recent(8) | recent(11):int8"}]
+    text = format_policy_file({"chunk": 16}, fingerprint(loaded), layers)
+    (Path(folder) / "weir.toml").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["nano", "spoiled", "calibrated"])
+@pytest.mark.parametrize("loading", [{}, {"dtype": "bfloat16"}, {"weights": "q8_0"}])
+@pytest.mark.parametrize("positions", ["rolling", "original"])
+@pytest.mark.parametrize(
+    ("policy", "slots", "chunk"),
+    [
+        (None, None, None),
+        (None, "exact", 16),
+        (None, "int8", None),
+        ("weir(budget=128)", None, 32),
+        ("streaming_llm(100)", None, None),
+        ("snapkv(96)", None, 8),
+        ("h2o(64)", "int8", None),
+        ("reservoir(64, weighted=true)", None, None),
+        ("dense", None, None),
+        ("sink(2) | recent(none)", None, 7),
+    ],
+)
+@pytest.mark.thinned(6)
+def test_it_says_what_a_cache_takes(
+    capsys, request, name, loading, positions, policy, slots, chunk
+):
+    """In as many combinations as there are arguments that change the bytes."""
+    if name != "nano":
+        name = request.getfixturevalue(name)
+    if loading.get("weights"):
+        pytest.importorskip("numba", reason="not installed: pip install 'weir-kv[fast]'")
+    words = [name, "--positions", positions]
+    for option, value in [("policy", policy), ("slots", slots), ("chunk", chunk)]:
+        words += [f"--{option}", value] if value is not None else []
+    for option, value in loading.items():
+        words += [f"--{option}", value]
+    if policy is not None and ("dense" in policy or "none" in policy):
+        words += ["--tokens", 70]
+    facts = facts_of(capsys, *words)
+    loaded, _ = weir.load(name, **loading)
+    cache = weir.StreamingCache(loaded, policy, slots=slots, chunk=chunk, positions=positions)
+    with torch.no_grad():
+        for piece in torch.arange(70).split(30):
+            loaded(piece[None] % 60, past_key_values=cache)
+    report = cache.report()
+    assert facts["stream_bytes"] == facts["stream_bytes_at_most"] == report["bytes"]
+    assert (facts["chunk"], facts["dtype"]) == (report["chunk"], str(loaded.dtype)[6:])
+    assert facts["weights_bytes"] == stored_bytes(loaded)
+
+
+def test_the_weights_decide_the_format_of_the_default(capsys, spoiled):
+    assert "slots=int8" in facts_of(capsys, spoiled)["policy"]
+    assert "int8" not in facts_of(capsys, "nano")["policy"]
 
 
 def test_another_dtype_is_what_the_model_would_be_loaded_in(capsys, config):
@@ -237,7 +329,7 @@ def test_a_policy_without_a_limit_is_sized_at_a_length_and_a_named_one_by_its_bu
         return json.loads(run(capsys, "size", *words, "--json").out)["stream_bytes"]
 
     dense = bytes_of("nano", "--policy", "dense", "--tokens", 8192)
-    assert dense == bytes_of("--model", "nano", "--policy", "window", "--budget", 8192)
+    assert dense == 8192 * 4096  # keys and values, as transformers holds them
     assert bytes_of("nano", "--budget", 448) == bytes_of("nano")
     ended = run(capsys, "size", "nano", "--tokens", 9)
     assert "--tokens changes nothing here" in ended.err

@@ -104,6 +104,7 @@ def test_for_people_it_is_a_table_and_a_sentence(capsys, model, text):
     assert (ended.code, ended.err.count("\n")) == (0, 2), ended.err
     for words in ("1 to 400", "401 to 800", "801 to 900", "perplexity", " of cache", "tokens/s"):
         assert words in ended.out
+    assert "\nthe last block has 100 tokens\n" in ended.out
     assert f"{model} under weir(budget=448): perplexity " in ended.out
 
 

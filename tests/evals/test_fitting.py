@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 
 import weir
 from weir.cache import size_of
 from weir.errors import PolicyError, WeirError
 from weir.evals.advice import CANDIDATES
-from weir.evals.fitting import budget_in, smallest
+from weir.evals.fitting import budget_in, check_fixed, fit_to_memory, smallest
 from weir.evals.notation import with_budget
 from weir.models import skeleton
 
@@ -68,3 +70,31 @@ def test_the_smallest_of_a_policy_is_named_with_its_bytes(shape):
         with_budget("snapkv", budget - 1)
     with pytest.raises(WeirError, match="takes no budget here"):
         budget_in(shape, "dense", 10**6)
+
+
+def test_a_policy_with_slots_of_its_own_has_to_fit(shape):
+    policy = "sink(4) | recent(252)"
+    takes = size_of(shape, policy).stream
+    check_fixed(shape, policy, takes)
+    with pytest.raises(WeirError, match=rf"^sink\(4\) \| recent\(252\) on nano takes {takes:,} "):
+        check_fixed(shape, policy, takes - 1, name="nano")
+    original = size_of(shape, policy, positions="original").stream
+    assert original < takes  # no keys are rotated again
+    check_fixed(shape, policy, original, positions="original")
+    check_fixed(shape, "dense", 1)
+
+
+def test_a_budget_of_few_slots_is_warned_of(shape):
+    with pytest.warns(UserWarning, match=r"300,000 bytes leave window on nano only \d+ slots"):
+        assert fit_to_memory(shape, "window", 300_000, name="nano")[1] < 32
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert fit_to_memory(shape, "window", 450_000)[1] >= 32
+
+
+def test_a_budget_for_positions_in_the_stream_fills_the_memory(nano, shape):
+    _, budget = fit_to_memory(shape, "snapkv", 900_000, positions="original")
+    assert budget > fit_to_memory(shape, "snapkv", 900_000)[1]
+    stream = weir.Stream(nano[0], f"snapkv(budget={budget})", positions="original")
+    stream.feed([1, 2, 3])
+    assert 880_000 < stream.nbytes <= 900_000

@@ -16,7 +16,7 @@ import weir
 from weir.cli.lm_eval import main
 from weir.errors import WeirError
 
-pytest.importorskip("lm_eval", reason='lm-evaluation-harness is not installed: "weir-kv[eval]"')
+pytest.importorskip("lm_eval", reason='lm-evaluation-harness is not installed: ".[eval]"')
 # Slow: the harness takes as long to be imported as thirty other tests.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 

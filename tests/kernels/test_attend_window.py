@@ -15,7 +15,7 @@ from weir.kernels import WindowChunk
 
 window = pytest.importorskip(
     "weir.kernels.cpu.window",
-    reason="not installed: pip install 'weir-kv[fast]'",
+    reason="not installed: pip install '.[fast]'",
     exc_type=ImportError,
 )
 EPS = 2.0**-24

@@ -26,7 +26,7 @@ from weir.slab.slots import QuantizedStorage
 
 causal_kernel = pytest.importorskip(
     "weir.kernels.cpu.causal",
-    reason="not installed: pip install 'weir-kv[fast]'",
+    reason="not installed: pip install '.[fast]'",
     exc_type=ImportError,
 )
 EPS = 2.0**-24

@@ -18,7 +18,7 @@ from weir.errors import WeirError
 
 compilation = pytest.importorskip(
     "weir.kernels.cpu.compilation",
-    reason="not installed: pip install 'weir-kv[fast]'",
+    reason="not installed: pip install '.[fast]'",
     exc_type=ImportError,
 )
 SHARED = "from numba import njit\n@njit\ndef number():\n    return {}\n"

@@ -8,7 +8,7 @@ import torch
 from weir import kernels
 from weir.pools.counter_rng import CounterRNG
 
-pytest.importorskip("numba", reason="not installed: pip install 'weir-kv[fast]'")
+pytest.importorskip("numba", reason="not installed: pip install '.[fast]'")
 
 CPU = torch.device("cpu")
 

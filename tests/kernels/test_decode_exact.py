@@ -17,7 +17,7 @@ from weir.slab.attention import AttentionParams, two_weight_attention
 
 kernel = pytest.importorskip(
     "weir.kernels.cpu.decode",
-    reason="not installed: pip install 'weir-kv[fast]'",
+    reason="not installed: pip install '.[fast]'",
     exc_type=ImportError,
 )
 EPS = 2.0**-24

@@ -20,7 +20,7 @@ from weir.slab.attention import AttentionParams, two_weight_attention
 from weir.slab.quantization import block_size, hadamard
 from weir.slab.selection import AttendedSlots, compute_attention
 
-pytest.importorskip("numba", reason="not installed: pip install 'weir-kv[fast]'")
+pytest.importorskip("numba", reason="not installed: pip install '.[fast]'")
 KERNEL = "weir.kernels.cpu.decode"
 
 

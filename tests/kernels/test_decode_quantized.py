@@ -49,7 +49,7 @@ def as_rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
 @pytest.fixture(params=["numba", pytest.param("triton", marks=pytest.mark.slow)])
 def library(request: pytest.FixtureRequest) -> str:
     """A library that is installed."""
-    pytest.importorskip(request.param, reason="not installed: pip install 'weir-kv[fast,gpu]'")
+    pytest.importorskip(request.param, reason="not installed: pip install '.[fast,gpu]'")
     if request.param == "triton":
         need_triton()
     return str(request.param)

@@ -74,7 +74,7 @@ def test_a_faster_path_that_is_missing_is_said_once(
         kernels.note_missing_kernels.cache_clear()
         for _ in range(2):
             weir.Stream(llama, "window(8)").feed(ids(1, 3))
-        assert "numba, which is not installed: pip install 'weir-kv[fast]'" in str(said[0].message)
+        assert "numba, which is not installed: pip install '.[fast]'" in str(said[0].message)
         assert len(said) == 1
 
 
@@ -92,7 +92,7 @@ def test_the_environment_may_ask_for_a_library(
     assert (on_cpu["walk"], on_cpu["decode"]) == ("triton", "triton")
     installed.remove("triton")
     dispatch._kernel.cache_clear()
-    with pytest.raises(WeirError, match=r"WEIR_KERNELS.*triton.*not installed.*'weir-kv\[gpu\]'"):
+    with pytest.raises(WeirError, match=r"WEIR_KERNELS.*triton.*not installed.*'\.\[gpu\]'"):
         kernels.paths(CPU)
 
 
@@ -105,7 +105,7 @@ def test_the_environment_may_not_ask_for_anything_else(monkeypatch: pytest.Monke
 def test_a_stream_is_the_same_with_and_without_kernels(
     llama, ids, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("numba", reason="numba is not installed: pip install 'weir-kv[fast]'")
+    pytest.importorskip("numba", reason="numba is not installed: pip install '.[fast]'")
     text = ids(2, 90)
     found = {}
     policy = "sink(2) | recent(8) | balance(16, block=6)"
@@ -122,7 +122,7 @@ def test_a_stream_is_the_same_with_and_without_kernels(
 def test_what_new_tensors_are_elsewhere_is_nothing_to_kernels(
     llama, ids, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    pytest.importorskip("numba", reason="numba is not installed: pip install 'weir-kv[fast]'")
+    pytest.importorskip("numba", reason="numba is not installed: pip install '.[fast]'")
     text, found = ids(1, 130), []
     policy = "sink(2) | recent(20) | recent(20):int8 | kcenter(3) | balance(16, block=6)"
     for default in (torch.float32, dtype):

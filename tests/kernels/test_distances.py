@@ -10,7 +10,7 @@ from roundings import off
 
 from weir import kernels
 
-pytest.importorskip("numba", reason="not installed: pip install 'weir-kv[fast]'")
+pytest.importorskip("numba", reason="not installed: pip install '.[fast]'")
 
 
 @pytest.mark.parametrize(("dim", "threads"), [(1, 1), (13, 1), (64, 2)])

@@ -13,7 +13,7 @@ from weir import kernels
 from weir.kernels import dispatch
 from weir.pools.kcenter import farthest_first
 
-pytest.importorskip("numba", reason="not installed: pip install 'weir-kv[fast]'")
+pytest.importorskip("numba", reason="not installed: pip install '.[fast]'")
 
 from weir.kernels.cpu import farthest_first as centers
 

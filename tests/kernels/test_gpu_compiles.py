@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton", reason="not installed: pip install 'weir-kv[gpu]'")
+pytest.importorskip("triton", reason="not installed: pip install '.[gpu]'")
 pytestmark = pytest.mark.slow
 
 

@@ -26,7 +26,7 @@ import weir
 from weir import kernels
 from weir.slab.attention import AttentionParams, two_weight_attention
 
-pytest.importorskip("triton", reason="not installed: pip install 'weir-kv[gpu]'")
+pytest.importorskip("triton", reason="not installed: pip install '.[gpu]'")
 
 from weir.kernels.gpu.decode import decode
 

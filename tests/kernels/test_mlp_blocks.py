@@ -4,34 +4,55 @@ from __future__ import annotations
 
 import pytest
 import torch
+from reference.blocks import random_lines, unit_of
 from torch.nn import functional
 
 from weir.errors import WeirError
-from weir.models.block_weights import BLOCK, Blocks
+from weir.kernels import BLOCK, BLOCK_TYPES
+from weir.models.block_weights import Blocks
 
 kernel = pytest.importorskip("weir.kernels.cpu.mlp_blocks", reason="needs numba")
 pytestmark = pytest.mark.skipif(not kernel.SUPPORTED, reason="needs VNNI or AVX2")
 linear = pytest.importorskip("weir.kernels.cpu.linear_blocks").linear_blocks
-INPUTS, WIDTH, OUTPUTS = 2 * BLOCK, 5 * BLOCK, 41
+INPUTS, WIDTH, OUTPUTS = 8 * BLOCK, 16 * BLOCK, 41
 
 
 def gelu(x):
     return functional.gelu(x, approximate="tanh")
 
 
-def weights(kind="q8_0", last="q8_0"):
-    draw = torch.Generator().manual_seed(3)
-    sizes = (WIDTH, INPUTS, kind), (WIDTH, INPUTS, kind), (OUTPUTS, WIDTH, last)
-    made = [Blocks.quantize(torch.randn(o, i, generator=draw), name) for o, i, name in sizes]
-    return [(blocks.codes, blocks.scales, blocks.outputs) for blocks in made]
+def weights(gate="Q8_0", up="Q8_0", down="Q8_0"):
+    """Of random codes, whose numbers are about as large as those of a model."""
+    pytest.importorskip("gguf")
+    sizes = (WIDTH, INPUTS, gate), (WIDTH, INPUTS, up), (OUTPUTS, WIDTH, down)
+    made = []
+    for seed, (outputs, inputs, kind) in enumerate(sizes):
+        lines = random_lines(kind, outputs, inputs // unit_of(kind)[0], seed)
+        blocks = Blocks.read(lines, kind)
+        half = blocks.scales[:, :, : BLOCK_TYPES[kind].heads]
+        size = float(blocks.rows().std())
+        if half.numel():
+            half.copy_((half.view(torch.float16) / size).view(torch.int16))
+        made.append((blocks.codes, blocks.scales, blocks.outputs, kind))
+    return made
 
 
-@pytest.mark.parametrize(("kind", "last"), [("q8_0", "q8_0"), ("q4_1", "q8_0"), ("q4_0", "q4_1")])
+KINDS = [
+    ("Q8_0", "Q8_0", "Q8_0"),
+    ("Q4_1", "Q4_1", "Q8_0"),
+    ("Q4_0", "Q8_0", "Q4_1"),
+    ("Q4_K", "Q5_K", "Q6_K"),
+    ("Q2_K", "IQ4_XS", "Q3_K"),
+    ("F16", "Q8_0", "BF16"),
+]
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids="-".join)
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.thinned(3)
-def test_it_is_three_products_and_a_gate(kind, last, activation, dtype, threads):
-    gate, up, down = weights(kind, last)
+def test_it_is_three_products_and_a_gate(kinds, activation, dtype, threads):
+    gate, up, down = weights(*kinds)
     act = functional.silu if activation == "silu" else gelu
     for rows in (64 * threads, 301):
         x = torch.randn(1, rows, INPUTS, generator=torch.Generator().manual_seed(rows)).to(dtype)

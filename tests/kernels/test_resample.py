@@ -8,7 +8,7 @@ import torch
 from weir import kernels
 from weir.pools.subgen import resample, reservoirs
 
-pytest.importorskip("numba", reason="not installed: pip install 'weir-kv[fast]'")
+pytest.importorskip("numba", reason="not installed: pip install '.[fast]'")
 
 
 @pytest.mark.parametrize(("count", "entries"), [(1, 7), (5, 7), (40, 7), (5, 0)])

@@ -9,7 +9,7 @@ import torch
 
 from weir.slab import Rotary
 
-pytest.importorskip("numba", reason="not installed: pip install 'weir-kv[fast]'")
+pytest.importorskip("numba", reason="not installed: pip install '.[fast]'")
 
 from weir.kernels.cpu.rotation import rotate_keys
 

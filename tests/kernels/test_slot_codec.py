@@ -17,7 +17,7 @@ from weir.slab.quantization import (
     quantize_into,
 )
 
-pytest.importorskip("numba", reason="not installed: pip install 'weir-kv[fast]'")
+pytest.importorskip("numba", reason="not installed: pip install '.[fast]'")
 
 from weir.kernels import dispatch
 

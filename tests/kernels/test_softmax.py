@@ -8,7 +8,7 @@ import torch
 
 softmax_kernel = pytest.importorskip(
     "weir.kernels.cpu.softmax",
-    reason="not installed: pip install 'weir-kv[fast]'",
+    reason="not installed: pip install '.[fast]'",
     exc_type=ImportError,
 )
 EPS = 2.0**-24

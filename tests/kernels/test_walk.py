@@ -23,7 +23,7 @@ LIBRARIES = {"numba": "fast", "triton": "gpu"}
 def library(request: pytest.FixtureRequest) -> str:
     """A library that walks; skips the test where it is not installed."""
     extra = LIBRARIES[request.param]
-    pytest.importorskip(request.param, reason=f"not installed: pip install 'weir-kv[{extra}]'")
+    pytest.importorskip(request.param, reason=f"not installed: pip install '.[{extra}]'")
     if request.param == "triton":
         need_triton()
     return request.param
@@ -81,7 +81,7 @@ def test_tensors_may_lie_in_memory_in_any_way(walk) -> None:
 
 
 def test_many_blocks_go_over_several_threads_and_leave_pytorch_its_own() -> None:
-    pytest.importorskip("numba", reason="not installed: pip install 'weir-kv[fast]'")
+    pytest.importorskip("numba", reason="not installed: pip install '.[fast]'")
     from weir.kernels.cpu import walk as walk_kernel
 
     before = torch.get_num_threads()

@@ -18,7 +18,7 @@ from weir.pools.balance.halving import Halving, Sets
 
 halves = pytest.importorskip(
     "weir.kernels.cpu.walk",
-    reason="not installed: pip install 'weir-kv[fast]'",
+    reason="not installed: pip install '.[fast]'",
     exc_type=ImportError,
 )
 EPS = 2.0**-24

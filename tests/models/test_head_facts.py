@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from reference.models import make
+from reference.seeing import CONFIGS, make_seeing
 
 import weir
 from weir.cache import fit_to_model, size_of
@@ -212,3 +213,25 @@ def test_no_head_gets_more_than_layers_see_that_all_slide(monkeypatch):
         assert pinned.pipes[0].slots == 500 - chunk
     with pytest.raises(WeirError, match="sees only 500 tokens, fewer than the policy's 5 slots"):
         weir.Stream(model, chunk=600)
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, "gemma3-multimodal"])
+def test_of_a_model_that_sees_the_text_decoder_is_measured(name, kept):
+    """Its layers are inside of the module around the vision tower."""
+    if name == "gemma3-multimodal":
+        text = make(name).config.text_config.to_dict()
+        model = make(name, text_config={**text, "vocab_size": 300, "sliding_window": 256})
+    else:
+        text = {**CONFIGS[name][1]["text_config"], "vocab_size": 300}
+        model = make_seeing(name, text_config=text)
+    ids = torch.arange(1, 61)
+    stream, within = weir.Stream(model), weir.Stream(model, weir.Stream(model).policy)
+    assert torch.equal(stream.feed(ids), within.feed(ids))  # the default policy
+    assert stream.seen == 60
+    found = find_head_facts(model)
+    assert found is not None and json.loads(kept.read_text())
+    with torch.no_grad():  # a head that looks nothing up, where random ones look a little up
+        for module in model.get_decoder().layers[0].modules():
+            if hasattr(module, "q_proj"):
+                module.q_proj.weight.zero_()
+    assert measure_heads(model).lookup[0] != found.lookup[0]

@@ -92,6 +92,14 @@ def test_weights_in_blocks_are_moved_too(offered):
             assert memory._MOVED[held] == held.data_ptr()
 
 
+def test_tensors_without_numbers_are_left_where_they_are(offered, weight):
+    """As the scales of weights of 16 bits in blocks."""
+    none = torch.empty(2, 0, 16)
+    assert move_to_huge_pages([none, weight]) >= weight.nbytes
+    assert none.shape == (2, 0, 16)
+    assert memory.LargePages().empty((2, 0, 16), torch.int16).shape == (2, 0, 16)
+
+
 def test_linux_gives_large_pages(weight):
     if not memory._has_large_pages():
         pytest.skip("this system has no large pages")
@@ -234,3 +242,29 @@ def test_a_container_has_what_its_limit_leaves(monkeypatch, tmp_path):
     # Pages of files count among those taken, and the system takes them back.
     (tmp_path / "memory.stat").write_text("anon 500\nactive_file 100\ninactive_file 300\n")
     assert memory.free_memory(cpu) == 3400
+
+
+def test_memory_for_tensors_to_come_is_large_pages_and_theirs_alone(offered, monkeypatch):
+    pages = memory.LargePages()
+    monkeypatch.setattr(memory, "CHUNK", 2**22)
+    made = [
+        pages.empty(shape, dtype)
+        for shape, dtype in (
+            ((3, 5, 7), torch.uint8),
+            ((2**20,), torch.float32),  # fills what is left of no chunk
+            ((0, 4), torch.int16),
+            ((1100, 500), torch.bfloat16),
+        )
+    ]
+    for number, t in enumerate(made):
+        t.fill_(number)
+    assert [set(t.unique().tolist()) for t in made] == [{0}, {1}, set(), {3}]
+    assert [tuple(t.shape) for t in made] == [(3, 5, 7), (2**20,), (0, 4), (1100, 500)]
+    assert all(t.data_ptr() % memory.LINE == 0 for t in made)
+    assert move_to_huge_pages(made) == 0  # they are there already
+
+
+def test_without_large_pages_tensors_get_usual_memory(offered):
+    offered.write_text("always madvise [never]\n")
+    made = memory.LargePages().empty((4, 4), torch.int16)
+    assert made.shape == (4, 4) and made.dtype == torch.int16

@@ -309,7 +309,7 @@ def test_other_bits_are_refused(weights):
 
 def test_without_torchao_it_is_named(fresh_llama, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
-    with pytest.raises(WeirError, match=r"needs torchao.*pip install 'weir-kv\[quant\]'"):
+    with pytest.raises(WeirError, match=r"needs torchao.*pip install '\.\[quant\]'"):
         quantize_weights(fresh_llama(), "int8")
 
 

@@ -213,7 +213,6 @@ def test_below_the_smallest_budget_it_is_dense(tall, ids, text):
 
 
 @pytest.mark.parametrize("whole", [pytest.param(0, marks=pytest.mark.slow), 60])
-@pytest.mark.slow
 def test_a_model_reads_as_with_naive_pools(tall, ids, naive, twins, whole):
     layers = exact_budgets((24 - 6) * 4, 4, 4.0)
     # 18 on average: 31.5, 22.5, 13.5, 4.5 and two slots left over for the lowest layers.

@@ -25,7 +25,6 @@ from weir.slab import AttentionParams, LayerPositions, Slots
         pytest.param(5, 60, "20", 0, True, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.slow
 def test_a_model_reads_as_with_a_naive_pool(
     llama, ids, naive, twins, chunk, whole, half_life, wide, average
 ):

@@ -44,7 +44,6 @@ def test_wherever_it_stands_its_slots_are_those_of_the_naive_loop(twins, text):
 
 
 @pytest.mark.parametrize(("prefill", "chunk"), [("chunked", 4), ("full", 1)])
-@pytest.mark.thinned(2)
 def test_a_model_with_it_gives_what_the_naive_loop_gives(llama, naive, twins, ids, chunk, prefill):
     text = "recent(6) | heavy(7)"
     got, cache, rows = read(llama, ids, text, chunk, prefill)

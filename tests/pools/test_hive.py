@@ -82,7 +82,6 @@ def test_of_a_whole_prompt_samples_are_taken_until_they_fit(twins, prompt):
         pytest.param("recent(4) | hive(9, 4)", 1, "full", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.thinned(2)
 def test_a_model_with_it_gives_what_the_naive_loop_gives(
     llama, naive, twins, ids, text, chunk, prefill
 ):
@@ -249,8 +248,9 @@ def test_buzz_has_the_paper_s_ratio_and_takes_the_authors_parameters():
 # --- in a model
 
 
-@pytest.mark.parametrize(("chunk", "prefill"), [(4, "chunked"), (1, "full")])
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("chunk", "prefill"), [(4, "chunked"), pytest.param(1, "full", marks=pytest.mark.slow)]
+)
 def test_with_log_n_logits_are_scaled_by_the_number_of_tokens_seen(
     llama, naive, twins, ids, chunk, prefill
 ):

@@ -86,7 +86,6 @@ def folds(pool: KCenter, keys: Tensor, chunk: int, share: float = 1.0) -> Iterat
         (KCenter(12, use=1.0), 9, 0.6, 400),
     ],
 )
-@pytest.mark.thinned(5)
 def test_it_holds_what_a_naive_loop_holds(pool, chunk, share, length):
     k, keys = pool.k, whole_keys(2, 3, length)
     whole = keys.tolist()
@@ -264,7 +263,6 @@ def centers_of(recent: int, k: int, **options):
 
 
 @pytest.mark.parametrize(("positions", "chunk"), [("rolling", 5), ("original", 1)])
-@pytest.mark.thinned(2)
 def test_a_model_reads_on_as_the_naive_loop_does(llama, ids, positions, chunk):
     tokens = ids(1, 120)
     cache = weir.StreamingCache(llama, "recent(8) | kcenter(6)", chunk=chunk, positions=positions)

@@ -129,7 +129,6 @@ def counts_of(kept: Slots, came: int) -> torch.Tensor:
     return kept.position[kept.held].bincount(minlength=came)
 
 
-@pytest.mark.slow
 def test_the_code_of_figure_2_keeps_old_tokens_less_often():
     # The paper's section 3: sampling again from what is still cached. `test_chances` would fail.
     random = Random(0)

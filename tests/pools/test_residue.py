@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from model_runs import reads_as
+from model_runs import reads_as, rows_read_alone
 from reference.residue import joined, residue_of
 from roundings import close, weights_off, within
 from torch import Tensor
@@ -30,7 +30,6 @@ def random(*shape: int) -> Tensor:
 @pytest.mark.parametrize(
     ("chunk", "half_life", "spread"), [(1, "20", True), (7, "none", True), (7, "9", False)]
 )
-@pytest.mark.thinned(3)
 def test_a_model_reads_as_with_a_naive_pool(llama, ids, naive, twins, chunk, half_life, spread):
     def scale_of(at):
         return llama.model.layers[at.layer].self_attn.scaling
@@ -185,3 +184,10 @@ def test_what_no_fold_has_left_is_not_restored(name):
     assert pool.wrong_state(state, 0, 10) is None
     assert name in pool.wrong_state({**state, name: state[name] * 0 + math.nan}, 0, 10)
     assert name in pool.wrong_state({**state, name: torch.full_like(state[name], math.inf)}, 0, 10)
+
+
+@pytest.mark.parametrize("seed", [11, 12, 18])
+def test_rounding_chooses_no_gate(llama, ids, seed):
+    """Where queries read nothing but means and arrivals, all gates but 0 say the same."""
+    policy = "residue(16, window=9, spread=false)"
+    rows_read_alone(llama, policy, ids(2, 90, seed), [0, 13], [30, 1, 59], chunk=7)

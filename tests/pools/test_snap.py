@@ -197,7 +197,6 @@ PARTLY = ((Recent(2),), [recent(2)])
         (16, 400, Snap(9, window=1, kernel=1), ALONE),
     ],
 )
-@pytest.mark.thinned(6)
 def test_it_holds_what_a_naive_loop_holds_in_every_row_and_head(chunk, length, snap, before, frame):
     pools, front = before
     snap = replace(snap, frame=frame)
@@ -424,7 +423,6 @@ SMALL = "snapkv(budget=24, window=6, kernel=5)"
         ("rolling", 5, 60, "read"),
     ],
 )
-@pytest.mark.thinned(3)
 def test_a_model_reads_as_with_naive_pools(
     llama, ids, naive, twins, positions, chunk, whole, frame
 ):

@@ -30,7 +30,6 @@ def draws_of(head: int, pool: int, places: int):
 
 @pytest.mark.parametrize(("chunk", "length"), [(1, 200), (7, 600), (64, 1000)])
 @pytest.mark.parametrize(("weighted", "per_head"), [(False, True), (True, False)])
-@pytest.mark.thinned(3)
 def test_it_holds_what_a_shuffle_of_all_that_came_puts_first(chunk, length, weighted, per_head):
     pipe = Pipe((Sink(3), Recent(6), Uniform(10, weighted=weighted, per_head=per_head)))
     draws = [draws_of(head if per_head else 0, 2, length) for head in range(2)]

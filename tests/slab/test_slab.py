@@ -276,7 +276,7 @@ PIPES = {
 
 @pytest.mark.parametrize("prefill", ["chunked", "full"])
 @pytest.mark.parametrize("text", PIPES)
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(8, repeats="one claim about the slab for pipes of every shape")
 def test_a_pool_that_weir_has_never_heard_of_gives_what_its_lists_give(
     llama, naive, twins, ids, text, prefill
 ):

@@ -28,7 +28,7 @@ def reached(device: torch.device, batch: int, slots: int, rounds: int) -> Row:
     """The kernel beside a copy of as many bytes as it has to read."""
     decode = kernels.decode(device)
     if decode is None:
-        raise Skipped(f"there is no decode kernel on {device.type} (weir-kv[gpu] brings it)")
+        raise Skipped(f"there is no decode kernel on {device.type} (.[gpu] brings it)")
     queries = torch.randn(batch, HEADS, GROUP, 1, DIM, device=device).bfloat16()
     keys, values = torch.randn(2, batch, HEADS, slots, DIM, device=device).bfloat16()
     a, b = torch.zeros(2, batch, HEADS, slots, device=device)

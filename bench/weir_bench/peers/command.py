@@ -19,6 +19,7 @@ from weir.errors import WeirError
 from weir_bench.command import benches, say_measuring
 
 if TYPE_CHECKING:
+    from weir_bench.peers.engines import EngineSetup
     from weir_bench.peers.results import Results
 
 
@@ -29,6 +30,10 @@ def bench_peers(
         list[str] | None,
         Option("--peer", help="Only peers whose names begin so; may be given again."),
     ] = None,
+    model: Annotated[
+        str,
+        Option(help="smollm2, or tinyllama: random weights of 1.1 billion parameters."),
+    ] = "smollm2",
     threads: Annotated[
         int | None, Option(min=1, help="Of each peer [default: one, then all cores].")
     ] = None,
@@ -44,11 +49,13 @@ def bench_peers(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time weir, llama.cpp, OpenVINO GenAI and transformers in turns on SmolLM2.
+    """Time weir, llama.cpp, OpenVINO GenAI and transformers in turns on one model.
 
     Parts: steps, chat, prompts, rows, start, and quality beside kvpress and
-    keys_values. `make peers` installs the others.
+    keys_values. Chat and quality are for SmolLM2 only: other models have random weights.
+    `make peers` installs the others.
     """
+    from weir_bench.peers.engines import chosen
     from weir_bench.peers.report import markdown, write_page
     from weir_bench.peers.results import Results, read_results
 
@@ -62,7 +69,8 @@ def bench_peers(
     if threads is not None and threads > cores:
         raise WeirError(f"--threads {threads} is more than the {cores} cores of this machine")
     results = Results.at(out, _facts(quick))
-    _measure(results, only or [], peers or [], [threads] if threads else sorted({1, cores}), quick)
+    counts = [threads] if threads else sorted({1, cores})
+    _measure(results, only or [], chosen(peers or [], model), counts, quick, bool(peers))
     if out is not None:
         with writing(tables := out.with_suffix(".md")):
             tables.write_text(markdown(results), "utf-8")
@@ -75,30 +83,37 @@ def bench_peers(
 
 
 def _measure(
-    results: Results, only: list[str], peers: list[str], threads: list[int], quick: bool
+    results: Results,
+    only: list[str],
+    engines: list[EngineSetup],
+    threads: list[int],
+    quick: bool,
+    named: bool,
 ) -> None:
     from dataclasses import replace
 
     from transformers.utils.logging import disable_progress_bar
 
-    from weir.models import load
+    from weir.models.gguf import read_tokenizer
     from weir.stream import read_stream
-    from weir_bench.peers.engines import chosen, model_file
-    from weir_bench.peers.measure import QUICK, PeerPlan, measured
+    from weir_bench.peers.engines import MODELS, model_file
+    from weir_bench.peers.measure import PARTS, QUICK, PeerPlan, measured
 
-    engines = chosen(peers)
+    model = engines[0].model
+    if model != "smollm2":
+        only = only or [part for part in PARTS if part not in ("chat", "quality")]
     if quick:
-        kept = (each for each in engines if each.main or peers)
+        kept = (each for each in engines if each.main or named)
         engines = [replace(each, compiles=False) for each in kept]
     disable_progress_bar()
     plan = PeerPlan(
         engines,
         threads[-1:] if quick else threads,
         say=say_measuring,
-        **(QUICK if quick else {}),
+        **(QUICK if quick else {} if model == "smollm2" else {"behind": (1024,), "long": 1920}),
     )
     with waiting("reading the text"):
-        _, tokenizer = load(str(model_file("Q4_1")))
+        tokenizer = read_tokenizer(model_file(MODELS[model], model))
     plan.ids.extend(read_stream(tokenizer, None, plan.long, None).ids.tolist())
     for _ in measured(plan, results, only):
         results.write()

@@ -15,6 +15,9 @@ from weir_bench.peers.process import HOME, PeerProcess
 POLICY = "weir(budget={window})"
 """weir's default policy."""
 COMPILED = ", compiled"
+MODELS = {"smollm2": "Q4_1", "tinyllama": "Q4_0"}
+"""SmolLM2 and a random model of 1.1 billion parameters (`sides/random_model.py`), each with the
+precision of the file whose tokenizer all peers read with."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +33,7 @@ class EngineSetup:
         given: what its side is told.
         main: the one of its engine that long prompts, many rows and starts are measured with.
         compiles: its steps are measured twice, as they are and compiled.
+        model: the model that it reads, one of `MODELS`.
     """
 
     name: str
@@ -40,6 +44,7 @@ class EngineSetup:
     given: dict[str, Any] = field(default_factory=dict)
     main: bool = False
     compiles: bool = False
+    model: str = "smollm2"
 
     def start(self, threads: int, window: int, ids: Sequence[int] = (), **more: Any) -> PeerProcess:
         """Start its process."""
@@ -48,7 +53,7 @@ class EngineSetup:
             paths = (str(HOME / "torchao"), os.environ.get("PYTHONPATH", ""))
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         wanted = {
-            "file": str(model_file(self.kind)),
+            "file": str(model_file(self.kind, self.model)),
             "threads": threads,
             "ids": list(ids),
             "context": len(ids) + 64,
@@ -62,9 +67,9 @@ class EngineSetup:
         return PeerProcess(self.home, self.script, wanted, environment)
 
 
-def model_file(kind: str) -> Path:
-    """SmolLM2's file in a precision."""
-    path = HOME / "models" / f"smollm2-{kind}.gguf"
+def model_file(kind: str, model: str = "smollm2") -> Path:
+    """A model's file in a precision."""
+    path = HOME / "models" / f"{model}-{kind}.gguf"
     if not path.exists():
         raise WeirError(f"there is no {path.name} in {path.parent}; `make peers` makes it")
     return path
@@ -90,6 +95,20 @@ def _openvino(kind: str, bits: int, *, evict: bool) -> EngineSetup:
     return EngineSetup(name, "openvino", "openvino_side.py", bits, kind, given, not evict)
 
 
+def _native(kind: str, bits: int, model: str = "smollm2") -> EngineSetup:
+    name = f"llama.cpp native {kind}" + ("" if model == "smollm2" else f" {model}")
+    given = {"flash": True}
+    home, script = "llamacpp_native", "llamacpp_native_side.py"
+    return EngineSetup(name, home, script, bits, kind, given, True, False, model)
+
+
+def _large(kind: str, bits: int) -> EngineSetup:
+    """weir with a file of the model of 1.1 billion parameters, as it is loaded by default."""
+    given = {"dtype": "auto", "policy": POLICY}
+    name = f"weir {kind} tinyllama"
+    return EngineSetup(name, "", "torch_side.py", bits, kind, given, True, True, "tinyllama")
+
+
 ENGINES = (
     _torch("weir float32", 32, dtype="float32"),
     _torch("transformers float32", 32, dtype="float32"),
@@ -104,15 +123,26 @@ ENGINES = (
     _torch("weir int4", 4, dtype="bfloat16", weights="int4"),
     *(_llamacpp("Q4_1", 4, flash=flash) for flash in (True, False)),
     *(_openvino("Q4_1", 4, evict=evict) for evict in (False, True)),
+    _native("Q8_0", 8),
+    _native("Q4_1", 4),
+    _large("Q8_0", 8),
+    _native("Q8_0", 8, "tinyllama"),
+    _large("Q4_0", 4),
+    _native("Q4_0", 4, "tinyllama"),
+    _large("Q4_K_M", 5),
+    _native("Q4_K_M", 5, "tinyllama"),
 )
 
 
-def chosen(names: Sequence[str]) -> list[EngineSetup]:
-    """The engines whose names begin so; all without names."""
+def chosen(names: Sequence[str], model: str = "smollm2") -> list[EngineSetup]:
+    """The engines with a model whose names begin so; all without names."""
+    if model not in MODELS:
+        raise WeirError(f"there is no model {model!r} to compare with; take {', '.join(MODELS)}")
+    engines = [each for each in ENGINES if each.model == model]
     for name in names:
-        if not any(each.name.lower().startswith(name.lower()) for each in ENGINES):
-            known = [each.name for each in ENGINES]
+        if not any(each.name.lower().startswith(name.lower()) for each in engines):
+            known = [each.name for each in engines]
             like = suggest(name, known) or f"; there are {', '.join(known)}"
             raise WeirError(f"there is no peer {name!r}{like}")
     wanted = tuple(name.lower() for name in names) or ("",)
-    return [each for each in ENGINES if each.name.lower().startswith(wanted)]
+    return [each for each in engines if each.name.lower().startswith(wanted)]

@@ -224,7 +224,7 @@ def starts(plan: PeerPlan, results: Results) -> None:
                 try:
                     for again in (False, True):
                         if not again:
-                            _forget(model_file(each.kind))
+                            _forget(model_file(each.kind, each.model))
                         seconds = _start(plan, each, threads, Path(kept), compiled=bool(kind))
                         named = {"who": name, "threads": threads, "kept": again}
                         results.add("start", named, {"seconds": seconds})

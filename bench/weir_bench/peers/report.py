@@ -22,10 +22,23 @@ NEAREST = (
     (f"weir float32{COMPILED}", "llama.cpp F32", None, None),
     (f"weir q8_0{COMPILED}", "OpenVINO Q8_0", None, None),
     (f"weir float32{COMPILED}", "transformers float32", None, None),
+    (f"weir q8_0{COMPILED}", "llama.cpp native Q8_0", 0.7, 0.7),
+    (f"weir q4_1{COMPILED}", "llama.cpp native Q4_1", 0.7, 0.7),
+    *(
+        (f"weir {kind} tinyllama{COMPILED}", f"llama.cpp native {kind} tinyllama", 0.7, 0.7)
+        for kind in ("Q4_0", "Q8_0", "Q4_K_M")
+    ),
 )
 """Steps that stand beside each other, and what one and all threads are to reach."""
-READ = (("weir q4_1", "llama.cpp Q4_1"), ("weir q8_0", "llama.cpp Q8_0"))
-"""Prompts that stand beside each other."""
+READ = (
+    ("weir q4_1", "llama.cpp Q4_1", 0.4),
+    ("weir q8_0", "llama.cpp Q8_0", 0.4),
+    *(
+        (f"weir {kind} tinyllama", f"llama.cpp native {kind} tinyllama", 0.5)
+        for kind in ("Q4_0", "Q8_0", "Q4_K_M")
+    ),
+)
+"""Prompts that stand beside each other, and what is to be reached."""
 
 
 def markdown(results: Results) -> str:
@@ -120,11 +133,11 @@ def _ratios(results: Results, threads: list[int]) -> list[list[str]]:
         ]
         add(f"step of {who} ÷ {peer}", values, targets)
     for tokens in _values(results, "prompt", "tokens"):
-        for who, peer in READ:
+        for who, peer, target in READ:
             values = [
                 _ratio(prompt(who, count, tokens), prompt(peer, count, tokens)) for count in threads
             ]
-            add(f"prompt of {tokens:,}, time of {who} ÷ {peer}", values, [0.4] * len(threads))
+            add(f"prompt of {tokens:,}, time of {who} ÷ {peer}", values, [target] * len(threads))
     none = [None] * (len(threads) - 1)
     for kind in ("float32", "q8_0", "q4_1") if none else ():
         for how in ("", COMPILED):

@@ -6,6 +6,7 @@ from weir.cache.default_policy import (
     FILE,
     check_origin,
     choose_policy,
+    depends_on_weights,
     find_model_policy,
     fit_to_model,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from weir.cache.default_policy import check_origin, choose_policy
+from weir.cache.ended_rows import EndedRows
 from weir.cache.forward import Folded, Forward, LayerStack, SecondReading
 from weir.cache.layer import Layer
 from weir.cache.layers import (
@@ -35,6 +36,7 @@ from weir.errors import WeirError, quote, shorten
 from weir.models import (
     CACHE,
     DROPPING,
+    StopTokens,
     attach,
     detach,
     input_device,
@@ -167,6 +169,8 @@ class StreamingCache(Cache):
         self.stack = LayerStack(Layer(plan.spec) for plan in self.plans)
         self.attachment = attach(served, self)
         self._batch = batch
+        self._generating: EndedRows | None = None
+        self._pad: int | None = None
         self.reset()
 
     # --- the cache interface of transformers
@@ -198,6 +202,7 @@ class StreamingCache(Cache):
             memo.get(id(model), model), self.policy, seed=self.seed, **self.made_with
         )
         made.put_rows(self.take_rows(), check=False)
+        made._pad = self._pad
         return made
 
     def reset(self) -> None:
@@ -245,8 +250,13 @@ class StreamingCache(Cache):
         detach(self)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the columns fed so far, including padding; `generate` feeds those after them."""
-        return self.rows.columns
+        """Return the columns fed so far, including padding; `generate` feeds those after them.
+
+        transformers takes embeddings for the whole text, and leaves out as many as this says. Where
+        they are of what is new only, that is none.
+        """
+        only_new = self._generating is not None and self._generating.only_new
+        return 0 if only_new else self.rows.columns
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Return (query_length, 0), sizes for a mask that is never read."""
@@ -378,9 +388,13 @@ class StreamingCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slabs; fixed from the first token on."""
-        slabs = (layer.state.slab for layer in self.stack)
-        return sum(slab.nbytes for slab in slabs if slab is not None)
+        """Bytes of all slabs; fixed from the first token on.
+
+        Under `dense` and other policies that keep every token, the bytes of keys and values as
+        transformers' own cache would hold them, which grow with the stream. The memory that weir
+        takes is larger there: the slab is enlarged ahead of the tokens.
+        """
+        return sum(layer.state.nbytes(self.rows.columns) for layer in self.stack)
 
     @property
     def waiting(self) -> list[int]:
@@ -452,7 +466,10 @@ class StreamingCache(Cache):
             "seen": self.seen,
             "bytes": self.nbytes,
             "steps": self.steps,
-            "layers": [layer_report(layer.parts, row, waiting) for layer in self.stack.by_index],
+            "layers": [
+                layer_report(layer.parts, row, waiting, self.rows.columns)
+                for layer in self.stack.by_index
+            ],
         }
 
     @property
@@ -765,9 +782,9 @@ class StreamingCache(Cache):
             if self._repeating:
                 return self._begin_again(given)
             self.stack.failed, self.stack.folded, self.stack.again = {}, None, {}
+        call = self._generating
         begun = self.rows.begin(
             given,
-            generation=getattr(self._model(), "generation_config", None),
             vocabulary=self.attachment.facts.vocabulary,
             chunk=self.chunk,
             prefill=self.prefill == "full",
@@ -775,7 +792,11 @@ class StreamingCache(Cache):
             without=without,
             fixed=self._batch is not None,
             twice=self._twice,
+            padded=None if call is None else call.padded(self.rows.batch or 0),
+            is_pad=self._is_pad,
         )
+        if call is not None:
+            call.only_new = False
         known, model = self._known_places, self._model()
         if known is not None and model is not None and self.origin + max(begun.after.seen) > known:
             self._known_places = None
@@ -783,6 +804,40 @@ class StreamingCache(Cache):
         if self.rows.batch is None and len(begun.after.seen) > 1:
             check_memory(self.plans, self.policy, len(begun.after.seen), self._device)
         return Forward(self.stack, given, begun, self._rotaries, self.begin, without)
+
+    @contextmanager
+    def generating(self, asked: Mapping[str, Any] | None = None) -> Iterator[EndedRows]:
+        """Note which rows end during a call of `generate` with this cache, given its arguments."""
+        if self._generating is not None:  # weir.generate inside of model.generate
+            yield self._generating
+            return
+        call = self._generating = EndedRows()
+        asked = asked or {}
+        vectors, mask = asked.get("inputs_embeds"), asked.get("attention_mask")
+        if isinstance(vectors, Tensor) and isinstance(mask, Tensor) and self.rows.columns:
+            call.only_new = mask.shape[-1] == self.rows.columns + vectors.shape[1]
+        try:
+            yield call
+        finally:
+            self._generating = None
+            padded = call.padded(self.rows.batch or 0)
+            if padded is not None:
+                self._pad = call.pad
+                self.stack.rows = replace(self.rows, ended=padded)
+
+    def _is_pad(self, tokens: Tensor) -> Tensor:
+        """Return which of some ids [rows] or embeddings [rows, width] are the padding token."""
+        said = self._pad
+        if said is None:  # rows that were put here from another cache
+            said = StopTokens.of(getattr(self._model(), "generation_config", None)).pad
+        if said is None:
+            return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+        if not tokens.is_floating_point():
+            return tokens == said
+        look_up = self.attachment.facts.decoder.get_input_embeddings()
+        pad = torch.tensor([said], device=tokens.device)
+        with torch.no_grad():
+            return (tokens == look_up(pad).to(tokens)).all(dim=-1)
 
     def end(self) -> None:
         """End a forward: call `on_fold`, and raise for refused rows; the other rows went on."""

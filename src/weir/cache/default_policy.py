@@ -6,12 +6,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from weir.errors import WeirError, quote
-from weir.models import find_head_facts, fingerprint, sidecar_path, sight_of
+from weir.models import (
+    ASSETS,
+    find_head_facts,
+    fingerprint,
+    has_block_weights,
+    sidecar_path,
+    sight_of,
+)
 from weir.policies import (
     Layered,
     Policy,
@@ -45,7 +53,7 @@ def check_origin(policy: Policy, model: PreTrainedModel) -> None:
         return
     mine, theirs = fingerprint(model), origin.model
     compared = {"kind", "layers", "width", "vocabulary"}
-    numbers = all(
+    numbers = not has_block_weights(model) and all(
         weight.device.type != "meta" and not is_traceable_wrapper_subclass(weight)
         for weight in model.parameters()
     )
@@ -69,7 +77,8 @@ def find_model_policy(model: PreTrainedModel | str, revision: str | None = None)
     one.
 
     A file that is no policy file, or was measured on another model, is refused (WeirError) and not
-    ignored: whoever put it there would not notice.
+    ignored: whoever put it there would not notice. The file that comes with weir was put there by
+    nobody, so that nano with other weights, trained further for example, has no file.
     """
     file = sidecar_path(model, FILE, revision)
     if file is None:
@@ -82,7 +91,12 @@ def find_model_policy(model: PreTrainedModel | str, revision: str | None = None)
         # Later checks of the policy's model end their error with this too.
         found = replace(found, origin=replace(found.origin, told=BESIDE))
     if not isinstance(model, str):
-        check_origin(found, model)
+        try:
+            check_origin(found, model)
+        except WeirError:
+            if Path(file).is_relative_to(ASSETS):
+                return None
+            raise
     return found
 
 
@@ -101,6 +115,20 @@ def choose_policy(
         return found
     named = with_slots(parse_policy(DEFAULT if policy is None else policy), slots)
     return fit_to_model(named, model, chunk)
+
+
+def depends_on_weights(policy: Policy) -> bool:
+    """Return whether a policy's slots and their format are found by a model's weights.
+
+    So it is with `weir`, inside other policies too, unless its `slots` and `heads=alike` are given.
+    """
+    if isinstance(policy, PolicyWrapper):
+        return depends_on_weights(policy.policy)
+    if not is_weir(policy):
+        return False
+    assert policy.called is not None
+    given = policy.called.given
+    return "slots" not in given or given.get("heads") != "alike"
 
 
 def fit_to_model(

@@ -6,15 +6,12 @@ the prepared one and calls transformers' decoding.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    PreTrainedModel,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from weir.cache.cache import ASSISTED, Positions, Prefill, StreamingCache
@@ -49,7 +46,7 @@ def generate(
 
     Pass it to transformers:
     `model.generate(**inputs, custom_generate=weir.generate, policy="h2o(256)")`. Called directly,
-    `weir.generate(model, **inputs, policy="h2o(256)")`, it makes that call.
+    `weir.generate(model, **inputs, policy="h2o(256)")`, it calls `model.generate` with a new cache.
 
     Args:
         model: the model whose `generate` was called.
@@ -59,16 +56,15 @@ def generate(
             for the policy's draws; set that of sampling with `torch.manual_seed`.
         prepared: the other arguments of transformers' decoding, passed on. `cache` (before
             transformers 5.24: `past_key_values`) is a `StreamingCache` to continue, or an empty
-            cache that transformers made, which is ignored. transformers passes no streamer and no
-            tokenizer to a function, so `stop_strings` work in a direct call only.
+            cache that transformers made, which is ignored. transformers passes no tokenizer to a
+            function, so `stop_strings` work in a direct call only.
 
     Returns:
         The result of `model.generate`. With `return_dict_in_generate=True` it has the cache, under
         the name that the installed transformers has for it.
 
     Raises:
-        WeirError: `model` is no model, `input_ids` is no tensor of tokens, a direct call has a
-            streamer, an assistant or `stop_strings` without a tokenizer, the policy or the model
+        WeirError: `model` is no model, `input_ids` is no tensor of tokens, the policy or the model
             cannot be served, a given cache is not weir's or comes with a policy, or the decoding
             mode is neither sampling (or greedy) nor beam search.
     """
@@ -82,11 +78,12 @@ def generate(
                 "weir.generate(model, input_ids, ...) is given the model first, and "
                 f"{quote(model)} is none"
             )
-        _check_by_hand(input_ids, prepared)
-        prepared |= _stop_criteria(prepared)
+        _check_tokens(input_ids)
         prepared = with_one_name(prepared)
-        config = {} if generation_config is None else {"generation_config": generation_config}
-        return whole(input_ids, custom_generate=generate, **config, **given, **prepared)
+        prepared[CACHE] = _cache_of(model, prepared.get(CACHE), given)
+        if generation_config is not None:
+            prepared["generation_config"] = generation_config
+        return whole(input_ids, **prepared)
     mode = generation_config.get_generation_mode()
     if mode not in _DECODING:
         raise WeirError(
@@ -94,53 +91,63 @@ def generate(
             f"asks for {mode.value.replace('_', ' ')}; leave its options out"
         )
     # Not in the signature: transformers would then pass it twice.
-    there = prepared.pop(CACHE, None)
+    cache = _cache_of(model, prepared.pop(CACHE, None), given)
+    around = _arguments_of_caller()
+    if around.get("assistant_model") is not None:
+        raise WeirError(ASSISTED)
+    streamer = around.get("streamer")
+    if streamer is not None and _DECODING[mode] != "_sample":
+        raise WeirError(
+            "a streamer is given each token as it is chosen, and beam search chooses at the end; "
+            "leave out the streamer, or num_beams"
+        )
+    if streamer is not None:
+        prepared["streamer"] = streamer
+    decode = getattr(model, _DECODING[mode])
+    prepared |= {CACHE: cache, "use_cache": True}
+    with cache.generating() as call:
+        stop = prepared.pop("stopping_criteria")
+        prepared["stopping_criteria"] = call.watch(generation_config, stop)
+        return decode(input_ids, generation_config=generation_config, **prepared)
+
+
+def _cache_of(model: PreTrainedModel, there: Any, given: dict[str, Any]) -> StreamingCache:
+    """Return the cache of a call: the one that is there already, or one made as `given` says."""
     if isinstance(there, StreamingCache):
         if given:
             raise WeirError(
-                f"{'a policy' if policy is not None else next(iter(given))} was given together "
+                f"{'a policy' if 'policy' in given else next(iter(given))} was given together "
                 "with a StreamingCache, which has its own; leave out one of them"
             )
-        cache = there
-    elif there is not None and there.get_seq_length():
+        return there
+    if there is not None and there.get_seq_length():
         raise WeirError(
             f"weir.generate was given a {type(there).__name__} that holds tokens; weir "
             "goes on in a StreamingCache only"
         )
-    else:
-        cache = StreamingCache(model, **given)
-    decode = getattr(model, _DECODING[mode])
-    prepared |= {CACHE: cache, "use_cache": True}
-    return decode(input_ids, generation_config=generation_config, **prepared)
+    return StreamingCache(model, **given)
 
 
-def _stop_criteria(more: dict[str, Any]) -> dict[str, Any]:
-    """Turn a direct call's `stop_strings` and tokenizer into arguments that replace them."""
-    strings, tokenizer = more.get("stop_strings"), more.get("tokenizer")
-    if not strings:
-        return {}
-    if tokenizer is None:
-        raise WeirError(
-            "stop_strings are looked for in text, which takes the tokenizer: "
-            "weir.generate(model, input_ids, stop_strings=..., tokenizer=tokenizer)"
-        )
-    criteria = more.get("stopping_criteria") or ()
-    stop = StopStringCriteria(tokenizer=tokenizer, stop_strings=strings)
-    return {"stop_strings": None, "stopping_criteria": StoppingCriteriaList([*criteria, stop])}
+def _arguments_of_caller() -> Mapping[str, Any]:
+    """Return the arguments of the `model.generate` that has called `generate`, by name.
+
+    transformers hands a streamer and an assistant to its own decoding only. Left out, a
+    `TextIteratorStreamer` would wait for its first token for ever.
+    """
+    frame = sys._getframe(1).f_back
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if frame.f_code.co_name == "generate" and module.startswith("transformers.generation"):
+            return frame.f_locals
+        frame = frame.f_back
+    return {}
 
 
-def _check_by_hand(input_ids: Any, more: dict[str, Any]) -> None:
-    """Refuse arguments that `model.generate` would ignore or fail on."""
+def _check_tokens(input_ids: Any) -> None:
+    """Refuse what is no prompt (WeirError)."""
     tokens = isinstance(input_ids, Tensor) and input_ids.ndim == 2
     if not tokens or input_ids.is_floating_point():
         raise WeirError(
             "weir.generate(model, input_ids, ...) takes tokens as a tensor [batch, length], as in "
             "tokenizer(text, return_tensors='pt').input_ids"
-        )
-    if more.get("assistant_model") is not None:
-        raise WeirError(ASSISTED)
-    if more.get("streamer") is not None:
-        raise WeirError(
-            "transformers hands no streamer on to weir.generate; give it with the cache instead: "
-            "model.generate(input_ids, past_key_values=weir.StreamingCache(model), streamer=...)"
         )

@@ -99,6 +99,7 @@ def plan_layers(
     pipes = _pipes_of(policy, describe(model))
     most = _reach_of(pipes, chunk)
     facts = describe(model, reach=most if rolling else None)
+    dense = all(pipe.keeps_all for each in pipes for pipe in each)
     everywhere = facts.sliding is not None and most is not None
     if facts.sliding is not None and most is not None and most > facts.sliding:
         room = facts.sliding - chunk
@@ -116,7 +117,10 @@ def plan_layers(
         output = OutputProjection(facts.attentions[index], layer.heads)
         for pipe in [pipe for place, pipe in enumerate(own) if pipe not in own[:place]]:
             _check_pipe(pipe, chunk, index, layer.heads)
-            spec = LayerSpec(pipe, positions, chunk, draws, index, len(pipes), output=output)
+            layers = len(pipes)
+            spec = LayerSpec(
+                pipe, positions, chunk, draws, index, layers, output=output, dense=dense
+            )
             members = tuple(head for head, one in enumerate(own) if one == pipe)
             if members != tuple(range(len(own))):
                 spec = _of_heads(spec, members, len(own))

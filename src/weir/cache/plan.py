@@ -8,7 +8,7 @@ masks: in a step of a small model their cost shows.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.models import OFFSETS, StopTokens, out_of_range
+from weir.models import OFFSETS, out_of_range
 from weir.pools import Marks
 from weir.slab import slot_lines
 
@@ -383,10 +383,11 @@ class Rows:
         columns: columns fed so far, including padding.
         seen: tokens each row has seen.
         waiting: tokens in each row's tail.
-        claimed: tokens of each row as `generate` counts them; it also counts the padding of rows
-            that ended.
+        claimed: tokens of each row as the caller counts them; `generate` also counts the padding of
+            rows that ended.
         last: each row's last token, if token ids were fed.
-        ended: whether `generate` feeds the row padding since its end token.
+        ended: whether the row had ended before the newest token that `generate` gave it, so that
+            this token is padding.
         marks: the marks of each row.
         drift: each row's next place on three axes minus that in the stream; 0 without images.
         tail: the ids of the tokens in each row's tail, where chunks are read twice; else none.
@@ -441,7 +442,6 @@ class Rows:
         self,
         given: Mapping[str, Any],
         *,
-        generation: Any,
         vocabulary: int,
         chunk: int,
         prefill: bool,
@@ -449,15 +449,19 @@ class Rows:
         without: Collection[int] = (),
         fixed: bool = False,
         twice: bool = False,
+        padded: Sequence[bool] | None = None,
+        is_pad: Callable[[Tensor], Tensor] | None = None,
     ) -> BegunForward:
         """Check and plan a forward, given the decoder's arguments by name.
 
         Args:
-            generation: the model's generation configuration, which has the stop tokens.
             prefill: fold the first forward at once.
             without: rows whose tokens are left out.
             fixed: whether the cache was made with a number of rows, which a reset keeps.
             twice: whether chunks are read twice, so that their ids are kept.
+            padded: in a step of `generate`, which rows it feeds padding; None in any other forward.
+            is_pad: tells which of some ids [rows] or embeddings [rows, width] are the padding
+                token; None if there is none.
 
         Raises:
             WeirError: the forward does not continue the stream of every row, or no row is left.
@@ -472,11 +476,12 @@ class Rows:
             )
         ids: Tensor | None = given.get("input_ids")
         before = self if self.seen else Rows.empty(batch)
-        claimed = before._claim(given.get("attention_mask"), batch, length)
+        counted = list(before.claimed)  # where the caller says that each row is
+        claimed = before._claim(given.get("attention_mask"), batch, length, counted)
         if given.get("position_ids") is not None:
             _refuse_right_padding(claimed)
-        before._check_positions(given.get("position_ids"), claimed, batch)
-        ended = before._ended(ids, generation, stepping=given.get("position_ids") is not None)
+        before._check_positions(given.get("position_ids"), claimed, batch, length, counted)
+        ended = [False] * batch if padded is None or length > 1 else list(padded)
         refused: dict[int, WeirError] = {}
         if ids is not None and (ids.device.type == "cpu" or length > 1):
             refused, ids = _check_ids(ids, claimed, vocabulary)
@@ -486,6 +491,8 @@ class Rows:
             silent = [gone or row in out for row, gone in enumerate(ended)]
             going = ~torch.tensor(silent, device=tokens.device)[:, None]
             real = going.expand(batch, length) if claimed is None else claimed & going
+        if padded is None and is_pad is not None and any(before.ended):
+            real = before._without_left_over(tokens, real, is_pad)
         if prefill and any(before.seen):
             prefill = False
             if any(
@@ -519,7 +526,7 @@ class Rows:
             before.columns + length,
             seen,
             waiting,
-            [c + n for c, n in zip(before.claimed, counts, strict=True)],
+            [c + n for c, n in zip(counted, counts, strict=True)],
             before.last if ids is None else ids[:, -1].tolist(),
             ended,
             before.marks,
@@ -565,17 +572,27 @@ class Rows:
             raise WeirError("a prompt of zero tokens was fed; a stream needs at least one")
         if self.seen and batch != self.batch:
             instead = "use one cache per batch, or reset() it"
+            if self.batch is not None and batch % self.batch == 0:
+                repeats = batch // self.batch
+                instead = (
+                    f"cache.batch_repeat_interleave({repeats}) makes {repeats} rows of each, as "
+                    f"num_return_sequences={repeats} and num_beams={repeats} need, or " + instead
+                )
             if fixed:
                 instead = (
                     "feed all of them, those that get no token with attention_mask 0, or make a "
                     f"cache with batch={batch}"
                 )
-            raise WeirError(
-                f"this cache holds {self.batch} rows but a batch of {batch} was fed; {instead}"
-            )
+            held = f"{self.batch} row" if self.batch == 1 else f"{self.batch} rows"
+            raise WeirError(f"this cache holds {held} but a batch of {batch} was fed; {instead}")
 
-    def _claim(self, mask: Tensor | None, batch: int, length: int) -> Tensor | None:
-        """Return which new columns are tokens by the mask [batch, length]; None if all are."""
+    def _claim(
+        self, mask: Tensor | None, batch: int, length: int, counted: list[int]
+    ) -> Tensor | None:
+        """Return which new columns are tokens by the mask [batch, length]; None if all are.
+
+        Writes to `counted` how many tokens the mask counts before them in each row.
+        """
         if mask is None:
             return None
         if not isinstance(mask, Tensor) or mask.ndim != 2:
@@ -589,23 +606,48 @@ class Rows:
         if self.columns and length > 1 and mask.shape[1] > length:
             for row, count in enumerate((mask[:, :-length] != 0).sum(dim=1).tolist()):
                 self._check_place(row, count)
+                counted[row] = count
         real = mask[:, -length:].bool()
         return None if bool(real.all()) else real
 
-    def _ended(self, ids: Tensor | None, generation: Any, *, stepping: bool) -> list[bool]:
-        """Return which rows have ended: generate() feeds them padding with mask 1."""
-        if ids is None or ids.shape[1] != 1 or ids.shape[0] == 1 or not stepping:
-            return [False] * len(self.ended)
-        endings = StopTokens.of(generation)
-        return [
-            token == endings.pad and (ended or last in endings.stops)
-            for token, last, ended in zip(ids[:, 0].tolist(), self.last, self.ended, strict=True)
-        ]
+    def _without_left_over(
+        self, tokens: Tensor, real: Tensor | None, is_pad: Callable[[Tensor], Tensor]
+    ) -> Tensor | None:
+        """Return which columns are tokens, without the padding that a row's answer ended with.
 
-    def _check_positions(self, given: Tensor | None, real: Tensor | None, batch: int) -> None:
-        """Refuse tokens that do not continue the stream."""
+        `generate` never feeds the last token it makes, so the next call begins with it; in a row
+        that ended before the others it is padding.
+        """
+        rows = [row for row, ended in enumerate(self.ended) if ended]
+        found = is_pad(tokens[rows, 0]).tolist()
+        left = [row for row, pad in zip(rows, found, strict=True) if pad]
+        if not left:
+            return real
+        shape = tokens.shape[:2]
+        real = torch.ones(shape, dtype=torch.bool, device=tokens.device) if real is None else real
+        real = real.clone()
+        real[left, 0] = False
+        return real
+
+    def _check_positions(
+        self,
+        given: Tensor | None,
+        real: Tensor | None,
+        batch: int,
+        length: int,
+        counted: list[int],
+    ) -> None:
+        """Refuse tokens that do not continue the stream.
+
+        Writes to `counted` how many tokens the positions count before them in each row.
+        """
         if given is None or given.ndim != 2 or given.device.type == "meta":
             return
+        if given.shape[1] != length:
+            raise WeirError(
+                f"position_ids are {list(given.shape)}, and {length} tokens of {batch} rows were "
+                f"fed; pass position_ids [{batch}, {length}], or none"
+            )
         places = given.expand(batch, -1)
         first = places[:, 0]
         if places.shape[1] > 1:
@@ -618,6 +660,7 @@ class Rows:
         for row, place in enumerate(first.tolist()):
             if real is None or bool(real[row].any()):
                 self._check_place(row, place)
+                counted[row] = place
 
     def _check_place(self, row: int, place: int) -> None:
         """Refuse to continue a row at `place` if its stream is elsewhere."""

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
+from weir.cache.cache import Positions
 from weir.cache.default_policy import DEFAULT, check_origin, fit_to_model
-from weir.cache.layers import plan_layers
+from weir.cache.layers import LayerPlan, plan_layers
 from weir.errors import WeirError
-from weir.models import stored_bytes
+from weir.models import ModelSpec, stored_bytes
 from weir.policies import Pipe, Policy, parse_policy, resolve_chunk, with_slots
 
 
@@ -56,12 +57,18 @@ def size_of(
     *,
     chunk: int | None = None,
     slots: str | None = None,
+    positions: Positions = "rolling",
+    tokens: int | None = None,
 ) -> Size:
-    """Estimate the bytes of a model and of its streams.
+    """Compute the bytes of a model and of its streams.
 
     Args:
-        model: the model; one on the device `meta`, without weights, will do (`models.skeleton`).
-        policy, chunk, slots: as for `StreamingCache`.
+        model: the model; one on the device `meta`, without weights, will do (`models.skeleton`),
+            unless the policy `depends_on_weights`: then slots of 4 bits and the same budget in all
+            heads are assumed.
+        policy, chunk, slots, positions: as for `StreamingCache`.
+        tokens: the length of a stream, for `dense` and other policies that keep every token; they
+            are counted as transformers' own cache would hold them, as caches count them.
 
     Raises:
         WeirError: the model cannot be served, or the policy has no limit and so no fixed size.
@@ -69,7 +76,9 @@ def size_of(
     wanted = fit_to_model(with_slots(parse_policy(policy), slots), model, chunk)
     chunk = resolve_chunk(wanted, chunk)
     check_origin(wanted, model)
-    facts, plans = plan_layers(model, wanted, chunk)
+    facts, plans = plan_layers(model, wanted, chunk, rolling=positions == "rolling")
+    if tokens is not None and all(plan.spec.dense for plan in plans):
+        return _size_of_all(model, wanted, facts, plans, tokens)
     if any(plan.spec.pipe.slots is None for plan in plans):
         raise WeirError(
             f"{wanted} has no limit, so nobody knows how much a stream will take; "
@@ -79,20 +88,42 @@ def size_of(
     held: list[list[Pipe]] = [[] for _ in facts.layers]
     for plan in plans:
         held[plan.spec.index] += [plan.spec.pipe] * plan.heads.kv_heads
-    weights = stored_bytes(model)
-    # A step reads one row of the input embedding, unless the output embedding is tied to it.
-    table, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = head is not None and getattr(head, "weight", None) is getattr(table, "weight", None)
-    unread = 0 if tied else stored_bytes(table)
+    weights, step_weights = _weights_of(model)
     return Size(
         policy=str(wanted),
         dtype=str(facts.layers[0].heads.dtype).removeprefix("torch."),
         slots=tuple(sum(pipe.slots or 0 for pipe in each) // len(each) for each in held),
         weights=weights,
         stream=sum(slab.nbytes() for slab in slabs),
-        step_weights=weights - unread,
+        step_weights=step_weights,
         step_stream=sum(slab.step_bytes() for slab in slabs),
     )
+
+
+def _size_of_all(
+    model: PreTrainedModel, policy: Policy, facts: ModelSpec, plans: list[LayerPlan], tokens: int
+) -> Size:
+    """Compute the bytes where every token is kept, of a stream of so many."""
+    weights, step_weights = _weights_of(model)
+    held = [plan.spec.dense_bytes(plan.heads, tokens) or 0 for plan in plans]
+    return Size(
+        policy=str(policy),
+        dtype=str(facts.layers[0].heads.dtype).removeprefix("torch."),
+        slots=tuple(n // plan.heads.token_bytes for n, plan in zip(held, plans, strict=True)),
+        weights=weights,
+        stream=sum(held),
+        step_weights=step_weights,
+        step_stream=sum(held),
+    )
+
+
+def _weights_of(model: PreTrainedModel) -> tuple[int, int]:
+    """Return the bytes of a model's weights, and of those that a decode step reads."""
+    weights = stored_bytes(model)
+    # A step reads one row of the input embedding, unless the output embedding is tied to it.
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is not None and getattr(head, "weight", None) is getattr(table, "weight", None)
+    return weights, weights if tied else weights - stored_bytes(table)
 
 
 def read_bytes(text: str) -> int:

@@ -118,9 +118,9 @@ def pools_of(lies: Layout, end: int) -> Tensor:
     return pools
 
 
-def layer_report(parts: Sequence[Layer], row: int, waiting: int) -> dict[str, Any]:
+def layer_report(parts: Sequence[Layer], row: int, waiting: int, columns: int) -> dict[str, Any]:
     """Report a layer (`_report`), or the mean over its heads and each part under "heads"."""
-    each = [_report(part, row, waiting) for part in parts]
+    each = [_report(part, row, waiting, columns) for part in parts]
     if len(each) == 1:
         return each[0]
     counts = [len(part.spec.heads or ()) for part in parts]
@@ -145,11 +145,11 @@ def layer_report(parts: Sequence[Layer], row: int, waiting: int) -> dict[str, An
     }
 
 
-def _report(layer: Layer, row: int, waiting: int) -> dict[str, Any]:
+def _report(layer: Layer, row: int, waiting: int, columns: int) -> dict[str, Any]:
     """Report a layer's pipe, its bytes, a row's slots, and its pools' reports, as JSON.
 
     "slots" are by pool, "held" is their sum; "pools" is there only if a pool has a report.
-    `waiting` tokens are in the row's tail.
+    `waiting` tokens are in the row's tail, and `columns` were fed to every row.
     """
     pools = layer.spec.pipe.pools
     lengths = layer.state.lengths[row] if layer.state.slab is not None else [0] * len(pools)
@@ -161,7 +161,7 @@ def _report(layer: Layer, row: int, waiting: int) -> dict[str, Any]:
         "policy": str(layer.spec.pipe),
         "slots": held,
         "held": sum(held.values()),
-        "bytes": 0 if layer.state.slab is None else layer.state.slab.nbytes,
+        "bytes": layer.state.nbytes(columns),
     }
     if layer.state.slab is None:
         return facts

@@ -237,3 +237,8 @@ def size(nbytes: float) -> str:
     """Format a number of bytes: 1.2 MB."""
     power = next((n for n in range(3) if abs(nbytes) < 1000 ** (n + 1)), 3)
     return f"{nbytes / 1000**power:.{min(power, 1)}f} {('B', 'kB', 'MB', 'GB')[power]}"
+
+
+def in_words(count: int, noun: str) -> str:
+    """Format a number of things: `1 layer`, `1,024 layers`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

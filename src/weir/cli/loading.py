@@ -24,8 +24,8 @@ OPTIONS: dict[str, Any] = {
     "dtype": Annotated[
         str | None,
         Option(
-            help="Dtype of weights, keys and values: auto, float32, bfloat16, float16 or float64 "
-            "[default: auto]"
+            help="Dtype of weights, keys and values: auto, float32, bfloat16, float16 or float64. "
+            "For a .gguf file, a dtype dequantizes the weights [default: auto]"
         ),
     ],
     "device": Annotated[
@@ -38,7 +38,8 @@ OPTIONS: dict[str, Any] = {
         str | None,
         Option(
             help="q8_0, q4_0 or q4_1: quantize linear layers; gguf: keep a GGUF file's blocks; "
-            "int8 or int4: by torchao [default: as saved]"
+            "int8 or int4: by torchao [default: as saved, and gguf for a .gguf file on a CPU whose "
+            "kernels multiply blocks]"
         ),
     ],
     "revision": Annotated[str | None, Option(help="Branch, tag or commit of a Hub id.")],
@@ -93,19 +94,21 @@ def load_model(
     with waiting(f"loading {name}"):
         from transformers.utils.logging import disable_progress_bar
 
-        from weir.models import from_where, is_encoder, is_local, load, load_encoder
+        from weir.models import from_where, is_encoder, is_gguf, is_local, load, load_encoder
 
         read: Callable[..., tuple[PreTrainedModel, PreTrainedTokenizerBase]] = load
         if encoders and is_encoder(name, **from_where(loading)):
             if "weights" in loading:
                 raise WeirError("--weights is for models that stream, and this one is an encoder")
             read = load_encoder
-        if local := is_local(name):
+        # A GGUF file is loaded with a bar, which a terminal cannot show below this line.
+        barred = is_gguf(name) and messages().is_interactive
+        if (local := is_local(name)) and not barred:
             disable_progress_bar()
             loaded = read(name, **loading)
-    if not local:  # the Hub shows bars of its own
-        if messages().is_terminal:
-            say(f"fetching {name} from the Hugging Face Hub")
+    if not local and messages().is_terminal:  # the Hub shows bars of its own
+        say(f"fetching {name} from the Hugging Face Hub")
+    if barred or not local:
         loaded = read(name, **loading)
     freeze_imports()
     return loaded

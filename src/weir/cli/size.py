@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Context, Option
 
 from weir.cli import options
 from weir.cli.app import command
-from weir.cli.common import print_json, print_line
+from weir.cli.common import in_words, print_json, print_line
 from weir.cli.common import size as for_people
-from weir.cli.loading import Loading, loads_model
+from weir.cli.loading import Loading, load_model, loads_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from weir.policies import Policy
 
 
 @command()
@@ -25,13 +30,20 @@ def size(
         ),
     ] = None,
     model_name: Annotated[str | None, Option("--model", help="Instead of MODEL.")] = None,
-    policy: options.PolicyText = options.DEFAULT,
+    policy: Annotated[
+        str | None,
+        Option(
+            help="A pipe or a named policy; see `weir policies` [default: the weir.toml in the "
+            f"model's folder, or else {options.DEFAULT}]"
+        ),
+    ] = None,
     budget: options.Budget = None,
     tokens: Annotated[
         int | None, Option(min=1, help="Length of a stream, for policies without a limit.")
     ] = None,
     slots: options.SlotsName = None,
     chunk: options.PolicyChunk = None,
+    positions: options.PositionsName = options.Positions.rolling,
     pin: Annotated[
         int, Option(min=0, help="Slots for a conversation's beginning, as in `weir serve`.")
     ] = 0,
@@ -45,9 +57,16 @@ def size(
 ) -> None:
     """Say how many bytes a stream and the weights take, and how many streams fit.
 
-    Only the model's configuration is read; no weights are loaded.
+    Only the model's configuration is read, unless the policy depends on the weights, as the default
+    does: then they are loaded if they are on this machine.
     """
-    from weir.cache import fit_to_model, read_bytes, size_of
+    from weir.cache import (
+        depends_on_weights,
+        find_model_policy,
+        fit_to_model,
+        read_bytes,
+        size_of,
+    )
     from weir.errors import WeirError
     from weir.models import sink_of, skeleton
     from weir.policies import Pipe, parse_policy, resolve_chunk, with_pin, with_slots
@@ -56,22 +75,42 @@ def size(
     room = None if memory is None else read_bytes(memory)
     pace = None if bandwidth is None else read_bytes(bandwidth)
     model = skeleton(model_name, **loading)
-    wanted = with_slots(parse_policy(options.with_given_budget(policy, budget)), slots)
+    wanted: Policy | None = None
+    if policy is None and budget is None and slots is None:
+        wanted = find_model_policy(model_name, loading.get("revision"))
+    if wanted is None:
+        asked = options.DEFAULT if policy is None else policy
+        wanted = with_slots(parse_policy(options.with_given_budget(asked, budget)), slots)
+    unknown = False
+    if depends_on_weights(wanted):
+        loaded = _load_if_here(model_name, loading)
+        model, unknown = (model, True) if loaded is None else (loaded, False)
+    length = None
     if isinstance(wanted, Pipe) and wanted.slots is None:
         if tokens is None:
             raise WeirError(
                 f"{wanted} has no limit: say how long a stream is, as in --tokens 8192, or take a "
                 "policy with a budget"
             )
-        pools = (p if p.slots() is not None else p.resized(tokens) for p in wanted.pools)
-        wanted = Pipe(tuple(pools), f"{wanted} at {tokens:,} tokens", wanted.formats)
+        name = f"{wanted} at {tokens:,} tokens"
+        if wanted.keeps_all:
+            length, wanted = tokens, Pipe(wanted.pools, name, wanted.formats)
+        else:
+            pools = (p if p.slots() is not None else p.resized(tokens) for p in wanted.pools)
+            wanted = Pipe(tuple(pools), name, wanted.formats)
     else:
         options.say_unused(
             context, ("tokens",), f"{wanted.brief} is of one size however long a stream is"
         )
-    wanted = fit_to_model(with_pin(wanted, pin), model, chunk)
     chunk = resolve_chunk(wanted, chunk)
-    found, sink = size_of(model, wanted, chunk=chunk), sink_of(model.config)
+    most: int | None = None
+    if unknown:
+        coarse = with_pin(_in_8_bits(wanted), pin)
+        most = size_of(model, coarse, chunk=chunk, positions=positions.value).stream
+    wanted = with_pin(wanted, pin)
+    wanted = fit_to_model(wanted, model, chunk)
+    found = size_of(model, wanted, chunk=chunk, positions=positions.value, tokens=length)
+    sink = sink_of(model.config)
     streams = None if room is None else found.streams_in(room)
     facts: dict[str, Any] = {
         "model": model_name,
@@ -82,6 +121,7 @@ def size(
         "slots": list(found.slots),
         "sink": {"kind": sink.kind, "tokens": list(sink.tokens), "slots": sink.slots},
         "stream_bytes": found.stream,
+        "stream_bytes_at_most": found.stream if most is None else most,
         "weights_bytes": found.weights,
         "step_bytes": {"weights": found.step_weights, "each_stream": found.step_stream},
         "memory_bytes": room,
@@ -96,12 +136,38 @@ def size(
     if as_json:
         print_json(facts)
     else:
-        _show(facts | {"policy": wanted.brief})
+        _show(facts | {"policy": wanted.brief, "dense": length is not None})
     if room is not None and not streams:
         raise WeirError(
             f"{memory} holds no stream: the weights take {for_people(found.weights)} and a stream "
             f"{for_people(found.stream)}"
         )
+
+
+def _load_if_here(name: str, loading: Loading) -> PreTrainedModel | None:
+    """Load a model whose weights are on this machine; None if they are not."""
+    from weir.errors import WeirError
+    from weir.models import is_local
+
+    if not is_local(name):
+        return None
+    try:
+        return load_model(name, loading)[0]
+    except WeirError:  # a configuration without weights
+        return None
+
+
+def _in_8_bits(policy: Policy) -> Policy:
+    """Return a policy with slots of 8 bits where it leaves their format to the weights."""
+    from weir.errors import WeirError
+    from weir.policies import PolicyWrapper, with_slots
+
+    if isinstance(policy, PolicyWrapper):
+        return policy.around(_in_8_bits(policy.policy))
+    try:
+        return with_slots(policy, "int8")
+    except WeirError:  # it says the format itself
+        return policy
 
 
 def _show(facts: dict[str, Any]) -> None:
@@ -111,12 +177,20 @@ def _show(facts: dict[str, Any]) -> None:
     policy = facts["policy"]
     if not policy.endswith(" slots"):  # the brief form of a long list ends so
         policy += f", {count} slots a layer"
+    stream, most = (for_people(facts[key]) for key in ("stream_bytes", "stream_bytes_at_most"))
+    if facts["stream_bytes_at_most"] > facts["stream_bytes"]:
+        stream += (
+            f" with slots of 4 bits, or {most} with slots of 8 bits: the model's weights decide, "
+            "and they are not on this machine"
+        )
+    if not facts["dense"]:
+        policy += f" and {in_words(facts['chunk'], 'new token')}"
     both = for_people(step["weights"] + step["each_stream"])
     lines = [
-        ("model", f"{facts['model']}, {facts['layers']} layers, {facts['dtype']}"),
-        ("policy", f"{policy} and {facts['chunk']:,} new tokens"),
+        ("model", f"{facts['model']}, {in_words(facts['layers'], 'layer')}, {facts['dtype']}"),
+        ("policy", policy),
         ("weights", for_people(facts["weights_bytes"])),
-        ("a stream", for_people(facts["stream_bytes"])),
+        ("a stream", stream),
         (
             "a step",
             f"{both} read: weights {for_people(step['weights'])}, and each stream "

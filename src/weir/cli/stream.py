@@ -11,6 +11,7 @@ from weir.cli import options
 from weir.cli.app import command
 from weir.cli.common import (
     in_lines,
+    in_words,
     prepare_model,
     print_json,
     print_line,
@@ -135,7 +136,9 @@ def _print(model_name: str, policy: str, reading: PerplexityMeter, ended: str | 
         mark = f", {ended.split()[0]}" if ended and last == reading.tokens else ""
         table.add_row(f"{first + 1:,} to {last:,}{mark}", f"{ppl:.2f}", size(held))
     print_table(table)
+    short = reading.last_block < reading.block
     lines = [
+        *([f"the last block has {in_words(reading.last_block, 'token')}"] if short else []),
         *([ended] if ended else []),
         f"{model_name} under {policy}: perplexity {reading.ppl:.3f} over "
         f"{reading.tokens:,} tokens, {size(reading.kv_bytes)} of cache, "

@@ -33,6 +33,7 @@ from weir.evals.report import (
     render,
     style_axes,
     svg_figure,
+    whole_blocks,
 )
 from weir.models import window_of
 from weir.stream import (
@@ -47,17 +48,20 @@ from weir.stream import (
 from weir.train import DIGITS, Words
 
 TITLE = "War and Peace"
+DEFAULT = "default"
+"""Stands for the policy that a stream takes if none is named."""
 POLICIES = (
     "dense",
-    "window(budget=256)",
-    "streaming_llm(budget=256)",
-    "streaming_llm(budget=448)",
-    "h2o(budget=256)",
-    "kcenter(budget=256)",
-    "centers(budget=256)",
+    "window(budget=90)",
+    "streaming_llm(budget=88)",
+    "kcenter(budget=72)",
+    "sink(4) | recent(299):int8",
     "weir(budget=448)",
+    DEFAULT,
 )
-"""Plain attention, a window, the paper's policy at two sizes, and policies that choose tokens."""
+"""Plain attention, and policies whose caches of nano all have 650 kB: exact recent tokens without
+and with sinks, tokens that are unlike all others, more recent tokens in 8 and in 4 bits, and the
+`weir.toml` that comes with nano."""
 NAMES = 8
 """How many names with numbers are told."""
 AWAY = 1000
@@ -241,6 +245,11 @@ class ChatStory:
         }
 
 
+def make_stream(model: PreTrainedModel, policy: str) -> Stream:
+    """Make a stream under a policy of the demo."""
+    return Stream(model, None if policy == DEFAULT else policy)
+
+
 def load_book(tokenizer: PreTrainedTokenizerBase, tokens: int) -> Tensor:
     """Load the first tokens of the packaged excerpt; all if it is shorter."""
     return encode(tokenizer, read_text(BOOK), tokens)
@@ -280,7 +289,7 @@ def read_book(
         every policy was asked), "policies": [of each the figures of `weir stream`, "slots" (None
         for no limit), and what `tell` returns]}.
     """
-    meters = [PerplexityMeter(Stream(model, policy), block) for policy in policies]
+    meters = [PerplexityMeter(make_stream(model, policy), block) for policy in policies]
     chat = story if isinstance(story, ChatStory) else None
     if chat is not None:
         for meter in meters:
@@ -318,6 +327,29 @@ def read_book(
     }
 
 
+def best_of_a_size(result: dict[str, Any]) -> str | None:
+    """Say which policies of fixed size read best and know most; None if nobody was asked.
+
+    The sentence is made of the figures: whichever policy is ahead is named, the default or not.
+    """
+    limited = [policy for policy in result["policies"] if policy["slots"] is not None]
+    if result["story"] is None or not limited:
+        return None
+    least = min(policy["ppl"] for policy in limited)
+    most = max(policy["knows"] for policy in limited)
+    reads = [policy["policy"] for policy in limited if policy["ppl"] == least]
+    knows = [policy["policy"] for policy in limited if policy["knows"] == most]
+    held = [policy["kv_bytes"] / 1e3 for policy in limited]
+    few, many = (f"{kilobytes:,.0f}" for kilobytes in (min(held), max(held)))
+    size = f"{many} kB" if few == many else f"{few} to {many} kB"
+    return (
+        f"Of the caches of fixed size ({size}), {' and '.join(reads)} has the lowest perplexity, "
+        f"{least:.1f}, and {' and '.join(knows)} "
+        f"{'knows' if len(knows) == 1 else 'know'} the most, {most} of "
+        f"{len(result['story']['names'])}."
+    )
+
+
 # --- the page
 
 
@@ -330,7 +362,11 @@ def write_report(result: dict[str, Any], path: Path) -> None:
     body = render(
         "demo.html",
         **result,
+        last_of=lambda policy: whole_blocks(
+            policy["ppl_by_block"], result["tokens"], result["block"]
+        )[-1],
         rule=RULE,
+        best=best_of_a_size(result),
         most_shown=24 if result["chat"] else MOST_SHOWN,
         color_of=lambda policy: _look(COLORS, result, policy),
         stops_of=lambda policy: _stops(_look(COLORS, result, policy), policy["held"]),
@@ -402,6 +438,8 @@ def _plot(
             line = {"color": _look(COLORS, result, policy), "lw": 2, "label": policy["policy"]}
             line["ls"] = _look(DASHES, result, policy)
             values = policy[key]
+            if key == "ppl_by_block":
+                values = whole_blocks(values, result["tokens"], result["block"])
             edges = [min(n * result["block"], result["tokens"]) for n in range(len(values) + 1)]
             if key == "bytes_by_block":
                 held = [n / 1e6 for n in values]

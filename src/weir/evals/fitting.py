@@ -5,23 +5,32 @@ Bytes are computed from the model's configuration (`weir.cache.size_of`), so no 
 
 from __future__ import annotations
 
+import warnings
 from bisect import bisect_left
 
 from transformers import PreTrainedModel
 
-from weir.cache import size_of
+from weir.cache import Positions, size_of
 from weir.errors import PolicyError, WeirError
 from weir.evals.notation import with_budget
 from weir.models import sight_of
+from weir.policies import Recompute, parse_policy
 
 MOST = 2**24
 """No budget is larger, in slots, whatever the memory."""
+FEW = 32
+"""A budget that memory leaves below so many slots is warned of."""
 LEAST = 4096
 """Some budget below this makes every policy."""
 
 
 def budget_in(
-    model: PreTrainedModel, policy: str, memory: int, chunk: int = 64, most: int | None = None
+    model: PreTrainedModel,
+    policy: str,
+    memory: int,
+    chunk: int = 64,
+    most: int | None = None,
+    positions: Positions = "rolling",
 ) -> int | None:
     """The largest budget of a named policy whose cache of one stream fits; None if none does.
 
@@ -30,6 +39,7 @@ def budget_in(
         policy: a policy that takes a budget, written without one.
         memory, chunk: bytes for the cache, and tokens between two folds.
         most: upper bound of the budget; by default what the model's window leaves beside a chunk.
+        positions: as for `StreamingCache`.
     """
     most = largest_budget(model, chunk) if most is None else most
 
@@ -39,7 +49,7 @@ def budget_in(
             sized = with_budget(policy, budget)
         except PolicyError:
             return None
-        return size_of(model, sized, chunk=chunk).stream <= memory
+        return size_of(model, sized, chunk=chunk, positions=positions).stream <= memory
 
     # From small to large: budgets too small for the policy, budgets that fit, budgets that do not.
     last = bisect_left(range(1, most + 1), True, key=lambda budget: fits(budget) is False)
@@ -47,21 +57,60 @@ def budget_in(
 
 
 def fit_to_memory(
-    model: PreTrainedModel, policy: str, memory: int, chunk: int = 64, name: str = ""
+    model: PreTrainedModel,
+    policy: str,
+    memory: int,
+    chunk: int = 64,
+    name: str = "",
+    positions: Positions = "rolling",
 ) -> tuple[str, int]:
     """A policy with the largest budget whose cache of one stream fits, and that budget.
 
     Arguments are those of `budget_in`, and the name of the model for the error where none fits.
+    Warns of a budget of fewer than `FEW` slots.
     """
-    budget = budget_in(model, policy, memory, chunk)
+    budget = budget_in(model, policy, memory, chunk, positions=positions)
     if budget is None:
-        sized, takes = smallest(model, policy, chunk)
+        sized, takes = smallest(model, policy, chunk, positions)
         where = f"{policy} on {name}" if name else policy
         raise WeirError(
             f"{memory:,} bytes are too few for {where}: {sized} takes {takes:,} bytes with a chunk "
             f"of {chunk}; give more memory or a smaller chunk, or leave the policy out"
         )
+    if budget < FEW:
+        slots = "slot" if budget == 1 else "slots"
+        warnings.warn(
+            f"weir: {memory:,} bytes leave {policy} {f'on {name} ' if name else ''}only {budget} "
+            f"{slots}, too few to judge it by; give at least {FEW} slots: more memory or a smaller "
+            "chunk",
+            stacklevel=2,
+        )
     return with_budget(policy, budget), budget
+
+
+def check_fixed(
+    model: PreTrainedModel,
+    policy: str,
+    memory: int,
+    chunk: int = 64,
+    name: str = "",
+    positions: Positions = "rolling",
+) -> None:
+    """Refuse a policy whose slots are written in it, if its cache of one stream does not fit.
+
+    A policy without a limit, such as `dense`, is what others are compared with, and passes.
+    """
+    read = parse_policy(policy)
+    if isinstance(read, Recompute) or any(pipe.slots is None for pipe in read.pipes):
+        return
+    takes = size_of(model, read, chunk=chunk, positions=positions).stream
+    if takes > memory:
+        where = f"{policy} on {name}" if name else policy
+        raise WeirError(
+            f"{where} takes {takes:,} bytes with a chunk of {chunk}, more than the {memory:,} that "
+            "are given, and its slots are written in it; write fewer slots, name a policy that "
+            "takes a budget, give more memory, or leave the policy out"
+        )
 
 
 def largest_budget(model: PreTrainedModel, beside: int) -> int:
@@ -73,7 +122,9 @@ def largest_budget(model: PreTrainedModel, beside: int) -> int:
     return MOST if sight is None else max(1, sight - beside)
 
 
-def smallest(model: PreTrainedModel, policy: str, chunk: int = 64) -> tuple[str, int]:
+def smallest(
+    model: PreTrainedModel, policy: str, chunk: int = 64, positions: Positions = "rolling"
+) -> tuple[str, int]:
     """A policy with the smallest budget that it accepts, and the bytes of its cache."""
     for budget in range(1, LEAST):
         try:
@@ -81,5 +132,5 @@ def smallest(model: PreTrainedModel, policy: str, chunk: int = 64) -> tuple[str,
         except PolicyError as error:
             refused = error
             continue
-        return sized, size_of(model, sized, chunk=chunk).stream
+        return sized, size_of(model, sized, chunk=chunk, positions=positions).stream
     raise WeirError(f"{policy} cannot be made with any budget below {LEAST:,}: {refused}")

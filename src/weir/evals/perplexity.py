@@ -88,11 +88,18 @@ class PerplexityMeter:
             return None
         return median(self.pace[-span:]) / median(self.pace[span : 2 * span])
 
+    @property
+    def last_block(self) -> int:
+        """Tokens of the last of `ppl_by_block`, which may be fewer than `block`; 0 for none."""
+        blocks = len(self.ppl_by_block)
+        return min(self.block, self.tokens - (blocks - 1) * self.block) if blocks else 0
+
     def as_json(self) -> dict[str, Any]:
         """All figures by name, for JSON."""
         return {
             "policy": str(self.stream.policy),
             "block": self.block,
+            "last_block": self.last_block,
             "tokens": self.tokens,
             "ppl_by_block": self.ppl_by_block,
             "kv_bytes": self.kv_bytes,

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jinja2
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+T = TypeVar("T")
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a6d3b")
 """Blue, vermilion, green, purple, orange, sky blue, and brown for the seventh line."""
 DASHES: tuple[Any, ...] = ("-", "-", (0, (5, 3)), (0, (2, 2)), (0, (7, 2, 1, 2)), (0, (1, 3)))
@@ -145,3 +146,12 @@ def style_axes(axes: Axes, *, vertical: bool = True) -> None:
 def needs_log_scale(values: Sequence[float], ratio: float) -> bool:
     """Whether the smallest value is positive and the largest more than `ratio` times it."""
     return bool(values) and min(values) > 0 and max(values) > ratio * min(values)
+
+
+def whole_blocks(values: Sequence[T], tokens: int, block: int) -> Sequence[T]:
+    """Return those of the values of a text's blocks whose blocks are whole; all of them if none is.
+
+    A last block of a few tokens has a perplexity that says little, and is not compared with others.
+    """
+    whole = tokens // block
+    return values[:whole] if whole else values

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -44,6 +44,8 @@ class Subject:
         rate: makes the budget this share of the prompt; None takes the policy as it is.
         keeps_answers: whether all tokens that follow a prompt are kept.
         loading: how the model was loaded, pairs of an argument of `weir.load` and its value.
+        ran: by policy, the pools of the last stream that was made under it. They may be others than
+            the policy's name stands for without a model: the weights decide on those of `weir`.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Subject:
     rate: float | None = None
     keeps_answers: bool = False
     loading: tuple[tuple[str, Any], ...] = ()
+    ran: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def stream(self, prompt: int | None = None, answer: int = 0) -> Stream:
         """A new stream.
@@ -82,7 +85,7 @@ class Subject:
             # The tail folds when it is full, so it gets room for the whole answer, and one token
             # more.
             chunk = max(chunk, answer + 1)
-        return Stream(
+        made = Stream(
             self.model,
             policy,
             chunk=chunk,
@@ -90,6 +93,8 @@ class Subject:
             positions=self.positions,
             prefill=self.prefill,
         )
+        self.ran[str(self.policy)] = made.policy.stands_for
+        return made
 
 
 class Task(ABC):

@@ -1,5 +1,6 @@
 """Optional kernels that are faster than their readable references, and which one is taken."""
 
+from weir.kernels.block_formats import BLOCK, BLOCK_TYPES, PANEL, QUADS, SHARED, BlockFormat
 from weir.kernels.compiled_ops import (
     dot_products,
     materialize,
@@ -7,13 +8,13 @@ from weir.kernels.compiled_ops import (
     weighted_sums,
 )
 from weir.kernels.dispatch import (
-    BLOCK,
-    PANEL,
+    ALIKE,
     VARIABLE,
     BlockWeight,
     QuantizedVectors,
     WindowChunk,
     attend_window,
+    block_function,
     causal,
     causal_and_received,
     decode,
@@ -31,6 +32,7 @@ from weir.kernels.dispatch import (
     linear_int8,
     mlp_blocks,
     note_missing_kernels,
+    pack_blocks,
     paths,
     quantize,
     resample,

@@ -25,8 +25,14 @@ LEAST_LANES = 16
 """Queries, and numbers of a value, that a kernel for segments of a prompt takes at least."""
 LEAST_WIDE = 32
 """Numbers of a head from which on vectors of a processor fit into it."""
-BLOCK, PANEL = 32, 16
-"""Of a weight in GGUF's blocks: numbers that share a scale, and outputs that lie side by side."""
+ALIKE = 2.0**-19
+"""Numbers by which slots are chosen are equal if they differ by no more than this share of them, 16
+roundings of float32.
+
+A stream that says the same several times has tokens that are equally good but for rounding, which
+is another in a compiled step, in another batch, in another kernel or on another processor. It must
+not decide who stays.
+"""
 
 
 class WindowChunk(NamedTuple):
@@ -48,8 +54,8 @@ class WindowChunk(NamedTuple):
     own: int
 
 
-BlockWeight = tuple[torch.Tensor, torch.Tensor, int]
-"""A weight in GGUF's blocks: codes, scales and how many outputs (`kernels.cpu.linear_blocks`)."""
+BlockWeight = tuple[torch.Tensor, torch.Tensor, int, str]
+"""A weight in blocks: codes, scales, how many outputs, and its type (`kernels.block_formats`)."""
 QuantizedVectors = tuple[torch.Tensor, torch.Tensor, int]
 """Quantized vectors: numbers as they are stored, their peaks, and how many steps make a peak."""
 VARIABLE = "WEIR_KERNELS"
@@ -77,6 +83,8 @@ _KERNELS = {
     ("numba", "linear_int8"): ("weir.kernels.cpu.linear", "linear_int8"),
     ("numba", "decode_step"): ("weir.kernels.cpu.step", "StepTable"),
     ("numba", "linear_blocks"): ("weir.kernels.cpu.linear_blocks", "linear_blocks"),
+    ("numba", "block_function"): ("weir.kernels.cpu.linear_blocks", "block_function"),
+    ("numba", "pack_blocks"): ("weir.kernels.cpu.pack_blocks", "pack_blocks"),
     ("numba", "mlp_blocks"): ("weir.kernels.cpu.mlp_blocks", "mlp_blocks"),
     ("triton", "walk"): ("weir.kernels.gpu.walk", "walk"),
     ("triton", "decode"): ("weir.kernels.gpu.decode", "decode"),
@@ -207,6 +215,18 @@ def mlp_blocks(x: torch.Tensor) -> Callable[..., Any] | None:
     if linear_blocks(x) is None:
         return None
     return _kernel(_library(x.device), "mlp_blocks")
+
+
+def block_function(kind: str, device: torch.device) -> int:
+    """Compile products with weights of a type of blocks, and return what a `decode_step` table
+    calls them by; 0 where there are none.
+    """
+    found = _kernel(_library(device), "block_function") if device.type == "cpu" else None
+    return 0 if found is None else int(found(kind))
+
+
+pack_blocks = _by_device("pack_blocks")
+"""For `weir.models.block_weights.Blocks.fill`, for the commonest types."""
 
 
 def is_compiling() -> bool:

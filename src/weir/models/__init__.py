@@ -11,6 +11,7 @@ from weir.models.attention_sinks import (
     sink_of,
     zero_sink_attention,
 )
+from weir.models.block_weights import has_block_weights
 from weir.models.cache_name import CACHE, cache_of, with_one_name
 from weir.models.embedding import embed
 from weir.models.fingerprints import fingerprint, weights_of
@@ -24,6 +25,7 @@ from weir.models.loading import (
     default_device,
     from_where,
     is_encoder,
+    is_gguf,
     is_local,
     load,
     load_encoder,

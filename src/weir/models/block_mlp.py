@@ -82,7 +82,7 @@ def _weights_of(module: Any) -> list[BlockWeight] | None:
     alike = gate.in_features == up.in_features
     if not alike or not gate.out_features == up.out_features == down.in_features:
         return None
-    return [(layer.codes, layer.scales, layer.out_features) for layer in layers]
+    return [(layer.codes, layer.scales, layer.out_features, layer.kind) for layer in layers]
 
 
 def _is_bare(layer: BlockLinear) -> bool:

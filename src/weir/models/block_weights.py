@@ -10,8 +10,9 @@ Format: block_q8_0, block_q4_0, block_q4_1 and block_q4_K of the ggml project.
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,17 +23,17 @@ from transformers import PreTrainedModel
 
 from weir import kernels
 from weir.errors import WeirError
-from weir.kernels import BLOCK, PANEL
-from weir.models.gguf import read_header
+from weir.kernels import BLOCK, BLOCK_TYPES, PANEL, QUADS, SHARED, BlockFormat
+from weir.models.block_types import Parts, inputs_of, take_apart
 
-BLOCK_FORMATS = {"q8_0": (8, False), "q4_0": (4, False), "q4_1": (4, True)}
-"""Bits of a code, and whether blocks have a minimum, by the name of the format in GGUF."""
-STORED_FORMATS = {"Q8_0": "q8_0", "Q4_0": "q4_0", "Q4_1": "q4_1", "Q4_K": "q4_1"}
-"""The types of a GGUF file that are multiplied as they are, and the format that they lie in."""
+BLOCK_FORMATS = {"q8_0": "Q8_0", "q4_0": "Q4_0", "q4_1": "Q4_1"}
+"""Types that weights are quantized to, by what `weights=` calls them."""
+STORED_FORMATS = tuple(BLOCK_TYPES)
+"""Types of a GGUF file that are multiplied as they are."""
 TOGETHER = 32 * PANEL
 """Outputs of a weight that are put into blocks at a time."""
-COMPARED = 8
-"""One block in so many is compared to see in which order a file has a weight's outputs."""
+LINEAR = ("Linear", "FalconLinear")
+"""Names of classes that compute what `nn.Linear` does; others are not quantized."""
 AS_STORED = "gguf"
 """`weights=` for the blocks of the file that a model was loaded from."""
 
@@ -41,66 +42,39 @@ class Blocks:
     """A weight [outputs, inputs] in blocks.
 
     Attributes:
-        codes: uint8 [panels, blocks, 512 or 256], as the kernel reads them.
-        scales: the bits of float16 as int16 [panels, blocks, 1 or 2, 16], which `to(dtype)` leaves
-            alone: what a step is worth and, if blocks have one, the minimum.
+        kind: the type of the blocks, one of `BLOCK_TYPES`.
         outputs: without those that fill the last panel.
+        codes: uint8 [panels, blocks, bytes], as the kernel reads them.
+        scales: the bits of float16, and bytes, as int16 [panels, units, lines, 16], which
+            `to(dtype)` leaves alone.
 
     Args:
-        codes: [outputs, inputs], uint8.
-        scales: float16 [outputs, blocks, 1 or 2].
-        bits: of a code.
+        kind: see the attribute.
+        outputs, inputs: sizes; `inputs` is a multiple of what a unit of the type has.
+        device: of the tensors, which are not set yet.
     """
 
-    def __init__(self, codes: Tensor, scales: Tensor, bits: int) -> None:
-        self.outputs, inputs = codes.shape
-        spare = -self.outputs % PANEL
-        codes = nn.functional.pad(codes, (0, 0, 0, spare))
-        scales = nn.functional.pad(scales, (0, 0, 0, 0, 0, spare))
-        # Four codes at a time, which are moved and packed as one number.
-        quads = codes.contiguous().view(torch.int32)
-        quads = quads.view(-1, PANEL, inputs // BLOCK, BLOCK // 4).permute(0, 2, 3, 1)
-        if bits == 4:
-            quads = quads[:, :, :4] | quads[:, :, 4:] << 4
-        self.codes = quads.flatten(2).contiguous().view(torch.uint8)
-        panels = scales.view(-1, PANEL, *scales.shape[1:]).permute(0, 2, 3, 1)
-        self.scales = panels.contiguous().view(torch.int16)
+    def __init__(
+        self, kind: str, outputs: int, inputs: int, device: torch.device | str = "cpu"
+    ) -> None:
+        form = BLOCK_TYPES[kind]
+        self.kind, self.outputs = kind, outputs
+        panels, blocks = -(-outputs // PANEL), inputs // BLOCK
+        self.codes = torch.empty(panels, blocks, form.code_bytes, dtype=torch.uint8, device=device)
+        units = blocks // form.unit_blocks, form.scale_bytes // (2 * PANEL)
+        self.scales = torch.empty(panels, *units, PANEL, dtype=torch.int16, device=device)
 
     @classmethod
     def quantize(cls, weight: Tensor, kind: str) -> Blocks:
         """Quantize a weight [outputs, inputs] to one of `BLOCK_FORMATS`, as ggml's reference does,
-        but that codes are of the rounded scale.
+        but that codes are of the rounded scale. On the device `meta` any type has a size.
         """
-        return cls._by_parts(weight.detach(), lambda part: cls._quantize(part, kind))
-
-    @classmethod
-    def _by_parts(cls, rows: Tensor, make: Callable[[Tensor], Blocks]) -> Blocks:
-        """Make blocks of some rows at a time, which stay in the processor's caches."""
-        parts = [make(part) for part in rows.split(TOGETHER)]
-        found = object.__new__(cls)
-        found.outputs = len(rows)
-        found.codes = torch.cat([part.codes for part in parts])
-        found.scales = torch.cat([part.scales for part in parts])
+        kind = BLOCK_FORMATS.get(kind, kind)
+        found = cls(kind, weight.shape[0], weight.shape[1], weight.device)
+        if not weight.is_meta:
+            for first in range(0, found.outputs, TOGETHER):
+                found.put(first, _quantize(weight.detach()[first : first + TOGETHER], kind))
         return found
-
-    @classmethod
-    def _quantize(cls, weight: Tensor, kind: str) -> Blocks:
-        bits, minima = BLOCK_FORMATS[kind]
-        parts = weight.float().unflatten(1, (-1, BLOCK))
-        zero, most = 0 if minima else 1 << (bits - 1), (1 << bits) - 1
-        if minima:
-            least = parts.amin(dim=2)
-            scales = torch.stack([(parts.amax(dim=2) - least) / most, least], dim=2).half()
-            parts = parts - scales[..., 1:].float()
-        elif bits == 8:
-            scales = (parts.abs().amax(dim=2, keepdim=True) / 127).half()
-        else:  # the largest number is the code 0, which lies further from the zero than 15
-            largest = parts.gather(2, parts.abs().argmax(dim=2, keepdim=True))
-            scales = (largest / -zero).half()
-        step = scales[..., :1].float()
-        codes = torch.where(step != 0, parts / step, 0.0).round() + zero
-        codes = codes.clamp(1 if bits == 8 else 0, most).to(torch.uint8)
-        return cls(codes.flatten(1), scales, bits)
 
     @classmethod
     def read(cls, data: np.ndarray, kind: str) -> Blocks:
@@ -110,74 +84,142 @@ class Blocks:
             data: its bytes [outputs, bytes of a line], uint8.
             kind: one of `STORED_FORMATS`.
         """
-        return cls._by_parts(torch.from_numpy(data), lambda part: cls._read(part, kind))
+        found = cls(kind, len(data), inputs_of(kind, data.shape[1]))
+        found.fill(0, data)
+        return found
 
-    @classmethod
-    def _read(cls, raw: Tensor, kind: str) -> Blocks:
-        if kind == "Q4_K":
-            return cls._read_super_blocks(raw)
-        bits, minima = BLOCK_FORMATS[STORED_FORMATS[kind]]
-        before = 4 if minima else 2
-        parts = raw.unflatten(1, (-1, before + BLOCK * bits // 8))
-        scales = parts[..., :before].contiguous().view(torch.float16)
-        stored = parts[..., before:]
-        if bits == 8:  # from -128 to 127 to what is 128 more
-            return cls((stored ^ 128).flatten(1), scales, bits)
-        return cls(torch.cat([stored & 15, stored >> 4], dim=2).flatten(1), scales, bits)
+    def fill(self, first: int, data: np.ndarray) -> None:
+        """Read some outputs from a GGUF file.
 
-    @classmethod
-    def _read_super_blocks(cls, raw: Tensor) -> Blocks:
-        """Read Q4_K: eight blocks share two scales of their scales and minima, of 6 bits each.
-        Their products are rounded to float16.
+        Args:
+            first: the number of the first output, a multiple of `PANEL`.
+            data: the bytes of the outputs [outputs, bytes of a line], uint8; a multiple of `PANEL`
+                of outputs, but for the last.
         """
-        parts = raw.unflatten(1, (-1, 144))
-        both = parts[..., :4].contiguous().view(torch.float16).float()
-        packed = parts[..., 4:16].unflatten(2, (3, 4))
-        low, least, high = packed.unbind(2)
-        scale = torch.cat([low & 63, high & 15 | low >> 2 & 48], dim=2)
-        minimum = torch.cat([least & 63, high >> 4 | least >> 2 & 48], dim=2)
-        scales = torch.stack([both[..., :1] * scale, -both[..., 1:] * minimum], dim=3).half()
-        codes = parts[..., 16:].unflatten(2, (4, BLOCK))
-        codes = torch.stack([codes & 15, codes >> 4], dim=3)
-        return cls(codes.flatten(1), scales.flatten(1, 2), 4)
+        pack = kernels.pack_blocks(torch.device("cpu"))
+        if pack is not None and pack(self.kind, data, self.codes, self.scales, first // PANEL):
+            return
+        for start in range(0, len(data), TOGETHER):
+            part = torch.from_numpy(np.ascontiguousarray(data[start : start + TOGETHER]))
+            self.put(first + start, take_apart(part, self.kind))
+
+    def put(self, first: int, parts: Parts) -> None:
+        """Set some outputs, from the number `first` on."""
+        form, spare = BLOCK_TYPES[self.kind], -len(parts.codes) % PANEL
+        codes, heads, factors = (
+            None if t is None else nn.functional.pad(t, (*[0, 0] * (t.ndim - 1), 0, spare))
+            for t in parts
+        )
+        assert codes is not None
+        assert heads is not None
+        start = first // PANEL
+        stop = start + len(codes) // PANEL
+        if form.number:
+            numbers = codes.view(torch.int16).view(stop - start, PANEL, -1, BLOCK)
+            numbers = numbers.permute(0, 2, 3, 1).flatten(2).contiguous()
+            self.codes[start:stop] = numbers.view(torch.uint8)
+            return
+        codes = codes.unflatten(1, (-1, QUADS, 4))
+        vectors = []
+        below = 0
+        for plane, bits in enumerate(form.planes):
+            own = codes >> below & ((1 << bits) - 1)
+            found = [torch.zeros_like(own[:, :, 0]) for _ in range(bits)]
+            for group in range(QUADS):
+                vector, up = form.place_of(plane, group)
+                found[vector] |= own[:, :, group] << up
+            vectors += found
+            below += bits
+        # Four codes at a time, which are moved as one number.
+        quads = torch.stack(vectors, dim=2).view(torch.int32)
+        quads = quads.view(-1, PANEL, *quads.shape[1:3]).permute(0, 2, 3, 1)
+        self.codes[start:stop] = quads.flatten(2).contiguous().view(torch.uint8)
+        lines = heads.view(-1, PANEL, *heads.shape[1:]).permute(0, 2, 3, 1)
+        self.scales[start:stop, :, : form.heads] = lines.contiguous().view(torch.int16)
+        if factors is not None:
+            lines = factors.view(-1, PANEL, *factors.shape[1:]).permute(0, 2, 3, 1).contiguous()
+            lines = lines.unflatten(1, (-1, SHARED)).flatten(2).view(torch.int16)
+            self.scales[start:stop, :, form.heads :] = lines.unflatten(2, (-1, PANEL))
 
     def rows(self, which: Tensor | None = None) -> Tensor:
         """Return some outputs, or all, in float32 [outputs, inputs]."""
-        return write_out(self.codes, self.scales, self.outputs, which)
-
-    def reordered(self, order: Tensor) -> Blocks:
-        """Return the blocks of outputs in another order."""
-        found = object.__new__(Blocks)
-        found.outputs = self.outputs
-        for name in ("codes", "scales"):
-            panels = getattr(self, name)
-            lines = panels.unflatten(2, (-1, PANEL, 4)) if name == "codes" else panels[..., None]
-            lines = lines.movedim(3, 1).flatten(0, 1)
-            spare = torch.arange(self.outputs, lines.shape[0])
-            lines = lines[torch.cat([order, spare])].unflatten(0, (-1, PANEL)).movedim(1, 3)
-            setattr(found, name, lines.reshape(panels.shape).contiguous())
-        return found
+        return write_out(self.codes, self.scales, self.kind, self.outputs, which)
 
 
-def write_out(codes: Tensor, scales: Tensor, outputs: int, which: Tensor | None = None) -> Tensor:
+def _quantize(weight: Tensor, kind: str) -> Parts:
+    form = BLOCK_TYPES[kind]
+    parts = weight.float().unflatten(1, (-1, BLOCK))
+    zero, most = form.zero, (1 << form.bits) - 1
+    if form.minima:
+        least = parts.amin(dim=2)
+        scales = torch.stack([(parts.amax(dim=2) - least) / most, least], dim=2).half()
+        parts = parts - scales[..., 1:].float()
+    elif form.bits == 8:
+        scales = (parts.abs().amax(dim=2, keepdim=True) / 127).half()
+    else:  # the largest number is the code 0, which lies further from the zero than 15
+        largest = parts.gather(2, parts.abs().argmax(dim=2, keepdim=True))
+        scales = (largest / -zero).half()
+    step = scales[..., :1].float()
+    codes = torch.where(step != 0, parts / step, 0.0).round() + zero
+    codes = codes.clamp(1 if form.bits == 8 else 0, most).to(torch.uint8)
+    return Parts(codes.flatten(1), scales)
+
+
+def write_out(
+    codes: Tensor, scales: Tensor, kind: str, outputs: int, which: Tensor | None = None
+) -> Tensor:
     """Return rows of a weight in blocks as float32 [rows, inputs]; see `Blocks`."""
-    bits = codes.shape[2] // 64
-    quads = codes.unflatten(2, (-1, PANEL, 4)).movedim(3, 1)  # [panels, 16, blocks, groups, 4]
-    steps = scales.view(torch.float16).movedim(3, 1)
+    form = BLOCK_TYPES[kind]
+    if form.number:
+        stored = torch.float16 if form.number == "half" else torch.bfloat16
+        halves = codes.view(stored).unflatten(2, (BLOCK, PANEL)).movedim(3, 1)
+        rows = halves.flatten(0, 1)[:outputs] if which is None else halves[_lines(which)]
+        return rows.flatten(1).float()
+    quads = codes.unflatten(2, (-1, PANEL, 4)).movedim(3, 1)  # [panels, 16, blocks, vectors, 4]
+    heads = scales[:, :, : form.heads].view(torch.float16).movedim(3, 1)
+    taken = [quads, heads]
+    if form.shared:
+        small = scales[:, :, form.heads :].flatten(2).view(torch.uint8)
+        taken.append(small.unflatten(2, (SHARED, -1, form.heads, PANEL)).movedim(5, 1))
     if which is None:
-        quads, steps = (t.flatten(0, 1)[:outputs] for t in (quads, steps))
+        taken = [t.flatten(0, 1)[:outputs] for t in taken]
     else:
-        panel, line = which // PANEL, which % PANEL
-        quads, steps = quads[panel, line], steps[panel, line]
-    if bits == 4:
-        quads = torch.cat([quads & 15, quads >> 4], dim=2)
-    numbers, steps = quads.flatten(2).float(), steps.float()
-    if steps.shape[2] == 1:
-        numbers -= 1 << (bits - 1)
-    numbers *= steps[:, :, :1]
-    if steps.shape[2] == 2:
-        numbers += steps[:, :, 1:]
+        taken = [t[_lines(which)] for t in taken]
+    quads, heads = taken[:2]
+    numbers = _values_of(quads, form).unflatten(2, (-1, form.per)).float() - form.zero
+    heads = heads.float()
+    scale, least = heads[..., :1, None], heads[..., 1:, None]
+    if form.shared:
+        factors = taken[2].view(torch.int8)[..., 0].float() * form.unit
+        scale = (scale * factors).flatten(1, 2)[..., None]
+        if form.minima:
+            least = -(least * taken[2][..., 1].float()).flatten(1, 2)[..., None]
+    numbers *= scale
+    if form.minima:
+        numbers += least
     return numbers.flatten(1)
+
+
+def _lines(which: Tensor) -> tuple[Tensor, Tensor]:
+    """The panels of outputs, and their places in these."""
+    return which // PANEL, which % PANEL
+
+
+def _values_of(quads: Tensor, form: BlockFormat) -> Tensor:
+    """Return the values of codes [rows, blocks, vectors, 4] in their order, [rows, blocks, 32]."""
+    codes, below, before = None, 0, 0
+    for plane, bits in enumerate(form.planes):
+        places = [form.place_of(plane, group) for group in range(QUADS)]
+        at = torch.tensor([before + vector for vector, _ in places], device=quads.device)
+        ups = torch.tensor([[up] for _, up in places], dtype=torch.uint8, device=quads.device)
+        found = (quads[:, :, at] >> ups & ((1 << bits) - 1)) << below
+        codes = found if codes is None else codes | found
+        below, before = below + bits, before + bits
+    assert codes is not None
+    if not form.table:
+        return codes.flatten(2)
+    table = torch.tensor(form.table, dtype=torch.uint8, device=codes.device)
+    return table[codes.flatten(2).int()]
 
 
 class _InBlocks(nn.Module):
@@ -185,6 +227,7 @@ class _InBlocks(nn.Module):
 
     codes: Tensor
     scales: Tensor
+    kind: str
     kept_dtype: torch.dtype
     outputs: int
 
@@ -193,12 +236,12 @@ class _InBlocks(nn.Module):
         del self._parameters["weight"]
         self.register_buffer("codes", blocks.codes)
         self.register_buffer("scales", blocks.scales)
-        self.kept_dtype, self.outputs = dtype, blocks.outputs
+        self.kind, self.kept_dtype, self.outputs = blocks.kind, dtype, blocks.outputs
 
     @property
     def weight(self) -> Tensor:
         """The weight written out, in the model's dtype."""
-        return write_out(self.codes, self.scales, self.outputs).to(self.kept_dtype)
+        return write_out(self.codes, self.scales, self.kind, self.outputs).to(self.kept_dtype)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
@@ -215,18 +258,23 @@ class _InBlocks(nn.Module):
         destination[prefix + "weight"] = self.weight
 
 
+def has_block_weights(model: nn.Module) -> bool:
+    """Return whether any weight of a model is held in blocks, where its numbers are rounded."""
+    return any(isinstance(module, _InBlocks) for module in model.modules())
+
+
 class BlockLinear(_InBlocks, nn.Linear):  # type: ignore[override]  # read only
     """Linear layer with a weight in blocks."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply as `nn.Linear` does: [..., in_features] to [..., out_features]."""
         if torch.compiler.is_compiling():
-            out = _by_kernel(input, self.codes, self.scales, self.out_features)
+            out = _by_kernel(input, self.codes, self.scales, self.out_features, self.kind)
         else:
             kernel = kernels.linear_blocks(input)
             if kernel is None or not self.codes.is_cpu:
                 return nn.functional.linear(input, self.weight.to(input.dtype), self.bias)
-            out = kernel(input, self.codes, self.scales, self.out_features)
+            out = kernel(input, self.codes, self.scales, self.out_features, self.kind)
         return out if self.bias is None else out + self.bias
 
 
@@ -237,7 +285,8 @@ class BlockEmbedding(_InBlocks, nn.Embedding):  # type: ignore[override]  # read
         """Look up as `nn.Embedding` does: ids [...] to [..., embedding_dim], times a scale if the
         embedding has one.
         """
-        rows = write_out(self.codes, self.scales, self.num_embeddings, input.flatten())
+        which = input.flatten()
+        rows = write_out(self.codes, self.scales, self.kind, self.num_embeddings, which)
         return _scaled(self, rows.to(self.kept_dtype)).view(*input.shape, -1)
 
 
@@ -247,148 +296,58 @@ def _scaled(embedding: nn.Module, rows: Tensor) -> Tensor:
     return rows if scale is None else rows * torch.as_tensor(scale).to(rows)
 
 
-def _looks_up(embedding: Any) -> bool:
+def looks_up(embedding: Any) -> bool:
     """Return whether an embedding does what a `BlockEmbedding` does; some rows are looked up."""
     plain = type(embedding) is nn.Embedding
     if plain or not isinstance(embedding, nn.Embedding) or not hasattr(embedding, "embed_scale"):
         return plain
-    if embedding.weight.is_meta:
+    if torch.as_tensor(embedding.embed_scale).is_meta:  # a skeleton, which computes nothing
         return True
-    ids = torch.arange(min(4, embedding.num_embeddings), device=embedding.weight.device)
+    weight = embedding.weight
+    device = torch.device("cpu") if weight.is_meta else weight.device
+    probe = copy.copy(embedding)  # with a small table: the real one may not be loaded yet
+    table = torch.linspace(-1, 1, 4 * embedding.embedding_dim, dtype=weight.dtype, device=device)
+    probe._parameters = {"weight": nn.Parameter(table.view(4, -1), requires_grad=False)}
+    probe.padding_idx = None
     with torch.no_grad():
-        return torch.equal(embedding(ids), _scaled(embedding, embedding.weight[ids]))
+        ids = torch.arange(4, device=device)
+        return torch.equal(probe(ids), _scaled(embedding, probe.weight))
 
 
 def fits_blocks(module: nn.Module) -> bool:
-    """Return whether a linear layer's weight can lie in blocks."""
+    """Return whether a linear layer's weight can lie in blocks of one scale."""
     return isinstance(module, nn.Linear) and not module.in_features % BLOCK
 
 
-def put_blocks(
-    model: PreTrainedModel, names: Iterable[str], kind: str, kinds: Mapping[str, str] | None = None
-) -> None:
+def put_blocks(model: PreTrainedModel, names: Iterable[str], kind: str) -> None:
     """Quantize linear layers, and the embedding if it is the head's table; the head to 8 bits.
 
     Args:
         model: any model.
         names: of the layers.
         kind: one of `BLOCK_FORMATS`.
-        kinds: other formats of some of them.
     """
     head, embedding = model.get_output_embeddings(), cast(Any, model.get_input_embeddings())
-    kinds, name_there = kinds or {}, _name_of(model, embedding)
     tied = head is not None and head.weight is embedding.weight
     table = None
-    if (tied or name_there in kinds) and _looks_up(embedding):
-        table = Blocks.quantize(embedding.weight, kinds.get(name_there, "q8_0"))
-        _put(embedding, table)
+    if tied and looks_up(embedding):
+        table = Blocks.quantize(embedding.weight, "q8_0")
+        put(embedding, table)
     for name in names:
         module: Any = model.get_submodule(name)
         shared = table if tied and module is head else None
-        own = kinds.get(name, "q8_0" if module is head else kind)
-        _put(module, shared or Blocks.quantize(module.weight, own))
+        own = "q8_0" if module is head else kind
+        put(module, shared or Blocks.quantize(module.weight, own))
 
 
-def stored_formats(model: PreTrainedModel, path: Path) -> dict[str, str]:
-    """Return the format of each weight that `put_stored_blocks` takes from a file, by name."""
-    return {name: STORED_FORMATS[kind] for name, kind, *_ in _stored_tensors(model, path)}
-
-
-def put_stored_blocks(model: PreTrainedModel, names: Iterable[str], path: Path) -> None:
-    """Give linear layers, and the embedding, the blocks of the file the model was loaded from.
-
-    A weight that the file stores otherwise, as Q6_K, is quantized to 8 bits.
-
-    Args:
-        model: as `weir.load` made it from the file.
-        names: of the linear layers.
-        path: the file.
-    """
-    stored = dict(_read_file(model, path))
-    embedding: Any = model.get_input_embeddings()
-    table = stored.get(_name_of(model, embedding))
-    for name in names:
-        module: Any = model.get_submodule(name)
-        blocks = stored.get(name, table if module is model.get_output_embeddings() else None)
-        found = None if blocks is None else _matching(model, blocks, module.weight)
-        _put(module, found or Blocks.quantize(module.weight, "q8_0"))
-    if table is not None and _looks_up(embedding):
-        found = _matching(model, table, embedding.weight)
-        if found is not None:
-            head = model.get_output_embeddings()
-            if isinstance(head, BlockLinear) and torch.equal(head.codes, found.codes):
-                found.codes, found.scales = head.codes, head.scales
-            _put(embedding, found)
-
-
-def _put(module: nn.Module, blocks: Blocks) -> None:
+def put(module: nn.Module, blocks: Blocks) -> None:
+    """Replace the weight of a linear layer or an embedding by blocks."""
     assert isinstance(module, nn.Linear | nn.Embedding)
     dtype, linear = module.weight.dtype, isinstance(module, nn.Linear)
     vars(module).pop("forward", None)  # a copy may hold its old class's forward
     module.__class__ = BlockLinear if linear else BlockEmbedding
     assert isinstance(module, _InBlocks)
     module.take(blocks, dtype)
-
-
-def _name_of(model: nn.Module, wanted: nn.Module) -> str:
-    return next(name for name, module in model.named_modules() if module is wanted)
-
-
-def _stored_tensors(model: PreTrainedModel, path: Path) -> Iterator[tuple[str, str, int, int]]:
-    """Yield the modules whose weights a file stores in blocks that can be multiplied, each with the
-    name of its type, bytes of a line, and where in the file it begins.
-    """
-    from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
-
-    header = read_header(path)
-    arch = next(key for key, name in MODEL_ARCH_NAMES.items() if name == header.architecture)
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    names = get_tensor_name_map(arch, layers)
-    tensors = {tensor.name: tensor for tensor in header.tensors}
-    for name, module in model.named_modules():
-        called = names.get_name(name) if isinstance(module, nn.Linear | nn.Embedding) else None
-        tensor = tensors.get(f"{called}.weight")
-        if tensor is None or len(tensor.shape) != 2:
-            continue
-        kind = GGMLQuantizationType(tensor.type)
-        if kind.name in STORED_FORMATS:
-            block, size = GGML_QUANT_SIZES[kind]
-            yield name, kind.name, tensor.shape[0] // block * size, tensor.at
-
-
-def _read_file(model: PreTrainedModel, path: Path) -> Iterator[tuple[str, Blocks]]:
-    """Yield the modules whose weights a file stores in blocks, and these."""
-    for name, kind, line, start in _stored_tensors(model, path):
-        module: Any = model.get_submodule(name)
-        count = line * module.weight.shape[0]
-        data = np.fromfile(path, np.uint8, count, offset=start)
-        if data.size == count:
-            yield name, Blocks.read(data.reshape(-1, line), kind)
-
-
-def _matching(model: PreTrainedModel, blocks: Blocks, weight: Tensor) -> Blocks | None:
-    """Return the blocks in the order of a weight's outputs; None if they are another weight's.
-
-    For some architectures GGUF pairs the rotated numbers of a head side by side, and transformers
-    half a head apart.
-    """
-    config = model.config.get_text_config(decoder=True)
-    if weight.shape != (blocks.outputs, blocks.codes.shape[1] * BLOCK):
-        return None
-    wanted = weight.detach().unflatten(1, (-1, BLOCK))[:, ::COMPARED].float()
-    exact = max(torch.finfo(weight.dtype).eps, torch.finfo(torch.float16).eps)
-    limit = exact * wanted.abs().amax()
-    parts = blocks.codes[:, ::COMPARED], blocks.scales[:, ::COMPARED]
-    numbers = write_out(*parts, blocks.outputs).view_as(wanted)
-    outputs = torch.arange(blocks.outputs)
-    orders = [outputs]
-    for heads in {config.num_attention_heads, config.num_key_value_heads}:
-        if blocks.outputs % (2 * heads) == 0:
-            orders.append(outputs.view(heads, -1, 2).transpose(1, 2).flatten())
-    for order in orders:
-        if (numbers[order] - wanted).abs().amax() <= limit:
-            return blocks if order is outputs else blocks.reordered(order)
-    return None
 
 
 def warn_without_kernel(model: PreTrainedModel) -> None:
@@ -411,18 +370,18 @@ def check_stored(path: Path | None, name: str) -> Path:
     return path
 
 
-def _kernel(x: Tensor, codes: Tensor, scales: Tensor, outputs: int) -> Tensor:
+def _kernel(x: Tensor, codes: Tensor, scales: Tensor, outputs: int, kind: str) -> Tensor:
     """Call weir's kernel from within a compiled program."""
     kernel = kernels.linear_blocks(x)
     if kernel is None:
-        return nn.functional.linear(x, write_out(codes, scales, outputs).to(x.dtype))
-    out: Tensor = kernel(x, codes, scales, outputs)
+        return nn.functional.linear(x, write_out(codes, scales, kind, outputs).to(x.dtype))
+    out: Tensor = kernel(x, codes, scales, outputs, kind)
     return out
 
 
 _by_kernel = kernels.register_kernel(
     "linear_blocks",
-    "(Tensor x, Tensor codes, Tensor scales, int outputs) -> Tensor",
+    "(Tensor x, Tensor codes, Tensor scales, int outputs, str kind) -> Tensor",
     _kernel,
-    lambda x, codes, scales, outputs: x.new_empty(*x.shape[:-1], outputs),
+    lambda x, codes, scales, outputs, kind: x.new_empty(*x.shape[:-1], outputs),
 )

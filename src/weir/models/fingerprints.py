@@ -131,5 +131,6 @@ def _numbers(t: Tensor) -> bytes:
 
 
 def _bytes(t: Tensor) -> bytes:
-    some = t.detach().reshape(-1).cpu().contiguous()
+    # A copy: a tensor of one number counts as contiguous whatever its stride, but has no bytes.
+    some = t.detach().reshape(-1).cpu().clone(memory_format=torch.contiguous_format)
     return some.view(torch.uint8).numpy().tobytes()

@@ -26,7 +26,6 @@ from weir.models.fingerprints import digest_rows, fingerprint
 from weir.models.interception import forward_lock_of
 from weir.models.model_spec import (
     OWN_FAMILIES,
-    attention_modules,
     describe,
     input_device,
     window_of,
@@ -90,7 +89,7 @@ def _find(model: PreTrainedModel) -> HeadFacts | None:
 
 def _name(model: PreTrainedModel) -> str:
     """Return the name of a model's facts: its fingerprint, and a checksum of its attention."""
-    modules = attention_modules(describe(model).decoder)
+    modules = describe(model).attentions  # of a model that sees, those of its text decoder
     return f"{fingerprint(model)['weights']}-{digest_rows(modules)}"
 
 
@@ -119,7 +118,7 @@ def measure_heads(model: PreTrainedModel) -> HeadFacts | None:
         return None
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size // 16, config.vocab_size, (1, count), generator=draw)
-    modules = attention_modules(spec.decoder)
+    modules = spec.attentions
     training = [module for module in model.modules() if module.training]
     found: dict[int, tuple[tuple[float, ...], float]] = {}
     lock = forward_lock_of(config)
@@ -129,7 +128,9 @@ def measure_heads(model: PreTrainedModel) -> HeadFacts | None:
             for module in modules:
                 vars(module)[_FOUND] = found
             with lock.attention(ATTENTION):
-                spec.decoder(input_ids=ids.repeat(1, 2).to(input_device(model)), use_cache=False)
+                # The text decoder of a model that sees: some ids stand for images outside of it.
+                text = model.get_decoder()
+                text(input_ids=ids.repeat(1, 2).to(input_device(model)), use_cache=False)
         except WeirError:
             return None
         finally:

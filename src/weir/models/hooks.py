@@ -8,6 +8,8 @@ During a call with a weir cache, and in no other:
 - its decoder gets no attention mask and small positions, so that it builds nothing that grows with
   the stream.
 
+`generate_calls` has the hook on the model's `generate`.
+
 All calls of a model take turns, so that no thread sees what another one has switched. The hooks are
 removed with the model's last cache, and copies of the model do not have them. A cache is a
 `StreamingCache` and a call under way a `Forward`, of rooms above this one.
@@ -35,11 +37,18 @@ from weir.models.attention_sinks import SUNK_ATTENTION
 from weir.models.cache_name import CACHE, with_one_name
 from weir.models.compiling import Compiled, Compiling, layers_of
 from weir.models.embedding import mismatch
+from weir.models.generate_calls import GenerateHook
 from weir.models.images import OFFSETS, note_sizes, offsets, pictures_in
 from weir.models.interception import MethodPatch, forward_lock_of, plain_attention_of
 from weir.models.legacy_attention import install
 from weir.models.linear_kernels import choose_products
-from weir.models.model_spec import OWN_FAMILIES, ModelSpec, describe, input_device
+from weir.models.model_spec import (
+    OWN_FAMILIES,
+    ModelSpec,
+    describe,
+    input_device,
+    transformers_model,
+)
 from weir.models.native_step import NativeStep
 from weir.models.quantized_weights import quantizes_inputs
 from weir.models.step_engine import StepEngine
@@ -83,6 +92,7 @@ class Attachment:
             for kind in ("image", "video"):
                 name = f"get_{kind}_features"
                 self._patches.append(MethodPatch(facts.decoder, name, note_sizes(kind)))
+        self._generates: list[GenerateHook] = []
         mine = facts.kind, facts.decoder, facts.attentions
         self._patches += install(*mine, lambda: self.running)
 
@@ -92,6 +102,14 @@ class Attachment:
         began before the model had hooks.
         """
         return self._running if self._lock.is_switched_here() else None
+
+    def hook_generate(self, model: nn.Module) -> None:
+        """Put a hook on the `generate` of a model around the decoder, unless it has one."""
+        if not any(hook.serves(model) for hook in self._generates):
+            self._generates.append(GenerateHook(model, self._has))
+
+    def _has(self, cache: Any) -> bool:
+        return getattr(cache, "attachment", None) is self
 
     def wait(self) -> None:
         """Wait until no other thread is calling the model."""
@@ -148,7 +166,7 @@ class Attachment:
         """Remove all hooks and restore the model."""
         if self._compiled is not None:
             self._compiled.remove()
-        for patch in (self._forward, *self._patches):
+        for patch in (self._forward, *self._patches, *self._generates):
             patch.remove()
 
     def _call(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -296,6 +314,7 @@ def attach(model: PreTrainedModel, cache: Any) -> Attachment:
             held.caches.add(cache)
             # The last other cache may have been collected just before, and the hooks with it.
             held = _ATTACHED.get(facts.decoder)
+        held.hook_generate(transformers_model(model))
     weakref.finalize(cache, _leave_unused, weakref.ref(facts.decoder))
     return held
 

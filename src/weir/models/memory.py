@@ -6,6 +6,7 @@ was a quarter faster on one machine (`docs/speed.md`).
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from collections.abc import Iterable, Sequence
@@ -30,6 +31,9 @@ ALONE = 2**24
 """Weights of this many bytes or more get a memory mapping of their own."""
 SPARE = 1.25
 """Weights are moved only if this many times their bytes are free."""
+
+CHUNK = 2**26
+"""Bytes of memory that `LargePages` takes from the system at a time."""
 
 _MOVED = WeakTensorKeyDictionary()
 """The address each moved tensor got; a tensor elsewhere has since been given other memory."""
@@ -90,6 +94,7 @@ def move_to_huge_pages(weights: Iterable[Tensor]) -> int:
     """
     free = free_memory(torch.device("cpu"))
     weights = [weight for weight in weights if not weight.is_inference()]
+    weights = [weight for weight in weights if weight.numel()]
     moving = [weight for weight in weights if _MOVED.get(weight) != weight.data_ptr()]
     needed = sum(_round_up(weight.nbytes, LINE) for weight in moving)
     if needed < LARGE_PAGE or not _has_large_pages() or free is None or free < SPARE * needed:
@@ -98,6 +103,49 @@ def move_to_huge_pages(weights: Iterable[Tensor]) -> int:
     together = [weight for weight in moving if weight.nbytes < ALONE]
     groups = [together, *([weight] for weight in moving if weight.nbytes >= ALONE)]
     return sum(_move(group) for group in groups if group)
+
+
+class LargePages:
+    """Memory with large pages for tensors that are yet to be written.
+
+    Tensors of a model that are written there need not be moved by `move_to_huge_pages`, which
+    would hold them twice meanwhile. Where the system has no large pages, tensors get usual memory.
+    """
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+        self._place = self._end = 0
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Make a tensor whose numbers are not set."""
+        count = math.prod(shape)
+        needed = _round_up(count * dtype.itemsize, LINE)
+        if not count:
+            return torch.empty(tuple(shape), dtype=dtype)
+        if self._memory is None or self._place + needed > self._end:
+            self._take(max(needed, CHUNK))
+        if self._memory is None or not count:
+            return torch.empty(tuple(shape), dtype=dtype)
+        made = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=self._place)
+        made = made.view(tuple(shape))
+        self._place += needed
+        _MOVED[made] = made.data_ptr()
+        return made
+
+    def _take(self, nbytes: int) -> None:
+        """Take memory for so many bytes; the rest of what was taken before stays unused."""
+        self._memory = None
+        free = free_memory(torch.device("cpu"))
+        if not _has_large_pages() or free is None or free < SPARE * nbytes:
+            return
+        try:
+            memory = mmap.mmap(-1, nbytes + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        except (OSError, ValueError):  # too little memory, or a kernel without large pages
+            return
+        start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        self._memory, self._place = memory, _round_up(start, LARGE_PAGE) - start
+        self._end = self._place + nbytes
 
 
 def _move(weights: Sequence[Tensor]) -> int:

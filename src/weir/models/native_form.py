@@ -50,7 +50,7 @@ class Weight(NamedTuple):
         scale: of each output, float32, for int8; or the scales of `Blocks`.
         bias: float32 or bfloat16; None for none.
         outputs, inputs: sizes.
-        codes: for blocks their kind (bits of a code, 1 more if blocks have minima), else 0.
+        function: for `Blocks` what multiplies with them (`kernels.block_function`), else 0.
     """
 
     numbers: Tensor
@@ -58,7 +58,7 @@ class Weight(NamedTuple):
     bias: Tensor | None
     outputs: int
     inputs: int
-    codes: int = 0
+    function: int = 0
 
 
 class Projection(NamedTuple):
@@ -87,8 +87,8 @@ class Projection(NamedTuple):
         sizes = self.outputs, module.in_features
         if isinstance(module, BlockLinear):
             panels = slice(self.start // PANEL, -(-self.stop // PANEL))
-            codes = module.codes.shape[2] // 64 + module.scales.shape[2] - 1
-            return Weight(module.codes[panels], module.scales[panels], bias, *sizes, codes)
+            function = kernels.block_function(module.kind, module.codes.device)
+            return Weight(module.codes[panels], module.scales[panels], bias, *sizes, function)
         if isinstance(module, Int8Linear):
             numbers, scales = (cast(Tensor, t)[some] for t in (module.numbers, module.scales))
             return Weight(numbers, scales.float().contiguous(), bias, *sizes)
@@ -324,7 +324,7 @@ def _projection(name: str, module: Any) -> Projection:
     if type(module).forward is not _LINEARS[type(module)]:
         raise NotNative(f"the forward of {type(module).__name__} was replaced")
     if isinstance(module, BlockLinear):
-        if kernels.linear_blocks(torch.empty(1, device=module.codes.device)) is None:
+        if not kernels.block_function(module.kind, module.codes.device):
             raise NotNative(f"{name} is in blocks, which this processor has no kernel for")
     elif isinstance(module, Int8Linear):
         numbers, scales = module.numbers, module.scales

@@ -23,17 +23,18 @@ from weir.models.block_mlp import run_mlps_whole
 from weir.models.block_weights import (
     AS_STORED,
     BLOCK_FORMATS,
+    LINEAR,
     BlockEmbedding,
     BlockLinear,
     check_stored,
     fits_blocks,
     put_blocks,
-    put_stored_blocks,
-    stored_formats,
     warn_without_kernel,
 )
+from weir.models.gguf import plan_fillings, read_header
 from weir.models.linear_kernels import LOOPED, choose_products, has_own_forward, in_a_loop
 from weir.models.memory import move_to_huge_pages
+from weir.models.stored_blocks import shrink_to_stored
 
 BITS = ("int8", "int4")
 """Kinds of weights that torchao makes: 8 bits, a scale a row; 4 bits, one for `GROUP` numbers."""
@@ -43,8 +44,6 @@ LINES = 16
 """Outputs that the 4-bit kernel computes together."""
 FEW = 16
 """Largest number of rows for which an 8-bit weight is read without dequantizing it."""
-LINEAR = ("Linear", "FalconLinear")
-"""Names of classes that compute what `nn.Linear` does; others are not quantized."""
 
 
 def check_bits(weights: str | None) -> None:
@@ -67,37 +66,49 @@ def check_not_quantized(name: str, config: Any) -> None:
         )
 
 
-def quantize_weights(model: PreTrainedModel, weights: str, path: Path | None = None) -> None:
+def quantize_weights(model: PreTrainedModel, weights: str) -> None:
     """Quantize the weights of all linear layers to 8 or 4 bits, permanently.
 
     The model cannot be trained afterwards, except for adapters beside its weights.
 
     Args:
         model: any model, on its final device.
-        weights: one of `BITS` or `BLOCK_FORMATS`, or "gguf" for the blocks of the file at `path`.
-        path: the GGUF file that the model was loaded from.
+        weights: one of `BITS` or `BLOCK_FORMATS`.
 
-    WeirError if torchao is needed and not installed, or cannot quantize on this device; if no layer
-    can be quantized, or there is no file.
+    WeirError if torchao is needed and not installed, or cannot quantize on this device, or if no
+    layer can be quantized.
     """
+    if weights == AS_STORED:
+        raise WeirError(
+            f'weights="{AS_STORED}" reads the blocks of a file while a model is loaded, and this '
+            f"model is loaded already; use weir.load(file, weights=...), or take "
+            f"{', '.join((*BLOCK_FORMATS, *BITS))}"
+        )
     bits = _bits(model, weights)
     choose_products(model, on=False)  # remove patches that use the old weights
     if weights not in BITS:
-        if weights == AS_STORED:
-            put_stored_blocks(model, list(bits), check_stored(path, str(model.config.name_or_path)))
-        else:
-            put_blocks(model, list(bits), weights)
+        put_blocks(model, list(bits), weights)
         move_to_huge_pages([t for t in model.buffers() if t.is_cpu and t.is_contiguous()])
-        run_mlps_whole(model)
-        warn_without_kernel(model)
+        run_blocks(model)
     else:
         _quantize_by_torchao(model, bits)
+    finish_quantized(model)
+
+
+def run_blocks(model: PreTrainedModel) -> None:
+    """Let kernels run whole MLPs of a model in blocks, and warn where none multiplies them."""
+    run_mlps_whole(model)
+    warn_without_kernel(model)
+
+
+def finish_quantized(model: PreTrainedModel) -> None:
+    """Mark a model as one whose weights have few bits: it is not trained, nor loaded into."""
     model.register_load_state_dict_pre_hook(_refuse_plain_weights)
     model.config.tie_word_embeddings = False
     model.requires_grad_(False)
     for parameter in model.parameters():
         if type(parameter) is nn.Parameter and parameter.ndim == 1:
-            # Norms and biases lie in the mapped file, and would keep all of it in memory.
+            # Norms and biases of a folder lie in a mapped file, and would keep all of it in memory.
             parameter.data = parameter.data.clone()
 
 
@@ -138,8 +149,8 @@ def shrink(skeleton: PreTrainedModel, weights: str, path: Path | None = None) ->
     """
     bits = _bits(skeleton, weights)
     if weights == AS_STORED:
-        stored = stored_formats(skeleton, check_stored(path, str(skeleton.config.name_or_path)))
-        put_blocks(skeleton, list(bits), "q8_0", stored)
+        file = check_stored(path, str(skeleton.config.name_or_path))
+        shrink_to_stored(skeleton, plan_fillings(skeleton, read_header(file)))
     elif weights not in BITS:
         put_blocks(skeleton, list(bits), weights)
     for name, many in bits.items() if weights in BITS else ():

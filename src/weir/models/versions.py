@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 import transformers
 from packaging.version import Version
@@ -11,22 +13,37 @@ from weir.errors import WeirError
 TORCH = "2.9"
 """The first release of PyTorch that weir works with."""
 TRANSFORMERS = ("5.12", "6")
-"""The first release of transformers that weir supports, and the first it does not."""
+"""The first release of transformers that weir supports, and the first that pip does not install."""
+TESTED = "5.24"
+"""The newest release of transformers that weir is tested with, without the patch number."""
 
 
 def check_versions() -> None:
-    """Refuse unsupported versions of PyTorch and transformers (WeirError)."""
+    """Refuse versions of PyTorch and transformers that are too old (WeirError), and warn of a
+    transformers that is newer than any that weir was tested with.
+    """
     first, beyond = map(Version, TRANSFORMERS)
     # Pre-releases and builds from source count as the release.
     ours = Version(Version(transformers.__version__).base_version)
     torch_is = Version(Version(torch.__version__).base_version)
-    if first <= ours < beyond and torch_is >= Version(TORCH):
-        return
-    wanted = f"torch>={TORCH}", f"transformers>={first},<{beyond}"
-    raise WeirError(
-        f"weir works with {wanted[0]} and {wanted[1]}, and these are torch {torch.__version__} and "
-        f"transformers {transformers.__version__}: pip install '{wanted[0]}' '{wanted[1]}'"
-    )
+    if ours < first or torch_is < Version(TORCH):
+        wanted = f"torch>={TORCH}", f"transformers>={first},<{beyond}"
+        raise WeirError(
+            f"weir works with {wanted[0]} and {wanted[1]}, and these are torch {torch.__version__} "
+            f"and transformers {transformers.__version__}: "
+            f"pip install '{wanted[0]}' '{wanted[1]}'"
+        )
+    if ours.release[:2] > Version(TESTED).release:
+        # Not in weir's name: who makes warnings of a library errors could not import weir.
+        warnings.warn_explicit(
+            f"weir: transformers {transformers.__version__} is newer than {TESTED}, the newest "
+            "that this weir was tested with; weir tries it, and if something fails, "
+            f"pip install 'transformers=={TESTED}.*'",
+            UserWarning,
+            filename=transformers.__file__ or "transformers",
+            lineno=1,
+            module="transformers",
+        )
 
 
 check_versions()

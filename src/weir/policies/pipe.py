@@ -20,7 +20,7 @@ from torch import Tensor
 
 from weir.errors import WeirError, format_value, quote
 from weir.policies.registry import NAMED, PolicyCall
-from weir.pools import Fold, Pool, fits
+from weir.pools import Fold, Pool, Recent, fits
 from weir.slab import FORMATS, Format, QuantizedSlots, Slots, is_longer
 
 CHUNK = 64
@@ -164,6 +164,12 @@ class Pipe(Policy):
         """Slots per KV head; None where a pool has no limit."""
         sizes = [pool.slots() for pool in self.pools]
         return None if None in sizes else sum(size for size in sizes if size is not None)
+
+    @cached_property
+    def keeps_all(self) -> bool:
+        """Whether it keeps every token as the model computes it, as `dense` does."""
+        last = self.pools[-1]
+        return isinstance(last, Recent) and last.n is None and not self.quantized
 
     @cached_property
     def unbroken(self) -> tuple[bool, ...]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from weir.errors import WeirError
+from weir.kernels import ALIKE
 from weir.pools.base import Fold, SizedPool, find_outside, split
 from weir.pools.registry import pool
 from weir.slab import EMPTY, Slots
@@ -125,12 +126,14 @@ def _every(step: int, among: Tensor) -> Tensor:
 
 def _maxima(size: int, among: Tensor, mass: Tensor) -> Tensor:
     """Select, of every `size` slots of a mask, the one of the largest mass (Algorithm 2), of equal
-    ones the first; the last segment may be shorter.
+    ones the first, where masses are equal that differ by rounding only (`ALIKE`); the last segment
+    may be shorter.
     """
     segment = (among.cumsum(dim=2) - 1).clamp_min(0) // size
     score = mass.masked_fill(~among, -torch.inf)
     largest = torch.full_like(score, -torch.inf).scatter_reduce(2, segment, score, "amax")
-    best = among & (score == largest.gather(2, segment))
+    # Masses are not negative. The largest of a segment without slots is -inf, and stays that.
+    best = among & (score >= (1 - ALIKE) * largest.gather(2, segment))
     place = torch.arange(mass.shape[2], device=mass.device).where(best, _LAST)
     first = torch.full_like(place, _LAST).scatter_reduce(2, segment, place, "amin")
     return best & (place == first.gather(2, segment))

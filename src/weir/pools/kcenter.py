@@ -39,7 +39,8 @@ class KCenter(SizedPool):
     The oldest token is the first center (the paper leaves it open), so the model's attention sink
     stays. Keys are compared at their own places in the stream, by Euclidean distance in float32; of
     equally far ones the oldest is picked. The paper picks once, from a whole prompt; in a stream,
-    centers are picked anew at every fold, from those of the last fold and the arrivals since.
+    centers are picked anew at every fold, from those of the last fold and the arrivals since. Keys
+    are equally far if their distances differ by rounding only (`kernels.ALIKE`).
     Weights stay as they came.
 
     Attributes:
@@ -147,7 +148,9 @@ def farthest_first(keys: Tensor, among: Tensor, k: int, weight: Tensor | None = 
     # Distance to the nearest center: infinite before there is one, and below zero once picked.
     far = torch.where(among, torch.inf, -1.0)
     for number in range(k):
-        at = far.argmax(dim=2, keepdim=True)  # of equal ones the first
+        largest = far.amax(dim=2, keepdim=True)
+        # Of equal ones the first.
+        at = (far >= largest * (1 - kernels.ALIKE)).to(torch.uint8).argmax(dim=2, keepdim=True)
         left = far.gather(2, at) >= 0
         order.scatter_(2, at, torch.where(left, number, order.gather(2, at)))
         center = keys.gather(2, at[..., None].expand(-1, -1, 1, keys.shape[3]))

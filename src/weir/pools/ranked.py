@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from weir.errors import WeirError
+from weir.kernels import ALIKE
 from weir.pools.base import FINITE, Fold, SizedPool, find_outside, gather_kept, split
 from weir.slab import Slots
 
@@ -24,11 +25,17 @@ TALLY = "tally"
 class Ranked(SizedPool):
     """Keep the tokens of the highest score, as many as its first parameter says, by KV head.
 
-    Of equal scores the older token stays. Weights stay as they came. While there is room nothing is
-    scored, and everything stays. A score that draws random numbers says `is_stochastic = True`.
+    Of equal scores the older token stays, and scores are equal that differ by rounding only
+    (`tie_margin`). Weights stay as they came. While there is room nothing is scored, and everything
+    stays. A score that draws random numbers says `is_stochastic = True`.
+
+    Attributes:
+        tie_margin: the share of a score by which others may differ from it and count as equal; 0
+            for scores that are exact, such as places in the stream.
     """
 
     is_stochastic = False
+    tie_margin: ClassVar[float] = ALIKE
 
     @abstractmethod
     def score(self, slots: Slots, fold: Fold) -> Tensor | tuple[Tensor, ...]:
@@ -49,7 +56,10 @@ class Ranked(SizedPool):
         Evicting all that is too many at once leaves what evicting one after each arrival would.
         """
         return self.fold_by(
-            lambda n, slots, by: select_highest(n, slots.held, *by), held, new, fold
+            lambda n, slots, by: select_highest(n, slots.held, *by, alike=self.tie_margin),
+            held,
+            new,
+            fold,
         )
 
     def fold_by(self, choose: Choose, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
@@ -155,13 +165,15 @@ def _find_wrong(score: object, slots: Slots) -> str | None:
     return None
 
 
-def select_highest(n: int, among: Tensor, *scores: Tensor) -> Tensor:
+def select_highest(n: int, among: Tensor, *scores: Tensor, alike: float = ALIKE) -> Tensor:
     """Select the `n` slots of the highest score [batch, kv_heads, slots], bool; of equal the first.
 
     Args:
         n: how many, at most; slots whose first score is `-inf` are left out even if there is room.
         among: the slots to select from [batch, kv_heads, slots], bool.
         scores: [batch, kv_heads, slots] each; the second decides where the first is equal.
+        alike: scores count as equal to the lowest that stays if they differ from it by no more than
+            this share of it.
     """
     first = scores[0].masked_fill(~among, -torch.inf)
     count = first.shape[2]
@@ -170,17 +182,25 @@ def select_highest(n: int, among: Tensor, *scores: Tensor) -> Tensor:
     # Finding the lowest score that stays takes a fraction of the time of sorting them all. Slots
     # that are equal to it by one score are told apart by the next.
     last = first.kthvalue(count - n + 1, dim=2, keepdim=True).values
-    best, equal = first > last, first == last
+    best, equal = _compare(first, last, alike)
     room = n - best.sum(dim=2, keepdim=True)
     for score in scores[1:]:
         most = int(room.max()) if room.device.type == "cpu" else n
         ranks = score.masked_fill(~equal, -torch.inf).topk(most, dim=2).values
-        last = ranks.gather(2, room - 1)
-        best |= equal & (score > last)
-        equal &= score == last
+        above, same = _compare(score, ranks.gather(2, room - 1), alike)
+        best |= equal & above
+        equal &= same
         room = n - best.sum(dim=2, keepdim=True)
     best |= equal & (equal.cumsum(dim=2) <= room)
     return best & ~first.isneginf()
+
+
+def _compare(score: Tensor, last: Tensor, alike: float) -> tuple[Tensor, Tensor]:
+    """(Whether a score is above the last that stays, whether it is equal to it), bool."""
+    # An infinite score is equal to itself alone: infinity times anything is no margin.
+    margin = (last.abs() * alike).masked_fill(last.isinf(), 0.0)
+    above = score > last + margin
+    return above, ~above & (score >= last - margin)
 
 
 def pool_neighbors(votes: Tensor, position: Tensor, kernel: int, *, average: bool) -> Tensor:

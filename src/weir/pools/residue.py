@@ -166,7 +166,9 @@ GATES = (1.0, 0.75, 0.5, 0.25, 0.0)
 LEAST = 1e-6
 """Shares of attention below count as this: a query that read nothing else has no better answer."""
 ROUNDING = 1e-5
-"""An answer that is off by so much of itself may be off by rounding."""
+"""An answer that is off by so much of itself may be off by rounding, and so may a share of
+attention that is what others leave of 1.
+"""
 
 
 def measure_misled(
@@ -180,8 +182,12 @@ def measure_misled(
     """
     old_above, old_below = _part(read.attention(held, window), held)
     above, below = _part(read.attention(new, window), new)
-    rest_above = read.answers[:, :, :, -window:].float() - old_above - above
     rest_below = 1 - old_below - below
+    # A query that read nothing else leaves the rounding of this difference, which must not be taken
+    # for an answer: divided by what the gate lowers, it would choose between gates that are equal.
+    alone = rest_below <= ROUNDING
+    rest_above = read.answers[:, :, :, -window:].float() - old_above - above
+    rest_above, rest_below = (t.masked_fill(alone, 0.0) for t in (rest_above, rest_below))
     truth = (rest_above + above) / (rest_below + below).clamp_min(LEAST)
     above, below = _part(read.would_attend(means)[:, :, :, -window:], means)
 

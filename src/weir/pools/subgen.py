@@ -285,9 +285,12 @@ class Clusters:
         done = torch.zeros_like(self.used)
         distances = self._distances(keys)
         while True:
-            near, nearest = distances.min(dim=3)
+            near = distances.amin(dim=3)
+            # Of equally near clusters the first. An infinite distance is equal to itself.
+            most = near * (1 + kernels.ALIKE)
+            nearest = (distances <= most[..., None]).to(torch.uint8).argmax(dim=3)
             waits = (step >= done) & (weight > 0)
-            alone = waits & (near > self.delta[..., None])
+            alone = waits & (near > self.delta[..., None] * (1 + kernels.ALIKE))
             stop = step.where(alone, n).amin(dim=2, keepdim=True)
             # Lines 14 to 18.
             joins = weight.where(waits & (step < stop), 0.0)
@@ -344,7 +347,7 @@ class Clusters:
         smallest = between.amin(dim=(2, 3)).minimum(near[..., 0])
         wider = torch.where(self.delta > 0, 2 * self.delta, smallest)
         self.delta = torch.where(full[..., 0], wider, self.delta)
-        close = (between <= self.delta[..., None, None]) & full[..., None]
+        close = (between <= self.delta[..., None, None] * (1 + kernels.ALIKE)) & full[..., None]
         close &= (self.count > 0)[..., None] & (step > step[:, None])
         goes = step.expand(self.count.shape).clone()
         gone = torch.zeros_like(self.count, dtype=torch.bool)

@@ -106,7 +106,7 @@ class Tail(SizedPool, Sample):
         both = old.join(new)
         said = torch.cat([state["said"][:, :, : len(held)], self._said(new, fold)], dim=2)
         priority = (said - self.draw(both, fold).log()).masked_fill(~both.held, -torch.inf)
-        stays = select_highest(self.n, both.held, priority)
+        stays = select_highest(self.n, both.held, priority, alike=0.0)
         best_gone = priority.masked_fill(stays, -torch.inf).amax(dim=2)
         state["threshold"] = state["threshold"].maximum(best_gone)
         kept = both.only(stays)

@@ -32,6 +32,11 @@ class Heads:
     value_dim: int
     dtype: torch.dtype
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's keys and values, as transformers' `DynamicCache` holds them."""
+        return self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class SlabSpec:

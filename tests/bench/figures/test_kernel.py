@@ -18,12 +18,12 @@ def test_without_a_gpu_the_figure_is_skipped() -> None:
 
 def test_without_a_kernel_the_figure_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(kernels.VARIABLE, "reference")
-    with pytest.raises(Skipped, match=r"no decode kernel on cpu.*weir-kv\[gpu\]"):
+    with pytest.raises(Skipped, match=r"no decode kernel on cpu.*\.\[gpu\]"):
         reached(torch.device("cpu"), 1, 8, rounds=1)
 
 
 def test_both_bandwidths_are_of_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton", reason="not installed: pip install 'weir-kv[gpu]'")
+    pytest.importorskip("triton", reason="not installed: pip install '.[gpu]'")
     if torch.cuda.is_available():
         pytest.skip("on a GPU the kernel is compiled and the CPU has no interpreter")
     monkeypatch.setenv(kernels.VARIABLE, "triton")

@@ -13,7 +13,7 @@ from weir.cache.plan import plan_forward
 from weir.policies.grammar import policy
 from weir.slab import AttentionParams, LayerPositions, Rotary
 
-pytest.importorskip("numba", reason="not installed: pip install 'weir-kv[fast]'")
+pytest.importorskip("numba", reason="not installed: pip install '.[fast]'")
 DIM = 32
 PARAMS = AttentionParams(DIM**-0.5)
 

@@ -22,7 +22,7 @@ ARC = {
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A data set with a split `test` of three questions as the Hub has them."""
-    pytest.importorskip("datasets", reason='datasets is not installed: "weir-kv[eval]"')
+    pytest.importorskip("datasets", reason='datasets is not installed: ".[eval]"')
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     data = tmp_path / "arc"
     data.mkdir()

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 import weir
+from weir.cache import size_of
 from weir.errors import WeirError
 from weir.evals.fitting import budget_in
 from weir.evals.grid.grid import Grid, make_grid, pools_of
@@ -177,3 +178,14 @@ def test_quantized_policies_have_the_budgets_of_those_inside():
 )
 def test_only_a_name_stands_for_pools_however_pools_are_spelled(policy, pools):
     assert pools_of(policy) == pools
+
+
+def test_a_pipe_that_is_larger_than_the_memory_is_refused_by_name():
+    pipe, asked = "sink(4) | recent(300)", {"models": ["nano"], "tasks": "recall"}
+    takes = size_of(skeleton("nano"), pipe).stream
+    cells = make_grid(**asked, policies=f"{pipe}, h2o", memory=[900_000, takes]).cells
+    assert cells[0].policy == pipe
+    with pytest.raises(WeirError, match=r"^sink\(4\) \| recent\(300\) on nano takes"):
+        make_grid(**asked, policies=f"h2o, {pipe}", memory=[takes - 1])
+    with pytest.raises(WeirError, match=r"^weir\(budget=448, slots=exact\) on nano takes"):
+        make_grid(**asked, policies="weir(budget=448, slots=exact)", memory=[900_000])

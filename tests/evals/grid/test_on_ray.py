@@ -23,7 +23,7 @@ def without_times(path: Path) -> list[dict[str, object]]:
 @pytest.fixture(scope="module")
 def local():
     """A cluster of this machine's own, started once for all tests."""
-    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'weir-kv[ray]'")
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     on_ray("local")  # settles how Ray's workers run
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield ray
@@ -86,13 +86,13 @@ def test_a_worker_that_always_dies_is_given_up(tmp_path, monkeypatch, local):
 
 @pytest.mark.parametrize("address", ["nowhere", "host", ":99", "a:b", "ray://x"])
 def test_what_is_no_address_is_refused(address):
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'weir-kv[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     with pytest.raises(WeirError, match=r"--cluster takes 'local', 'host:port'"):
         on_ray(address)
 
 
 def test_a_cluster_that_does_not_answer_is_one_clear_line():
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'weir-kv[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # nobody listens there
         port = taken.getsockname()[1]
@@ -102,5 +102,5 @@ def test_a_cluster_that_does_not_answer_is_one_clear_line():
 
 def test_without_ray_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(WeirError, match=r"needs ray.*pip install 'weir-kv\[ray\]'"):
+    with pytest.raises(WeirError, match=r"needs ray.*pip install '\.\[ray\]'"):
         on_ray("local")

@@ -23,6 +23,7 @@ from weir.evals.results import failures
 from weir.evals.results.file import read_results
 from weir.evals.results.naming import read_together
 from weir.evals.task import TASKS, Better, Subject, Task
+from weir.models.head_facts import HeadFacts
 from weir.policies import NAMED, Policy
 
 
@@ -349,3 +350,36 @@ def test_steps_of_a_model_are_compiled_once_for_all_of_its_cells(tmp_path, monke
         subject_of(replace(cell, compiled=True))
     load_model.cache_clear()
     assert compiled == [llama]
+
+
+@dataclass(frozen=True)
+class Streams(Task):
+    """Makes a stream."""
+
+    name: ClassVar[str] = "streams"
+    metrics: ClassVar[dict[str, Better]] = {"score": "higher"}
+
+    def run(self, subject: Subject, progress: Any) -> dict[str, Any]:
+        subject.stream()
+        return {"score": 1.0, "kv_bytes": 7}
+
+
+@pytest.mark.parametrize(
+    ("shift", "ran", "not_ran"), [(0.0, "int4", "int8"), (9.0, "int8", "int4")]
+)
+def test_a_record_has_the_pools_that_ran(tmp_path, toys, monkeypatch, llama, shift, ran, not_ran):
+    monkeypatch.setitem(TASKS, "streams", Streams)
+    facts = HeadFacts(((0.0,) * llama.config.num_key_value_heads,) * len(llama.model.layers), shift)
+    monkeypatch.setattr("weir.cache.default_policy.find_head_facts", lambda model: facts)
+    policies = "weir(budget=40), streaming_llm(20), sink(2)|recent(8)"
+    asked = make_grid(["m"], "streams", policies)
+    records = run(asked, tmp_path / "r.jsonl")
+    assert ran in records[0]["pools"]
+    assert not_ran not in records[0]["pools"]
+    stands_for = asked.cells[0].pools  # int4, as the name alone says
+    assert records[0].get("stands_for", records[0]["pools"]) == stands_for
+    assert ("stands_for" in records[0]) == (ran == "int8")
+    assert (records[1]["pools"], "stands_for" in records[1]) == ("sink(4) | recent(16)", False)
+    assert "pools" not in records[2]
+    _, together = read_together([tmp_path / "r.jsonl"])
+    assert [record["policy"] for record in together] == [cell.policy for cell in asked.cells]

@@ -166,7 +166,7 @@ def test_many_heads_share_rows_of_the_table():
 def test_without_scikit_learn_the_extra_is_named(nano, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
     monkeypatch.setitem(sys.modules, "sklearn.manifold", None)
-    with pytest.raises(WeirError, match=r"pip install 'weir-kv\[inspect\]'"):
+    with pytest.raises(WeirError, match=r"pip install '\.\[inspect\]'"):
         section(Inspection(*nano, "nano", TEXT))
 
 

@@ -18,6 +18,7 @@ import weir
 from weir.errors import WeirError
 from weir.evals import perplexity as module
 from weir.evals.perplexity import PerplexityMeter, read
+from weir.evals.report import whole_blocks
 from weir.models.loading import ASSETS
 from weir.stream.text import encode
 
@@ -95,6 +96,16 @@ def test_blocks_add_up_to_the_whole_however_text_blocks_and_steps_lie(length, bl
     assert found.scored == len(known)
     assert found.ppl == pytest.approx(math.exp(sum(known) / len(known)), rel=off(2))
     assert len(found.pace) == math.ceil(length / step)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "last", "whole"), [(650, 50, [0, 1, 2]), (600, 200, [0, 1, 2]), (150, 150, [0])]
+)
+def test_a_last_block_that_is_short_says_so_and_is_not_compared(tokens, last, whole):
+    found = read(Constant(), torch.ones(tokens, dtype=torch.int64), block=200)
+    assert found.last_block == found.as_json()["last_block"] == last
+    blocks = found.ppl_by_block
+    assert whole_blocks(blocks, tokens, 200) == [blocks[n] for n in whole]
 
 
 def test_the_cache_is_weighed_after_every_block():
@@ -192,6 +203,7 @@ def test_every_figure_has_a_name_in_json():
         "policy",
         "tokens",
         "block",
+        "last_block",
         "ppl",
         "ppl_by_block",
         "kv_bytes",

@@ -17,7 +17,7 @@ from weir.evals.task import Subject
 from weir.evals.tasks.longbench import LongBench, without_middle
 
 for package in ("lm_eval", "jieba", "fuzzywuzzy", "rouge"):
-    pytest.importorskip(package, reason=f'{package} is not installed: "weir-kv[eval]"')
+    pytest.importorskip(package, reason=f'{package} is not installed: ".[eval]"')
 
 DATA = Path(__file__).parents[2] / "data" / "evals"
 HOTPOT, TREC = DATA / "hotpotqa_e.jsonl", DATA / "trec.jsonl"
@@ -125,5 +125,5 @@ def test_what_is_not_in_the_format_is_named(tmp_path: Path) -> None:
 
 def test_a_missing_package_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "jieba", None)
-    with pytest.raises(WeirError, match=r"needs jieba.*pip install 'weir-kv\[eval\]'"):
+    with pytest.raises(WeirError, match=r"needs jieba.*pip install '\.\[eval\]'"):
         LongBench(file=str(HOTPOT)).run(stranger(), quiet)

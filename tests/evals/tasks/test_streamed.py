@@ -105,7 +105,6 @@ def test_perplexity_is_that_of_a_plain_forward_over_all_and_by_book(nano, two_bo
     assert told[-1] == 1.0
 
 
-@pytest.mark.slow
 def test_perplexity_of_cache_configurations_is_in_the_order_of_table_1(nano):
     found = {
         policy: Perplexity(tokens=1500).run(subject(nano, policy), silent)["ppl"]

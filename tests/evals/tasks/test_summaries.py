@@ -16,8 +16,8 @@ from weir.errors import WeirError
 from weir.evals.answers import GeneratedAnswer
 from weir.evals.tasks.summary import Summary
 
-pytest.importorskip("rouge_score", reason='rouge-score is not installed: "weir-kv[eval]"')
-pytest.importorskip("sacrebleu", reason='sacrebleu is not installed: "weir-kv[eval]"')
+pytest.importorskip("rouge_score", reason='rouge-score is not installed: ".[eval]"')
+pytest.importorskip("sacrebleu", reason='sacrebleu is not installed: ".[eval]"')
 
 from weir.evals.scores import rouge_scores, self_bleu
 

@@ -157,7 +157,6 @@ POOLS = [
 
 
 @pytest.mark.parametrize(("pool", "chunk", "length", "share", "weighted"), POOLS)
-@pytest.mark.thinned(3)
 def test_it_holds_what_a_naive_loop_holds(pool, chunk, length, share, weighted):
     compare(pool, chunk, length, share, weighted)
 
@@ -446,7 +445,6 @@ def naive_pipe(pool: Balance, length: int, scale: float) -> Callable[..., Any]:
     ("text", "positions", "chunk"),
     [(SMALL, "rolling", 5), (SMALL, "original", 1), (FLAT, "rolling", 3), (APART, "original", 5)],
 )
-@pytest.mark.thinned(4)
 def test_a_model_reads_on_as_the_naive_loop_does(llama, ids, naive, text, positions, chunk):
     tokens = ids(1, 100)
     cache = weir.StreamingCache(llama, text, chunk=chunk, positions=positions)

@@ -50,7 +50,6 @@ def pieces():
     return measure
 
 
-@pytest.mark.slow
 def test_errors_are_below_those_of_uniform_samples(errors):
     rates = RATES[::2]
     rows, means = errors([UNIFORM, "balancekv", AUTHORS], rates, 2048, 10)
@@ -66,7 +65,6 @@ def test_errors_are_below_those_of_uniform_samples(errors):
             assert mine.error < other.error + 2 * spread
 
 
-@pytest.mark.slow
 def test_errors_fall_with_the_size_of_blocks(errors):
     names = [f"balancekv(block={size})" for size in (8, 32, 128)]
     _, means = errors(names, (1 / 4,), 4096, 3)
@@ -74,7 +72,6 @@ def test_errors_fall_with_the_size_of_blocks(errors):
     assert small > middle > large
 
 
-@pytest.mark.slow
 def test_keeping_what_points_away_lowers_errors_within_the_window(pieces):
     # Texts of 512 tokens, as long as nano's window, as in docs/methods/samples.md.
     away = "balancekv(outliers=0.33)"

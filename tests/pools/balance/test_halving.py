@@ -100,7 +100,6 @@ def test_the_other_rules_do_not(how):
         (Halving("pairs", gamma=0.0), 64, 1.0),
     ],
 )
-@pytest.mark.thinned(2)
 def test_what_they_lose_of_all_weight(how, tokens, share):
     keys, values = gaussian(tokens)
     _, _, b = halves(how, keys, values, 2000)
@@ -151,7 +150,6 @@ def test_halves_of_gaussian_keys_are_more_alike_than_by_a_coin():
     assert discrepancy(Halving(gamma=None), keys, values) > 0.95 * coin
 
 
-@pytest.mark.slow
 def test_halves_of_real_keys_are_more_alike_than_by_a_coin():
     model, tokenizer = weir.load("nano")
     book = read_text("src/weir/assets/war-and-peace.txt.xz")[:4000]

@@ -138,7 +138,6 @@ UNBOUNDED = SubGen(samples=6, clusters=None, per_cluster=3, delta=7.0)
         (SubGen(3, None, 2, delta=2.0, exact=False), 9, 300, 1.0, True),
     ],
 )
-@pytest.mark.thinned(5)
 def test_it_holds_what_a_naive_loop_holds(pool, chunk, length, share, weighted):
     flow = lumps(2, 2, length)
     flow.weights = weights if weighted else None
@@ -428,7 +427,6 @@ def naive_pipe(pool: SubGen, length: int) -> Callable[..., Any]:
 
 @pytest.mark.parametrize(("positions", "chunk"), [("rolling", 5), ("original", 1)])
 @pytest.mark.parametrize("text", [SMALL, OPEN])
-@pytest.mark.thinned(2)
 def test_a_model_reads_on_as_the_naive_loop_does(llama, ids, text, positions, chunk):
     tokens = ids(1, 100)
     cache = weir.StreamingCache(llama, text, chunk=chunk, positions=positions)

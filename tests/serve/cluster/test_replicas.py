@@ -11,7 +11,7 @@ import pytest
 
 from weir.errors import WeirError
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'weir-kv[cluster]'")
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[cluster]'")
 running = pytest.importorskip("weir.serve.cluster.running")
 
 POLICY = "sink(4) | recent(60)"

@@ -125,6 +125,7 @@ class LayerSpec:
         heads: the layer's KV heads that are meant, in ascending order; None for all.
         output: the projection of the layer's output; None if not known.
         gate: the layer's gate; None if no pool reads it.
+        dense: whether the cache keeps every token that layers see, as the model computes it.
     """
 
     pipe: Pipe
@@ -136,6 +137,19 @@ class LayerSpec:
     heads: tuple[int, ...] | None = None
     output: Output | None = field(default=None, compare=False)
     gate: Gating | None = field(default=None, compare=False)
+    dense: bool = False
+
+    def dense_bytes(self, heads: Heads, tokens: int) -> int | None:
+        """Return the bytes in which transformers would hold one row of `tokens` tokens, if the
+        cache is `dense`; None for all others.
+
+        A layer that slides over a window holds one token less than the window there.
+        """
+        if not self.dense:
+            return None
+        window = self.positions.window
+        held = tokens if window is None else min(tokens, window - 1)
+        return held * heads.token_bytes
 
     @property
     def front_moves(self) -> bool:
@@ -266,6 +280,18 @@ class LayerState:
     def __init__(self, spec: LayerSpec) -> None:
         self.spec = spec
         self.reset()
+
+    def nbytes(self, columns: int) -> int:
+        """Return the bytes of the slots of all rows; 0 before the first token.
+
+        They are those of the slab, which never changes its size. In a cache that keeps every token
+        they are what transformers would hold of `columns` tokens and padding: the slab of such a
+        cache grows in leaps, and has positions and weights that plain attention does not need.
+        """
+        if self.slab is None:
+            return 0
+        dense = self.spec.dense_bytes(self.slab.heads(1), columns)
+        return self.slab.nbytes if dense is None else self.slab.keys.shape[0] * dense
 
     def reset(self) -> None:
         """Drop all rows and free the slots."""

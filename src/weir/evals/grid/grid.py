@@ -14,9 +14,9 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from weir.cache import Positions, Prefill, check_origin
+from weir.cache import Positions, Prefill, check_origin, depends_on_weights
 from weir.errors import WeirError, suggest
-from weir.evals.fitting import fit_to_memory
+from weir.evals.fitting import check_fixed, fit_to_memory
 from weir.evals.notation import read_policies, read_tasks, takes_budget, with_budget
 from weir.evals.results import read_results
 from weir.evals.task import Task
@@ -181,7 +181,8 @@ def make_grid(
         budgets: inserted into each policy that takes a budget and was written without one.
         memory: instead of budgets, bytes of one stream's cache: each model gets the largest budget
             that fits, within the model's window. Weights are loaded for `weir` alone, which gets
-            slots of 8 bits on models that do not bear 4.
+            slots of 8 bits on models that do not bear 4. A policy with slots of its own has to fit
+            into the largest of them; `dense` and others without a limit run as they are.
         seeds: every cell runs with each seed; deterministic cells run with the first alone.
         paper: a protocol's name.
         chunk: tokens between two folds; by default the protocol's, or 64.
@@ -224,18 +225,23 @@ def make_grid(
 
     def sizing(name: str, policy: str) -> PreTrainedModel:
         """The model by which a policy is sized; with its weights where these decide its slots."""
-        call = parse_call(policy)
-        if isinstance(models, Mapping) or call is None or call.name != "weir":
+        if isinstance(models, Mapping) or not _by_weights(policy):
             return shape_of(name)
         return load_model(name, how, compiled)[0]
 
     def sized(model: str, policy: str) -> list[tuple[str, int | None, int | None]]:
         """A policy with each budget in it, the budget, and the memory that it was made for."""
         if not (budgets or memory) or not takes_budget(policy):
+            if memory:
+                room, shape = max(memory), sizing(model, policy)
+                check_fixed(shape, policy, room, folds, model, rules.positions)
             return [(policy, None, None)]
         found = [(with_budget(policy, budget), budget, None) for budget in budgets]
         fitting = [
-            (*fit_to_memory(sizing(model, policy), policy, room, folds, model), room)
+            (
+                *fit_to_memory(sizing(model, policy), policy, room, folds, model, rules.positions),
+                room,
+            )
             for room in memory
         ]
         return [*found, *fitting]
@@ -289,6 +295,17 @@ def _each(policies: str, slots: str | None) -> list[str]:
     words = [every if word.strip() == "all" else word for word in policies.split(",")]
     found = read_policies(",".join(words))
     return found if slots is None else [str(with_slots(parse_policy(one), slots)) for one in found]
+
+
+def _by_weights(policy: str) -> bool:
+    """Whether a model's weights decide on the slots of a policy, which may lack its budget."""
+    call = parse_call(policy)
+    if call is not None and call.name == "weir":
+        return True
+    try:
+        return depends_on_weights(parse_policy(policy))
+    except WeirError:  # it has no budget yet
+        return False
 
 
 def _is_random(setting: Task, policy: str) -> bool:

@@ -102,7 +102,8 @@ def measure(
     begun = time.perf_counter()
     try:
         task = cell.the_task()
-        result = task.run(subject_of(cell, models or {}), progress)
+        subject = subject_of(cell, models or {})
+        result = task.run(subject, progress)
         metric, better = next(iter(task.metrics.items()))
         value = result.get(metric)
         if value is not None and not math.isfinite(value):
@@ -115,14 +116,23 @@ def measure(
             "kv_bytes": result.get("kv_bytes"),
             "result": result,
         }
+        if cell.pools is not None:
+            ran = subject.ran.get(str(subject.policy), subject.policy.stands_for)
+            found = {"pools": ran, **found}
     except Exception as error:
         found = {"status": "failed", "reason": failure_reason(error)}
     return record_of(number, cell, {**found, "seconds": round(time.perf_counter() - begun, 3)})
 
 
 def record_of(number: int, cell: Cell, found: dict[str, Any]) -> CellRecord:
-    """The record of a cell: everything that decides on its figures, and what was found."""
+    """The record of a cell: everything that decides on its figures, and what was found.
+
+    Of a policy with a name, "pools" has those that ran, and "stands_for" those that the name stands
+    for whatever the model, if these are others.
+    """
     facts = cell.as_json()
+    if facts.get("pools") != found.get("pools", facts.get("pools")):
+        facts["stands_for"] = facts["pools"]
     setting = facts.pop("task")
     name = setting.partition("(")[0]
     return {"cell": number, "task": name, "setting": setting, "weir": __version__, **facts, **found}

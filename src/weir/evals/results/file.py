@@ -51,7 +51,7 @@ def check_cell(line: JsonRecord, cells: int) -> None:
     if "protocol" not in line:
         raise line.wrong("protocol", "is missing")
     checks: dict[str, Callable[[str], object]] = {
-        **dict.fromkeys(("protocol", "positions", "pools"), line.text),
+        **dict.fromkeys(("protocol", "positions", "pools", "stands_for"), line.text),
         **dict.fromkeys(("chunk", "budget", "memory"), line.count),
         "loading": line.record,
         "compiled": line.flag,

@@ -74,21 +74,32 @@ def _slots(policy: str) -> str:
 
 
 def distinguish_pools(records: Sequence[CellRecord]) -> list[CellRecord]:
-    """Rename policies of records by their pools, if they say them, where one name has several."""
+    """Rename policies of records by the pools that their names stand for, if they say them, where
+    one name has several.
+    """
     meant: dict[str, set[str]] = {}
     for record in records:
-        pools = record.get("pools")
+        pools = _stands_for(record)
         meant.setdefault(record["policy"], set()).update([] if pools is None else [pools])
     return [
-        {**one, "policy": one.get("pools") or one["policy"]}
+        {**one, "policy": _stands_for(one) or one["policy"]}
         if len(meant[one["policy"]]) > 1
         else one
         for one in records
     ]
 
 
-DECIDING = ("model", "setting", "policy", "pools", "seed", "protocol", "chunk", "positions")
-"""Fields that distinguish measurements."""
+def _stands_for(record: CellRecord) -> str | None:
+    """The pools that a record's policy stood for, whatever the model; None if it does not say.
+
+    Files from before "stands_for" have them under "pools", which are now those that ran.
+    """
+    found: str | None = record.get("stands_for", record.get("pools"))
+    return found
+
+
+DECIDING = ("model", "setting", "policy", "seed", "protocol", "chunk", "positions")
+"""Fields that distinguish measurements, beside what a policy's name stands for."""
 
 
 def read_together(paths: Sequence[Path]) -> tuple[int, list[CellRecord]]:
@@ -103,7 +114,7 @@ def read_together(paths: Sequence[Path]) -> tuple[int, list[CellRecord]]:
         grid, records = read_results(path)
         cells += len(grid["cells"])
         for record in name_loading(records):
-            key = tuple(record.get(name) for name in DECIDING)
+            key = (*(record.get(name) for name in DECIDING), _stands_for(record))
             cells -= key in found
             found[key] = _merge_pair(found[key], (record, path)) if key in found else (record, path)
     return cells, name_records([record for record, _ in found.values()])

@@ -22,6 +22,7 @@ from weir.evals.report import (
     needs_log_scale,
     style_axes,
     svg_figure,
+    whole_blocks,
 )
 from weir.evals.results.file import CellRecord, failures, unique
 from weir.evals.results.naming import read_together
@@ -173,7 +174,7 @@ def plot_pareto(records: Sequence[CellRecord], label: str) -> str | None:
 
 
 def plot_along(records: Sequence[CellRecord]) -> str | None:
-    """Plot perplexity by block of a text, a line per policy; None without blocks.
+    """Plot perplexity by whole block of a text, a line per policy; None without blocks.
 
     Only the first seed of the records is drawn, which are of one model and setting.
     """
@@ -186,7 +187,7 @@ def plot_along(records: Sequence[CellRecord]) -> str | None:
         every = []
         for number, ((policy,), mine) in enumerate(of_policy.items()):
             result = mine[0]["result"]
-            values = result["ppl_by_block"]
+            values = whole_blocks(result["ppl_by_block"], result["tokens"], result["block"])
             edges = [min(i * result["block"], result["tokens"]) for i in range(len(values) + 1)]
             middles = [(a + b) / 2 for a, b in itertools.pairwise(edges)]
             # Markers of many blocks would merge into one band.

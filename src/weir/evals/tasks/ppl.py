@@ -39,9 +39,9 @@ class Perplexity(Task):
         """Read the stream once and measure perplexity.
 
         Returns:
-            "ppl", "tokens", "nll" (mean, nats), "block", "ppl_by_block", "by_book" (of each book
-            its "tokens" and "ppl"; the first token of the stream is predicted by nothing and counts
-            nowhere), "kv_bytes".
+            "ppl", "tokens", "nll" (mean, nats), "block", "ppl_by_block", "last_block" (tokens of
+            the last block, which may be fewer), "by_book" (of each book its "tokens" and "ppl"; the
+            first token of the stream is predicted by nothing and counts nowhere), "kv_bytes".
         """
         books = read_stream(subject.tokenizer, self.text, self.tokens, self.start)
         meter = PerplexityMeter(subject.stream(), self.block)
@@ -61,6 +61,7 @@ class Perplexity(Task):
             "tokens": meter.tokens,
             "nll": meter.nll / meter.scored,
             "block": self.block,
+            "last_block": meter.last_block,
             "ppl_by_block": meter.ppl_by_block,
             "by_book": by_book,
             "kv_bytes": largest,

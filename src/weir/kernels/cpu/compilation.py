@@ -47,11 +47,18 @@ def compile_kernel(
     return kernel
 
 
-def compile_callback(function: Callable[[int], None]) -> Any:
-    """The function of an address in machine code, as C calls it; kept for the next process."""
-    callback: Any = CFunc(function, ((types.uintp,), types.void), {}, {"nopython": True})
+def compile_callback(function: Callable[..., None], arguments: int = 1, name: str = "") -> Any:
+    """The function of some integers in machine code, as C calls it; kept for the next process.
+
+    Args:
+        function: in the part of Python that numba knows.
+        arguments: how many it takes, addresses or other integers of 64 bits.
+        name: tells it from others of the same Python code, which differ in what they call.
+    """
+    kinds = (types.uintp,) * arguments
+    callback: Any = CFunc(function, (kinds, types.void), {}, {"nopython": True})
     with suppress(RuntimeError, AttributeError):
-        callback._cache = _CodeCache(function)
+        callback._cache = _CodeCache(function, name)
     callback.compile()
     return callback
 
@@ -81,12 +88,20 @@ class _CodeCache(FunctionCache):  # type: ignore[misc, unused-ignore]
     code on disk would outlive an upgrade that mends those.
     """
 
-    def __init__(self, function: Callable[..., None]) -> None:
+    def __init__(self, function: Callable[..., None], name: str = "") -> None:
         super().__init__(function)
+        self._named = name
         path = Path(function.__code__.co_filename)
         stamp = self._impl.locator.get_source_stamp(), source_digest(path)
-        base = Path(self.cache_path, self._impl.filename_base)
+        base = Path(self.cache_path, self._impl.filename_base + (f"-{name}" if name else ""))
         self._cache_file = _CodeFiles(base, _digest((numba.__version__, stamp)))
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        # numba takes what a closure holds into the key, and functions that emit code have another
+        # representation in every process.
+        if self._named:
+            return sig, codegen.magic_tuple(), self._named
+        return super()._index_key(sig, codegen)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """The code for some types; None where there is none on disk, or it is broken."""
@@ -197,6 +212,7 @@ def _arrays_of(number: Any) -> Callable[..., Any]:
 
 
 floats_at, shorts_at, bytes_at = map(_arrays_of, (types.float32, types.int16, types.int8))
+ubytes_at = _arrays_of(types.uint8)
 longs_at, doubles_at, ints_at = map(_arrays_of, (types.int64, types.float64, types.int32))
 
 

@@ -43,6 +43,7 @@ from weir.kernels.cpu.vectors import (
     store_at,
     transpose,
 )
+from weir.kernels.dispatch import ALIKE
 
 _WORTH_A_THREAD = 2**26
 """Differences below which a thread of their own costs more than it saves."""
@@ -56,6 +57,19 @@ _SHARE = 5
 """All distances are made if at least one key in this many is picked: the tiles take about a quarter
 of the time for each, and make those to keys that are picked early too.
 """
+
+
+_NEAR_ENOUGH = np.float32(1 - ALIKE)
+
+
+@njit(nogil=True)
+def _first_as_far(reach: np.ndarray, at: int) -> int:
+    """The first key that is as far as the farthest, which is `at`, or nearer by rounding only."""
+    enough = reach[at] * _NEAR_ENOUGH
+    for place in range(at):
+        if reach[place] >= enough:
+            return place
+    return at
 
 
 # --- few picks of many keys
@@ -101,6 +115,7 @@ def _pick(
             at = 0
             while bits[at] != largest:
                 at += 1
+            at = _first_as_far(reach, at)
             order[head, places[at]] = done
             square[:left] = 0.0
             # Eight dimensions at a time: `square` is read and written an eighth as often.
@@ -261,6 +276,7 @@ def _pick_of_pairs(
         for done in range(wanted[head]):
             if largest < 0.0:
                 break
+            at = _first_as_far(reach, at)
             order[head, at] = done
             reach[at] = -1.0
             line = distances[at].ctypes.data

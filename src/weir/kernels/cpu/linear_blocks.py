@@ -1,13 +1,13 @@
-"""Products with weights in GGUF's blocks of 32 numbers of 8 or 4 bits on the CPU.
+"""Products with weights in blocks of 32 numbers of few bits, as GGUF files have them, on the CPU.
 
 Rows are quantized to 8 bits, block by block, and multiplied as whole numbers, which are added up by
 fours: with AVX-512 VNNI 64 products an instruction, with AVX2 32 in a few. What llama.cpp does with
-these formats too; it is the only way in which a processor multiplies several rows faster than in
+these types too; it is the only way in which a processor multiplies several rows faster than in
 float32, and one row at the pace of memory. Whole sums are exact, so both ways give the same.
 
-A weight lies in *panels* of 16 outputs, so that sums of 16 outputs are one vector or two: of each
-block first the numbers 0 to 3 of all outputs, then 4 to 7. With 4 bits a byte has the number of
-group `g` below and that of group `g + 4` above.
+`weir.kernels.block_formats` says how a weight lies in memory: in *panels* of 16 outputs, so that
+sums of 16 outputs are one vector or two. Each type has a function, which is compiled when the first
+weight of the type is multiplied; others call it by its address.
 
 Roofline: the larger of the weight's bytes over the bandwidth of memory, and 128 operations a cycle
 (AVX2: 64).
@@ -16,6 +16,8 @@ Roofline: the larger of the weight's bytes over the bandwidth of memory, and 128
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import llvmlite.binding
@@ -26,13 +28,21 @@ from numba import njit
 from numba.core.cgutils import alloca_once, alloca_once_value, for_range
 from torch import Tensor
 
-from weir.kernels.cpu.compilation import compile_kernel, floats_at, keep, longs_at
+from weir.kernels.block_formats import BLOCK, BLOCK_TYPES, PANEL, QUADS, SHARED, BlockFormat
+from weir.kernels.cpu.compilation import (
+    compile_callback,
+    compile_kernel,
+    floats_at,
+    keep,
+    longs_at,
+)
 from weir.kernels.cpu.threads import PARTS, TeamKernel, take_part, threads_for
 from weir.kernels.cpu.vectors import (
     BYTE,
     FLOAT,
     INT,
     LONG,
+    add_product,
     broadcast,
     call_for_each,
     constant,
@@ -45,13 +55,13 @@ from weir.kernels.cpu.vectors import (
     shuffle,
     store_at,
     switch,
+    vector_at,
+    widen,
 )
-from weir.kernels.dispatch import BLOCK, PANEL
 
 LEAST_TOGETHER, MOST_TOGETHER = 32, 64
 """Rows that a thread rounds and takes through a weight: few stay near, many read it seldom."""
-_GROUPS = BLOCK // 4
-_HALF = ir.HalfType()
+_HALF, SHORT = ir.HalfType(), ir.IntType(16)
 _WORTH_A_THREAD = 2**16
 """Products of numbers below which a thread of their own costs more than it saves."""
 _AHEAD = 2**12
@@ -68,6 +78,10 @@ _LANES = PANEL if _VNNI else PANEL // 2
 """Whole sums of a vector."""
 TOGETHER = 8 if _VNNI else 4
 """Rows multiplied at once, at most: so many whole sums of a panel fit into registers."""
+_CHAINS = 2 if _VNNI else 1
+"""Sums of each output of numbers: one waits for what was added before. As many for all numbers of
+rows, so that a row has the same answer alone and among others.
+"""
 _INTS, _SHORTS, _BYTES = (ir.VectorType(ir.IntType(32 // n), n * _LANES) for n in (1, 2, 4))
 
 
@@ -100,69 +114,123 @@ def _instruction(builder: ir.IRBuilder, name: str, result: Any, *given: Any) -> 
 
 
 class _WholeSums:
-    """Whole sums of a block's codes times the numbers of some rows.
+    """Whole sums of codes times the numbers of some rows, over the numbers that share a scale.
 
-    VNNI adds unsigned codes times signed numbers, by fours, in 32 bits. AVX2 adds pairs of them in
-    16 bits. Those of codes of 4 bits stay there until a block is done. Of 8 bits, two would not
-    fit: codes are signed then, and the sign goes from the code to what it is multiplied with.
-
-    Attributes:
-        signed: codes are multiplied less their zero of 128, which is not to be taken off after.
+    VNNI adds unsigned values times signed numbers, by fours, in 32 bits. AVX2 adds pairs of them in
+    16 bits. Sums of small values stay there until all are added. Of the largest, two would not
+    fit: values are signed then, and the sign goes from the value to what it is multiplied with.
 
     Args:
         builder: of the code.
-        bits: of a code.
-        count: of sums.
+        form: of the weight.
+        sums: of the numbers of each row, by which sums begin for the value that stands for 0.
+        parts: vectors of a panel's sums.
     """
 
-    def __init__(self, builder: ir.IRBuilder, bits: int, count: int) -> None:
-        self._builder, self.signed = builder, bits == 8 and not _VNNI
-        self._in_16_bits = bits == 4 and not _VNNI
+    def __init__(
+        self, builder: ir.IRBuilder, form: BlockFormat, sums: Sequence[Any], parts: int
+    ) -> None:
+        self._builder, self._parts, most = builder, parts, 127 * max(form.values)
+        self._signed = not _VNNI and 2 * most >= 2**15
+        self._in_16_bits = not _VNNI and form.per // 2 * most < 2**15
+        self._zero = 0 if self._signed else form.zero
+        self._sums = sums
         nothing = ir.Constant(_SHORTS if self._in_16_bits else _INTS, None)
-        self._sums = [alloca_once(builder, nothing.type) for _ in range(count)]
-        for total in self._sums:
-            builder.store(nothing, total)
+        self._totals = []
+        for total in sums:
+            first = nothing
+            if self._zero and not self._in_16_bits:
+                first = _spread(builder, builder.mul(total, INT(-self._zero)))
+            self._totals += [alloca_once(builder, first.type) for _ in range(parts)]
+            for place in self._totals[-parts:]:
+                builder.store(first, place)
 
-    def read(self, codes: Any) -> list[Any]:
-        """A vector of codes as `add` takes it."""
-        if not self.signed:
-            return [codes]
+    def read(self, values: Any) -> list[Any]:
+        """A vector of values as `add` takes it."""
+        if not self._signed:
+            return [values]
         builder = self._builder
-        signed = builder.bitcast(builder.xor(codes, constant(-0x7F7F7F80, _LANES, INT)), _BYTES)
+        signed = builder.bitcast(builder.xor(values, constant(-0x7F7F7F80, _LANES, INT)), _BYTES)
         negative = builder.icmp_signed("<", signed, ir.Constant(_BYTES, None))
         size = builder.select(negative, builder.sub(ir.Constant(_BYTES, None), signed), signed)
         return [size, signed]
 
-    def add(self, which: int, codes: list[Any], numbers: Any) -> None:
-        """Add products of codes with the same four numbers for each output."""
-        builder, place = self._builder, self._sums[which]
+    def add(self, row: int, part: int, values: list[Any], numbers: Any) -> None:
+        """Add products of values with the same four numbers for each output."""
+        builder, place = self._builder, self._totals[row * self._parts + part]
         total = builder.load(place)
         if _VNNI:
-            found = _instruction(builder, "avx512.vpdpbusd.512", _INTS, total, codes[0], numbers)
+            found = _instruction(builder, "avx512.vpdpbusd.512", _INTS, total, values[0], numbers)
             builder.store(found, place)
             return
         numbers = builder.bitcast(numbers, _BYTES)
-        if self.signed:
-            numbers = _instruction(builder, "avx2.psign.b", _BYTES, numbers, codes[1])
-        own = builder.bitcast(codes[0], _BYTES)
+        if self._signed:
+            numbers = _instruction(builder, "avx2.psign.b", _BYTES, numbers, values[1])
+        own = builder.bitcast(values[0], _BYTES)
         pairs = _instruction(builder, "avx2.pmadd.ub.sw", _SHORTS, own, numbers)
         more = pairs if self._in_16_bits else self._by_fours(pairs)
         builder.store(builder.add(total, more), place)
 
-    def total(self, which: int) -> Any:
-        """One of the sums, in 32 bits."""
-        total = self._builder.load(self._sums[which])
-        return self._by_fours(total) if self._in_16_bits else total
+    def total(self, row: int, part: int) -> Any:
+        """One of the sums, in float32."""
+        builder = self._builder
+        total = builder.load(self._totals[row * self._parts + part])
+        if self._in_16_bits:
+            total = self._by_fours(total)
+            if self._zero:
+                zeros = builder.mul(self._sums[row], INT(-self._zero))
+                total = builder.add(total, _spread(builder, zeros))
+        return builder.sitofp(total, ir.VectorType(FLOAT, _LANES))
 
     def _by_fours(self, pairs: Any) -> Any:
         ones = ir.Constant(_SHORTS, [1] * (2 * _LANES))
         return _instruction(self._builder, "avx2.pmadd.wd", _INTS, pairs, ones)
 
 
-@llvm_function
-def _multiply_panel(
+class _Codes:
+    """Values of a panel's codes, a vector of quads at a time.
+
+    Args:
+        builder: of the code.
+        form: of the weight.
+        start: pointer to the codes of a block.
+    """
+
+    def __init__(self, builder: ir.IRBuilder, form: BlockFormat, start: Any) -> None:
+        self._builder, self._form, self._start = builder, form, start
+
+    def values(self, group: int, part: int, line: Any = None) -> Any:
+        """The values of a group; with `line`, of the group that many vectors on."""
+        builder, found, below, before = self._builder, None, 0, 0
+        for plane, bits in enumerate(self._form.planes):
+            vector, up = self._form.place_of(plane, group)
+            at = LONG(64 * (before + vector) + 4 * _LANES * part)
+            if line is not None:
+                at = builder.add(at, builder.mul(line, LONG(64)))
+            read = _ints(builder, builder.gep(self._start, [at]))
+            if bits < 8:
+                shift, mask = up - below, ((1 << bits) - 1) << below
+                if shift:
+                    move = builder.lshr if shift > 0 else builder.shl
+                    read = move(read, constant(abs(shift), _LANES, INT))
+                read = builder.and_(read, constant(mask * 0x01010101, _LANES, INT))
+            found = read if found is None else builder.or_(found, read)
+            below, before = below + bits, before + bits
+        return self._look_up(found) if self._form.table else found
+
+    def _look_up(self, codes: Any) -> Any:
+        entries = [*self._form.table, *[0] * (16 - len(self._form.table))]
+        table = ir.Constant(_BYTES, entries * (_LANES // 4))
+        name = "avx512.pshuf.b.512" if _VNNI else "avx2.pshuf.b"
+        found = _instruction(
+            self._builder, name, _BYTES, table, self._builder.bitcast(codes, _BYTES)
+        )
+        return self._builder.bitcast(found, _INTS)
+
+
+def _emit_panel(
+    form: BlockFormat,
     builder: ir.IRBuilder,
-    kind: Any,
     rows: Any,
     blocks: Any,
     codes: Any,
@@ -176,12 +244,12 @@ def _multiply_panel(
     """Products of a tile of rows with the 16 outputs of a panel.
 
     Args:
+        form: of the weight.
         builder: of the code.
-        kind: bits of a code, and 1 more if blocks have minima: 8, 4 or 5.
         rows: 1, 2, 4 or `TOGETHER`.
         blocks: of a line.
         codes: address of the panel's codes [blocks, 64 * bits], uint8.
-        scales: address of its scales, and minima if any, [blocks, 1 or 2, 16], float16.
+        scales: address of its units of scales (`kernels.block_formats`).
         x: address of the rows' numbers [blocks, rows, 32], int8.
         steps: address of what a step of each block of a row is worth [blocks, rows], float32.
         sums: address of the sums of the first and the last 16 numbers of each block of a row
@@ -189,97 +257,251 @@ def _multiply_panel(
         out: address of float32 [rows, 16], which are written.
         apart: numbers from one row's to the next's.
     """
+    parts = range(PANEL // _LANES)
+    scopes = range(BLOCK // form.per)
+    wide = ir.VectorType(FLOAT, _LANES)
 
-    def emit(which: int, count: int) -> None:
-        bits, minima = which & -2, which & 1
-        parts = range(PANEL // _LANES)
+    def scale_at(unit: Any, head: int, part: int) -> Any:
+        """A unit's scale or minimum of some outputs."""
+        found = _halves(builder, unit, LONG(head * PANEL + part * _LANES))
+        if not head and form.unit != 1.0:
+            found = builder.fmul(found, constant(form.unit, _LANES))
+        return found
+
+    def factor_at(start: Any, head: int, scope: int, part: int) -> Any:
+        """A block's factor of a scale or minimum of some outputs."""
+        at = LONG((scope * form.heads + head) * PANEL + part * _LANES)
+        at = builder.bitcast(builder.gep(start, [at]), ir.VectorType(BYTE, _LANES).as_pointer())
+        read = builder.load(at, align=1)
+        extend = builder.zext if head else builder.sext
+        return builder.sitofp(extend(read, ir.VectorType(INT, _LANES)), wide)
+
+    def emit(count: int) -> None:
         total = [
             [alloca_once_value(builder, constant(0.0, _LANES)) for _ in parts] for _ in range(count)
         ]
-        own = 64 * bits
-        low, four = (constant(number, _LANES, INT) for number in (0x0F0F0F0F, 4))
         with for_range(builder, blocks) as loop:
             block = loop.index
-            start = builder.mul(block, LONG(own))
+            start = builder.mul(block, LONG(form.code_bytes))
             if count == 1:
-                for line in range(0, own, 64):
+                for line in range(0, form.code_bytes, 64):
                     prefetch(
                         builder, _bytes(builder, codes, builder.add(start, LONG(_AHEAD + line)))
                     )
-            first = builder.mul(block, LONG((1 + minima) * PANEL))
+            unit = block
+            if form.shared:
+                unit = builder.lshr(block, LONG(SHARED.bit_length() - 1))
+            unit = builder.add(scales, builder.mul(unit, LONG(form.scale_bytes)))
+            factors = None
+            if form.shared:
+                within = builder.and_(block, LONG(SHARED - 1))
+                at = builder.mul(within, LONG(form.factors * PANEL))
+                factors = _bytes(builder, unit, builder.add(at, LONG(2 * form.heads * PANEL)))
+            read = _Codes(builder, form, _bytes(builder, codes, start))
             # One address for all rows: with one for each there are too few registers.
             tile = builder.mul(block, LONG(count))
-            places = [builder.add(tile, LONG(row)) for row in range(count)]
             numbers = _bytes(builder, x, builder.mul(tile, LONG(BLOCK)))
-            whole = _WholeSums(builder, bits, count * len(parts))
+            places = [builder.add(tile, LONG(row)) for row in range(count)]
+            step = [builder.load(builder.gep(floats(builder, steps), [place])) for place in places]
+            pairs = builder.inttoptr(sums, LONG.as_pointer())
+            pairs = [
+                builder.bitcast(builder.gep(pairs, [place]), INT.as_pointer()) for place in places
+            ]
+            summed = [
+                [builder.load(builder.gep(pair, [LONG(i)])) for i in range(2)] for pair in pairs
+            ]
+            if len(scopes) == 1:
+                summed = [[builder.add(*pair)] for pair in summed]
+            value: list[list[Any]] = [[None for _ in parts] for _ in range(count)]
+            least: list[list[Any]] = [[None for _ in parts] for _ in range(count)]
+            for scope in scopes:
+                mine = [row[scope] for row in summed]
+                whole = _WholeSums(builder, form, mine, len(parts))
 
-            def sum_of(row: int, places: list[Any] = places) -> Any:
-                """The sum of a row's numbers in this block."""
-                pair = builder.gep(builder.inttoptr(sums, LONG.as_pointer()), [places[row]])
-                pair = builder.bitcast(pair, INT.as_pointer())
-                one, two = (builder.load(builder.gep(pair, [LONG(i)])) for i in range(2))
-                return builder.add(one, two)
-
-            def add_line(line: Any) -> None:
-                """Multiply 64 bytes of codes with numbers of all rows."""
-                at = builder.add(start, builder.mul(line, LONG(64)))
-                read = [
-                    _ints(builder, _bytes(builder, codes, builder.add(at, LONG(4 * _LANES * part))))
-                    for part in parts
-                ]
-                quads = builder.gep(numbers, [builder.mul(line, LONG(4))])
-                for group in range(0, _GROUPS, bits):
-                    above = [builder.lshr(code, four) for code in read] if group else read
-                    taken = [builder.and_(code, low) for code in above] if bits == 4 else read
-                    given = [whole.read(code) for code in taken]
+                def add_group(group: int, line: Any = None, whole: _WholeSums = whole) -> None:
+                    """Multiply the values of a group with numbers of all rows."""
+                    given = [whole.read(read.values(group, part, line)) for part in parts]
                     for row in range(count):
-                        quad = builder.gep(quads, [LONG(row * BLOCK + 4 * group)])
-                        quad = builder.load(builder.bitcast(quad, INT.as_pointer()), align=1)
-                        spread = _spread(builder, quad)
+                        at = LONG(row * BLOCK + 4 * group)
+                        if line is not None:
+                            at = builder.add(at, builder.mul(line, LONG(4)))
+                        quad = builder.bitcast(builder.gep(numbers, [at]), INT.as_pointer())
+                        spread = _spread(builder, builder.load(quad, align=1))
                         for part in parts:
-                            whole.add(row * len(parts) + part, given[part], spread)
+                            whole.add(row, part, given[part], spread)
 
-            # Written out for some rows, more is kept at hand than AVX2 has registers.
-            if _VNNI or count == 1:
-                for line in range(bits):
-                    add_line(LONG(line))
-            else:
-                with for_range(builder, LONG(bits)) as lines:
-                    add_line(lines.index)
-            for part in parts:
-                scale, least = (
-                    _halves(builder, scales, builder.add(first, LONG(i * PANEL + part * _LANES)))
-                    if i <= minima
-                    else None
-                    for i in range(2)
-                )
-                for row in range(count):
-                    found = whole.total(row * len(parts) + part)
-                    step = builder.load(builder.gep(floats(builder, steps), [places[row]]))
-                    factor = builder.fmul(scale, broadcast(builder, step, _LANES))
-                    if not minima and not whole.signed:
-                        zeros = builder.mul(sum_of(row), INT(-1 << (bits - 1)))
-                        found = builder.add(found, _spread(builder, zeros))
-                    found = builder.sitofp(found, factor.type)
-                    found = multiply_add(builder, found, factor, builder.load(total[row][part]))
-                    if least is not None:
-                        sum_ = builder.fmul(step, builder.sitofp(sum_of(row), FLOAT))
-                        found = multiply_add(
-                            builder, least, broadcast(builder, sum_, _LANES), found
+                # Written out for some rows, more is kept at hand than AVX2 has registers.
+                if _VNNI or count == 1 or len(form.planes) > 1 or form.halves:
+                    for group in range(scope * form.per // 4, (scope + 1) * form.per // 4):
+                        add_group(group)
+                else:
+                    with for_range(builder, LONG(form.bits)) as lines:
+                        for group in range(0, QUADS, form.bits):
+                            add_group(group, lines.index)
+                for part in parts:
+                    scale = scale_at(unit, 0, part)
+                    if form.shared:
+                        scale = builder.fmul(scale, factor_at(factors, 0, scope, part))
+                    lowest = None
+                    if form.minima:
+                        lowest = scale_at(unit, 1, part)
+                        if form.shared:
+                            own = factor_at(factors, 1, scope, part)
+                            lowest = builder.fneg(builder.fmul(lowest, own))
+                    for row in range(count):
+                        found = whole.total(row, part)
+                        before = value[row][part]
+                        value[row][part] = (
+                            builder.fmul(found, scale)
+                            if before is None
+                            else multiply_add(builder, found, scale, before)
                         )
-                    builder.store(found, total[row][part])
+                        if lowest is not None:
+                            sum_ = broadcast(builder, builder.sitofp(mine[row], FLOAT), _LANES)
+                            before = least[row][part]
+                            least[row][part] = (
+                                builder.fmul(lowest, sum_)
+                                if before is None
+                                else multiply_add(builder, lowest, sum_, before)
+                            )
+            for row in range(count):
+                worth = broadcast(builder, step[row], _LANES)
+                for part in parts:
+                    found = value[row][part]
+                    if form.minima:
+                        found = builder.fadd(found, least[row][part])
+                    place = total[row][part]
+                    builder.store(multiply_add(builder, found, worth, builder.load(place)), place)
         for row in range(count):
             for part in parts:
                 place = builder.add(builder.mul(apart, LONG(row)), LONG(part * _LANES))
                 store_at(builder, builder.load(total[row][part]), floats(builder, out), place)
 
-    if not SUPPORTED:
-        return  # no such instruction, and no call
+    switch(builder, rows, sorted({1, 2, 4, TOGETHER}), emit)
 
-    def for_kind(which: int) -> None:
-        switch(builder, rows, sorted({1, 2, 4, TOGETHER}), lambda count: emit(which, count))
 
-    switch(builder, kind, (4, 5, 8), for_kind)
+def _emit_numbers(
+    form: BlockFormat,
+    builder: ir.IRBuilder,
+    rows: Any,
+    blocks: Any,
+    codes: Any,
+    x: Any,
+    out: Any,
+    apart: Any,
+) -> None:
+    """Products of a tile of rows with 16 outputs whose weights are numbers of 16 bits.
+
+    Arguments are as for `_emit_panel`, but that `x` is the address of float32 [rows, 32 * blocks].
+    """
+    parts = range(PANEL // _LANES)
+
+    def number_at(place: Any) -> Any:
+        if form.number == "half":
+            return _halves(builder, codes, place)
+        start = builder.inttoptr(codes, SHORT.as_pointer())
+        return widen(builder, builder.load(vector_at(builder, start, place, _LANES), align=2))
+
+    def emit(count: int) -> None:
+        total = [
+            [alloca_once_value(builder, constant(0.0, _LANES)) for _ in range(count * len(parts))]
+            for _ in range(_CHAINS)
+        ]
+        far = builder.mul(blocks, LONG(BLOCK))
+        with for_range(builder, blocks) as loop:
+            first = builder.mul(loop.index, LONG(BLOCK))
+            if count == 1:
+                start = builder.mul(loop.index, LONG(form.code_bytes))
+                for line in range(0, form.code_bytes, 64):
+                    prefetch(
+                        builder, _bytes(builder, codes, builder.add(start, LONG(_AHEAD + line)))
+                    )
+            lines = [
+                builder.gep(floats(builder, x), [builder.add(first, builder.mul(far, LONG(row)))])
+                for row in range(count)
+            ]
+            for i in range(BLOCK):
+                at = builder.mul(builder.add(first, LONG(i)), LONG(PANEL))
+                weights = [number_at(builder.add(at, LONG(part * _LANES))) for part in parts]
+                for row, line in enumerate(lines):
+                    factor = builder.load(builder.gep(line, [LONG(i)]))
+                    factor = broadcast(builder, factor, _LANES)
+                    for part in parts:
+                        sums = total[i % _CHAINS][row * len(parts) + part]
+                        add_product(builder, sums, weights[part], factor)
+        for row in range(count):
+            for part in parts:
+                found, *others = (builder.load(sums[row * len(parts) + part]) for sums in total)
+                for other in others:
+                    found = builder.fadd(found, other)
+                place = builder.add(builder.mul(apart, LONG(row)), LONG(part * _LANES))
+                store_at(builder, found, floats(builder, out), place)
+
+    switch(builder, rows, sorted({1, 2, 4, TOGETHER}), emit)
+
+
+@lru_cache
+def block_function(kind: str) -> int:
+    """Compile products with weights of a type, and return what `multiply_panels` takes: the address
+    of their function, less than 0 where rows are multiplied as they are and not rounded.
+    """
+    form = BLOCK_TYPES[kind]
+
+    # Spelled out, since numba does not hand over what a star takes.
+    def emit(
+        builder: ir.IRBuilder,
+        rows: Any,
+        blocks: Any,
+        codes: Any,
+        scales: Any,
+        x: Any,
+        steps: Any,
+        sums: Any,
+        out: Any,
+        apart: Any,
+    ) -> None:
+        if form.number:
+            _emit_numbers(form, builder, rows, blocks, codes, x, out, apart)
+        else:
+            _emit_panel(form, builder, rows, blocks, codes, scales, x, steps, sums, out, apart)
+
+    panel = llvm_function(emit)
+
+    def multiply_panel(  # the arguments of `_emit_panel`
+        rows: int,
+        blocks: int,
+        codes: int,
+        scales: int,
+        x: int,
+        steps: int,
+        sums: int,
+        out: int,
+        apart: int,
+    ) -> None:
+        panel(rows, blocks, codes, scales, x, steps, sums, out, apart)
+
+    address: int = compile_callback(multiply_panel, arguments=9, name=kind).address
+    return -address if form.number else address
+
+
+@llvm_function
+def _multiply_panel(
+    builder: ir.IRBuilder,
+    function: Any,
+    rows: Any,
+    blocks: Any,
+    codes: Any,
+    scales: Any,
+    x: Any,
+    steps: Any,
+    sums: Any,
+    out: Any,
+    apart: Any,
+) -> None:
+    """Call a function of `block_function`; arguments as for `_emit_panel`."""
+    given = rows, blocks, codes, scales, x, steps, sums, out, apart
+    kind = ir.FunctionType(ir.VoidType(), [LONG] * len(given))
+    builder.call(builder.inttoptr(function, kind.as_pointer()), given)
 
 
 @llvm_function
@@ -337,12 +559,14 @@ def _quantize(rows: int, blocks: int, x: int, numbers: int, steps: int, sums: in
 
 
 def _multiply(
-    kind: int,
+    function: int,
     rows: int,
     blocks: int,
     outputs: int,
     codes: int,
+    code_bytes: int,
     scales: int,
+    scale_bytes: int,
     x: int,
     steps: int,
     sums: int,
@@ -350,21 +574,22 @@ def _multiply(
     start: int,
     stop: int,
 ) -> None:
-    """The panels `start` to `stop` of all rows; see `_multiply_panel`."""
+    """The panels `start` to `stop` of all rows; see `multiply_panels`."""
     found = floats_at(out, (rows, outputs))
     sixteen = np.empty((TOGETHER, PANEL), np.float32)
-    own, scaled = 64 * (kind & -2) * blocks, (1 + (kind & 1)) * PANEL * 2 * blocks
     for panel in range(start, stop):
         first, most = panel * PANEL, min(PANEL, outputs - panel * PANEL)
-        panel_at = codes + panel * own, scales + panel * scaled
+        panel_at = codes + panel * code_bytes, scales + panel * scale_bytes
         row = 0
         while row < rows:
             tile, at = _tile_of(rows - row), row * blocks
             given = x + BLOCK * at, steps + 4 * at, sums + 8 * at
+            if function < 0:
+                given = x + 4 * BLOCK * at, steps, sums
             to, apart = out + 4 * (row * outputs + first), outputs
             if most < PANEL:
                 to, apart = sixteen.ctypes.data, PANEL
-            _multiply_panel(kind, tile, blocks, *panel_at, *given, to, apart)
+            _multiply_panel(abs(function), tile, blocks, *panel_at, *given, to, apart)
             if most < PANEL:
                 for i in range(tile):
                     for j in range(most):
@@ -378,12 +603,14 @@ _compiled_quantize, _compiled_multiply = compile_kernel(_quantize), compile_kern
 
 @njit(nogil=True)
 def multiply_panels(
-    kind: int,
+    function: int,
     rows: int,
     blocks: int,
     outputs: int,
     codes: int,
+    code_bytes: int,
     scales: int,
+    scale_bytes: int,
     numbers: int,
     out: int,
     part: int,
@@ -391,15 +618,22 @@ def multiply_panels(
 ) -> tuple[int, int]:
     """Multiply with one of some parts of a weight; returns which outputs those are.
 
-    `numbers` is the address of rounded rows, which their steps and sums follow. The others are
-    those of `_multiply_panel` and `_multiply`.
+    Args:
+        function: from `block_function`, of the weight's type.
+        rows, blocks, outputs: sizes.
+        codes, scales: addresses of the weight's.
+        code_bytes, scale_bytes: from one panel's to the next's.
+        numbers: address of rounded rows, as `round_rows` makes them; of float32 where `function` is
+            less than 0.
+        out: address of float32 [rows, outputs], which are written.
+        part, parts: the number of the part, and of how many.
     """
     panels = (outputs + PANEL - 1) // PANEL
     start, stop = panels * part // parts, panels * (part + 1) // parts
     steps = numbers + rows * blocks * BLOCK
     beside = numbers, steps, steps + 4 * rows * blocks
-    sizes = kind, rows, blocks, outputs, codes, scales
-    _compiled_multiply(*sizes, *beside, out, start, stop)
+    weight = codes, code_bytes, scales, scale_bytes
+    _compiled_multiply(function, rows, blocks, outputs, *weight, *beside, out, start, stop)
     return PANEL * start, min(PANEL * stop, outputs)
 
 
@@ -418,24 +652,28 @@ def round_rows(rows: int, blocks: int, x: int, to: int) -> None:
 
 def _multiply_parts(address: int) -> None:
     """Products of some panels, part after part; threads share them."""
-    n = longs_at(address, (1, 10))[0]
+    n = longs_at(address, (1, 12))[0]
     part = take_part(address)
     while part < n[1]:
-        multiply_panels(n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], part, n[1])
+        sizes = n[2], n[3], n[4], n[5]
+        multiply_panels(*sizes, n[6], n[7], n[8], n[9], n[10], n[11], part, n[1])
         part = take_part(address)
 
 
 def _multiply_rows(address: int) -> None:
     """Round some rows and multiply them with all panels, part after part; threads share them."""
-    n = longs_at(address, (1, 11))[0]
-    some, count, blocks, outputs, kind = n[2], n[3], n[4], n[5], n[6]
+    n = longs_at(address, (1, 13))[0]
+    some, count, blocks, outputs, function = n[2], n[3], n[4], n[5], n[6]
     rounded = np.empty(rounded_size(some, blocks), np.int8)
     to, row = rounded.ctypes.data, some * take_part(address)
     while row < count:
         rows = min(some, count - row)
-        round_rows(rows, blocks, n[7] + 4 * row * blocks * BLOCK, to)
-        out = n[8] + 4 * row * outputs
-        multiply_panels(kind, rows, blocks, outputs, n[9], n[10], to, out, 0, 1)
+        x, out = n[7] + 4 * row * blocks * BLOCK, n[8] + 4 * row * outputs
+        if function > 0:
+            round_rows(rows, blocks, x, to)
+            x = to
+        sizes = function, rows, blocks, outputs
+        multiply_panels(*sizes, n[9], n[10], n[11], n[12], x, out, 0, 1)
         row = some * take_part(address)
     keep(rounded)
 
@@ -443,9 +681,9 @@ def _multiply_rows(address: int) -> None:
 _multiply_together, _multiply_many = TeamKernel(_multiply_parts), TeamKernel(_multiply_rows)
 
 
-def kind_of(codes: Tensor, scales: Tensor) -> int:
-    """Return the kind of a weight's codes (`multiply_panels`)."""
-    return codes.shape[2] // 64 + scales.shape[2] - 1
+def memory_of(codes: Tensor, scales: Tensor) -> tuple[int, int, int, int]:
+    """Return where a weight's codes and scales lie, each with the bytes of a panel."""
+    return codes.data_ptr(), codes[0].nbytes, scales.data_ptr(), scales[0].nbytes
 
 
 def threads_of(rows: int, codes: Tensor) -> int:
@@ -462,15 +700,15 @@ def rows_of_part(rows: int, threads: int) -> int:
     return some if some >= LEAST_TOGETHER else 0
 
 
-def linear_blocks(x: Tensor, codes: Tensor, scales: Tensor, outputs: int) -> Tensor:
-    """Product of rows with a weight in blocks, the rows rounded to 8 bits block by block.
+def linear_blocks(x: Tensor, codes: Tensor, scales: Tensor, outputs: int, kind: str) -> Tensor:
+    """Product of rows with a weight in blocks, the rows rounded to 8 bits block by block; not for
+    numbers of 16 bits.
 
     Args:
         x: [..., inputs], float32 or bfloat16, without gradients; inputs a multiple of 32.
-        codes: [panels, blocks, 512] or [panels, blocks, 256], uint8.
-        scales: [panels, blocks, 1 or 2, 16], float16: what a step is worth, and for codes without
-            a zero what the code 0 stands for.
+        codes, scales: of the weight (`kernels.block_formats`).
         outputs: of the weight, padded to a multiple of 16 in `codes`.
+        kind: the type of the blocks.
 
     Returns:
         [..., outputs], of the type of `x`.
@@ -478,17 +716,18 @@ def linear_blocks(x: Tensor, codes: Tensor, scales: Tensor, outputs: int) -> Ten
     given, blocks = x.float().contiguous(), codes.shape[1]
     rows = given.numel() // (blocks * BLOCK)
     out = given.new_empty((*x.shape[:-1], outputs))
-    kind = kind_of(codes, scales)
-    weight = codes.data_ptr(), scales.data_ptr()
+    function, weight = block_function(kind), memory_of(codes, scales)
     threads = threads_of(rows, codes)
     some = rows_of_part(rows, threads)
     if some:
         memory = given.data_ptr(), out.data_ptr()
-        _multiply_many(threads, some, rows, blocks, outputs, kind, *memory, *weight)
+        _multiply_many(threads, some, rows, blocks, outputs, function, *memory, *weight)
     else:
-        # In Python, so that numba need not compile a product.
-        rounded = torch.empty(rounded_size.py_func(rows, blocks), dtype=torch.int8)
-        round_rows(rows, blocks, given.data_ptr(), rounded.data_ptr())
-        memory = rounded.data_ptr(), out.data_ptr()
-        _multiply_together(threads, kind, rows, blocks, outputs, *weight, *memory)
+        numbers = given
+        if function > 0:
+            # In Python, so that numba need not compile a product.
+            numbers = torch.empty(rounded_size.py_func(rows, blocks), dtype=torch.int8)
+            round_rows(rows, blocks, given.data_ptr(), numbers.data_ptr())
+        memory = numbers.data_ptr(), out.data_ptr()
+        _multiply_together(threads, function, rows, blocks, outputs, *weight, *memory)
     return out.to(x.dtype)

@@ -12,11 +12,13 @@ import numpy as np
 from torch import Tensor
 
 from weir.errors import WeirError
+from weir.kernels.block_formats import BLOCK
 from weir.kernels.cpu.compilation import keep, longs_at
 from weir.kernels.cpu.gates import ACTIVATIONS, gate
 from weir.kernels.cpu.linear_blocks import SUPPORTED as BLOCKS_SUPPORTED
 from weir.kernels.cpu.linear_blocks import (
-    kind_of,
+    block_function,
+    memory_of,
     multiply_panels,
     round_rows,
     rounded_size,
@@ -24,7 +26,7 @@ from weir.kernels.cpu.linear_blocks import (
     threads_of,
 )
 from weir.kernels.cpu.threads import TeamKernel, take_part
-from weir.kernels.dispatch import BLOCK, BlockWeight
+from weir.kernels.dispatch import BlockWeight
 
 SUPPORTED = BLOCKS_SUPPORTED
 """Whether there are products with blocks on this processor."""
@@ -32,9 +34,9 @@ SUPPORTED = BLOCKS_SUPPORTED
 
 def _run_rows(address: int) -> None:
     """Some rows, part after part; threads share them."""
-    n = longs_at(address, (1, 19))[0]
-    some, count, blocks, inner, outputs = n[2], n[3], n[4], n[5], n[6]
-    gate_kind, up_kind, down_kind, activation = n[7], n[8], n[9], n[10]
+    n = longs_at(address, (1, 25))[0]
+    some, count, blocks, inner, outputs, activation = n[2], n[3], n[4], n[5], n[6], n[7]
+    gate_function, up_function, down_function = n[8], n[9], n[10]
     x, out, width = n[11], n[12], inner * BLOCK
     rounded = np.empty(rounded_size(some, max(blocks, inner)), np.int8)
     products = np.empty((2, some * width), np.float32)
@@ -44,15 +46,22 @@ def _run_rows(address: int) -> None:
     row = some * take_part(address)
     while row < count:
         rows = min(some, count - row)
-        round_rows(rows, blocks, x + 4 * row * blocks * BLOCK, at)
-        multiply_panels(gate_kind, rows, blocks, width, n[13], n[14], at, gates, 0, 1)
-        multiply_panels(up_kind, rows, blocks, width, n[15], n[16], at, ups, 0, 1)
+        given = x + 4 * row * blocks * BLOCK
+        round_rows(rows, blocks, given, at)
+        sizes, weight = (gate_function, rows, blocks, width), (n[13], n[14], n[15], n[16])
+        numbers = at if gate_function > 0 else given
+        multiply_panels(*sizes, *weight, numbers, gates, 0, 1)
+        sizes, weight = (up_function, rows, blocks, width), (n[17], n[18], n[19], n[20])
+        numbers = at if up_function > 0 else given
+        multiply_panels(*sizes, *weight, numbers, ups, 0, 1)
         for i in range(rows):
             far = 4 * i * width
             gate(gates + far, ups + far, width, activation, power, gates + far)
         round_rows(rows, inner, gates, at)
         to = out + 4 * row * outputs
-        multiply_panels(down_kind, rows, inner, outputs, n[17], n[18], at, to, 0, 1)
+        sizes, weight = (down_function, rows, inner, outputs), (n[21], n[22], n[23], n[24])
+        numbers = at if down_function > 0 else gates
+        multiply_panels(*sizes, *weight, numbers, to, 0, 1)
         row = some * take_part(address)
     keep(rounded)
     keep(products)
@@ -70,7 +79,7 @@ def mlp_blocks(
     Args:
         x: [..., inputs], float32 or bfloat16, without gradients. Nothing between the products is
             rounded to bfloat16.
-        gate, up: weights with as many outputs each, a multiple of 32; their kinds may differ.
+        gate, up: weights with as many outputs each, a multiple of 32; their types may differ.
         down: a weight of as many inputs.
         activation: one of `ACTIVATIONS`.
     """
@@ -84,8 +93,8 @@ def mlp_blocks(
         raise WeirError("a gate, what it lets through and what takes that differ in size")
     given = x.float().contiguous()
     out = given.new_empty((*x.shape[:-1], outputs))
-    sizes = some, rows, blocks, inner, outputs
-    kinds = *(kind_of(*weight[:2]) for weight in (gate, up, down)), ACTIVATIONS[activation]
-    weights = [t.data_ptr() for weight in (gate, up, down) for t in weight[:2]]
-    _run_together(threads, *sizes, *kinds, given.data_ptr(), out.data_ptr(), *weights)
+    sizes = some, rows, blocks, inner, outputs, ACTIVATIONS[activation]
+    functions = (block_function(weight[3]) for weight in (gate, up, down))
+    weights = [number for weight in (gate, up, down) for number in memory_of(*weight[:2])]
+    _run_together(threads, *sizes, *functions, given.data_ptr(), out.data_ptr(), *weights)
     return out.to(x.dtype)

@@ -19,6 +19,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from weir.kernels.block_formats import BLOCK
 from weir.kernels.cpu.compilation import (
     ANY_ORDER,
     WHOLE,
@@ -36,7 +37,6 @@ from weir.kernels.cpu.linear import multiply_part, way_of
 from weir.kernels.cpu.linear_blocks import multiply_panels, round_rows
 from weir.kernels.cpu.threads import PARTS, TeamKernel, add_to, take_part, wait_until
 from weir.kernels.cpu.vectors import as_float
-from weir.kernels.dispatch import BLOCK
 
 ANGLES, PRODUCTS, ATTENTION, NORMS = range(4)
 """Kinds of operations."""
@@ -50,8 +50,9 @@ PRODUCT = np.dtype(
         for name in (
             # From `linear.way_of`; address of the weight; of float32 scales for 8 bits, or 0.
             *("way", "first", "outputs", "weight", "scale"),
-            # Of a weight in blocks the kind of its codes, else 0.
-            "codes",
+            # Of a weight in blocks: the function from `block_function`, and bytes of a panel's
+            # codes and scales. Of others 0.
+            *("function", "code_bytes", "scale_bytes"),
             # Address of a bias, or 0, and bits of its numbers; address of float32 [rows, outputs].
             *("bias", "bias_bits", "out", "parts"),
         )
@@ -69,7 +70,7 @@ OPERATION = np.dtype(
             *("inputs", "source", "x"),
             # Norms: weight, bias or 0, bits of both, and whether the mean is subtracted first.
             *("weight", "weight_bits", "bias", "bias_bits", "centered"),
-            # Whether weights are in blocks, for which what is multiplied is rounded to 8 bits.
+            # Whether there are weights in blocks, which multiply what is rounded to 8 bits.
             "rounded",
             *("products", "count", "then", "onto", "activation"),
             # Attention and merging: stretches of each head, KV heads of the model and of this
@@ -274,9 +275,11 @@ def _multiply(n: np.record, part: int, x: int, rounded: int, scratch: int) -> No
     start = stop = 0
     for i in range(which, 2 if n.then == GATE else which + 1):
         p = products[i]
-        if p.codes:
-            sizes = p.codes, n.rows, n.inputs // BLOCK, p.outputs
-            start, stop = multiply_panels(*sizes, p.weight, p.scale, rounded, p.out, part, p.parts)
+        if p.function:
+            sizes = p.function, n.rows, n.inputs // BLOCK, p.outputs
+            weight = p.weight, p.code_bytes, p.scale, p.scale_bytes
+            given = rounded if p.function > 0 else x
+            start, stop = multiply_panels(*sizes, *weight, given, p.out, part, p.parts)
         else:
             shape = p.way, p.first, n.rows, n.inputs, p.outputs
             start, stop = multiply_part(*shape, x, p.weight, p.scale, p.out, part, p.parts)
@@ -450,8 +453,11 @@ class StepTable:
         inputs = weights[0].inputs
         for at, weight, out in zip(products, weights, outs, strict=True):
             outputs, bits = weight.outputs, 8 * weight.numbers.itemsize
-            at["codes"] = weight.codes
-            if not weight.codes:
+            at["function"] = weight.function
+            if weight.function:
+                for name, part in (("code_bytes", weight.numbers), ("scale_bytes", weight.scale)):
+                    at[name] = part[0].nbytes
+            else:
                 at["way"], at["first"] = way_of(self.rows, bits, outputs)
             at["outputs"], at["weight"] = outputs, _address(weight.numbers)
             at["scale"], at["bias"] = _address(weight.scale), _address(weight.bias)
@@ -464,11 +470,11 @@ class StepTable:
         if gated:
             # A part has the same outputs of both weights. Weights in blocks are divided into
             # panels and others into tiles, so a pair of one of each stays undivided.
-            alike = len({bool(weight.codes) for weight in weights}) == 1
+            alike = len({bool(weight.function) for weight in weights}) == 1
             products["parts"] = products["parts"].min() if alike else 1
         parts = int(products["parts"][0] if gated else products["parts"].sum())
         self._needed = max(self._needed, 2 * (self.rows * inputs + int(products["outputs"].max())))
-        fields |= {"rounded": int(products["codes"].any())}
+        fields |= {"rounded": int((products["function"] > 0).any())}
         self.add("products", parts, inputs=inputs, products=products, count=len(weights), **fields)
 
     def attend(self, held: np.ndarray, heads: int, slots: int, waits: int, **fields: Any) -> int:

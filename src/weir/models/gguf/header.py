@@ -48,6 +48,26 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
+class GGUFArray:
+    """An array among a header's fields, whose items are not read yet (`GGUFHeader.array`).
+
+    Attributes:
+        kind: number of the type of its items.
+        length: number of items.
+        start: the byte in the file where its first item begins.
+        stop: the byte after its last item.
+    """
+
+    kind: int
+    length: int
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.length
+
+
+@dataclass(frozen=True)
 class GGUFHeader:
     """Header of a GGUF file, or the headers of a split file's shards as one.
 
@@ -55,22 +75,16 @@ class GGUFHeader:
         path: the file; of a split file, the first shard.
         paths: all files: `path`, or the shards in order.
         version: version of the format.
-        fields: values by key; for an array, its length. Those of a split file are in its first
+        fields: values by key; arrays are not read yet. Those of a split file are in its first
             shard.
-        spans: first byte of each field in `path`, and the byte after its end, by key.
         tensors: tensor entries, in file order; of a split file, those of all shards.
-        tensors_at: the byte in `path` where the list of tensors begins.
-        data_at: the byte in `path` where the tensors' data begins.
     """
 
     path: Path
     paths: tuple[Path, ...]
     version: int
     fields: Mapping[str, Any]
-    spans: Mapping[str, tuple[int, int]]
     tensors: tuple[TensorInfo, ...]
-    tensors_at: int
-    data_at: int
 
     @property
     def architecture(self) -> str:
@@ -81,6 +95,24 @@ class GGUFHeader:
     def parameters(self) -> int:
         """Number of parameters in all tensors."""
         return sum(math.prod(tensor.shape) for tensor in self.tensors)
+
+    def array(self, key: str) -> list[Any]:
+        """Read the items of an array among the fields; of strings, as text.
+
+        Bytes of a string that are not UTF-8 are kept, as lone surrogates.
+        """
+        field: GGUFArray = self.fields[key]
+        with self.path.open("rb") as file:
+            file.seek(field.start)
+            data = file.read(field.stop - field.start)
+        if field.kind != _STRING:
+            return list(struct.unpack(f"<{field.length}{_NUMBERS[field.kind]}", data))
+        texts, at, length = [], 0, struct.Struct("<Q").unpack_from
+        for _ in range(field.length):
+            (size,) = length(data, at)
+            texts.append(data[at + 8 : at + 8 + size].decode("utf-8", "surrogateescape"))
+            at += 8 + size
+        return texts
 
 
 class _Damaged(Exception):
@@ -192,15 +224,11 @@ class _HeaderReader:
             raise _Damaged(f"it is of version {version} of the format, and 2 and 3 can be read")
         n_tensors, n_fields = self.count(MAX_TENSORS, "tensors"), self.count(MAX_FIELDS, "fields")
         fields: dict[str, Any] = {}
-        spans = {}
         for _ in range(n_fields):
-            start = self.file.tell()
             key = self.string()
             if key in fields:
                 raise _Damaged(f"it has two fields {key[:60]!r}")
             fields[key] = self.value(self.number("I"))
-            spans[key] = start, self.file.tell()
-        tensors_at = self.file.tell()
         entries = [self.tensor() for _ in range(n_tensors)]
         alignment = fields.get("general.alignment", 32)
         if type(alignment) is not int or not 0 < alignment <= 1 << 16 or alignment % 8:
@@ -213,16 +241,7 @@ class _HeaderReader:
             if offset % alignment:
                 raise _Damaged(f"its tensor {name[:60]!r} begins at byte {offset:,} of the data")
             tensors[name] = TensorInfo(name, shape, kind, self.path, data_at + offset)
-        return GGUFHeader(
-            self.path,
-            (self.path,),
-            version,
-            fields,
-            spans,
-            tuple(tensors.values()),
-            tensors_at,
-            data_at,
-        )
+        return GGUFHeader(self.path, (self.path,), version, fields, tuple(tensors.values()))
 
     def bytes(self, n: int) -> bytes:
         if n > self.size - self.file.tell():
@@ -243,19 +262,20 @@ class _HeaderReader:
         return self.bytes(self.count(MAX_STRING, "bytes of one string")).decode("utf-8", "replace")
 
     def value(self, kind: int) -> Any:
-        """Read a field's value; of an array, return the length."""
+        """Read a field's value, and walk over an array."""
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:
             return self.number(self.code(kind))
         item, n = self.number("I"), self.count(MAX_ITEMS, "items of one array")
+        start = self.file.tell()
         if item == _STRING:
             self.skip_strings(n)
         elif item == _ARRAY:
             raise _Damaged("it has an array of arrays")
         else:
             self.bytes(n * struct.calcsize("<" + self.code(item)))
-        return n
+        return GGUFArray(item, n, start, self.file.tell())
 
     def skip_strings(self, n: int) -> None:
         """Walk over an array of strings: a vocabulary has a hundred thousand of them."""

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from weir import kernels
 from weir.errors import WeirError
 from weir.pools.base import Fold, Pool, PoolWrapper
 from weir.pools.parameters import Count
@@ -58,14 +59,23 @@ class Chunks(PoolWrapper):
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
         """As the pool would fold, had it counted spans."""
-        return self.ranked.fold_by(partial(whole_spans, self.size, fold.origin), held, new, fold)
+        choose = partial(whole_spans, self.size, fold.origin, alike=self.ranked.tie_margin)
+        return self.ranked.fold_by(choose, held, new, fold)
 
 
-def whole_spans(size: int, origin: int, n: int, slots: Slots, scores: tuple[Tensor, ...]) -> Tensor:
+def whole_spans(
+    size: int,
+    origin: int,
+    n: int,
+    slots: Slots,
+    scores: tuple[Tensor, ...],
+    alike: float = kernels.ALIKE,
+) -> Tensor:
     """The `n` tokens of the best spans [batch, kv_heads, slots], bool, at most.
 
     A span has `size` places, and the first begins at `origin`. Of the scores the first is averaged,
-    and within a span the others decide too. Slots lie from the oldest on.
+    and within a span the others decide too. Slots lie from the oldest on. `alike` is as in
+    `select_highest`.
     """
     first = scores[0].double()
     counts = slots.held & first.isfinite()
@@ -79,4 +89,4 @@ def whole_spans(size: int, origin: int, n: int, slots: Slots, scores: tuple[Tens
     average = (total / members).gather(2, number)
     average = first.where(~counts, average)
     # Spans of the same average are told apart by their age, or their tokens would be mixed.
-    return select_highest(n, slots.held, average, -number.double(), *scores)
+    return select_highest(n, slots.held, average, -number.double(), *scores, alike=alike)

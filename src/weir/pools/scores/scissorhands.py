@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from weir.kernels import ALIKE
 from weir.pools.base import Fold
 from weir.pools.parameters import Count
 from weir.pools.ranked import Asking
@@ -42,5 +43,6 @@ class Scissorhands(Asking):
         place = fold.observed.query_positions[:, None, -self.window :, None]
         seen = whole.held[:, :, None] & (whole.position[:, :, None] <= place)
         average = 1 / seen.sum(dim=-1).clamp_min(1)
-        often = share >= average[:, :, None, :, None]
+        # A query that spreads its attention evenly gives each token the average, but for rounding.
+        often = share >= (1 - ALIKE) * average[:, :, None, :, None]
         return often.sum(dim=(2, 3)).float(), share.sum(dim=(2, 3))

@@ -1,0 +1,67 @@
+"""Logits of llama.cpp for some GGUF files, for tests that compare weir's with them.
+
+    .peers/llamacpp_native/bin/python llamacpp_logits.py '[3, 1, 4]' one.gguf other.gguf
+
+Prints a line of JSON for each file: logits [tokens, vocabulary], or null if it cannot be loaded,
+which standard error explains. Keys and values are float32, and no window of a layer is forgotten.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+
+import llama_cpp
+import numpy as np
+
+WARNING = 3
+"""Level of llama.cpp's messages from which on they are printed."""
+
+
+def main(ids: list[int], files: list[str]) -> None:
+    """Print the logits of each file."""
+    llama_cpp.llama_backend_init()
+    log = llama_cpp.llama_log_callback(_say)
+    llama_cpp.llama_log_set(log, ctypes.c_void_p(0))
+    for file in files:
+        sys.stdout.write(json.dumps(logits(ids, file)) + "\n")
+
+
+def _say(level: int, text: bytes, _: object) -> None:
+    if level > WARNING:
+        sys.stderr.write(text.decode(errors="replace"))
+
+
+def logits(ids: list[int], file: str) -> list[list[float]] | None:
+    """Read some tokens with a file's model, and return the logits behind each."""
+    model = llama_cpp.llama_model_load_from_file(
+        file.encode(), llama_cpp.llama_model_default_params()
+    )
+    if not model:
+        return None
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx = params.n_batch = params.n_ubatch = len(ids)
+    params.n_threads = params.n_threads_batch = 1
+    params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32
+    params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    params.swa_full = True
+    context = llama_cpp.llama_init_from_model(model, params)
+    batch = llama_cpp.llama_batch_init(len(ids), 0, 1)
+    batch.n_tokens = len(ids)
+    for place, token in enumerate(ids):
+        batch.token[place], batch.pos[place], batch.logits[place] = token, place, 1
+        batch.n_seq_id[place], batch.seq_id[place][0] = 1, 0
+    status = llama_cpp.llama_decode(context, batch)
+    if status:
+        raise RuntimeError(f"llama_decode of {file} failed: {status}")
+    count = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+    rows = [llama_cpp.llama_get_logits_ith(context, place) for place in range(len(ids))]
+    found = [np.ctypeslib.as_array(row, shape=(count,)).tolist() for row in rows]
+    llama_cpp.llama_free(context)
+    llama_cpp.llama_model_free(model)
+    return found
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,171 @@
+"""How weights lie in memory that kernels multiply in blocks, for each type of a GGUF file.
+
+A *block* is 32 numbers of one output, and a *panel* is 16 outputs, whose blocks lie side by side.
+Two arrays hold a weight:
+
+- `codes`, uint8 [panels, blocks, 64 * bits]. Four numbers that follow each other are a *quad*. A
+  block has eight of them, the groups 0 to 7. Vectors of 64 bytes hold one quad of each output.
+  Codes of 8 bits are eight such vectors. Codes of fewer bits are cut into *planes* of 4, 2 or 1
+  bits, lowest bits first, so that a byte of a plane has bits of 2, 4 or 8 groups. `place_of` says
+  which.
+- `scales`, uint8 [panels, units, bytes]. A unit is one block, or eight where blocks share a scale
+  as in ggml's K types. It has 16 scales in float16, then 16 minima in float16 if there are minima.
+  Where blocks share these, factors follow for every block, or for each half of one: 16 numbers of
+  8 bits with a sign, then 16 without for minima.
+
+A number is `(value - zero) * scale + minimum`. `value` is the code, or what a table has for it.
+Where blocks share scales, a number is `(value - zero) * factor * unit * scale`, less the minimum
+times its factor.
+
+Numbers of 16 bits, F16 and BF16, lie in such panels as well, without scales: of each block the
+first number of all outputs, then the second, and so on.
+
+Format: the types of the ggml project. Codes and scales are kept as the file has them, so that
+nothing is rounded.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+BLOCK, PANEL = 32, 16
+"""Of a weight in blocks: numbers of a block, and outputs that lie side by side."""
+SHARED = 8
+"""Blocks that share a scale in ggml's K types."""
+QUADS = BLOCK // 4
+
+
+class BlockFormat(NamedTuple):
+    """A way in which a weight lies in blocks.
+
+    Attributes:
+        planes: bits of each plane of codes; 8 alone for whole bytes, 16 for numbers.
+        zero: the value that stands for 0.
+        minima: blocks have a minimum, which is added to their numbers.
+        shared: eight blocks share a scale, and each has a factor of it.
+        halves: each half of a block has a factor of its own.
+        unit: a power of two by which factors are multiplied.
+        table: the value of each code, for codes that are no numbers.
+        number: "half" or "bfloat" for numbers of 16 bits, which need no scale.
+    """
+
+    planes: tuple[int, ...]
+    zero: int = 0
+    minima: bool = False
+    shared: bool = False
+    halves: bool = False
+    unit: float = 1.0
+    table: tuple[int, ...] = ()
+    number: str = ""
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return sum(self.planes)
+
+    @property
+    def per(self) -> int:
+        """Numbers that have one scale."""
+        return BLOCK // 2 if self.halves else BLOCK
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        """The value of each code."""
+        return self.table or tuple(range(1 << self.bits))
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of the codes of a panel's block."""
+        return self.bits * BLOCK * PANEL // 8
+
+    @property
+    def unit_blocks(self) -> int:
+        """Blocks of a unit of scales."""
+        return SHARED if self.shared else 1
+
+    @property
+    def heads(self) -> int:
+        """Numbers in float16 that a unit has for each output: 1, or 2 with a minimum."""
+        return 0 if self.number else 2 if self.minima else 1
+
+    @property
+    def factors(self) -> int:
+        """Numbers of 8 bits that a block has for each output."""
+        return self.heads * (2 if self.halves else 1) if self.shared else 0
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a unit of scales."""
+        return PANEL * (2 * self.heads + self.unit_blocks * self.factors)
+
+    @property
+    def bits_per_number(self) -> float:
+        """Bits that a number takes, with its share of scales."""
+        scales = self.scale_bytes / self.unit_blocks
+        return 8 * (self.code_bytes + scales) / (BLOCK * PANEL)
+
+    def place_of(self, plane: int, group: int) -> tuple[int, int]:
+        """Return the vector of a plane that has bits of a group's codes, and how far up they lie.
+
+        In blocks with one scale, the first groups are lowest in all vectors, as in files. Where
+        each half has its own, groups of a half lie together.
+        """
+        bits = self.planes[plane]
+        if self.halves:
+            return group * bits // 8, group * bits % 8
+        return group % bits, group // bits * bits
+
+
+_IQ4 = -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
+_E2M1 = 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12
+
+
+def _signs(*values: int) -> tuple[int, ...]:
+    """Values with both signs, in order."""
+    return (*(-value for value in reversed(values)), *values)
+
+
+_IQ3_XXS, _IQ3_S = _signs(4, 12, 20, 28, 36, 44, 52, 62), _signs(*range(1, 16, 2))
+# Eight entries, so that the code of -x is that of x with all bits turned over; two are not used.
+_IQ2, _IQ1 = _signs(8, 25, 43, 0), _signs(1, 7, 9)
+
+
+def _by_table(
+    planes: tuple[int, ...],
+    values: tuple[int, ...],
+    shared: bool = False,
+    halves: bool = False,
+    unit: float = 1.0,
+) -> BlockFormat:
+    """A format whose codes stand for values with signs, which its table has with 128 added."""
+    table = tuple(value + 128 for value in values)
+    return BlockFormat(planes, 128, False, shared, halves, unit, table)
+
+
+BLOCK_TYPES: dict[str, BlockFormat] = {
+    "Q8_0": BlockFormat((8,), zero=128),
+    "Q4_0": BlockFormat((4,), zero=8),
+    "Q4_1": BlockFormat((4,), minima=True),
+    "Q5_0": BlockFormat((4, 1), zero=16),
+    "Q5_1": BlockFormat((4, 1), minima=True),
+    "Q2_K": BlockFormat((2,), minima=True, shared=True, halves=True),
+    "Q3_K": BlockFormat((2, 1), zero=4, shared=True, halves=True),
+    "Q4_K": BlockFormat((4,), minima=True, shared=True),
+    "Q5_K": BlockFormat((4, 1), minima=True, shared=True),
+    "Q6_K": BlockFormat((4, 2), zero=32, shared=True, halves=True),
+    "IQ4_NL": _by_table((4,), _IQ4),
+    "IQ4_XS": _by_table((4,), _IQ4, shared=True),
+    "IQ3_XXS": _by_table((4,), _IQ3_XXS, shared=True, unit=0.25),
+    "IQ3_S": _by_table((4,), _IQ3_S, shared=True),
+    "IQ2_XXS": _by_table((2, 1), _IQ2, shared=True, unit=0.125),
+    "IQ2_XS": _by_table((2, 1), _IQ2, shared=True, halves=True, unit=0.125),
+    "IQ2_S": _by_table((2, 1), _IQ2, shared=True, halves=True, unit=0.125),
+    "IQ1_S": _by_table((2, 1), _IQ1, shared=True, unit=0.125),
+    "IQ1_M": _by_table((2, 1), _IQ1, shared=True, halves=True, unit=0.125),
+    "TQ1_0": BlockFormat((2,), zero=1, shared=True),
+    "TQ2_0": BlockFormat((2,), zero=1, shared=True),
+    "MXFP4": _by_table((4,), _E2M1),
+    "F16": BlockFormat((16,), number="half"),
+    "BF16": BlockFormat((16,), number="bfloat"),
+}
+"""The format of each type of a GGUF file, by the name of the type."""

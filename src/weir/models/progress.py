@@ -1,0 +1,26 @@
+"""Progress of loading a model: one bar on one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers.utils import logging
+
+
+@contextmanager
+def loading_bar(what: str, total: int) -> Iterator[Callable[[int], Any]]:
+    """Show a bar on a terminal while a file is read; nothing where transformers' bars are disabled.
+
+    The block calls the function with the bytes that were read.
+    """
+    with logging.tqdm(
+        total=total,
+        desc=f"Loading {what}",
+        unit="B",
+        unit_scale=True,
+        leave=False,
+        disable=None,  # unless standard error is a terminal
+    ) as bar:
+        yield bar.update
