@@ -69,7 +69,12 @@ class NativeLlamaCpp:
     def read(self, tokens: int) -> float:
         """Seconds of a prompt, read from its beginning."""
         self._forget()
-        took = timed(lambda: (self._feed(self._ids[:tokens], 0), self._largest()))
+
+        def prompt() -> int:
+            self._feed(self._ids[:tokens], 0)
+            return self._largest()
+
+        took = timed(prompt)
         self._held = tokens
         return took
 
