@@ -174,7 +174,9 @@ def serve(
         ends = f"ends of {memory.kept} turns {size(memory.kept * memory.row)}; "
         say(
             f"{model_name} under {wanted.brief}: weights {size(memory.weights)}, {rows} rows of "
-            f"{size(memory.row)}; {ends if memory.kept else ''}{size(memory.total)} in all, "
+            f"{size(memory.row)}; {ends if memory.kept else ''}"
+            f"{memory.prefixes} states of prompts {size(memory.prefixes * memory.row)}; "
+            f"{size(memory.total)} in all, "
             f"at most {size(limits.memory)} more for requests under way, and "
             f"{size(limits.parcel)} for a session that is exported or imported"
         )

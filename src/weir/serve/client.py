@@ -11,9 +11,10 @@ import json
 import logging
 import secrets
 import threading
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -75,6 +76,23 @@ class ServerClosing(WeirError):
     """The server ends before the answer does."""
 
 
+@dataclass(frozen=True)
+class PromptProgress:
+    """How far a prompt is read.
+
+    Attributes:
+        total: tokens of everything before the answer.
+        cached: how many of them are not read for this request.
+        processed: how many are read, `cached` ones included.
+        waiting: whether it waits for a row.
+    """
+
+    total: int
+    cached: int
+    processed: int
+    waiting: bool
+
+
 @dataclass(eq=False)
 class Generation:
     """The answers to a request while they are made."""
@@ -86,6 +104,7 @@ class Generation:
     _client: EngineClient
     running: set[int] = field(default_factory=set)
     finished: dict[int, FinishEvent] = field(default_factory=dict)
+    began: float = field(default_factory=time.perf_counter)
     _first: list[OutputEvent] = field(default_factory=list)
 
     async def start(self, seconds: float) -> Exception | None:
@@ -132,6 +151,22 @@ class Generation:
     def call_id(self, answer: int) -> Callable[[int], str]:
         """The function that gives the calls of an answer their ids, by their index."""
         return partial(call_id, self.sequences[answer].id)
+
+    @property
+    def cached(self) -> int:
+        """Tokens before the answer that were not read for it, known when the prompt is read."""
+        return self.prompt.cached + self.sequences[0].reused
+
+    @property
+    def progress(self) -> PromptProgress:
+        """How much of the prompt is read; called from any thread."""
+        first = self.sequences[0]
+        total, cached = self.prompt.length, self.cached
+        if first.stage is Stage.WAITING:
+            return PromptProgress(total, cached, cached, waiting=True)
+        done = not first.unread or first.stage in (Stage.DECODE, Stage.FINISHED)
+        read = total if done else self.prompt.cached + first.num_read
+        return PromptProgress(total, cached, min(read, total), waiting=False)
 
     @property
     def tokens(self) -> int:
@@ -266,19 +301,43 @@ class EngineClient:
         """
         answers = range(len(request.sampling))
         queue = OutputQueue(loop, self.limits.unread * len(answers))
-        sequences = [self._sequence(request, prompt, answer, queue, holder) for answer in answers]
-        sequences[0].forks = sequences[1:]
+        sequences = [
+            self._sequence(request, prompt, answer, queue, holder, secrets.token_hex(16))
+            for answer in answers
+        ]
         generation = Generation(request, prompt, sequences, queue, self, set(answers))
+        self._submit(generation)
+        return generation
+
+    def restart(self, generation: Generation, prompt: Prompt) -> None:
+        """Submit a request again that has failed before its first token, with another prompt.
+
+        Its answers keep their names, and its turn the session that the client was told.
+        """
+        old = generation.queue
+        queue = OutputQueue(old.loop, old.size, old.overrun)
+        session = generation.prompt.session
+        if session is not None:
+            prompt = replace(prompt, session=session)
+        generation.sequences = [
+            self._sequence(generation.request, prompt, answer, queue, one.holder, one.id)
+            for answer, one in enumerate(generation.sequences)
+        ]
+        generation.prompt, generation.queue = prompt, queue
+        self._submit(generation)
+
+    def _submit(self, generation: Generation) -> None:
+        first = generation.sequences[0]
+        first.forks = generation.sequences[1:]
         with self._lock:
             self._generations.add(generation)
         try:
             if self.failure is not None:
                 raise WeirError("the engine has failed, and nothing is answered any more")
-            self.engine.submit(sequences[0])
+            self.engine.submit(first)
         except WeirError:
             generation.close()
             raise
-        return generation
 
     def _sequence(
         self,
@@ -287,6 +346,7 @@ class EngineClient:
         answer: int,
         queue: OutputQueue,
         holder: str,
+        name: str,
     ) -> Sequence:
         """The sequence of one of the answers, with its output processor."""
         special = self.renderer.call_tokens.values() if request.tools else ()
@@ -300,7 +360,7 @@ class EngineClient:
         )
         constraint = request.constraint() if request.constraint else None
         processor.sequence = Sequence(
-            id=secrets.token_hex(16),
+            id=name,
             parent=None if prompt.parent is None else prompt.parent.node,
             prompt_ids=prompt.ids,
             max_tokens=request.max_tokens,
@@ -308,6 +368,7 @@ class EngineClient:
             sampler=Sampler(request.sampling[answer], tuple(prompt.ids), constraint),
             listener=processor,
             holder=holder,
+            owner=None if prompt.session is None else prompt.owner,
             beginning=prompt.beginning,
             header=prompt.header,
             record=None if prompt.session is None else partial(self._record, request, prompt),
@@ -336,7 +397,7 @@ class EngineClient:
             seen=stats.seen,
             usage={
                 "prompt_tokens": prompt.length,
-                "cached_tokens": prompt.cached,
+                "cached_tokens": prompt.cached + sequence.reused,
                 "completion_tokens": len(sequence.output_ids),
                 **{name: value for name, value in vars(stats).items() if name != "seen"},
             },

@@ -14,12 +14,19 @@ from starlette.responses import Response
 
 from weir.serve.api.dependencies import Client, Owner
 from weir.serve.api.errors import APIError
-from weir.serve.api.generation import Events, Renderer, make_request, send, start, usage_of
+from weir.serve.api.generation import (
+    Events,
+    Renderer,
+    make_request,
+    progress_of,
+    send_answers,
+    usage_of,
+)
 from weir.serve.api.logprobs import LogprobFormatter, clip
 from weir.serve.api.models import check_model
 from weir.serve.api.openapi import describe_body
 from weir.serve.api.output_format import add_constraint, check_tools
-from weir.serve.api.requests import SESSION_HEADER, named_session, read_content
+from weir.serve.api.requests import named_session, read_content
 from weir.serve.api.schemas.chat import ChatBody, CompletionBody, TextBody
 from weir.serve.api.sse import DONE, encode_event
 from weir.serve.client import EngineClient, Generation
@@ -56,10 +63,9 @@ async def chat(request: Request, client: Client, owner: Owner) -> Response:
     if body.response_format is not None:
         held_to = body.response_format.held_to
     job = await add_constraint(request, held_to, offer, job, param)
-    generation = await start(request, job, "messages")
-    renderer = ChatRenderer(body, client, generation)
-    headers = {SESSION_HEADER: generation.prompt.session or ""}
-    return await send(request, renderer, generation, headers, stream=bool(body.stream))
+    make = partial(ChatRenderer, body, client)
+    how = {"stream": bool(body.stream), "reports": body.wants_progress}
+    return await send_answers(request, job, "messages", make, **how, always_named=True)
 
 
 def _match(
@@ -98,9 +104,9 @@ async def complete(request: Request, client: Client, owner: Owner) -> Response:
     match = partial(client.matcher.complete, owner, prompt)
     limit = ("max_tokens", body.max_tokens)
     job = make_request(client, body, match, limit, body.logprobs, DEFAULT_LIMIT)
-    generation = await start(request, job, "prompt")
-    renderer = TextRenderer(body, client, generation)
-    return await send(request, renderer, generation, {}, stream=bool(body.stream))
+    make = partial(TextRenderer, body, client)
+    how = {"stream": bool(body.stream), "reports": body.wants_progress}
+    return await send_answers(request, job, "prompt", make, **how)
 
 
 class CompletionRenderer(Renderer):
@@ -119,6 +125,7 @@ class CompletionRenderer(Renderer):
     ) -> None:
         self._generation = generation
         self._include_usage = body.include_usage
+        self._with_progress = body.wants_progress
         self._num_answers = body.num_answers
         self._stop_ids = generation.request.stop_ids
         self._logprobs = LogprobFormatter(client.tokenizer, self._stop_ids)
@@ -134,6 +141,18 @@ class CompletionRenderer(Renderer):
         if self._include_usage:
             yield encode_event({**self._head, "choices": [], "usage": usage_of(self._generation)})
         yield DONE
+
+    def keep_alive(self, generation: Generation) -> bytes:
+        """Write a comment; where the client wants to hear of its prompt, a chunk besides."""
+        comment = super().keep_alive(generation)
+        if not self._with_progress or generation.sequences[0].output_ids:
+            return comment
+        chunk = {**self._chunk(self._no_choice()), "prompt_progress": progress_of(generation)}
+        return comment + encode_event(chunk)
+
+    @abstractmethod
+    def _no_choice(self) -> dict[str, Any]:
+        """A choice that adds nothing to the first answer."""
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         usage = {"usage": None} if self._include_usage else {}
@@ -212,6 +231,9 @@ class ChatRenderer(CompletionRenderer):
         if isinstance(event, FinishEvent):
             parts += parser.finish(cut=event.reason == "length")
         return parts
+
+    def _no_choice(self) -> dict[str, Any]:
+        return self._choice(0, {})
 
     def _finish_reason(self, end: FinishEvent) -> str:
         called = bool(self._parsers) and self._parsers[end.answer].num_complete > 0
@@ -304,6 +326,9 @@ class TextRenderer(CompletionRenderer):
             "logprobs": self._logprobs_of(answer, tokens) if self._with_logprobs else None,
             "finish_reason": reason,
         }
+
+    def _no_choice(self) -> dict[str, Any]:
+        return self._choice(0, "", [], None)
 
     def _logprobs_of(self, answer: int, events: list[TokenEvent]) -> dict[str, list[Any]]:
         """Log-probabilities in the older of OpenAI's formats: parallel lists."""

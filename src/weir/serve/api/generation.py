@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -22,9 +23,9 @@ from weir.serve.api.errors import (
 )
 from weir.serve.api.middleware import LOG, add_log_fields
 from weir.serve.api.operations import Metrics
-from weir.serve.api.requests import while_connected
+from weir.serve.api.requests import SESSION_HEADER, while_connected
 from weir.serve.api.schemas.chat import GenerationBody
-from weir.serve.api.sse import EventStream, encode_event
+from weir.serve.api.sse import EventStream, KeepAlive, encode_event
 from weir.serve.client import EngineClient, Generation, GenerationRequest, ServerClosing
 from weir.serve.engine.engine import Cancelled
 from weir.serve.engine.output import FinishEvent, TokenEvent
@@ -49,6 +50,21 @@ class Renderer(ABC):
     @abstractmethod
     def stream(self, events: Events) -> AsyncIterator[bytes]:
         """Write answers as server-sent events, while they are made."""
+
+    media_type = "text/event-stream"
+
+    def keep_alive(self, generation: Generation) -> bytes:
+        """Write something that clients ignore, while there is no answer yet.
+
+        Proxies and clients close a connection on which nothing comes for a minute or so.
+        """
+        progress = generation.progress
+        if progress.waiting:
+            return b": waiting for a row\n\n"
+        if progress.processed >= progress.total:
+            return b": answering\n\n"
+        read = f"{progress.processed:,} of {progress.total:,} tokens of the prompt are read"
+        return f": {read}\n\n".encode()
 
     def failure(self, error: APIError) -> bytes:
         """Write that an answer has failed after the stream began."""
@@ -101,80 +117,117 @@ def make_request(
     )
 
 
-async def start(http: Request, request: GenerationRequest, param: str) -> Generation:
-    """Start a request, and wait until its first token has come.
+async def send_answers(
+    http: Request,
+    request: GenerationRequest,
+    param: str,
+    make_renderer: Callable[[Generation], Renderer],
+    *,
+    stream: bool,
+    reports: bool = False,
+    always_named: bool = False,
+) -> Response:
+    """Submit a request to the engine, and send its answers.
+
+    A stream begins at once, while its prompt waits or is read. An error that is found later is an
+    event; one found before is a status code.
 
     Args:
         param: the field that the prompt is made of, for errors.
+        reports: whether the client wants to hear how far its prompt is read.
+        always_named: whether the header with the session is sent without a session, too.
+    """
+    client: EngineClient = http.app.state.client
+    metrics: Metrics = http.app.state.metrics
+    generation = await _submit(http, request, param)
+
+    def close() -> None:
+        _close(generation, metrics)
+
+    try:
+        renderer = make_renderer(generation)
+    except BaseException:
+        close()
+        raise
+    named = generation.prompt.session
+    headers = {} if named is None and not always_named else {SESSION_HEADER: named or ""}
+    events = _events(http, generation, param)
+
+    async def frames() -> AsyncIterator[bytes]:
+        try:
+            async for frame in renderer.stream(events):
+                yield frame
+        except APIError as error:
+            add_log_fields(http.scope, failed=error.status)
+            yield renderer.failure(error)
+
+    if stream:
+        pause = client.limits.report if reports else client.limits.ping
+        keep_alive = KeepAlive(pause, lambda: renderer.keep_alive(generation))
+        return EventStream(
+            frames(),
+            generation.queue.overrun,
+            client.limits.stall,
+            close,
+            headers,
+            renderer.media_type,
+            keep_alive,
+        )
+    try:
+        whole = await while_connected(http, renderer.whole(events))
+    finally:
+        close()
+    add_log_fields(http.scope, answered=generation.tokens)
+    return JSONResponse(whole, headers=headers)
+
+
+async def _submit(http: Request, request: GenerationRequest, param: str) -> Generation:
+    """Find the prompt of a request, and submit it to the engine."""
+    client: EngineClient = http.app.state.client
+    prompt = await run_in_thread(client.match, request, param=param)
+    try:
+        return client.generate(request, prompt, asyncio.get_running_loop(), http.state.holder)
+    except Busy:
+        raise rate_limited("too many requests wait for a row") from None
+    except WeirError:
+        raise server_closing() from None
+
+
+async def _events(http: Request, generation: Generation, param: str) -> Events:
+    """The events of a generation, counted. If the turn that its prompt continues is dropped before
+    it starts, its prompt is found again.
     """
     client: EngineClient = http.app.state.client
     metrics: Metrics = http.app.state.metrics
     loop = asyncio.get_running_loop()
     began = loop.time()
     for attempt in range(1, ATTEMPTS + 1):
-        prompt = await run_in_thread(client.match, request, param=param)
         try:
-            generation = client.generate(request, prompt, loop, http.state.holder)
+            error = await generation.start(client.limits.wait)
+        except Busy as full:
+            raise rate_limited(str(full)) from None
+        if error is None:
+            break
+        prompt = generation.prompt
+        parent = prompt.parent
+        dropped = parent is not None and client.store.find_turn(prompt.owner, parent.node) is None
+        if attempt == ATTEMPTS or not dropped:
+            raise to_api_error(error)
+        generation.close()
+        found = await run_in_thread(client.match, generation.request, param=param)
+        try:
+            client.restart(generation, found)
         except Busy:
             raise rate_limited("too many requests wait for a row") from None
         except WeirError:
             raise server_closing() from None
-        try:
-            error = await while_connected(http, generation.start(client.limits.wait))
-        except Busy as full:
-            _close(generation, metrics)
-            raise rate_limited(str(full)) from None
-        except BaseException:
-            _close(generation, metrics)
-            raise
-        if error is None:
-            break
-        parent = prompt.parent
-        dropped = parent is not None and client.store.find_turn(prompt.owner, parent.node) is None
-        if attempt < ATTEMPTS and dropped:
-            generation.close()
-            continue
-        _close(generation, metrics)
-        raise to_api_error(error)
-    read, cached = prompt.length - prompt.cached, prompt.cached
+    read, cached = generation.prompt.length - generation.cached, generation.cached
     metrics.tokens.labels("read").inc(read)
     metrics.tokens.labels("cached").inc(cached)
     metrics.first.observe(loop.time() - began)
     add_log_fields(http.scope, read=read, cached=cached)
-    return generation
-
-
-async def send(
-    http: Request,
-    renderer: Renderer,
-    generation: Generation,
-    headers: dict[str, str],
-    *,
-    stream: bool,
-) -> Response:
-    """Send the answers of a request that has started."""
-    client: EngineClient = http.app.state.client
-    metrics: Metrics = http.app.state.metrics
-
-    async def frames() -> AsyncIterator[bytes]:
-        try:
-            async for frame in renderer.stream(_observe(generation, metrics)):
-                yield frame
-        except APIError as error:
-            yield renderer.failure(error)
-
-    def close() -> None:
-        _close(generation, metrics)
-
-    if stream:
-        overrun, stall = generation.queue.overrun, client.limits.stall
-        return EventStream(frames(), overrun, stall, close, headers)
-    try:
-        whole = await while_connected(http, renderer.whole(_observe(generation, metrics)))
-    finally:
-        close()
-    add_log_fields(http.scope, answered=generation.tokens)
-    return JSONResponse(whole, headers=headers)
+    async for events in _observe(generation, metrics):
+        yield events
 
 
 async def _observe(generation: Generation, metrics: Metrics) -> Events:
@@ -201,6 +254,17 @@ def _close(generation: Generation, metrics: Metrics) -> None:
     generation.close()
 
 
+def progress_of(generation: Generation) -> dict[str, Any]:
+    """How far a prompt is read, in the fields of llama.cpp's `return_progress`."""
+    progress = generation.progress
+    return {
+        "total": progress.total,
+        "cache": progress.cached,
+        "processed": progress.processed,
+        "time_ms": round((time.perf_counter() - generation.began) * 1000),
+    }
+
+
 def usage_of(generation: Generation) -> dict[str, Any]:
     """Token usage of a request: OpenAI's fields, and in `weir` the state of its streams.
 
@@ -212,7 +276,7 @@ def usage_of(generation: Generation) -> dict[str, Any]:
         "prompt_tokens": prompt.length,
         "completion_tokens": answered,
         "total_tokens": prompt.length + answered,
-        "prompt_tokens_details": {"cached_tokens": prompt.cached},
+        "prompt_tokens_details": {"cached_tokens": generation.cached},
         "weir": {
             "seen": max((one.seen for one in stats), default=0),
             "held": max((one.held for one in stats), default=0),

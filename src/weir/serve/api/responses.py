@@ -17,7 +17,14 @@ from starlette.responses import Response
 from weir.errors import WeirError
 from weir.serve.api.dependencies import Client, Owner, PageQuery, look_up, run_in_thread
 from weir.serve.api.errors import APIError, server_error
-from weir.serve.api.generation import Events, Renderer, make_request, send, start, usage_of
+from weir.serve.api.generation import (
+    Events,
+    Renderer,
+    make_request,
+    progress_of,
+    send_answers,
+    usage_of,
+)
 from weir.serve.api.logprobs import LogprobFormatter
 from weir.serve.api.middleware import LOG, at_end
 from weir.serve.api.models import check_model
@@ -65,11 +72,9 @@ async def respond(request: Request, client: Client, owner: Owner) -> Response:
     check_tools(client, offer)
     held_to = None if body.text is None or body.text.format is None else body.text.format.held_to
     job = await add_constraint(request, held_to, offer, job, "text.format.schema")
-    generation = await start(request, job, "input")
-    renderer = ResponseRenderer(body, turn, generation)
-    saved_in = generation.prompt.session
-    headers = {} if saved_in is None else {SESSION_HEADER: saved_in}
-    return await send(request, renderer, generation, headers, stream=bool(body.stream))
+    make = partial(ResponseRenderer, body, turn)
+    how = {"stream": bool(body.stream), "reports": body.wants_progress}
+    return await send_answers(request, job, "input", make, **how)
 
 
 @router.get("/v1/responses/{name}")
@@ -205,6 +210,18 @@ class ResponseRenderer(Renderer):
         last = self._items.finish(status)
         whole = await self._finish(status)
         yield self._encode([*last, (f"response.{status}", {"response": whole})]) + DONE
+
+    def keep_alive(self, generation: Generation) -> bytes:
+        """Write a comment, and while the prompt is read an event besides: some clients, such as
+        Codex, take a stream without events for a broken one.
+        """
+        comment = super().keep_alive(generation)
+        if generation.sequences[0].output_ids:
+            return comment
+        fields: dict[str, Any] = {"response": self._response("in_progress", [])}
+        if self._body.wants_progress:
+            fields["prompt_progress"] = progress_of(generation)
+        return comment + self._encode([("response.in_progress", fields)])
 
     def failure(self, error: APIError) -> bytes:
         """Write that the response has failed."""

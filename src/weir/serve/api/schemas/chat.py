@@ -96,6 +96,7 @@ class GenerationBody(Strict):
 
     model: Annotated[str, StringConstraints(max_length=512)]
     stream: bool | None = None
+    return_progress: bool | None = None
     seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | Annotated[ListOf[Stop], Field(max_length=4)] | None = None
     stop_token_ids: Annotated[ListOf[Token], Field(max_length=16)] | None = None
@@ -115,6 +116,11 @@ class GenerationBody(Strict):
         if value is not None and not info.data.get("stream"):
             raise unsupported("this goes with stream: true, and not without it")
         return value
+
+    @property
+    def wants_progress(self) -> bool:
+        """Whether a stream reports how far the prompt is read, as with llama.cpp."""
+        return bool(self.return_progress)
 
     @property
     def num_answers(self) -> int:
