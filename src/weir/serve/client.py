@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -32,7 +32,7 @@ from weir.serve.engine.output import (
     OutputQueue,
     TokenEvent,
 )
-from weir.serve.engine.sampler import Sampler, SamplingParams
+from weir.serve.engine.sampler import Sampler, SamplingParams, read_defaults
 from weir.serve.engine.scheduler import Busy
 from weir.serve.engine.sequence import Sequence, Stage
 from weir.serve.limits import Limits
@@ -181,8 +181,10 @@ class EngineClient:
         engine: its thread is run by this client from `open` on.
         worker: works on large requests; by default in threads.
         is_replica: whether other servers have the same sessions.
+        aliases: further names of the model; "*" for all names.
 
     Attributes:
+        defaults: how answers are sampled where a request does not say.
         locked: conversations that requests are using, by owner; only the event loop changes it.
         failure: why the engine has stopped by itself, if it did.
     """
@@ -197,7 +199,10 @@ class EngineClient:
         *,
         worker: Worker | None = None,
         is_replica: bool = False,
+        aliases: Iterable[str] = (),
     ) -> None:
+        self.aliases = frozenset(aliases)
+        self.defaults, self.unused_defaults = read_defaults(engine.model.generation_config)
         self.engine = engine
         self.store = engine.store
         self.tokenizer = tokenizer

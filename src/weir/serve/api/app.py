@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from types import FrameType
@@ -33,6 +33,7 @@ from weir.serve.api import (
     responses,
     sessions,
 )
+from weir.serve.api.access import Access
 from weir.serve.api.dependencies import Keys, authorize
 from weir.serve.api.errors import APIError, invalid_query, server_error
 from weir.serve.api.middleware import RequestMiddleware, watch_stalls
@@ -56,11 +57,18 @@ GRACE = 5
 """Seconds for telling clients that their answers have been given up."""
 
 
-def make_app(client: EngineClient, keys: Keys | None = None) -> ASGIApp:
+def make_app(
+    client: EngineClient,
+    keys: Keys | None = None,
+    hosts: Sequence[str] = (),
+    origins: Sequence[str] = (),
+) -> ASGIApp:
     """Make an application, which runs the engine from its start to its end.
 
-    Without keys, only requests to this machine's own names are answered.
+    Without keys, only requests to this machine's own names are answered, and to `hosts`. Web pages
+    of `origins` may use it.
     """
+    access = Access(hosts, origins, has_keys=bool(keys))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -96,7 +104,7 @@ def make_app(client: EngineClient, keys: Keys | None = None) -> ASGIApp:
     stored = () if client.is_replica else (responses, conversations)
     for part in (completions, *stored, models, sessions, memory, operations):
         app.include_router(part.router, dependencies=[Depends(authorize)], responses=ERRORS)
-    return RequestMiddleware(app, metrics, local=not app.state.keys)
+    return RequestMiddleware(app, metrics, access)
 
 
 @contextmanager

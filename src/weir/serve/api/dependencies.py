@@ -74,11 +74,15 @@ async def authorize(request: Request) -> str:
     if not keys:
         return ""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    owner = keys.owner_of(key.strip()) if scheme.lower() == "bearer" else None
+    if scheme.lower() != "bearer":
+        key = request.headers.get("x-api-key", "")
+    owner = keys.owner_of(key.strip()) if key.strip() else None
     if owner is None:
+        problem = "this key is not known" if key.strip() else "a key is needed"
         raise APIError(
             401,
-            "a key is needed that this server knows: Authorization: Bearer KEY",
+            f"{problem}. Send Authorization: Bearer KEY or x-api-key: KEY, with a key whose "
+            "SHA-256 is in the file that weir serve was given with --keys.",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )

@@ -104,7 +104,7 @@ def make_request(
                 param="logit_bias",
             )
     try:
-        sampling = body.sampling_params(logprobs, secrets.randbits(62))
+        sampling = body.sampling_params(logprobs, secrets.randbits(62), client.defaults)
     except WeirError as error:
         raise APIError(400, str(error)) from None
     stop_ids = frozenset(body.stop_token_ids or ())

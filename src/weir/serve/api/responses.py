@@ -254,6 +254,7 @@ class ResponseRenderer(Renderer):
 
     def _response(self, status: str, output: list[Item]) -> dict[str, Any]:
         body, conversation = self._body, self._turn.conversation
+        sampling = self._generation.request.sampling[0].sampling
         ended = status in ("completed", "incomplete")
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
@@ -278,12 +279,12 @@ class ResponseRenderer(Renderer):
             "prompt_cache_key": body.prompt_cache_key,
             "service_tier": "default",
             "store": body.is_stored,
-            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "temperature": sampling.temperature,
             "text": {"format": _format_of(body)},
             "tool_choice": _choice_of(body),
             "tools": [tool.model_dump() for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
-            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
             "presence_penalty": body.presence_penalty or 0.0,
             "frequency_penalty": body.frequency_penalty or 0.0,
             "truncation": body.truncation or "disabled",

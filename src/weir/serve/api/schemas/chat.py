@@ -132,19 +132,25 @@ class GenerationBody(Strict):
         """The stop sequences."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
-    def sampling_params(self, logprobs: int | None, seed: int) -> list[SamplingParams]:
+    def sampling_params(
+        self, logprobs: int | None, seed: int, defaults: SamplingParams
+    ) -> list[SamplingParams]:
         """Sampling parameters of each completion; `seed` is the default seed."""
+        usual = defaults.sampling
+        top_k = usual.top_k if self.top_k is None else self.top_k
+        top_p = usual.top_p if self.top_p is None else self.top_p
+        min_p = usual.min_p if self.min_p is None else self.min_p
         sampling = Sampling(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=self.top_k if self.top_k and self.top_k > 0 else None,
-            top_p=None if self.top_p == 1 else self.top_p,
-            min_p=self.min_p or None,
+            temperature=usual.temperature if self.temperature is None else self.temperature,
+            top_k=top_k if top_k and top_k > 0 else None,
+            top_p=None if top_p == 1 else top_p,
+            min_p=min_p or None,
         )
         first = seed if self.seed is None else self.seed
         return [
             SamplingParams(
                 sampling=sampling,
-                repetition=self.repetition_penalty or 1.0,
+                repetition=self.repetition_penalty or defaults.repetition,
                 presence=self.presence_penalty or 0.0,
                 frequency=self.frequency_penalty or 0.0,
                 bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
