@@ -387,10 +387,11 @@ class EngineClient:
         assert prompt.session is not None
         assert isinstance(sequence.listener, OutputProcessor)
         text, stats = sequence.listener.finish(), sequence.listener.stats
-        answer = Message("assistant", text)
+        answer = Message("assistant", prompt.prefill + text)
         if parser := self.make_parser(request):
             parts = [*parser.feed(text), *parser.finish(cut=reason == "length")]
             answer = join_parts(parts, partial(call_id, sequence.id))
+            answer = replace(answer, content=prompt.prefill + answer.content)
         return TurnRecord(
             node=sequence.id,
             owner=prompt.owner,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from weir.serve.api.output_format import add_constraint, check_tools
 from weir.serve.api.requests import named_session, read_content
 from weir.serve.api.schemas.chat import ChatBody, CompletionBody, TextBody
 from weir.serve.api.sse import DONE, encode_event
+from weir.serve.api.thinking import find_variables
 from weir.serve.client import EngineClient, Generation
 from weir.serve.engine.output import FinishEvent, TokenEvent
 from weir.serve.messages import Call, Message, StrayResult, link_results
@@ -57,14 +58,15 @@ async def chat(request: Request, client: Client, owner: Owner) -> Response:
     if body.max_completion_tokens is not None:
         limit = ("max_completion_tokens", body.max_completion_tokens)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    match = partial(_match, client, messages, owner, session, offer.tools)
+    variables = find_variables(client, body)
+    match = partial(_match, client, messages, owner, session, offer.tools, variables)
     job = make_request(client, body, match, limit, logprobs, client.limits.answer_default)
     held_to, param = None, "response_format.json_schema.schema"
     if body.response_format is not None:
         held_to = body.response_format.held_to
     job = await add_constraint(request, held_to, offer, job, param)
     make = partial(ChatRenderer, body, client)
-    how = {"stream": bool(body.stream), "reports": body.wants_progress}
+    how = {"stream": bool(body.stream), "reports": body.wants_progress, "skipped": body.skipped}
     return await send_answers(request, job, "messages", make, **how, always_named=True)
 
 
@@ -74,22 +76,31 @@ def _match(
     owner: str,
     session: str | None,
     tools: Sequence[Tool],
+    variables: Mapping[str, Any],
 ) -> Prompt:
     """Find the prompt of a chat."""
     held = messages if isinstance(messages, Handle) else client.matcher.hold(messages)
-    return client.matcher.match(owner, held.map(_link), session, tools)
+    return client.matcher.match(owner, held.map(_link), session, tools, variables)
 
 
 def _link(_: Any, messages: Sequence[Message]) -> Sequence[Message]:
-    """Link the results of a chat, which must end with a message to answer (APIError)."""
+    """Link the results of a chat, which must end with a message to answer, or with the beginning of
+    the answer (APIError).
+    """
     try:
         linked = link_results(messages)
     except StrayResult as error:
         param = f"messages[{error.number}].tool_call_id"
         raise APIError(400, str(error), param=param) from None
-    if linked[-1].role == "assistant":
+    last = linked[-1]
+    if last.role == "assistant" and (
+        last.calls or len(linked) == 1 or linked[-2].role == "assistant"
+    ):
         raise APIError(
-            400, "the last message must be one to answer, not an assistant's", param="messages"
+            400,
+            "the last message must be one to answer, or the beginning of the answer: an "
+            "assistant's text after such a message",
+            param="messages",
         )
     return linked
 
@@ -105,7 +116,7 @@ async def complete(request: Request, client: Client, owner: Owner) -> Response:
     limit = ("max_tokens", body.max_tokens)
     job = make_request(client, body, match, limit, body.logprobs, DEFAULT_LIMIT)
     make = partial(TextRenderer, body, client)
-    how = {"stream": bool(body.stream), "reports": body.wants_progress}
+    how = {"stream": bool(body.stream), "reports": body.wants_progress, "skipped": body.skipped}
     return await send_answers(request, job, "prompt", make, **how)
 
 
@@ -126,6 +137,8 @@ class CompletionRenderer(Renderer):
         self._generation = generation
         self._include_usage = body.include_usage
         self._with_progress = body.wants_progress
+        self._counts_always = body.counts_always
+        self._count = 0  # tokens of all answers so far
         self._num_answers = body.num_answers
         self._stop_ids = generation.request.stop_ids
         self._logprobs = LogprobFormatter(client.tokenizer, self._stop_ids)
@@ -136,6 +149,7 @@ class CompletionRenderer(Renderer):
         for choice in self._first_choices():
             yield encode_event(self._chunk(choice))
         async for several in events:
+            self._count += sum(isinstance(one, TokenEvent) for one in several)
             if encoded := b"".join(map(self._encode, several)):
                 yield encoded
         if self._include_usage:
@@ -155,7 +169,9 @@ class CompletionRenderer(Renderer):
         """A choice that adds nothing to the first answer."""
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        usage = {"usage": None} if self._include_usage else {}
+        usage: dict[str, Any] = {"usage": None} if self._include_usage else {}
+        if self._counts_always:
+            usage = {"usage": usage_of(self._generation, self._count)}
         return {**self._head, "choices": [choice], **usage}
 
     def _first_choices(self) -> Iterator[dict[str, Any]]:

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -34,6 +34,9 @@ from weir.serve.prompts import Prompt
 from weir.serve.sessions.records import StorageFull
 from weir.serve.structured import BadSchema
 
+WARNING_HEADER = "x-weir-warning"
+WARNINGS = 16
+"""Parts of a request that a warning names."""
 ATTEMPTS = 3
 """Times that a request is started, if the turn that it continues is dropped while it waits."""
 
@@ -91,9 +94,9 @@ def make_request(
     if body.num_answers > rows:
         raise APIError(400, f"Invalid 'n': this server gives {rows} at most.", param="n")
     if tokens is not None and tokens > limits.answer:
-        raise APIError(
-            400, f"Invalid '{name}': an answer has {limits.answer:,} at most.", param=name
-        )
+        body.note(f"{name} above {limits.answer}")
+    if tokens is not None and not 0 < tokens <= limits.answer:
+        tokens = limits.answer
     for token in body.logit_bias or {}:
         if not (token.isascii() and token.isdecimal() and len(token) < 10) or not (
             int(token) < client.vocabulary
@@ -126,6 +129,7 @@ async def send_answers(
     stream: bool,
     reports: bool = False,
     always_named: bool = False,
+    skipped: Sequence[str] = (),
 ) -> Response:
     """Submit a request to the engine, and send its answers.
 
@@ -135,6 +139,7 @@ async def send_answers(
     Args:
         param: the field that the prompt is made of, for errors.
         reports: whether the client wants to hear how far its prompt is read.
+        skipped: parts of the request that have no effect, for a warning.
         always_named: whether the header with the session is sent without a session, too.
     """
     client: EngineClient = http.app.state.client
@@ -151,6 +156,7 @@ async def send_answers(
         raise
     named = generation.prompt.session
     headers = {} if named is None and not always_named else {SESSION_HEADER: named or ""}
+    headers |= warn(http, skipped)
     events = _events(http, generation, param)
 
     async def frames() -> AsyncIterator[bytes]:
@@ -179,6 +185,18 @@ async def send_answers(
         close()
     add_log_fields(http.scope, answered=generation.tokens)
     return JSONResponse(whole, headers=headers)
+
+
+def warn(http: Request, skipped: Sequence[str]) -> dict[str, str]:
+    """Log what of a request has no effect, and return the header that says so."""
+    if not skipped:
+        return {}
+    shown = [
+        *skipped[:WARNINGS],
+        *([f"{len(skipped) - WARNINGS} more"] * (len(skipped) > WARNINGS)),
+    ]
+    add_log_fields(http.scope, skipped=shown)
+    return {WARNING_HEADER: f"no effect here: {', '.join(shown)}"}
 
 
 async def _submit(http: Request, request: GenerationRequest, param: str) -> Generation:
@@ -265,12 +283,14 @@ def progress_of(generation: Generation) -> dict[str, Any]:
     }
 
 
-def usage_of(generation: Generation) -> dict[str, Any]:
+def usage_of(generation: Generation, so_far: int | None = None) -> dict[str, Any]:
     """Token usage of a request: OpenAI's fields, and in `weir` the state of its streams.
 
-    Of several answers `bytes` and `folds` are sums, the others the largest.
+    Of several answers `bytes` and `folds` are sums, the others the largest. `so_far` counts tokens
+    of answers that have not ended.
     """
-    prompt, answered = generation.prompt, generation.tokens
+    prompt = generation.prompt
+    answered = generation.tokens if so_far is None else so_far
     stats = [end.stats for end in generation.finished.values()]
     return {
         "prompt_tokens": prompt.length,

@@ -25,7 +25,7 @@ def new_id(kind: str) -> str:
 def input_item(role: str, texts: Sequence[str]) -> Item:
     """Build the item of a message from a client."""
     if role == "assistant":
-        return answer_item(new_id("msg"), "\n".join(texts), "completed")
+        return answer_item(new_id("msg"), "".join(texts), "completed")
     parts = [{"type": "input_text", "text": text} for text in texts]
     return {
         "id": new_id("msg"),
@@ -105,4 +105,4 @@ def _message_of(item: Item) -> Message:
 
 
 def _text(parts: Sequence[dict[str, Any]]) -> str:
-    return "\n".join(part["text"] for part in parts)
+    return "".join(part["text"] for part in parts)  # a part may end inside a word

@@ -145,22 +145,32 @@ MISTRAL_ARGS = CallFormat("[TOOL_CALLS]", "", between="[ARGS]", short_ids=True)
 """Format of Devstral 2 and Ministral 3: `[TOOL_CALLS]name[ARGS]{…}` for each call."""
 
 
+def template_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
+    """The variables that a model's chat template looks at; none without a template."""
+    if tokenizer.chat_template is None:
+        return frozenset()
+    try:
+        template = str(tokenizer.get_chat_template(tools=[{}]))
+        # Parsed only, for the variables it uses; transformers renders it, in a sandbox.
+        return frozenset(
+            find_undeclared_variables(
+                jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(
+                    template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+                )
+            )
+        )
+    except (TemplateError, ValueError):
+        return frozenset()
+
+
 def format_of(tokenizer: PreTrainedTokenizerBase) -> CallFormat:
     """The format that a model was made for; WeirError if its chat template takes tools, but writes
     calls in a format that is not known.
     """
     if tokenizer.chat_template is None:
         return replace(HERMES, in_template=False)
-    try:
-        template = str(tokenizer.get_chat_template(tools=[{}]))
-        # Parsed only, for the variables it uses; transformers renders it, in a sandbox.
-        variables = find_undeclared_variables(
-            jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(
-                template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-            )
-        )
-    except (TemplateError, ValueError):
-        variables, template = set(), ""
+    variables = template_variables(tokenizer)
+    template = str(tokenizer.get_chat_template(tools=[{}])) if variables else ""
     if "tools" not in variables:
         return replace(HERMES, in_template=False)
     # Templates with [CALL_ID] let the model name its calls, and want that name with the result.
