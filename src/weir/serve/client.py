@@ -41,6 +41,7 @@ from weir.serve.prompts import Prompt, PromptMatcher, PromptRenderer
 from weir.serve.sessions.manager import SessionManager
 from weir.serve.sessions.records import TurnRecord, pack_ids
 from weir.serve.sessions.responses import ResponseStore
+from weir.serve.thoughts import OPEN
 from weir.serve.tools.formats import Tool
 from weir.serve.tools.parser import CallParser, join_parts
 from weir.serve.worker import Worker
@@ -387,11 +388,12 @@ class EngineClient:
         assert prompt.session is not None
         assert isinstance(sequence.listener, OutputProcessor)
         text, stats = sequence.listener.finish(), sequence.listener.stats
-        answer = Message("assistant", prompt.prefill + text)
+        before = OPEN if self.renderer.opens_thoughts(prompt) else prompt.prefill
+        answer = Message("assistant", before + text)
         if parser := self.make_parser(request):
             parts = [*parser.feed(text), *parser.finish(cut=reason == "length")]
             answer = join_parts(parts, partial(call_id, sequence.id))
-            answer = replace(answer, content=prompt.prefill + answer.content)
+            answer = replace(answer, content=before + answer.content)
         return TurnRecord(
             node=sequence.id,
             owner=prompt.owner,

@@ -16,8 +16,9 @@ from typing import Any
 
 from weir.errors import WeirError, quote
 
-THINKING = re.compile(r"\A\s*<think>.*?</think>\s*", re.DOTALL)
-"""The reasoning in front of an answer, which clients leave out of the history they send."""
+THINKING = re.compile(r"\A\s*<think>.*?(</think>\s*|\Z)", re.DOTALL)
+"""The thoughts in front of an answer, which clients leave out of the history they send. An answer
+that was cut may have no others."""
 _encode = json.JSONEncoder(sort_keys=True).encode
 
 

@@ -20,6 +20,7 @@ from weir.serve.messages import Message, hash_prefixes
 from weir.serve.roles import SystemPlaces
 from weir.serve.sessions.records import TurnRecord
 from weir.serve.sessions.store import SessionStore
+from weir.serve.thoughts import OPEN
 from weir.serve.tools.formats import (
     CallFormat,
     Tool,
@@ -186,6 +187,18 @@ class PromptRenderer:
         ids = self._encoder.encode(self._encoder.mark(text, trusted=True))
         header = prompt.header + len(ids) if prompt.header else 0
         return replace(prompt, ids=[*prompt.ids, *ids], header=header, prefill=text)
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the model's chat template knows thoughts in front of answers."""
+        return self._template.templated and OPEN in str(self._tokenizer.chat_template)
+
+    def opens_thoughts(self, prompt: Prompt) -> bool:
+        """Whether the end of a prompt opens the thoughts, so that the answer begins inside."""
+        if not self.thinks:
+            return False
+        end = str(self._tokenizer.decode(prompt.ids[-len(OPEN) - 2 :]))
+        return end.rstrip().endswith(OPEN)
 
     def check(self, prompt: Prompt) -> Prompt:
         """Refuse a prompt without tokens or with too many."""

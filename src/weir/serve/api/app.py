@@ -24,10 +24,12 @@ from starlette.types import ASGIApp
 from weir import __version__
 from weir.errors import WeirError
 from weir.serve.api import (
+    anthropic,
     completions,
     conversations,
     memory,
     models,
+    ollama,
     operations,
     page,
     responses,
@@ -102,7 +104,7 @@ def make_app(
         app.include_router(part.public, responses=ERRORS)
     # Responses and conversations are stored by one server, and replicas do not share them.
     stored = () if client.is_replica else (responses, conversations)
-    for part in (completions, *stored, models, sessions, memory, operations):
+    for part in (completions, anthropic, ollama, *stored, models, sessions, memory, operations):
         app.include_router(part.router, dependencies=[Depends(authorize)], responses=ERRORS)
     return RequestMiddleware(app, metrics, access)
 
@@ -136,7 +138,7 @@ async def _respond_to_error(request: Request, error: Exception) -> Response:
         headers = dict(error.headers) if error.headers else None
         error = APIError(error.status_code, message, code="not_found", headers=headers)
     # Any other goes on to the middleware, which logs it.
-    return (error if isinstance(error, APIError) else server_error()).response()
+    return (error if isinstance(error, APIError) else server_error()).response(request.url.path)
 
 
 def bind(host: str, port: int, keys: Keys) -> socket.socket:

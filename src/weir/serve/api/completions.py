@@ -5,13 +5,14 @@ from __future__ import annotations
 import secrets
 import time
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from weir.serve.api.chat_request import AnswerReader, ChatRequest, answer_chat
 from weir.serve.api.dependencies import Client, Owner
 from weir.serve.api.errors import APIError
 from weir.serve.api.generation import (
@@ -25,18 +26,14 @@ from weir.serve.api.generation import (
 from weir.serve.api.logprobs import LogprobFormatter, clip
 from weir.serve.api.models import check_model
 from weir.serve.api.openapi import describe_body
-from weir.serve.api.output_format import add_constraint, check_tools
-from weir.serve.api.requests import named_session, read_content
+from weir.serve.api.requests import read_content
 from weir.serve.api.schemas.chat import ChatBody, CompletionBody, TextBody
 from weir.serve.api.sse import DONE, encode_event
-from weir.serve.api.thinking import find_variables
 from weir.serve.client import EngineClient, Generation
 from weir.serve.engine.output import FinishEvent, TokenEvent
-from weir.serve.messages import Call, Message, StrayResult, link_results
-from weir.serve.prompts import Prompt
-from weir.serve.tools.formats import Tool
+from weir.serve.messages import Call, Message
+from weir.serve.thoughts import ThoughtDelta
 from weir.serve.tools.parser import AnswerPart, CallStart, TextDelta, join_parts
-from weir.serve.worker import Handle
 
 DEFAULT_LIMIT = 16
 """Tokens that continue a text if the client does not say, as with OpenAI."""
@@ -47,62 +44,16 @@ router = APIRouter()
 @router.post("/v1/chat/completions", openapi_extra=describe_body(ChatBody, streams=True))
 async def chat(request: Request, client: Client, owner: Owner) -> Response:
     """Complete a chat. Only the messages that are new since a saved turn are processed."""
-    session = named_session(request)
     body, messages = await read_content(request, ChatBody, owner, "messages", "history")
-    check_model(client, body.model)
-    offer = body.offer
-    check_tools(client, offer)
     if body.top_logprobs is not None and not body.logprobs:
         raise APIError(400, "top_logprobs is for logprobs: true", param="top_logprobs")
     limit: tuple[str, int | None] = ("max_tokens", body.max_tokens)
     if body.max_completion_tokens is not None:
         limit = ("max_completion_tokens", body.max_completion_tokens)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    variables = find_variables(client, body)
-    match = partial(_match, client, messages, owner, session, offer.tools, variables)
-    job = make_request(client, body, match, limit, logprobs, client.limits.answer_default)
-    held_to, param = None, "response_format.json_schema.schema"
-    if body.response_format is not None:
-        held_to = body.response_format.held_to
-    job = await add_constraint(request, held_to, offer, job, param)
-    make = partial(ChatRenderer, body, client)
-    how = {"stream": bool(body.stream), "reports": body.wants_progress, "skipped": body.skipped}
-    return await send_answers(request, job, "messages", make, **how, always_named=True)
-
-
-def _match(
-    client: EngineClient,
-    messages: Sequence[Message] | Handle,
-    owner: str,
-    session: str | None,
-    tools: Sequence[Tool],
-    variables: Mapping[str, Any],
-) -> Prompt:
-    """Find the prompt of a chat."""
-    held = messages if isinstance(messages, Handle) else client.matcher.hold(messages)
-    return client.matcher.match(owner, held.map(_link), session, tools, variables)
-
-
-def _link(_: Any, messages: Sequence[Message]) -> Sequence[Message]:
-    """Link the results of a chat, which must end with a message to answer, or with the beginning of
-    the answer (APIError).
-    """
-    try:
-        linked = link_results(messages)
-    except StrayResult as error:
-        param = f"messages[{error.number}].tool_call_id"
-        raise APIError(400, str(error), param=param) from None
-    last = linked[-1]
-    if last.role == "assistant" and (
-        last.calls or len(linked) == 1 or linked[-2].role == "assistant"
-    ):
-        raise APIError(
-            400,
-            "the last message must be one to answer, or the beginning of the answer: an "
-            "assistant's text after such a message",
-            param="messages",
-        )
-    return linked
+    held_to = None if body.response_format is None else body.response_format.held_to
+    asked = ChatRequest(body, messages, body.offer, limit, logprobs, held_to)
+    return await answer_chat(request, client, owner, asked, partial(ChatRenderer, body, client))
 
 
 @router.post("/v1/completions", openapi_extra=describe_body(TextBody, streams=True))
@@ -116,8 +67,7 @@ async def complete(request: Request, client: Client, owner: Owner) -> Response:
     limit = ("max_tokens", body.max_tokens)
     job = make_request(client, body, match, limit, body.logprobs, DEFAULT_LIMIT)
     make = partial(TextRenderer, body, client)
-    how = {"stream": bool(body.stream), "reports": body.wants_progress, "skipped": body.skipped}
-    return await send_answers(request, job, "prompt", make, **how)
+    return await send_answers(request, job, "prompt", make, body)
 
 
 class CompletionRenderer(Renderer):
@@ -188,8 +138,7 @@ class ChatRenderer(CompletionRenderer):
 
     def __init__(self, body: ChatBody, client: EngineClient, generation: Generation) -> None:
         self._with_logprobs = bool(body.logprobs)
-        parsers = [client.make_parser(generation.request) for _ in range(body.num_answers)]
-        self._parsers = [parser for parser in parsers if parser is not None]
+        self._readers = [AnswerReader(client, generation) for _ in range(body.num_answers)]
         head = {
             "id": f"chatcmpl-{secrets.token_hex(16)}",
             "created": int(time.time()),
@@ -201,15 +150,22 @@ class ChatRenderer(CompletionRenderer):
     async def whole(self, events: Events) -> dict[str, Any]:
         """Write all answers as one object."""
         parts: list[list[AnswerPart]] = [[] for _ in range(self._num_answers)]
+        thoughts = [""] * self._num_answers
         logprobs: list[list[dict[str, Any]]] = [[] for _ in parts]
         async for several in events:
             for event in several:
-                parts[event.answer] += self._parse(event)
+                for part in self._readers[event.answer].read(event):
+                    if isinstance(part, ThoughtDelta):
+                        thoughts[event.answer] += part.text
+                    else:
+                        parts[event.answer].append(part)
                 logprobs[event.answer] += self._logprobs.entries_of(event)
         choices = [
             {
                 "index": answer,
-                "message": _message(join_parts(own, self._generation.call_id(answer))),
+                "message": _message(
+                    join_parts(own, self._generation.call_id(answer)), thoughts[answer].rstrip()
+                ),
                 "logprobs": {"content": known, "refusal": None} if self._with_logprobs else None,
                 "finish_reason": self._finish_reason(self._generation.finished[answer]),
             }
@@ -220,15 +176,19 @@ class ChatRenderer(CompletionRenderer):
 
     def _first_choices(self) -> Iterator[dict[str, Any]]:
         for answer in range(self._num_answers):
-            content = None if self._parsers else ""
+            content = None if self._readers[answer].has_tools else ""
             yield self._choice(answer, {"role": "assistant", "content": content})
 
     def _encode(self, event: TokenEvent | FinishEvent) -> bytes:
         logprobs = self._logprobs.entries_of(event)
         make_id = self._generation.call_id(event.answer)
-        deltas = [delta for part in self._parse(event) if (delta := _delta(part, make_id))]
+        deltas = [
+            delta
+            for part in self._readers[event.answer].read(event)
+            if (delta := _delta(part, make_id))
+        ]
         if logprobs and not deltas:
-            deltas = [{} if self._parsers else {"content": ""}]
+            deltas = [{} if self._readers[event.answer].has_tools else {"content": ""}]
         # The log-probabilities of a token go with the first of what it brought.
         choices = [
             self._choice(event.answer, delta, None if number else logprobs)
@@ -238,22 +198,11 @@ class ChatRenderer(CompletionRenderer):
             choices.append(self._choice(event.answer, {}, reason=self._finish_reason(event)))
         return b"".join(encode_event(self._chunk(choice)) for choice in choices)
 
-    def _parse(self, event: TokenEvent | FinishEvent) -> list[AnswerPart]:
-        """The parts of an answer in an event: text, and calls where there are tools."""
-        if not self._parsers:
-            return [TextDelta(event.text)] if event.text else []
-        parser = self._parsers[event.answer]
-        parts = parser.feed(event.text)
-        if isinstance(event, FinishEvent):
-            parts += parser.finish(cut=event.reason == "length")
-        return parts
-
     def _no_choice(self) -> dict[str, Any]:
         return self._choice(0, {})
 
     def _finish_reason(self, end: FinishEvent) -> str:
-        called = bool(self._parsers) and self._parsers[end.answer].num_complete > 0
-        return "tool_calls" if called and end.reason == "stop" else end.reason
+        return self._readers[end.answer].finish_reason(end)
 
     def _choice(
         self,
@@ -270,7 +219,7 @@ class ChatRenderer(CompletionRenderer):
         }
 
 
-def _message(message: Message) -> dict[str, Any]:
+def _message(message: Message, thoughts: str) -> dict[str, Any]:
     """An answer as JSON."""
     data: dict[str, Any] = {
         "role": "assistant",
@@ -278,14 +227,18 @@ def _message(message: Message) -> dict[str, Any]:
         "refusal": None,
         "annotations": [],
     }
+    if thoughts:
+        data["reasoning_content"] = thoughts
     if message.calls:
         data["content"] = message.content or None
         data["tool_calls"] = [call.for_chat(call.arguments) for call in message.calls]
     return data
 
 
-def _delta(part: AnswerPart, make_id: Callable[[int], str]) -> dict[str, Any] | None:
+def _delta(part: AnswerPart | ThoughtDelta, make_id: Callable[[int], str]) -> dict[str, Any] | None:
     """The delta of a part of an answer; None for the end of a call."""
+    if isinstance(part, ThoughtDelta):
+        return {"reasoning_content": part.text}
     if isinstance(part, TextDelta) and part.call is None:
         return {"content": part.text}
     if isinstance(part, TextDelta):

@@ -125,11 +125,9 @@ async def send_answers(
     request: GenerationRequest,
     param: str,
     make_renderer: Callable[[Generation], Renderer],
+    body: GenerationBody,
     *,
-    stream: bool,
-    reports: bool = False,
     always_named: bool = False,
-    skipped: Sequence[str] = (),
 ) -> Response:
     """Submit a request to the engine, and send its answers.
 
@@ -138,8 +136,7 @@ async def send_answers(
 
     Args:
         param: the field that the prompt is made of, for errors.
-        reports: whether the client wants to hear how far its prompt is read.
-        skipped: parts of the request that have no effect, for a warning.
+        body: says whether the answers are streamed, and has what the warning names.
         always_named: whether the header with the session is sent without a session, too.
     """
     client: EngineClient = http.app.state.client
@@ -156,7 +153,7 @@ async def send_answers(
         raise
     named = generation.prompt.session
     headers = {} if named is None and not always_named else {SESSION_HEADER: named or ""}
-    headers |= warn(http, skipped)
+    headers |= warn(http, body.skipped)
     events = _events(http, generation, param)
 
     async def frames() -> AsyncIterator[bytes]:
@@ -167,8 +164,8 @@ async def send_answers(
             add_log_fields(http.scope, failed=error.status)
             yield renderer.failure(error)
 
-    if stream:
-        pause = client.limits.report if reports else client.limits.ping
+    if body.streams:
+        pause = client.limits.report if body.wants_progress else client.limits.ping
         keep_alive = KeepAlive(pause, lambda: renderer.keep_alive(generation))
         return EventStream(
             frames(),

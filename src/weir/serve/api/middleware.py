@@ -70,13 +70,13 @@ class RequestMiddleware:
         try:
             error = self._refuse(scope)
             if error is not None:
-                await error.response()(scope, receive, send_with_id)
+                await error.response(scope["path"])(scope, receive, send_with_id)
             else:
                 await self._app(scope, receive, send_with_id)
         except Exception:
             LOG.exception("failed", extra={"fields": {"id": number}})
             if not status:
-                await server_error().response()(scope, receive, send_with_id)
+                await server_error().response(scope["path"])(scope, receive, send_with_id)
         finally:
             UNDER_WAY.discard(number)
             end()

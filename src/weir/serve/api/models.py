@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter
@@ -29,7 +30,9 @@ STARTED = int(time.time())
 async def models(client: Client) -> dict[str, Any]:
     """List the models: there is one, which may have several names."""
     names = [client.name, *sorted(client.aliases - {client.name, ANY_NAME})]
-    return {"object": "list", "data": [card(client, name) for name in names]}
+    cards = [card(client, name) for name in names]
+    ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}
+    return {"object": "list", "data": cards, **ends}
 
 
 @router.get("/v1/models/{name:path}")
@@ -47,6 +50,9 @@ def card(client: EngineClient, name: str) -> dict[str, Any]:
         "object": "model",
         "created": STARTED,
         "owned_by": "weir",
+        "type": "model",  # this and the next two are for Anthropic's clients
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(STARTED, UTC).isoformat(),
         "context_length": WINDOW,
         "context_window": WINDOW,
         "max_context_length": WINDOW,

@@ -71,8 +71,7 @@ async def respond(request: Request, client: Client, owner: Owner) -> Response:
     held_to = None if body.text is None or body.text.format is None else body.text.format.held_to
     job = await add_constraint(request, held_to, offer, job, "text.format.schema")
     make = partial(ResponseRenderer, body, turn)
-    how = {"stream": bool(body.stream), "reports": body.wants_progress, "skipped": body.skipped}
-    return await send_answers(request, job, "input", make, **how)
+    return await send_answers(request, job, "input", make, body)
 
 
 @router.post("/v1/responses/input_tokens", openapi_extra=describe_body(ResponseBody))

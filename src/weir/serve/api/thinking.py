@@ -32,8 +32,8 @@ def find_variables(client: EngineClient, body: GenerationBody) -> dict[str, Any]
     An effort that the template cannot be told has no effect, and a warning says so: agents send
     one with every request.
     """
-    known = client.renderer.variables - RESERVED
-    known = {name for name in known if not name.endswith("_token")}
+    own = client.renderer.variables - RESERVED
+    known = {name for name in own if not name.endswith("_token")}
     given: Mapping[str, Any] = body.chat_template_kwargs or {}
     for name in given:
         if name not in known:

@@ -280,6 +280,11 @@ class GenerationBody(Strict):
         self._notes.append(what)
 
     @property
+    def streams(self) -> bool:
+        """Whether the answers are sent while they are made."""
+        return bool(self.stream)
+
+    @property
     def wants_progress(self) -> bool:
         """Whether a stream reports how far the prompt is read, as with llama.cpp."""
         return bool(self.return_progress)
