@@ -347,9 +347,10 @@ def test_other_tools_make_the_whole_history_be_read_again(client):
     assert cached(same) == first.usage.total_tokens - 1
     strict = [{**tool, "strict": True} for tool in TOOLS[:1]] + TOOLS[1:]
     assert cached(say(client, told, **on | {"tools": strict})) == cached(same)  # they say the same
-    for tools in (TOOLS[:1], TOOLS[::-1], [{**TOOLS[0], "description": "x"}, TOOLS[1]], []):
+    assert cached(say(client, told, **on | {"tools": TOOLS[::-1]})) == cached(same)
+    for tools in (TOOLS[:1], [{**TOOLS[0], "description": "x"}, TOOLS[1]], []):
         other = say(client, told, **on | {"tools": tools})
-        assert cached(other) == 0
+        assert cached(other) in (0, other.usage.weir["beginning"])
         assert [tool.name for tool in other.tools] == [tool["name"] for tool in tools]
         again = say(client, "On", **on | {"tools": tools, "previous_response_id": other.id})
         assert cached(again) == other.usage.total_tokens - 1

@@ -226,16 +226,19 @@ def test_input_may_be_items_and_answers_may_be_sent_back(client):
     assert [i.content[0].text for i in client.responses.input_items.list(on.id)] == ["Two"]
 
 
-def test_nothing_is_kept_of_what_is_not_to_be_stored(server, client):
+def test_what_is_not_to_be_stored_is_not_found_by_its_id(server, client):
     headers = {"Authorization": f"Bearer {ALICE}"}
     first = say(client, "Secret base")
     before = httpx.get(f"{server.url}/v1/sessions", headers=headers).json()
     kept = len(server.store._memory.list_all())
     told = say(client, "Secret", store=False, previous_response_id=first.id)
     assert not told.store and cached(told) == first.usage.total_tokens - 1
-    assert told.usage.input_tokens_details.cache_write_tokens == 0
     assert httpx.get(f"{server.url}/v1/sessions", headers=headers).json() == before
-    assert len(server.store._memory.list_all()) == kept
+    assert len(server.store._memory.list_all()) == kept + 1  # for the same history
+    hidden = server.store._memory.list_all()[-1].session
+    for path in ("", "/memory", "/turns"):
+        found = httpx.get(f"{server.url}/v1/sessions/{hidden}{path}", headers=headers)
+        assert found.status_code == 404
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(told.id)
     with pytest.raises(openai.NotFoundError) as error:

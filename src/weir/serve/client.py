@@ -39,7 +39,7 @@ from weir.serve.limits import Limits
 from weir.serve.messages import Message, call_id, hash_prefixes
 from weir.serve.prompts import Prompt, PromptMatcher, PromptRenderer
 from weir.serve.sessions.manager import SessionManager
-from weir.serve.sessions.records import TurnRecord, pack_ids
+from weir.serve.sessions.records import StorageFull, TurnRecord, is_hidden, pack_ids
 from weir.serve.sessions.responses import ResponseStore
 from weir.serve.thoughts import OPEN
 from weir.serve.tools.formats import Tool
@@ -217,7 +217,8 @@ class EngineClient:
         sink = sink_of(transformers_model(engine.model).config)
         self.renderer = PromptRenderer(tokenizer, self.stop_ids, sink, limits.prompt)
         # Turns saved with one model and policy are of no use to another.
-        kind = [name, str(engine.cache.policy), engine.cache.chunk, engine.cache.positions]
+        # The model itself is that of the store, whatever its name.
+        kind = [str(engine.cache.policy), engine.cache.chunk, engine.cache.positions]
         root = hashlib.sha256(json.dumps(kind).encode()).hexdigest()
         self.worker = worker or Worker()
         try:
@@ -285,13 +286,17 @@ class EngineClient:
         with self._lock:
             saving = [(request, prompt, len(request.sampling))]
             saving += [(g.request, g.prompt, len(g.running)) for g in self._generations]
-        self.store.check_room(
-            sum(
-                turns * self.store.place.turn_bytes(prompt.length + request.max_tokens)
-                for request, prompt, turns in saving
-                if prompt.session is not None
-            )
+        needed = sum(
+            turns * self.store.place.turn_bytes(prompt.length + request.max_tokens)
+            for request, prompt, turns in saving
+            if prompt.session is not None
         )
+        try:
+            self.store.check_room(needed)
+        except StorageFull:
+            if not is_hidden(prompt.session):
+                raise
+            return replace(prompt, session=None)  # it is answered, and read again next time
         return prompt
 
     def generate(
@@ -375,6 +380,7 @@ class EngineClient:
             listener=processor,
             holder=holder,
             owner=None if prompt.session is None else prompt.owner,
+            may_be_lost=prompt.session is not None and is_hidden(prompt.session),
             beginning=prompt.beginning,
             header=prompt.header,
             record=None if prompt.session is None else partial(self._record, request, prompt),

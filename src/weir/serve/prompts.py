@@ -17,8 +17,9 @@ from transformers import PreTrainedTokenizerBase
 from weir.errors import WeirError, quote
 from weir.models import ModelSink
 from weir.serve.messages import Message, hash_prefixes
+from weir.serve.reread import Reread, explain_reread
 from weir.serve.roles import SystemPlaces
-from weir.serve.sessions.records import TurnRecord
+from weir.serve.sessions.records import TurnRecord, is_hidden
 from weir.serve.sessions.store import SessionStore
 from weir.serve.thoughts import OPEN
 from weir.serve.tools.formats import (
@@ -54,6 +55,7 @@ class Prompt:
         beginning: how many of `ids` are the stream's beginning, which stays; without `parent` only.
         header: how many at the end of `ids` are the header of the answer.
         prefill: the beginning of the answer, which the client has written.
+        reread: what of the history is read again, and why; None if nothing is.
     """
 
     ids: list[int]
@@ -65,6 +67,7 @@ class Prompt:
     beginning: int = 0
     header: int = 0
     prefill: str = ""
+    reread: Reread | None = None
 
     @property
     def cached(self) -> int:
@@ -268,19 +271,43 @@ class PromptMatcher:
         held = messages if isinstance(messages, Handle) else self.hold(messages)
         root = self._root_of(tools)
         prefixes: list[tuple[int, str]] = held.call(_hash_answers, root)
+        refused = False
         for known, chain in prefixes:
             parent = self._store.find_history(owner, chain)
             if parent is None:
                 continue
-            if prompt := self._extend(parent, held, known, session, tools, variables):
-                return prompt
+            prompt = self._extend(parent, held, known, session, tools, variables)
+            if prompt is not None:
+                return self._explained(prompt, held, known, prefixes, session, refused=refused)
+            refused = True
         known, chain = prefixes[0] if prefixes else (0, root)
         prompt = held.call(_render_all, known, chain, tools, dict(variables))
+        prompt = replace(prompt, owner=owner)
+        prompt = self._explained(prompt, held, 0, prefixes, session, refused=refused)
         return replace(
             _with_shared_ids(prompt),
             owner=owner,
             session=session or f"sess_{secrets.token_hex(16)}",
         )
+
+    def _explained(
+        self,
+        prompt: Prompt,
+        held: Handle,
+        known: int,
+        prefixes: list[tuple[int, str]],
+        session: str | None,
+        *,
+        refused: bool,
+    ) -> Prompt:
+        """A prompt with the reason why answers after the `known` messages are read again."""
+        answered = prefixes[0][0] if prefixes else 0
+        if known >= answered:
+            return prompt
+        how = (known, answered, session)
+        messages: list[Message] = held.get()
+        found = explain_reread(self._store, prompt.owner, messages, *how, refused=refused)
+        return replace(prompt, reread=found)
 
     def find_saved(
         self, owner: str, messages: Sequence[Message], tools: Sequence[Tool] = ()
@@ -334,7 +361,7 @@ class PromptMatcher:
             _with_shared_ids(prompt),
             owner=parent.owner,
             parent=parent,
-            session=session or parent.session,
+            session=session or _visible(parent.session),
         )
 
     def complete(self, owner: str, text: str | Sequence[int] | Handle) -> Prompt:
@@ -345,6 +372,11 @@ class PromptMatcher:
 
 
 # What a worker does, with the renderer that it was opened with.
+
+
+def _visible(session: str) -> str:
+    """The session of a turn, or a new one if that is hidden."""
+    return f"sess_{secrets.token_hex(16)}" if is_hidden(session) else session
 
 
 def _hash_answers(

@@ -7,6 +7,7 @@ to make room. Knows nothing about HTTP.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +17,7 @@ from weir.serve.client import EngineClient
 from weir.serve.messages import Message, StrayResult, link_results
 from weir.serve.prompts import Prompt
 from weir.serve.sessions.items import Item, messages_of
-from weir.serve.sessions.records import TurnRecord
+from weir.serve.sessions.records import HIDDEN, TurnRecord, is_hidden
 from weir.serve.sessions.responses import StoredResponse
 from weir.serve.tools.formats import Tool, describe_tools
 
@@ -39,6 +40,8 @@ class ResponseTurn:
         session: the session that the turn belongs to, if the HTTP client names one.
         is_stored: whether the response can be continued and retrieved.
         variables: further variables of the chat template.
+        compacted: whether the previous response is that of a compaction, which may be one that is
+            not stored.
     """
 
     client: EngineClient
@@ -51,6 +54,7 @@ class ResponseTurn:
     is_stored: bool = True
     tools: Sequence[Tool] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
+    compacted: bool = False
 
     # Set by `match`: the response before this one, and the items that are new since then.
     _after: str | None = None
@@ -69,7 +73,7 @@ class ResponseTurn:
             prompt = self._after_previous(self.previous)
         else:
             prompt = self._from_start([], self.items, self.session)
-        return prompt if self.is_stored else replace(prompt, session=None)
+        return prompt if self.is_stored else self._hidden(prompt)
 
     def find_saved(self) -> tuple[TurnRecord | None, list[Item]]:
         """The saved turn that covers most of the history, and the items after it.
@@ -100,12 +104,19 @@ class ResponseTurn:
                 return record, self.items[at:]
         return None, self.items
 
+    def _hidden(self, prompt: Prompt) -> Prompt:
+        """A prompt whose turn the same history finds again, and nobody by its id."""
+        before = prompt.parent and prompt.parent.session
+        if before and is_hidden(before):
+            return replace(prompt, session=before)
+        return replace(prompt, session=f"{HIDDEN}{secrets.token_hex(16)}")
+
     def store(self, session: str | None, body: dict[str, Any]) -> None:
         """Store the response, before the client is told of it, if its turn is saved in a session.
 
         WeirError if it cannot be stored; then the turn is forgotten too.
         """
-        if session is None:
+        if session is None or not self.is_stored:
             return
         response = StoredResponse(
             body["id"], session, self._after, self.instructions, self._new, body
@@ -121,6 +132,13 @@ class ResponseTurn:
         found = self.client.responses.get_response(self.owner, previous)
         record = self.client.store.find_turn(self.owner, node_of(previous))
         if found is None and record is None:
+            raise _not_found(previous)
+        if (
+            found is None
+            and record is not None
+            and is_hidden(record.session)
+            and not self.compacted
+        ):
             raise _not_found(previous)
         self._after = previous
         if record is not None and self._has_same_setup(found, record):

@@ -31,7 +31,7 @@ from weir.serve.engine.engine import Cancelled
 from weir.serve.engine.output import FinishEvent, TokenEvent
 from weir.serve.engine.scheduler import Busy
 from weir.serve.prompts import Prompt
-from weir.serve.sessions.records import StorageFull
+from weir.serve.sessions.records import StorageFull, is_hidden
 from weir.serve.structured import BadSchema
 
 WARNING_HEADER = "x-weir-warning"
@@ -152,6 +152,8 @@ async def send_answers(
         close()
         raise
     named = generation.prompt.session
+    if named is not None and is_hidden(named):
+        named = None
     headers = {} if named is None and not always_named else {SESSION_HEADER: named or ""}
     headers |= warn(http, body.skipped)
     events = _events(http, generation, param)
@@ -241,6 +243,9 @@ async def _events(http: Request, generation: Generation, param: str) -> Events:
     metrics.tokens.labels("cached").inc(cached)
     metrics.first.observe(loop.time() - began)
     add_log_fields(http.scope, read=read, cached=cached)
+    if (reread := generation.prompt.reread) is not None:
+        # Without the detail, which repeats what was said.
+        add_log_fields(http.scope, reread=reread.why, reread_from=reread.start)
     async for events in _observe(generation, metrics):
         yield events
 
@@ -301,6 +306,7 @@ def usage_of(generation: Generation, so_far: int | None = None) -> dict[str, Any
             "folds": sum(one.folds for one in stats),
             "pinned": max((one.pinned for one in stats), default=0),
             "beginning": max((one.beginning for one in stats), default=0),
+            **({} if prompt.reread is None else {"reread": prompt.reread.to_json()}),
         },
     }
 

@@ -200,6 +200,7 @@ async def _make_turn(
         body.is_stored,
         body.offer.tools,
         find_variables(client, body),
+        compacted is not None,
     )
 
 
@@ -384,7 +385,7 @@ class ResponseRenderer(Renderer):
         """Token usage, in the fields of the Responses API."""
         usage = usage_of(self._generation)
         read, cached = usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
-        written = read - cached if self._body.is_stored else 0
+        written = 0 if self._generation.prompt.session is None else read - cached
         return {
             "input_tokens": read,
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": written},

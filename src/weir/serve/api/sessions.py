@@ -18,7 +18,7 @@ from weir.serve.api.openapi import describe_body
 from weir.serve.api.requests import SESSION_NAME, begin_request, check_query, read_body, read_chunks
 from weir.serve.api.schemas.base import Strict
 from weir.serve.api.sse import EventStream
-from weir.serve.sessions.records import SessionSummary, TurnRecord
+from weir.serve.sessions.records import SessionSummary, TurnRecord, is_hidden
 
 FILE = "application/octet-stream"
 CHUNK = 2**18
@@ -62,7 +62,8 @@ async def sessions(client: Client, owner: Owner) -> dict[str, Any]:
     """List all sessions, most recently used first."""
     found = await asyncio.to_thread(client.store.list_sessions, owner)
     # A session that was imported or forked is new in the store, but its turns are not.
-    found = sorted(found, key=lambda session: session.used)
+    shown = (session for session in found if not is_hidden(session.id))
+    found = sorted(shown, key=lambda session: session.used)
     return {"object": "list", "data": [session_object(session) for session in reversed(found)]}
 
 

@@ -460,7 +460,10 @@ class Engine:
                 return
             with self._changed:
                 self.scheduler.resting.pop(sequence.id, None)
-            sequence.listener.on_failure(error)
+            if sequence.may_be_lost:
+                sequence.listener.on_finish(reason)
+            else:
+                sequence.listener.on_failure(error)
 
         try:
             checkpoint = Checkpoint(state, (sequence.output_ids[-1],))

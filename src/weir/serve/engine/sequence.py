@@ -55,6 +55,7 @@ class Sequence:
         header: how many tokens at the end of `prompt_ids` are the header of the answer.
         owner: who may share what is read of the prompt (`PrefixStates`); None if nothing of it is
             kept.
+        may_be_lost: whether the answer is given although its end cannot be saved.
         record: makes the record that is saved with its end, from the sequence and the reason why it
             ended (`Listener.on_finish`); None if the end is not saved.
         stage: how far it has come. This and what follows is set by the engine only.
@@ -80,6 +81,7 @@ class Sequence:
     beginning: int = 0
     header: int = 0
     owner: str | None = None
+    may_be_lost: bool = False
     forks: list[Sequence] = field(default_factory=list)
     record: Callable[[Sequence, str], TurnRecord] | None = None
 

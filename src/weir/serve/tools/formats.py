@@ -18,7 +18,7 @@ from jinja2.meta import find_undeclared_variables
 from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError
-from weir.serve.messages import Call, Message
+from weir.serve.messages import Call, Message, same_value
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,13 @@ class Tool:
 
 
 def describe_tools(tools: Iterable[Tool]) -> str:
-    """One text with all that is said of tools, to compare or hash."""
-    return "\n".join(json.dumps(tool.for_template()) for tool in tools)
+    """One text with all that is said of tools, to compare or hash.
+
+    It is the same in whatever order tools and the keys of their schemas come, and however numbers
+    are written.
+    """
+    described = (same_value(tool.for_template()) for tool in tools)
+    return "\n".join(sorted(json.dumps(each, sort_keys=True) for each in described))
 
 
 @dataclass(frozen=True)
