@@ -19,6 +19,7 @@ from weir.errors import WeirError, quote
 THINKING = re.compile(r"\A\s*<think>.*?(</think>\s*|\Z)", re.DOTALL)
 """The thoughts in front of an answer, which clients leave out of the history they send. An answer
 that was cut may have no others."""
+_plain = json.JSONEncoder(ensure_ascii=False).encode
 _encode = json.JSONEncoder(sort_keys=True).encode
 
 
@@ -36,11 +37,16 @@ class Call:
         return {"id": self.id, "type": "function", "function": function}
 
     def parse_arguments(self) -> Any:
-        """The arguments as values, or as the text they are if that is no JSON."""
+        """The arguments as values, or as the text they are if that is no JSON, or has lone
+        surrogates, which no text can have.
+        """
         try:
-            return json.loads(self.arguments)
+            found = json.loads(self.arguments)
+            if "\\u" in self.arguments:
+                _plain(found).encode()
         except (ValueError, RecursionError):
             return self.arguments
+        return found
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import AsyncIterator
 from functools import partial
@@ -21,6 +20,7 @@ from weir.serve.api.schemas.anthropic import AnthropicBody, CountBody
 from weir.serve.api.sse import encode_event
 from weir.serve.client import EngineClient, Generation
 from weir.serve.engine.output import FinishEvent, TokenEvent
+from weir.serve.messages import Call
 from weir.serve.thoughts import ThoughtDelta
 from weir.serve.tools.parser import AnswerPart, CallEnd, CallStart
 
@@ -145,10 +145,9 @@ class AnthropicRenderer(Renderer):
         if block is None:
             return []
         if block["type"] == "tool_use":
-            try:
-                block["input"] = json.loads(block["input"] or "{}")
-            except ValueError:
-                block["input"] = {}  # the answer was cut; a stream has what there is of it
+            given = Call("", "", block["input"]).parse_arguments()
+            # Of an answer that was cut, a stream has what there is.
+            block["input"] = given if isinstance(given, dict) else {}
         self._done.append(block)
         return [{"type": "content_block_stop", "index": len(self._done) - 1}]
 

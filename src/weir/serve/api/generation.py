@@ -30,15 +30,17 @@ from weir.serve.client import EngineClient, Generation, GenerationRequest, Serve
 from weir.serve.engine.engine import Cancelled
 from weir.serve.engine.output import FinishEvent, TokenEvent
 from weir.serve.engine.scheduler import Busy
-from weir.serve.prompts import Prompt
+from weir.serve.prompts import LOOKUPS, Prompt
 from weir.serve.sessions.records import StorageFull, is_hidden
 from weir.serve.structured import BadSchema
 
 WARNING_HEADER = "x-weir-warning"
 WARNINGS = 16
 """Parts of a request that a warning names."""
-ATTEMPTS = 3
-"""Times that a request is started, if the turn that it continues is dropped while it waits."""
+ATTEMPTS = 2 + LOOKUPS
+"""Times that a request is started, if the turn that it continues is dropped while it waits, or its
+snapshot is damaged: then it continues from the one before, and in the end from none.
+"""
 
 Events = AsyncIterator[list[TokenEvent | FinishEvent]]
 

@@ -79,7 +79,12 @@ class BodyLimiter:
         if self._bytes.total() + size > self._limits.bodies:
             raise rate_limited("the requests under way are too large together")
         self._bytes[holder] += size
-        at_end(request.scope, lambda: self._remove(holder, size))
+        counted: Counter[str] | None = getattr(request.state, "counted", None)
+        if counted is None:
+            # One entry for all pieces of a body, of which there may be thousands.
+            request.state.counted = counted = Counter()
+            at_end(request.scope, lambda: self._remove(holder, request.state.counted[holder]))
+        counted[holder] += size
 
     def _remove(self, holder: str, size: int) -> None:
         self._bytes[holder] -= size

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.responses import Response
@@ -56,12 +57,14 @@ class EventStream(Response):
         self._sending_since: float | None = None
         self._sent = 0.0
         self._started = False
+        self._probing: asyncio.Future[None] | None = None  # kept, or it could be collected
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the frames; a client that does not read is cut off."""
         writing = asyncio.ensure_future(self._write(send))
         others = set()
         if self._keep_alive is not None:
+            scope.setdefault("state", {})["probe"] = partial(self._probe, send, self._keep_alive)
             others = {asyncio.ensure_future(self._keep_open(send, self._keep_alive))}
         watching = {
             asyncio.ensure_future(wait_disconnect(receive)),
@@ -91,6 +94,11 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": frame, "more_body": True})
         self._sending_since = None
         self._sent = clock()
+
+    def _probe(self, send: Send, keep_alive: KeepAlive) -> None:
+        """Send a frame that the client ignores, to see whether it is there."""
+        if self._started and self._sending_since is None:
+            self._probing = asyncio.ensure_future(self._send_frame(send, keep_alive.frame()))
 
     async def _keep_open(self, send: Send, keep_alive: KeepAlive) -> None:
         """Send a frame whenever nothing has been sent for some seconds.
