@@ -50,7 +50,7 @@ def events(answer) -> list[dict]:
     found = []
     for block in answer.text.strip().split("\n\n"):
         lines = [line for line in block.split("\n") if not line.startswith(":")]
-        if lines:
+        if lines and lines != ["data: [DONE]"]:  # with which OpenAI's streams end
             name, data = lines
             found.append(json.loads(data.removeprefix("data: ")))
             assert name == f"event: {found[-1]['type']}"

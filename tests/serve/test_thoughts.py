@@ -78,6 +78,22 @@ def test_thoughts_that_the_prompt_opens_have_a_field_of_their_own(server):
         joined(events(server.post("/v1/messages", {**body, "stream": True})))
         == (message["content"])
     )
+    asked = {"model": "small", "input": "Hi", "max_output_tokens": 6, "temperature": 0}
+    made = server.post("/v1/responses", asked).json()
+    (item,) = made["output"]
+    assert (item["type"], item["status"]) == ("reasoning", "incomplete")
+    assert item["content"] == [{"type": "reasoning_text", "text": said}]
+    streamed = events(server.post("/v1/responses", {**asked, "stream": True}))
+    deltas = [e["delta"] for e in streamed if e["type"] == "response.reasoning_text.delta"]
+    assert "".join(deltas) == said
+    (whole,) = streamed[-1]["response"]["output"]
+    assert whole["content"] == item["content"]
+    # Thoughts that a client sends back, or that were stored, are no part of the history.
+    sent = [{"role": "user", "content": "Hi"}, item, {"role": "user", "content": "Go on"}]
+    after = {**asked, "input": "Go on", "previous_response_id": made["id"]}
+    assert server.post("/v1/responses", {**asked, "input": sent}).status_code == 200
+    used = server.post("/v1/responses", after).json()["usage"]
+    assert used["input_tokens_details"]["cached_tokens"] == made["usage"]["total_tokens"] - 1
     chat = {"model": "small", "messages": [USER], "options": {"num_predict": 6, "temperature": 0}}
     lines = [json.loads(line) for line in server.post("/api/chat", chat).text.splitlines()]
     assert "".join(line["message"].get("thinking", "") for line in lines) == said

@@ -31,6 +31,11 @@ class ThoughtParser:
         self._rest = ""
         self._said = False  # whether there was any thought that is not white space
 
+    @property
+    def is_thinking(self) -> bool:
+        """Whether what comes next belongs to the thoughts, or may begin them."""
+        return self._state in ("start", "thoughts")
+
     def feed(self, text: str) -> tuple[str, str]:
         """Parse more text; returns what it adds to the thoughts and to the answer."""
         self._rest += text

@@ -39,7 +39,7 @@ from weir.serve.api.access import Access
 from weir.serve.api.dependencies import Keys, authorize
 from weir.serve.api.errors import APIError, invalid_query, server_error
 from weir.serve.api.middleware import RequestMiddleware, watch_stalls
-from weir.serve.api.openapi import ERRORS
+from weir.serve.api.openapi import ANTHROPIC_ERRORS, ERRORS, OLLAMA_ERRORS
 from weir.serve.api.operations import Metrics
 from weir.serve.api.protocol import MAX_CONNECTIONS, BoundedConnection
 from weir.serve.api.requests import BodyLimiter, ClientGone
@@ -104,7 +104,10 @@ def make_app(
         app.include_router(part.public, responses=ERRORS)
     # Responses and conversations are stored by one server, and replicas do not share them.
     stored = () if client.is_replica else (responses, conversations)
-    for part in (completions, anthropic, ollama, *stored, models, sessions, memory, operations):
+    of_others = ((anthropic, ANTHROPIC_ERRORS), (ollama, OLLAMA_ERRORS))
+    for other, errors in of_others:
+        app.include_router(other.router, dependencies=[Depends(authorize)], responses=errors)
+    for part in (completions, *stored, models, sessions, memory, operations):
         app.include_router(part.router, dependencies=[Depends(authorize)], responses=ERRORS)
     return RequestMiddleware(app, metrics, access)
 

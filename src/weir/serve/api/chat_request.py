@@ -122,15 +122,19 @@ def _link(_: Any, messages: Sequence[Message]) -> Sequence[Message]:
     return linked
 
 
+def make_thoughts(client: EngineClient, generation: Generation) -> ThoughtParser | None:
+    """A parser of the thoughts in one answer; None if the model has none."""
+    if not client.renderer.thinks:
+        return None
+    return ThoughtParser(is_open=client.renderer.opens_thoughts(generation.prompt))
+
+
 class AnswerReader:
     """Finds the parts of one answer: thoughts, text, and calls where there are tools."""
 
     def __init__(self, client: EngineClient, generation: Generation) -> None:
         self._calls = client.make_parser(generation.request)
-        self._thoughts: ThoughtParser | None = None
-        if client.renderer.thinks:
-            opened = client.renderer.opens_thoughts(generation.prompt)
-            self._thoughts = ThoughtParser(is_open=opened)
+        self._thoughts = make_thoughts(client, generation)
 
     @property
     def has_tools(self) -> bool:

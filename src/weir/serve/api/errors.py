@@ -59,6 +59,26 @@ class ErrorBody(BaseModel):
     error: ErrorFacts
 
 
+class AnthropicErrorFacts(BaseModel):
+    """An error in Anthropic's API: its type and a message."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(BaseModel):
+    """Response body of an error in Anthropic's API."""
+
+    type: str
+    error: AnthropicErrorFacts
+
+
+class OllamaErrorBody(BaseModel):
+    """Response body of an error in Ollama's API: a message."""
+
+    error: str
+
+
 class APIError(Exception):
     """An error that is sent to the client; `param` is the part of the request that is wrong."""
 

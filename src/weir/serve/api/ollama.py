@@ -41,7 +41,9 @@ NDJSON = "application/x-ndjson"
 router = APIRouter()
 
 
-@router.post("/api/chat", openapi_extra=describe_body(OllamaChatBody, streams=True))
+@router.post(
+    "/api/chat", openapi_extra=describe_body(OllamaChatBody, streams=True, media_type=NDJSON)
+)
 async def chat(request: Request, client: Client, owner: Owner) -> Response:
     """Answer a chat, for Ollama's clients."""
     body, messages = await read_content(request, OllamaChatBody, owner, "messages", "history")
@@ -54,7 +56,10 @@ async def chat(request: Request, client: Client, owner: Owner) -> Response:
     return await answer_chat(request, client, owner, asked, make)
 
 
-@router.post("/api/generate", openapi_extra=describe_body(OllamaGenerateBody, streams=True))
+@router.post(
+    "/api/generate",
+    openapi_extra=describe_body(OllamaGenerateBody, streams=True, media_type=NDJSON),
+)
 async def generate(request: Request, client: Client, owner: Owner) -> Response:
     """Answer a prompt, for Ollama's clients; a raw one is continued as it is."""
     field, what = "prompt", "history"

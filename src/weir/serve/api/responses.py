@@ -15,6 +15,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import JSONResponse, Response
 
 from weir.errors import WeirError
+from weir.serve.api.chat_request import make_thoughts
 from weir.serve.api.dependencies import Client, Owner, PageQuery, look_up, run_in_thread
 from weir.serve.api.errors import APIError, server_error
 from weir.serve.api.generation import (
@@ -272,7 +273,8 @@ class ResponseRenderer(Renderer):
         self._generation = generation
         self._model = client.name
         self._logprobs = LogprobFormatter(client.tokenizer, request.stop_ids)
-        self._items = OutputItems(client.make_parser(request), generation.call_id(0))
+        parser, make_id = client.make_parser(request), generation.call_id(0)
+        self._items = OutputItems(parser, make_id, make_thoughts(client, generation))
         self._created = int(time.time())
         self._number = 0
 

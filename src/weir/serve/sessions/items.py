@@ -49,6 +49,17 @@ def answer_part(text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str,
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
+def thought_item(name: str, text: str | None, status: str) -> Item:
+    """Build the item of thoughts; `text` is None if there are none yet."""
+    parts = [] if text is None else [thought_part(text)]
+    return {"id": name, "type": "reasoning", "status": status, "summary": [], "content": parts}
+
+
+def thought_part(text: str) -> dict[str, Any]:
+    """Build the single content part of thoughts."""
+    return {"type": "reasoning_text", "text": text}
+
+
 def call_item(name: str, call: Call, status: str) -> Item:
     """Build the item of a function call; `name` is its id, which differs from the call's."""
     return {
@@ -76,10 +87,12 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
     """Convert items to messages.
 
     An answer is one message, though its calls and the text before and between them are items of
-    their own.
+    their own. Thoughts are no part of a history.
     """
     messages: list[Message] = []
     for item in items:
+        if item["type"] == "reasoning":
+            continue
         message = _message_of(item)
         before = messages[-1] if messages and messages[-1].role == "assistant" else None
         if before is not None and message.calls:
