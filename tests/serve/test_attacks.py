@@ -139,6 +139,17 @@ def test_a_full_disk_is_507_for_files_too(tmp_path, monkeypatch):
         assert httpx.post(f"{url}/import", content=file, headers=headers).status_code == 200
 
 
+def test_a_file_of_empty_tensors_is_refused_before_they_are_listed(server):
+    entry = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
+    header = {"__metadata__": {"weir_node": "{}"}, **{str(n): entry for n in range(200_000)}}
+    data = json.dumps(header, separators=(",", ":")).encode()
+    file = len(data).to_bytes(8, "little") + data
+    headers = {"content-type": "application/octet-stream"}
+    answer = httpx.post(f"{server.url}/v1/sessions/import", content=file, headers=headers)
+    assert answer.status_code == 400
+    assert "objects, lists and fields" in answer.json()["error"]["message"]
+
+
 def test_damaged_snapshots_are_read_again_from_the_history(tmp_path):
     history = [USER]
     with serving(make_client(data=tmp_path)) as server:

@@ -115,8 +115,10 @@ def _opened(path: Path, limit: int | None, vocabulary: int) -> Iterator[tuple[An
     try:
         with open(path, "rb") as begun:
             header = int.from_bytes(begun.read(8), "little")
-        if header > MAX_FACTS + HEADER:
-            raise ValueError(f"its header has {header:,} bytes")
+            if header > MAX_FACTS + HEADER:
+                raise ValueError(f"its header has {header:,} bytes")
+            # Hundreds of thousands of empty tensors take seconds to list.
+            NodeCounter(MAX_FACTS).feed(begun.read(header))
         with safe_open(str(path), framework="pt") as file:
             text = (file.metadata() or {})[KEY]
             NodeCounter(MAX_FACTS).feed_text(text)
