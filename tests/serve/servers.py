@@ -99,6 +99,16 @@ class Server:
         raise AssertionError(f"turns do not come to an end: {self.engine.load()}")
 
 
+def logged(caplog: Any, field: str) -> list[dict[str, Any]]:
+    """The fields of the lines in the log that have a field; a line comes after its response."""
+    for _ in range(200):
+        found = [r.fields for r in caplog.records if field in getattr(r, "fields", {})]
+        if found:
+            break
+        time.sleep(0.01)
+    return found
+
+
 def make_client(
     rows: int = 3,
     limits: Limits | None = None,

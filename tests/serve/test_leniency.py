@@ -7,7 +7,7 @@ import logging
 
 import openai
 import pytest
-from servers import CHATML, make_client, serving
+from servers import CHATML, logged, make_client, serving
 
 from weir.serve import Limits
 from weir.serve.messages import Message
@@ -117,7 +117,7 @@ def test_a_body_of_codex_is_answered_and_what_is_skipped_is_named_and_logged(ser
     ):
         assert what in skipped
     assert [tool["name"] for tool in answer.json()["tools"]] == ["shell"]
-    lines = [one.fields for one in caplog.records if "skipped" in getattr(one, "fields", {})]
+    lines = logged(caplog, "skipped")
     assert len(lines) == 1
     assert "tools[1] (namespace)" in lines[0]["skipped"]
     streamed = server.post("/v1/responses", as_codex_sends_it(stream=True))

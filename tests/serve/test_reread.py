@@ -7,7 +7,7 @@ import logging
 from copy import deepcopy
 
 import pytest
-from servers import CHATML, make_client, serving
+from servers import CHATML, logged, make_client, serving
 
 from weir.serve.messages import Call, Message, same_value
 from weir.serve.tools.formats import Tool, describe_tools
@@ -116,7 +116,7 @@ def test_a_clock_in_the_system_message_is_named(server, caplog):
     assert (found["from_message"], found["messages"], found["why"]) == (0, 3, "changed")
     assert "messages[0] (system) differs from character 10 on" in found["detail"]
     assert "was '0 on Monday" in found["detail"] and "is '1 on Monday" in found["detail"]
-    lines = [one.fields for one in caplog.records if "reread" in getattr(one, "fields", {})]
+    lines = logged(caplog, "reread")
     assert [(line["reread"], line["reread_from"]) for line in lines] == [("changed", 0)]
     assert "Monday" not in str(lines)
 
