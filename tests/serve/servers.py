@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,16 @@ class Server:
         raise AssertionError(f"turns do not come to an end: {self.engine.load()}")
 
 
+def logged(caplog: Any, field: str) -> list[dict[str, Any]]:
+    """The fields of the lines in the log that have a field; a line comes after its response."""
+    for _ in range(200):
+        found = [r.fields for r in caplog.records if field in getattr(r, "fields", {})]
+        if found:
+            break
+        time.sleep(0.01)
+    return found
+
+
 def make_client(
     rows: int = 3,
     limits: Limits | None = None,
@@ -109,6 +119,7 @@ def make_client(
     limit: int | None = None,
     shared: bool = False,
     worker: Worker | None = None,
+    aliases: Iterable[str] = (),
     **disk: Any,
 ) -> EngineClient:
     """A client of an engine of a small model, whose turns are in memory or in a folder."""
@@ -120,16 +131,18 @@ def make_client(
         store = SessionStore(DiskTurns(data, RowFormat.of(model, policy, 4), limit), **disk)
     engine = Engine(model, policy, rows, store, chunk=4, queue=limits.queue, shared=shared)
     book = ResponseStore(None if data is None else data / "book.db", limits.texts)
-    return EngineClient(engine, tokenizer, "small", limits, book, worker=worker)
+    return EngineClient(engine, tokenizer, "small", limits, book, worker=worker, aliases=aliases)
 
 
 @contextlib.contextmanager
-def serving(engine_client: EngineClient, keys: Keys | None = None) -> Iterator[Server]:
+def serving(
+    engine_client: EngineClient, keys: Keys | None = None, **access: list[str]
+) -> Iterator[Server]:
     """A client of an engine, served by uvicorn in a thread of its own."""
     bound = bind("127.0.0.1", 0, keys or Keys())
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # what is not read is soon too much
     config = uvicorn.Config(
-        make_app(engine_client, keys),
+        make_app(engine_client, keys, **access),
         http=BoundedConnection,
         log_config=None,
         lifespan="on",

@@ -347,9 +347,10 @@ def test_other_tools_make_the_whole_history_be_read_again(client):
     assert cached(same) == first.usage.total_tokens - 1
     strict = [{**tool, "strict": True} for tool in TOOLS[:1]] + TOOLS[1:]
     assert cached(say(client, told, **on | {"tools": strict})) == cached(same)  # they say the same
-    for tools in (TOOLS[:1], TOOLS[::-1], [{**TOOLS[0], "description": "x"}, TOOLS[1]], []):
+    assert cached(say(client, told, **on | {"tools": TOOLS[::-1]})) == cached(same)
+    for tools in (TOOLS[:1], [{**TOOLS[0], "description": "x"}, TOOLS[1]], []):
         other = say(client, told, **on | {"tools": tools})
-        assert cached(other) == 0
+        assert cached(other) in (0, other.usage.weir["beginning"])
         assert [tool.name for tool in other.tools] == [tool["name"] for tool in tools]
         again = say(client, "On", **on | {"tools": tools, "previous_response_id": other.id})
         assert cached(again) == other.usage.total_tokens - 1
@@ -370,7 +371,8 @@ def test_a_turn_of_a_chat_goes_on_with_the_tools_it_was_told_of(server, client):
     sent = [{"type": "function_call_output", "call_id": call.id, "output": "Sunny"}]
     on = {"previous_response_id": f"resp_{head}", "max_output_tokens": 5}
     assert cached(say(client, sent, **on)) == chat.usage.total_tokens - 1
-    assert cached(say(client, sent, tools=TOOLS[:1], **on)) == 0
+    other = say(client, sent, tools=TOOLS[:1], **on)
+    assert cached(other) in (0, other.usage.weir["beginning"])  # which conversations share
     assert cached(say(client, sent, tools=[], **on)) == chat.usage.total_tokens - 1
 
 
@@ -384,7 +386,7 @@ def test_a_conversation_has_calls_and_results_as_items(client):
     second = say(client, [result(call)], **short)
     assert cached(second) == first.usage.total_tokens - 1
     other = say(client, "And then?", tools=TOOLS[:1], **short)
-    assert cached(other) == 0
+    assert cached(other) in (0, other.usage.weir["beginning"])
     kinds = [item.type for item in client.conversations.items.list(made.id, order="asc")]
     wanted = ["message", "function_call", "function_call_output", "message", "message", "message"]
     assert kinds == wanted
@@ -468,7 +470,7 @@ def test_a_type_of_the_clients_own_is_a_tool(client):
 
 
 BAD = {
-    "a tool of theirs": ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    "a tool of theirs": ({"tools": [{"type": None, "name": "x"}]}, "tools[0].type"),
     "a tool of chats": (
         {"tools": [{"type": "function", "function": {"name": "x"}}]},
         "tools[0].name",

@@ -103,6 +103,11 @@ def test_a_result_goes_on_from_the_call_and_reads_only_what_is_new(template):
         go_on(server.client())
 
 
+def beginning_of(answer) -> int:
+    """Tokens of the system message and the tools, which conversations share."""
+    return answer.usage.weir["beginning"]
+
+
 def go_on(client) -> None:
     first = ask(client, tool_choice=WEATHER)
     message = first.choices[0].message
@@ -124,10 +129,10 @@ def go_on(client) -> None:
     assert other.usage.prompt_tokens_details.cached_tokens == told
     # Other tools make another conversation, and so do other arguments.
     third = ask(client, [USER, message, result], tools=TOOLS[:1], max_tokens=5)
-    assert third.usage.prompt_tokens_details.cached_tokens == 0
+    assert third.usage.prompt_tokens_details.cached_tokens in (0, beginning_of(third))
     again["function"] = {"name": "get_weather", "arguments": "{}"}
     fourth = ask(client, [USER, written, {**result, "tool_call_id": "mine"}], max_tokens=5)
-    assert fourth.usage.prompt_tokens_details.cached_tokens == 0
+    assert fourth.usage.prompt_tokens_details.cached_tokens in (0, beginning_of(fourth))
 
 
 @pytest.mark.parametrize(

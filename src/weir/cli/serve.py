@@ -15,7 +15,7 @@ from weir.cli.loading import Loading, load_model, loads_model
 from weir.errors import WeirError
 
 if TYPE_CHECKING:
-    from weir.serve import Engine
+    from weir.serve import Engine, EngineClient
 
 
 @command()
@@ -90,6 +90,27 @@ def serve(
     name: Annotated[
         str | None, Option(help="The model's name for clients; by default MODEL.")
     ] = None,
+    alias: Annotated[
+        list[str] | None,
+        Option(
+            help="A further name of the model, for clients that insist on one; can be repeated. "
+            "'*' accepts every name."
+        ),
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        Option(
+            help="A further name of this machine, such as host.docker.internal, that requests may "
+            "be sent to; can be repeated. With --keys every name is accepted."
+        ),
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        Option(
+            help="The origin of a web page that may use the server from a browser, such as "
+            "http://localhost:3000; can be repeated. With --keys, '*' allows all."
+        ),
+    ] = None,
     max_prompt: Annotated[
         int, Option(min=1, help="Most tokens that one request may feed.")
     ] = 1_000_000,
@@ -120,7 +141,7 @@ def serve(
         WorkerProcess,
         estimate_memory,
     )
-    from weir.serve.api import Keys, bind, log_event, log_json, make_app, run_app
+    from weir.serve.api import Access, Keys, bind, log_event, log_json, make_app, run_app
     from weir.serve.sessions.disk_turns import DiskTurns
     from weir.serve.sessions.snapshot import RowFormat
     from weir.serve.sessions.store import SessionStore
@@ -152,6 +173,10 @@ def serve(
     chunk = resolve_chunk(wanted, chunk)
     limits = Limits(prompt=max_prompt, answer=max_answer, queue=queue, drain=drain)
     accepted = Keys() if keys is None else Keys.read(keys)
+    hosts, origins, aliases = allow_host or [], allow_origin or [], alias or []
+    Access(hosts, origins, has_keys=bool(accepted))  # refuses what is no host or origin
+    if accepted:
+        options.say_unused(context, ("allow_host",), "with keys, every host name is accepted")
     # Copied before there are sockets, threads or a device.
     worker = WorkerProcess(fork=True) if cluster is None else None
     bound = bind(host, port, accepted)  # before loading, which would be in vain if this fails
@@ -174,7 +199,9 @@ def serve(
         ends = f"ends of {memory.kept} turns {size(memory.kept * memory.row)}; "
         say(
             f"{model_name} under {wanted.brief}: weights {size(memory.weights)}, {rows} rows of "
-            f"{size(memory.row)}; {ends if memory.kept else ''}{size(memory.total)} in all, "
+            f"{size(memory.row)}; {ends if memory.kept else ''}"
+            f"{memory.prefixes} states of prompts {size(memory.prefixes * memory.row)}; "
+            f"{size(memory.total)} in all, "
             f"at most {size(limits.memory)} more for requests under way, and "
             f"{size(limits.parcel)} for a session that is exported or imported"
         )
@@ -196,6 +223,9 @@ def serve(
                 limits,
                 deterministic=deterministic,
                 loading=loading,
+                aliases=tuple(aliases),
+                hosts=tuple(hosts),
+                origins=tuple(origins),
             )
             with running.joined(cluster):
                 with waiting(f"{replicas} replicas on {cluster}"):
@@ -232,14 +262,32 @@ def serve(
             engine.warm_up()
         if compiled:
             compile_or_say(engine)
-        client = EngineClient(engine, tokenizer, name or model_name, limits, book, worker=worker)
+        client = EngineClient(
+            engine, tokenizer, name or model_name, limits, book, worker=worker, aliases=aliases
+        )
+        say_sampling(client)
         log_json()
         steps = engine.cache.steps
         log_event("decode steps", run=steps["run"], reason=steps["reason"])
-        app = make_app(client, accepted)
+        app = make_app(client, accepted, hosts, origins)
         address, number = bound.getsockname()[:2]
         say(f"{_url(address, number)} ({known})")
         run_app(app, bound, limits, lambda: client.drain(limits.drain))
+
+
+def say_sampling(client: EngineClient) -> None:
+    """Report how answers are sampled by default, if the model's files say so."""
+    usual, unused = client.defaults, client.unused_defaults
+    shown = [f"{name} {value:g}" for name, value in vars(usual.sampling).items() if value]
+    if usual.repetition != 1:
+        shown.append(f"repetition_penalty {usual.repetition:g}")
+    if shown != ["temperature 1"]:
+        say(
+            f"requests that do not say otherwise are sampled with {', '.join(shown)}, as the "
+            "model's generation configuration says"
+        )
+    if unused:
+        say(f"not used of the model's generation configuration: {', '.join(unused)}")
 
 
 def compile_or_say(engine: Engine) -> None:

@@ -11,9 +11,10 @@ import json
 import logging
 import secrets
 import threading
+import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -31,15 +32,16 @@ from weir.serve.engine.output import (
     OutputQueue,
     TokenEvent,
 )
-from weir.serve.engine.sampler import Sampler, SamplingParams
+from weir.serve.engine.sampler import Sampler, SamplingParams, read_defaults
 from weir.serve.engine.scheduler import Busy
 from weir.serve.engine.sequence import Sequence, Stage
 from weir.serve.limits import Limits
 from weir.serve.messages import Message, call_id, hash_prefixes
 from weir.serve.prompts import Prompt, PromptMatcher, PromptRenderer
 from weir.serve.sessions.manager import SessionManager
-from weir.serve.sessions.records import TurnRecord, pack_ids
+from weir.serve.sessions.records import StorageFull, TurnRecord, is_hidden, pack_ids
 from weir.serve.sessions.responses import ResponseStore
+from weir.serve.thoughts import OPEN
 from weir.serve.tools.formats import Tool
 from weir.serve.tools.parser import CallParser, join_parts
 from weir.serve.worker import Worker
@@ -75,6 +77,23 @@ class ServerClosing(WeirError):
     """The server ends before the answer does."""
 
 
+@dataclass(frozen=True)
+class PromptProgress:
+    """How far a prompt is read.
+
+    Attributes:
+        total: tokens of everything before the answer.
+        cached: how many of them are not read for this request.
+        processed: how many are read, `cached` ones included.
+        waiting: whether it waits for a row.
+    """
+
+    total: int
+    cached: int
+    processed: int
+    waiting: bool
+
+
 @dataclass(eq=False)
 class Generation:
     """The answers to a request while they are made."""
@@ -86,6 +105,7 @@ class Generation:
     _client: EngineClient
     running: set[int] = field(default_factory=set)
     finished: dict[int, FinishEvent] = field(default_factory=dict)
+    began: float = field(default_factory=time.perf_counter)
     _first: list[OutputEvent] = field(default_factory=list)
 
     async def start(self, seconds: float) -> Exception | None:
@@ -134,6 +154,22 @@ class Generation:
         return partial(call_id, self.sequences[answer].id)
 
     @property
+    def cached(self) -> int:
+        """Tokens before the answer that were not read for it, known when the prompt is read."""
+        return self.prompt.cached + self.sequences[0].reused
+
+    @property
+    def progress(self) -> PromptProgress:
+        """How much of the prompt is read; called from any thread."""
+        first = self.sequences[0]
+        total, cached = self.prompt.length, self.cached
+        if first.stage is Stage.WAITING:
+            return PromptProgress(total, cached, cached, waiting=True)
+        done = not first.unread or first.stage in (Stage.DECODE, Stage.FINISHED)
+        read = total if done else self.prompt.cached + first.num_read
+        return PromptProgress(total, cached, min(read, total), waiting=False)
+
+    @property
     def tokens(self) -> int:
         """Tokens of the answers that have ended."""
         return sum(end.tokens for end in self.finished.values())
@@ -146,8 +182,10 @@ class EngineClient:
         engine: its thread is run by this client from `open` on.
         worker: works on large requests; by default in threads.
         is_replica: whether other servers have the same sessions.
+        aliases: further names of the model; "*" for all names.
 
     Attributes:
+        defaults: how answers are sampled where a request does not say.
         locked: conversations that requests are using, by owner; only the event loop changes it.
         failure: why the engine has stopped by itself, if it did.
     """
@@ -162,7 +200,10 @@ class EngineClient:
         *,
         worker: Worker | None = None,
         is_replica: bool = False,
+        aliases: Iterable[str] = (),
     ) -> None:
+        self.aliases = frozenset(aliases)
+        self.defaults, self.unused_defaults = read_defaults(engine.model.generation_config)
         self.engine = engine
         self.store = engine.store
         self.tokenizer = tokenizer
@@ -176,7 +217,8 @@ class EngineClient:
         sink = sink_of(transformers_model(engine.model).config)
         self.renderer = PromptRenderer(tokenizer, self.stop_ids, sink, limits.prompt)
         # Turns saved with one model and policy are of no use to another.
-        kind = [name, str(engine.cache.policy), engine.cache.chunk, engine.cache.positions]
+        # The model itself is that of the store, whatever its name.
+        kind = [str(engine.cache.policy), engine.cache.chunk, engine.cache.positions]
         root = hashlib.sha256(json.dumps(kind).encode()).hexdigest()
         self.worker = worker or Worker()
         try:
@@ -244,13 +286,17 @@ class EngineClient:
         with self._lock:
             saving = [(request, prompt, len(request.sampling))]
             saving += [(g.request, g.prompt, len(g.running)) for g in self._generations]
-        self.store.check_room(
-            sum(
-                turns * self.store.place.turn_bytes(prompt.length + request.max_tokens)
-                for request, prompt, turns in saving
-                if prompt.session is not None
-            )
+        needed = sum(
+            turns * self.store.place.turn_bytes(prompt.length + request.max_tokens)
+            for request, prompt, turns in saving
+            if prompt.session is not None
         )
+        try:
+            self.store.check_room(needed)
+        except StorageFull:
+            if not is_hidden(prompt.session):
+                raise
+            return replace(prompt, session=None)  # it is answered, and read again next time
         return prompt
 
     def generate(
@@ -266,19 +312,43 @@ class EngineClient:
         """
         answers = range(len(request.sampling))
         queue = OutputQueue(loop, self.limits.unread * len(answers))
-        sequences = [self._sequence(request, prompt, answer, queue, holder) for answer in answers]
-        sequences[0].forks = sequences[1:]
+        sequences = [
+            self._sequence(request, prompt, answer, queue, holder, secrets.token_hex(16))
+            for answer in answers
+        ]
         generation = Generation(request, prompt, sequences, queue, self, set(answers))
+        self._submit(generation)
+        return generation
+
+    def restart(self, generation: Generation, prompt: Prompt) -> None:
+        """Submit a request again that has failed before its first token, with another prompt.
+
+        Its answers keep their names, and its turn the session that the client was told.
+        """
+        old = generation.queue
+        queue = OutputQueue(old.loop, old.size, old.overrun)
+        session = generation.prompt.session
+        if session is not None:
+            prompt = replace(prompt, session=session)
+        generation.sequences = [
+            self._sequence(generation.request, prompt, answer, queue, one.holder, one.id)
+            for answer, one in enumerate(generation.sequences)
+        ]
+        generation.prompt, generation.queue = prompt, queue
+        self._submit(generation)
+
+    def _submit(self, generation: Generation) -> None:
+        first = generation.sequences[0]
+        first.forks = generation.sequences[1:]
         with self._lock:
             self._generations.add(generation)
         try:
             if self.failure is not None:
                 raise WeirError("the engine has failed, and nothing is answered any more")
-            self.engine.submit(sequences[0])
+            self.engine.submit(first)
         except WeirError:
             generation.close()
             raise
-        return generation
 
     def _sequence(
         self,
@@ -287,6 +357,7 @@ class EngineClient:
         answer: int,
         queue: OutputQueue,
         holder: str,
+        name: str,
     ) -> Sequence:
         """The sequence of one of the answers, with its output processor."""
         special = self.renderer.call_tokens.values() if request.tools else ()
@@ -300,7 +371,7 @@ class EngineClient:
         )
         constraint = request.constraint() if request.constraint else None
         processor.sequence = Sequence(
-            id=secrets.token_hex(16),
+            id=name,
             parent=None if prompt.parent is None else prompt.parent.node,
             prompt_ids=prompt.ids,
             max_tokens=request.max_tokens,
@@ -308,6 +379,8 @@ class EngineClient:
             sampler=Sampler(request.sampling[answer], tuple(prompt.ids), constraint),
             listener=processor,
             holder=holder,
+            owner=None if prompt.session is None else prompt.owner,
+            may_be_lost=prompt.session is not None and is_hidden(prompt.session),
             beginning=prompt.beginning,
             header=prompt.header,
             record=None if prompt.session is None else partial(self._record, request, prompt),
@@ -321,10 +394,12 @@ class EngineClient:
         assert prompt.session is not None
         assert isinstance(sequence.listener, OutputProcessor)
         text, stats = sequence.listener.finish(), sequence.listener.stats
-        answer = Message("assistant", text)
+        before = OPEN if self.renderer.opens_thoughts(prompt) else prompt.prefill
+        answer = Message("assistant", before + text)
         if parser := self.make_parser(request):
             parts = [*parser.feed(text), *parser.finish(cut=reason == "length")]
             answer = join_parts(parts, partial(call_id, sequence.id))
+            answer = replace(answer, content=before + answer.content)
         return TurnRecord(
             node=sequence.id,
             owner=prompt.owner,
@@ -336,7 +411,7 @@ class EngineClient:
             seen=stats.seen,
             usage={
                 "prompt_tokens": prompt.length,
-                "cached_tokens": prompt.cached,
+                "cached_tokens": prompt.cached + sequence.reused,
                 "completion_tokens": len(sequence.output_ids),
                 **{name: value for name, value in vars(stats).items() if name != "seen"},
             },

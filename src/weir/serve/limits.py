@@ -39,6 +39,8 @@ class Limits:
         wait: seconds that a sequence waits for a row.
         stall: seconds that a client may leave what is sent to it unread, or the rest of its body
             unsent.
+        ping: seconds without a byte of a stream after which something that clients ignore is sent.
+        report: the same for a client that wants to hear how far its prompt is read.
         unread: tokens of an answer that may wait for the client.
         drain: seconds that running answers have to end when the server ends.
     """
@@ -57,6 +59,8 @@ class Limits:
     texts: int = 64_000_000
     wait: float = 60.0
     stall: float = 30.0
+    ping: float = 5.0
+    report: float = 1.0
     unread: int = 1024
     drain: float = 30.0
 

@@ -13,6 +13,7 @@ from weir.cache import size_of
 from weir.errors import WeirError
 from weir.models import default_device, free_memory, skeleton
 from weir.policies import Policy
+from weir.serve.engine.engine import PREFIXES
 from weir.serve.sessions.store import DEFAULT_KEPT
 
 
@@ -22,6 +23,7 @@ class MemoryEstimate:
 
     Attributes:
         row: bytes of one row, and of one checkpoint.
+        prefixes: states of prompts that are kept so that nothing is read twice.
         free: bytes that are free before anything is loaded; None if unknown.
     """
 
@@ -30,11 +32,12 @@ class MemoryEstimate:
     rows: int
     kept: int
     free: int | None
+    prefixes: int = PREFIXES
 
     @property
     def total(self) -> int:
         """Bytes of everything together."""
-        return self.weights + (self.rows + self.kept) * self.row
+        return self.weights + (self.rows + self.kept + self.prefixes) * self.row
 
 
 def estimate_memory(
@@ -60,14 +63,15 @@ def estimate_memory(
     except (RuntimeError, AssertionError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise WeirError(f"there is no device {loading.get('device')!r} here ({reason})") from None
-    left = 0 if free is None else free - size.weights - rows * size.stream
+    left = 0 if free is None else free - size.weights - (rows + PREFIXES) * size.stream
     if kept is None:
         kept = DEFAULT_KEPT if free is None else max(1, min(DEFAULT_KEPT, left // 2 // size.stream))
     estimate = MemoryEstimate(size.weights, size.stream, rows, kept, free)
     if free is not None and estimate.total > free:
         raise WeirError(
-            f"{model_name} takes {size.weights:,} bytes, {rows} rows {rows * size.stream:,} and "
-            f"the ends of {kept} turns {kept * size.stream:,}, and {free:,} are free on {device}; "
+            f"{model_name} takes {size.weights:,} bytes, {rows} rows {rows * size.stream:,}, "
+            f"the ends of {kept} turns {kept * size.stream:,} and {PREFIXES} states of prompts "
+            f"{PREFIXES * size.stream:,}, and {free:,} are free on {device}; "
             "take fewer rows, keep fewer turns, or a smaller budget"
         )
     return estimate

@@ -16,8 +16,10 @@ from typing import Any
 
 from weir.errors import WeirError, quote
 
-THINKING = re.compile(r"\A\s*<think>.*?</think>\s*", re.DOTALL)
-"""The reasoning in front of an answer, which clients leave out of the history they send."""
+THINKING = re.compile(r"\A\s*<think>.*?(</think>\s*|\Z)", re.DOTALL)
+"""The thoughts in front of an answer, which clients leave out of the history they send. An answer
+that was cut may have no others."""
+_plain = json.JSONEncoder(ensure_ascii=False).encode
 _encode = json.JSONEncoder(sort_keys=True).encode
 
 
@@ -35,11 +37,16 @@ class Call:
         return {"id": self.id, "type": "function", "function": function}
 
     def parse_arguments(self) -> Any:
-        """The arguments as values, or as the text they are if that is no JSON."""
+        """The arguments as values, or as the text they are if that is no JSON, or has lone
+        surrogates, which no text can have.
+        """
         try:
-            return json.loads(self.arguments)
+            found = json.loads(self.arguments)
+            if "\\u" in self.arguments:
+                _plain(found).encode()
         except (ValueError, RecursionError):
             return self.arguments
+        return found
 
 
 @dataclass(frozen=True)
@@ -89,19 +96,28 @@ class Message:
     def canonical(self) -> str:
         """A text that is the same for all ways in which clients send this message back.
 
-        Line ends are one character. Of an assistant's message, reasoning and outer white space are
-        left out. Of calls, names and arguments count, but not how the JSON is formatted, nor ids;
-        of a result, the place of its call.
+        Line ends are one character, and outer white space is left out; of an assistant's message
+        also thoughts and its name. Of calls, names and arguments count, but not how the JSON is
+        formatted or its numbers are written, nor ids; of a result, the place of its call.
         """
-        content = self.content.replace("\r\n", "\n")
+        content, name = self.content.replace("\r\n", "\n"), self.name
         if self.role == "assistant":
-            content = THINKING.sub("", content).strip()
-        fields: list[Any] = [self.role, content, self.name]
+            content, name = THINKING.sub("", content), None
+        fields: list[Any] = [self.role, content.strip(), name]
         if self.calls:
-            fields.append([[call.name, call.parse_arguments()] for call in self.calls])
+            fields.append([[call.name, same_value(call.parse_arguments())] for call in self.calls])
         if self.result is not None:
             fields.append(self.place)
         return _encode(fields)
+
+
+def same_value(value: Any) -> Any:
+    """A value of JSON in which numbers that are equal are the same: 1.0 is 1, and 1e2 is 100."""
+    if isinstance(value, dict):
+        return {name: same_value(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [same_value(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 class StrayResult(WeirError):

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -16,16 +17,27 @@ from transformers import PreTrainedTokenizerBase
 from weir.errors import WeirError, quote
 from weir.models import ModelSink
 from weir.serve.messages import Message, hash_prefixes
-from weir.serve.sessions.records import TurnRecord
+from weir.serve.reread import Reread, explain_reread
+from weir.serve.roles import SystemPlaces
+from weir.serve.sessions.records import TurnRecord, is_hidden
 from weir.serve.sessions.store import SessionStore
-from weir.serve.tools.formats import CallFormat, Tool, describe_tools, format_of
+from weir.serve.thoughts import OPEN
+from weir.serve.tools.formats import (
+    CallFormat,
+    Tool,
+    describe_tools,
+    format_of,
+    template_variables,
+)
 from weir.serve.worker import Handle, Worker
-from weir.stream import ChatTemplate, PromptEncoder, PromptTooLong
+from weir.stream import ChatTemplate, PromptEncoder, PromptTooLong, render_chat
 
 LONG = 65_536
 """Characters of a history that is worked on apart from short ones."""
 LOOKUPS = 256
 """Answers of a history, from the newest on, that are looked up among saved turns."""
+NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
+"""No further variables for a chat template."""
 BESIDE = 64
 """Characters that a message counts for beside its own."""
 
@@ -42,6 +54,8 @@ class Prompt:
         messages: those that are new since `parent`.
         beginning: how many of `ids` are the stream's beginning, which stays; without `parent` only.
         header: how many at the end of `ids` are the header of the answer.
+        prefill: the beginning of the answer, which the client has written.
+        reread: what of the history is read again, and why; None if nothing is.
     """
 
     ids: list[int]
@@ -52,6 +66,8 @@ class Prompt:
     messages: tuple[Message, ...] = ()
     beginning: int = 0
     header: int = 0
+    prefill: str = ""
+    reread: Reread | None = None
 
     @property
     def cached(self) -> int:
@@ -90,6 +106,10 @@ class PromptRenderer:
         # A tokenizer prints its warning about padding in the first call: now, before any thread.
         tokenizer("x")
         self._template.header([])  # a template that is broken is better known now
+        self.variables = template_variables(tokenizer)
+        self._places = SystemPlaces()
+        if self._template.templated:
+            self._places = SystemPlaces.of(lambda turns: render_chat(tokenizer, turns))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process makes its own, of the same."""
@@ -120,7 +140,12 @@ class PromptRenderer:
         """Tokenize a text as it is."""
         return self._sink.first(self._encoder.encode(text, special=True))
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Prompt:
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        variables: Mapping[str, Any] = NO_VARIABLES,
+    ) -> Prompt:
         """Render a conversation from its beginning; WeirError if the template refuses it.
 
         PromptTooLong without rendering it where there are more messages than tokens: every template
@@ -128,30 +153,55 @@ class PromptRenderer:
         """
         if self._most is not None and len(messages) > self._most:
             raise PromptTooLong(self._most)
+        messages = self._places.place(messages, at_start=True)
         rendered, described = self._for_template(messages, tools)
-        template = self._template.with_tools(described)
+        template = self._template.with_tools(described, variables)
         ids = template.whole(rendered)
-        beginning, header = template.beginning(rendered, ids), self._template.header(ids)
+        beginning, header = template.beginning(rendered, ids), template.header(ids)
         with_sink = self._sink.first(ids)
         beginning += len(with_sink) - len(ids)
         return Prompt(with_sink, beginning=beginning, header=header)
 
     def render_next(
-        self, messages: Sequence[Message], last: int, tools: Sequence[Tool]
+        self,
+        messages: Sequence[Message],
+        last: int,
+        tools: Sequence[Tool],
+        variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> Prompt | None:
         """Render what follows an answer that ends with the token `last`; None if the template
         cannot render these messages without those before.
         """
         # Where a system message describes the tools, that was said at the beginning.
         in_template = isinstance(self._call_format, CallFormat) and self._call_format.in_template
+        messages = self._places.place(messages, at_start=False)
         rendered, described = self._for_template(messages, tools if in_template else ())
+        template = self._template.with_tools(described, variables)
         try:
-            ids = self._template.with_tools(described).after(rendered, last)
-            return Prompt(ids, header=self._template.header(ids)) if ids else None
+            ids = template.after(rendered, last)
+            return Prompt(ids, header=template.header(ids)) if ids else None
         except PromptTooLong:
             raise
         except WeirError:
             return None  # the template looks at more of the history than is here
+
+    def begin_answer(self, prompt: Prompt, text: str) -> Prompt:
+        """Add the beginning of the answer to a prompt."""
+        ids = self._encoder.encode(self._encoder.mark(text, trusted=True))
+        header = prompt.header + len(ids) if prompt.header else 0
+        return replace(prompt, ids=[*prompt.ids, *ids], header=header, prefill=text)
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the model's chat template knows thoughts in front of answers."""
+        return self._template.templated and OPEN in str(self._tokenizer.chat_template)
+
+    def opens_thoughts(self, prompt: Prompt) -> bool:
+        """Whether the end of a prompt opens the thoughts, so that the answer begins inside."""
+        if not self.thinks:
+            return False
+        end = str(self._tokenizer.decode(prompt.ids[-len(OPEN) - 2 :]))
+        return end.rstrip().endswith(OPEN)
 
     def check(self, prompt: Prompt) -> Prompt:
         """Refuse a prompt without tokens or with too many."""
@@ -211,6 +261,7 @@ class PromptMatcher:
         messages: Sequence[Message] | Handle,
         session: str | None,
         tools: Sequence[Tool] = (),
+        variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> Prompt:
         """Make a prompt that starts at the longest saved prefix of a history, of those that end
         with one of the newest `LOOKUPS` answers in it.
@@ -220,19 +271,55 @@ class PromptMatcher:
         held = messages if isinstance(messages, Handle) else self.hold(messages)
         root = self._root_of(tools)
         prefixes: list[tuple[int, str]] = held.call(_hash_answers, root)
+        refused = False
         for known, chain in prefixes:
             parent = self._store.find_history(owner, chain)
             if parent is None:
                 continue
-            if prompt := self._extend(parent, held, known, session, tools):
-                return prompt
+            prompt = self._extend(parent, held, known, session, tools, variables)
+            if prompt is not None:
+                return self._explained(prompt, held, known, prefixes, session, refused=refused)
+            refused = True
         known, chain = prefixes[0] if prefixes else (0, root)
-        prompt = held.call(_render_all, known, chain, tools)
+        prompt = held.call(_render_all, known, chain, tools, dict(variables))
+        prompt = replace(prompt, owner=owner)
+        prompt = self._explained(prompt, held, 0, prefixes, session, refused=refused)
         return replace(
             _with_shared_ids(prompt),
             owner=owner,
             session=session or f"sess_{secrets.token_hex(16)}",
         )
+
+    def _explained(
+        self,
+        prompt: Prompt,
+        held: Handle,
+        known: int,
+        prefixes: list[tuple[int, str]],
+        session: str | None,
+        *,
+        refused: bool,
+    ) -> Prompt:
+        """A prompt with the reason why answers after the `known` messages are read again."""
+        answered = prefixes[0][0] if prefixes else 0
+        if known >= answered:
+            return prompt
+        how = (known, answered, session)
+        messages: list[Message] = held.get()
+        found = explain_reread(self._store, prompt.owner, messages, *how, refused=refused)
+        return replace(prompt, reread=found)
+
+    def find_saved(
+        self, owner: str, messages: Sequence[Message], tools: Sequence[Tool] = ()
+    ) -> tuple[TurnRecord, int] | None:
+        """Find the longest saved prefix of a history, which may be all of it; returns its last turn
+        and how many messages it has.
+        """
+        held = self.hold([*messages, Message("user", "")])
+        for known, chain in held.call(_hash_answers, self._root_of(tools)):
+            if (found := self._store.find_history(owner, chain)) is not None:
+                return found, known
+        return None
 
     def hash_prefixes(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[str]:
         """The hash of each prefix of a history in which these tools were described."""
@@ -250,11 +337,12 @@ class PromptMatcher:
         messages: Sequence[Message],
         session: str | None = None,
         tools: Sequence[Tool] = (),
+        variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> Prompt | None:
         """Make a prompt that continues a saved turn, in its session if no other is named; None if
         the template cannot render these messages without those before.
         """
-        return self._extend(parent, self.hold(messages), 0, session, tools)
+        return self._extend(parent, self.hold(messages), 0, session, tools, variables)
 
     def _extend(
         self,
@@ -263,16 +351,17 @@ class PromptMatcher:
         known: int,
         session: str | None,
         tools: Sequence[Tool],
+        variables: Mapping[str, Any],
     ) -> Prompt | None:
         """Make a prompt of what comes after the `known` messages of a history."""
-        prompt = held.call(_render_rest, known, parent.chain, parent.last, tools)
+        prompt = held.call(_render_rest, known, parent.chain, parent.last, tools, dict(variables))
         if prompt is None:
             return None
         return replace(
             _with_shared_ids(prompt),
             owner=parent.owner,
             parent=parent,
-            session=session or parent.session,
+            session=session or _visible(parent.session),
         )
 
     def complete(self, owner: str, text: str | Sequence[int] | Handle) -> Prompt:
@@ -283,6 +372,11 @@ class PromptMatcher:
 
 
 # What a worker does, with the renderer that it was opened with.
+
+
+def _visible(session: str) -> str:
+    """The session of a turn, or a new one if that is hidden."""
+    return f"sess_{secrets.token_hex(16)}" if is_hidden(session) else session
 
 
 def _hash_answers(
@@ -304,9 +398,11 @@ def _render_all(
     known: int,
     chain: str,
     tools: Sequence[Tool],
+    variables: Mapping[str, Any],
 ) -> Prompt:
     """The prompt of a whole history, of which `known` messages have a hash."""
-    rendered = renderer.render(messages, tools)
+    messages, prefill = _split_prefill(messages)
+    rendered = renderer.begin_answer(renderer.render(messages, tools, variables), prefill)
     hashed = hash_prefixes(chain, messages[known:])[-1]  # what is too long is refused by now
     return renderer.check(replace(rendered, hash=hashed, messages=tuple(messages)))
 
@@ -318,14 +414,23 @@ def _render_rest(
     chain: str,
     last: int,
     tools: Sequence[Tool],
+    variables: Mapping[str, Any],
 ) -> Prompt | None:
     """The prompt of what comes after the `known` messages, of which the last ends with a token."""
-    rest = messages[known:]
-    rendered = renderer.render_next(rest, last, tools)
+    rest, prefill = _split_prefill(messages[known:])
+    rendered = renderer.render_next(rest, last, tools, variables)
     if rendered is None:
         return None
+    rendered = renderer.begin_answer(rendered, prefill)
     hashed = hash_prefixes(chain, rest)[-1]
     return renderer.check(replace(rendered, hash=hashed, messages=tuple(rest)))
+
+
+def _split_prefill(messages: Sequence[Message]) -> tuple[Sequence[Message], str]:
+    """Messages to answer, and the beginning of the answer: an assistant's message at their end."""
+    if messages[-1].role != "assistant":
+        return messages, ""
+    return messages[:-1], messages[-1].content
 
 
 def _read_text(renderer: PromptRenderer, text: str | Sequence[int], vocabulary: int) -> Prompt:

@@ -7,7 +7,8 @@ to make room. Knows nothing about HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from weir.serve.client import EngineClient
 from weir.serve.messages import Message, StrayResult, link_results
 from weir.serve.prompts import Prompt
 from weir.serve.sessions.items import Item, messages_of
-from weir.serve.sessions.records import TurnRecord
+from weir.serve.sessions.records import HIDDEN, TurnRecord, is_hidden
 from weir.serve.sessions.responses import StoredResponse
 from weir.serve.tools.formats import Tool, describe_tools
 
@@ -38,6 +39,9 @@ class ResponseTurn:
         conversation: the conversation that is continued, which is locked meanwhile.
         session: the session that the turn belongs to, if the HTTP client names one.
         is_stored: whether the response can be continued and retrieved.
+        variables: further variables of the chat template.
+        compacted: whether the previous response is that of a compaction, which may be one that is
+            not stored.
     """
 
     client: EngineClient
@@ -49,6 +53,8 @@ class ResponseTurn:
     session: str | None = None
     is_stored: bool = True
     tools: Sequence[Tool] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    compacted: bool = False
 
     # Set by `match`: the response before this one, and the items that are new since then.
     _after: str | None = None
@@ -67,14 +73,50 @@ class ResponseTurn:
             prompt = self._after_previous(self.previous)
         else:
             prompt = self._from_start([], self.items, self.session)
-        return prompt if self.is_stored else replace(prompt, session=None)
+        return prompt if self.is_stored else self._hidden(prompt)
+
+    def find_saved(self) -> tuple[TurnRecord | None, list[Item]]:
+        """The saved turn that covers most of the history, and the items after it.
+
+        StrayResult for a result without a call, PreviousNotFound without the previous response.
+        """
+        client, before = self.client, list[Message]()
+        if self.previous is not None:
+            record = client.store.find_turn(self.owner, node_of(self.previous))
+            if record is None and client.responses.get_response(self.owner, self.previous) is None:
+                raise PreviousNotFound(
+                    f"Previous response with id '{self.previous[:80]}' not found."
+                )
+            if not any(item.get("role") == "assistant" for item in self.items):
+                return record, self.items
+            before = self._history(self.previous)
+        system = [] if self.instructions is None else [Message("system", self.instructions)]
+        messages = link_results([*system, *before, *messages_of(self.items)])
+        # Any message may follow what is looked for.
+        prefixes = client.matcher.find_saved(self.owner, messages, self.tools)
+        if prefixes is None:
+            return None, self.items
+        record, known = prefixes
+        known -= len(system) + len(before)
+        whole = messages_of(self.items)
+        for at in range(len(self.items), -1, -1):
+            if messages_of(self.items[:at]) == whole[: max(known, 0)]:
+                return record, self.items[at:]
+        return None, self.items
+
+    def _hidden(self, prompt: Prompt) -> Prompt:
+        """A prompt whose turn the same history finds again, and nobody by its id."""
+        before = prompt.parent and prompt.parent.session
+        if before and is_hidden(before):
+            return replace(prompt, session=before)
+        return replace(prompt, session=f"{HIDDEN}{secrets.token_hex(16)}")
 
     def store(self, session: str | None, body: dict[str, Any]) -> None:
         """Store the response, before the client is told of it, if its turn is saved in a session.
 
         WeirError if it cannot be stored; then the turn is forgotten too.
         """
-        if session is None:
+        if session is None or not self.is_stored:
             return
         response = StoredResponse(
             body["id"], session, self._after, self.instructions, self._new, body
@@ -90,7 +132,14 @@ class ResponseTurn:
         found = self.client.responses.get_response(self.owner, previous)
         record = self.client.store.find_turn(self.owner, node_of(previous))
         if found is None and record is None:
-            raise PreviousNotFound(f"Previous response with id '{previous[:80]}' not found.")
+            raise _not_found(previous)
+        if (
+            found is None
+            and record is not None
+            and is_hidden(record.session)
+            and not self.compacted
+        ):
+            raise _not_found(previous)
         self._after = previous
         if record is not None and self._has_same_setup(found, record):
             prompt = self._extend(record, self.items, lambda: self._history(previous))
@@ -186,14 +235,15 @@ class ResponseTurn:
             except HistoryNotKept:
                 raise error from None
         _check(messages)
-        return self.client.matcher.extend(record, messages, session or self.session, self.tools)
+        session = session or self.session
+        return self.client.matcher.extend(record, messages, session, self.tools, self.variables)
 
     def _from_start(self, before: list[Message], items: list[Item], session: str | None) -> Prompt:
         """The prompt of a whole history, from the longest prefix of it that is saved."""
         system = [] if self.instructions is None else [Message("system", self.instructions)]
         messages = link_results([*system, *before, *messages_of(items)])
         _check(messages)
-        return self.client.matcher.match(self.owner, messages, session, self.tools)
+        return self.client.matcher.match(self.owner, messages, session, self.tools, self.variables)
 
     def _history(self, name: str) -> list[Message]:
         """All messages up to the end of a response, without instructions."""
@@ -214,6 +264,10 @@ class ResponseTurn:
             else:
                 raise HistoryNotKept("what led to the previous response is not kept any more")
         return [message for part in reversed(parts) for message in part]
+
+
+def _not_found(previous: str) -> PreviousNotFound:
+    return PreviousNotFound(f"Previous response with id '{previous[:80]}' not found.")
 
 
 def node_of(response: str) -> str:

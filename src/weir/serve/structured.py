@@ -207,8 +207,17 @@ def check_schema(schema: Any) -> None:
             raise BadSchema(f"its patterns repeat more than {MAX_PATTERN:,} characters")
         if multiple > MAX_MULTIPLE:
             raise BadSchema(f"numbers cannot be held to multiples of {multiple:,}")
+        listed = node.get("enum")
+        for value in (node.get("const"), *(listed if isinstance(listed, list) else ())):
+            if isinstance(value, int) and abs(value) > EXACT:
+                raise BadSchema(
+                    f"the number {value} is beyond {EXACT}, up to which numbers are exact; "
+                    "write it as a text"
+                )
 
 
+EXACT = 2**53
+"""The largest whole number that llguidance does not round."""
 _TOO_DEEP = f"it is nested deeper than {MAX_DEPTH} levels"
 
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
 from itertools import chain, pairwise
+from types import MappingProxyType
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -219,6 +220,7 @@ class ChatTemplate:
     Args:
         ends: the tokens that end an answer.
         tools: functions that the model may call, as JSON schemas.
+        variables: further variables of the template.
     """
 
     def __init__(
@@ -227,15 +229,19 @@ class ChatTemplate:
         ends: Collection[int],
         tools: Sequence[dict[str, Any]] = (),
         encoder: PromptEncoder | None = None,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
+        self._variables = variables
         self._tokenizer = tokenizer
         self._ends = frozenset(ends)
         self._tools = tools
         self._encoder = encoder or PromptEncoder(tokenizer)
 
-    def with_tools(self, tools: Sequence[dict[str, Any]]) -> ChatTemplate:
-        """Return the same template for a conversation with tools."""
-        return ChatTemplate(self._tokenizer, self._ends, tools, self._encoder)
+    def with_tools(
+        self, tools: Sequence[dict[str, Any]], variables: Mapping[str, Any] = MappingProxyType({})
+    ) -> ChatTemplate:
+        """Return the same template for a conversation with tools, and with further variables."""
+        return ChatTemplate(self._tokenizer, self._ends, tools, self._encoder, variables)
 
     @property
     def templated(self) -> bool:
@@ -294,7 +300,8 @@ class ChatTemplate:
         if not self.templated:
             return []
         try:
-            text = render_chat(self._tokenizer, [{"role": "user", "content": ANSWER}])
+            turn = {"role": "user", "content": ANSWER}
+            text = render_chat(self._tokenizer, [turn], variables=self._variables)
         except BrokenTemplate:
             raise
         except WeirError:
@@ -314,7 +321,8 @@ class ChatTemplate:
         marked = [
             {**mark(one, trusted=one["role"] in TRUSTED), "role": one["role"]} for one in messages
         ]
-        return render_chat(self._tokenizer, marked, tools=mark(list(self._tools)))
+        tools, variables = mark(list(self._tools)), mark(dict(self._variables))
+        return render_chat(self._tokenizer, marked, tools=tools, variables=variables)
 
     def _lines(self, messages: Sequence[dict[str, Any]]) -> str:
         return "\n".join(self._encoder.mark(message["content"]) for message in messages)
@@ -332,6 +340,7 @@ def render_chat(
     *,
     add_generation_prompt: bool = True,
     tools: Sequence[dict[str, Any]] = (),
+    variables: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
     """Render a conversation as text with a model's chat template.
 
@@ -350,6 +359,7 @@ def render_chat(
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=not add_generation_prompt,
+                **variables,
             )
     except TemplateError as error:
         why = shorten(str(error))

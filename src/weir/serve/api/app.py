@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from types import FrameType
@@ -24,19 +24,22 @@ from starlette.types import ASGIApp
 from weir import __version__
 from weir.errors import WeirError
 from weir.serve.api import (
+    anthropic,
     completions,
     conversations,
     memory,
     models,
+    ollama,
     operations,
     page,
     responses,
     sessions,
 )
+from weir.serve.api.access import Access
 from weir.serve.api.dependencies import Keys, authorize
 from weir.serve.api.errors import APIError, invalid_query, server_error
 from weir.serve.api.middleware import RequestMiddleware, watch_stalls
-from weir.serve.api.openapi import ERRORS
+from weir.serve.api.openapi import ANTHROPIC_ERRORS, ERRORS, OLLAMA_ERRORS
 from weir.serve.api.operations import Metrics
 from weir.serve.api.protocol import MAX_CONNECTIONS, BoundedConnection
 from weir.serve.api.requests import BodyLimiter, ClientGone
@@ -56,11 +59,18 @@ GRACE = 5
 """Seconds for telling clients that their answers have been given up."""
 
 
-def make_app(client: EngineClient, keys: Keys | None = None) -> ASGIApp:
+def make_app(
+    client: EngineClient,
+    keys: Keys | None = None,
+    hosts: Sequence[str] = (),
+    origins: Sequence[str] = (),
+) -> ASGIApp:
     """Make an application, which runs the engine from its start to its end.
 
-    Without keys, only requests to this machine's own names are answered.
+    Without keys, only requests to this machine's own names are answered, and to `hosts`. Web pages
+    of `origins` may use it.
     """
+    access = Access(hosts, origins, has_keys=bool(keys))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -94,9 +104,12 @@ def make_app(client: EngineClient, keys: Keys | None = None) -> ASGIApp:
         app.include_router(part.public, responses=ERRORS)
     # Responses and conversations are stored by one server, and replicas do not share them.
     stored = () if client.is_replica else (responses, conversations)
+    of_others = ((anthropic, ANTHROPIC_ERRORS), (ollama, OLLAMA_ERRORS))
+    for other, errors in of_others:
+        app.include_router(other.router, dependencies=[Depends(authorize)], responses=errors)
     for part in (completions, *stored, models, sessions, memory, operations):
         app.include_router(part.router, dependencies=[Depends(authorize)], responses=ERRORS)
-    return RequestMiddleware(app, metrics, local=not app.state.keys)
+    return RequestMiddleware(app, metrics, access)
 
 
 @contextmanager
@@ -128,7 +141,7 @@ async def _respond_to_error(request: Request, error: Exception) -> Response:
         headers = dict(error.headers) if error.headers else None
         error = APIError(error.status_code, message, code="not_found", headers=headers)
     # Any other goes on to the middleware, which logs it.
-    return (error if isinstance(error, APIError) else server_error()).response()
+    return (error if isinstance(error, APIError) else server_error()).response(request.url.path)
 
 
 def bind(host: str, port: int, keys: Keys) -> socket.socket:

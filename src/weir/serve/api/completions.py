@@ -5,30 +5,35 @@ from __future__ import annotations
 import secrets
 import time
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from weir.serve.api.chat_request import AnswerReader, ChatRequest, answer_chat
 from weir.serve.api.dependencies import Client, Owner
 from weir.serve.api.errors import APIError
-from weir.serve.api.generation import Events, Renderer, make_request, send, start, usage_of
+from weir.serve.api.generation import (
+    Events,
+    Renderer,
+    make_request,
+    progress_of,
+    send_answers,
+    usage_of,
+)
 from weir.serve.api.logprobs import LogprobFormatter, clip
 from weir.serve.api.models import check_model
 from weir.serve.api.openapi import describe_body
-from weir.serve.api.output_format import add_constraint, check_tools
-from weir.serve.api.requests import SESSION_HEADER, named_session, read_content
+from weir.serve.api.requests import read_content
 from weir.serve.api.schemas.chat import ChatBody, CompletionBody, TextBody
 from weir.serve.api.sse import DONE, encode_event
 from weir.serve.client import EngineClient, Generation
 from weir.serve.engine.output import FinishEvent, TokenEvent
-from weir.serve.messages import Call, Message, StrayResult, link_results
-from weir.serve.prompts import Prompt
-from weir.serve.tools.formats import Tool
+from weir.serve.messages import Call, Message
+from weir.serve.thoughts import ThoughtDelta
 from weir.serve.tools.parser import AnswerPart, CallStart, TextDelta, join_parts
-from weir.serve.worker import Handle
 
 DEFAULT_LIMIT = 16
 """Tokens that continue a text if the client does not say, as with OpenAI."""
@@ -39,53 +44,16 @@ router = APIRouter()
 @router.post("/v1/chat/completions", openapi_extra=describe_body(ChatBody, streams=True))
 async def chat(request: Request, client: Client, owner: Owner) -> Response:
     """Complete a chat. Only the messages that are new since a saved turn are processed."""
-    session = named_session(request)
     body, messages = await read_content(request, ChatBody, owner, "messages", "history")
-    check_model(client, body.model)
-    offer = body.offer
-    check_tools(client, offer)
     if body.top_logprobs is not None and not body.logprobs:
         raise APIError(400, "top_logprobs is for logprobs: true", param="top_logprobs")
     limit: tuple[str, int | None] = ("max_tokens", body.max_tokens)
     if body.max_completion_tokens is not None:
         limit = ("max_completion_tokens", body.max_completion_tokens)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    match = partial(_match, client, messages, owner, session, offer.tools)
-    job = make_request(client, body, match, limit, logprobs, client.limits.answer_default)
-    held_to, param = None, "response_format.json_schema.schema"
-    if body.response_format is not None:
-        held_to = body.response_format.held_to
-    job = await add_constraint(request, held_to, offer, job, param)
-    generation = await start(request, job, "messages")
-    renderer = ChatRenderer(body, client, generation)
-    headers = {SESSION_HEADER: generation.prompt.session or ""}
-    return await send(request, renderer, generation, headers, stream=bool(body.stream))
-
-
-def _match(
-    client: EngineClient,
-    messages: Sequence[Message] | Handle,
-    owner: str,
-    session: str | None,
-    tools: Sequence[Tool],
-) -> Prompt:
-    """Find the prompt of a chat."""
-    held = messages if isinstance(messages, Handle) else client.matcher.hold(messages)
-    return client.matcher.match(owner, held.map(_link), session, tools)
-
-
-def _link(_: Any, messages: Sequence[Message]) -> Sequence[Message]:
-    """Link the results of a chat, which must end with a message to answer (APIError)."""
-    try:
-        linked = link_results(messages)
-    except StrayResult as error:
-        param = f"messages[{error.number}].tool_call_id"
-        raise APIError(400, str(error), param=param) from None
-    if linked[-1].role == "assistant":
-        raise APIError(
-            400, "the last message must be one to answer, not an assistant's", param="messages"
-        )
-    return linked
+    held_to = None if body.response_format is None else body.response_format.held_to
+    asked = ChatRequest(body, messages, body.offer, limit, logprobs, held_to)
+    return await answer_chat(request, client, owner, asked, partial(ChatRenderer, body, client))
 
 
 @router.post("/v1/completions", openapi_extra=describe_body(TextBody, streams=True))
@@ -98,9 +66,8 @@ async def complete(request: Request, client: Client, owner: Owner) -> Response:
     match = partial(client.matcher.complete, owner, prompt)
     limit = ("max_tokens", body.max_tokens)
     job = make_request(client, body, match, limit, body.logprobs, DEFAULT_LIMIT)
-    generation = await start(request, job, "prompt")
-    renderer = TextRenderer(body, client, generation)
-    return await send(request, renderer, generation, {}, stream=bool(body.stream))
+    make = partial(TextRenderer, body, client)
+    return await send_answers(request, job, "prompt", make, body)
 
 
 class CompletionRenderer(Renderer):
@@ -119,6 +86,9 @@ class CompletionRenderer(Renderer):
     ) -> None:
         self._generation = generation
         self._include_usage = body.include_usage
+        self._with_progress = body.wants_progress
+        self._counts_always = body.counts_always
+        self._count = 0  # tokens of all answers so far
         self._num_answers = body.num_answers
         self._stop_ids = generation.request.stop_ids
         self._logprobs = LogprobFormatter(client.tokenizer, self._stop_ids)
@@ -129,14 +99,29 @@ class CompletionRenderer(Renderer):
         for choice in self._first_choices():
             yield encode_event(self._chunk(choice))
         async for several in events:
+            self._count += sum(isinstance(one, TokenEvent) for one in several)
             if encoded := b"".join(map(self._encode, several)):
                 yield encoded
         if self._include_usage:
             yield encode_event({**self._head, "choices": [], "usage": usage_of(self._generation)})
         yield DONE
 
+    def keep_alive(self, generation: Generation) -> bytes:
+        """Write a comment; where the client wants to hear of its prompt, a chunk besides."""
+        comment = super().keep_alive(generation)
+        if not self._with_progress or generation.sequences[0].output_ids:
+            return comment
+        chunk = {**self._chunk(self._no_choice()), "prompt_progress": progress_of(generation)}
+        return comment + encode_event(chunk)
+
+    @abstractmethod
+    def _no_choice(self) -> dict[str, Any]:
+        """A choice that adds nothing to the first answer."""
+
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        usage = {"usage": None} if self._include_usage else {}
+        usage: dict[str, Any] = {"usage": None} if self._include_usage else {}
+        if self._counts_always:
+            usage = {"usage": usage_of(self._generation, self._count)}
         return {**self._head, "choices": [choice], **usage}
 
     def _first_choices(self) -> Iterator[dict[str, Any]]:
@@ -153,8 +138,7 @@ class ChatRenderer(CompletionRenderer):
 
     def __init__(self, body: ChatBody, client: EngineClient, generation: Generation) -> None:
         self._with_logprobs = bool(body.logprobs)
-        parsers = [client.make_parser(generation.request) for _ in range(body.num_answers)]
-        self._parsers = [parser for parser in parsers if parser is not None]
+        self._readers = [AnswerReader(client, generation) for _ in range(body.num_answers)]
         head = {
             "id": f"chatcmpl-{secrets.token_hex(16)}",
             "created": int(time.time()),
@@ -166,15 +150,22 @@ class ChatRenderer(CompletionRenderer):
     async def whole(self, events: Events) -> dict[str, Any]:
         """Write all answers as one object."""
         parts: list[list[AnswerPart]] = [[] for _ in range(self._num_answers)]
+        thoughts = [""] * self._num_answers
         logprobs: list[list[dict[str, Any]]] = [[] for _ in parts]
         async for several in events:
             for event in several:
-                parts[event.answer] += self._parse(event)
+                for part in self._readers[event.answer].read(event):
+                    if isinstance(part, ThoughtDelta):
+                        thoughts[event.answer] += part.text
+                    else:
+                        parts[event.answer].append(part)
                 logprobs[event.answer] += self._logprobs.entries_of(event)
         choices = [
             {
                 "index": answer,
-                "message": _message(join_parts(own, self._generation.call_id(answer))),
+                "message": _message(
+                    join_parts(own, self._generation.call_id(answer)), thoughts[answer].rstrip()
+                ),
                 "logprobs": {"content": known, "refusal": None} if self._with_logprobs else None,
                 "finish_reason": self._finish_reason(self._generation.finished[answer]),
             }
@@ -185,15 +176,19 @@ class ChatRenderer(CompletionRenderer):
 
     def _first_choices(self) -> Iterator[dict[str, Any]]:
         for answer in range(self._num_answers):
-            content = None if self._parsers else ""
+            content = None if self._readers[answer].has_tools else ""
             yield self._choice(answer, {"role": "assistant", "content": content})
 
     def _encode(self, event: TokenEvent | FinishEvent) -> bytes:
         logprobs = self._logprobs.entries_of(event)
         make_id = self._generation.call_id(event.answer)
-        deltas = [delta for part in self._parse(event) if (delta := _delta(part, make_id))]
+        deltas = [
+            delta
+            for part in self._readers[event.answer].read(event)
+            if (delta := _delta(part, make_id))
+        ]
         if logprobs and not deltas:
-            deltas = [{} if self._parsers else {"content": ""}]
+            deltas = [{} if self._readers[event.answer].has_tools else {"content": ""}]
         # The log-probabilities of a token go with the first of what it brought.
         choices = [
             self._choice(event.answer, delta, None if number else logprobs)
@@ -203,19 +198,11 @@ class ChatRenderer(CompletionRenderer):
             choices.append(self._choice(event.answer, {}, reason=self._finish_reason(event)))
         return b"".join(encode_event(self._chunk(choice)) for choice in choices)
 
-    def _parse(self, event: TokenEvent | FinishEvent) -> list[AnswerPart]:
-        """The parts of an answer in an event: text, and calls where there are tools."""
-        if not self._parsers:
-            return [TextDelta(event.text)] if event.text else []
-        parser = self._parsers[event.answer]
-        parts = parser.feed(event.text)
-        if isinstance(event, FinishEvent):
-            parts += parser.finish(cut=event.reason == "length")
-        return parts
+    def _no_choice(self) -> dict[str, Any]:
+        return self._choice(0, {})
 
     def _finish_reason(self, end: FinishEvent) -> str:
-        called = bool(self._parsers) and self._parsers[end.answer].num_complete > 0
-        return "tool_calls" if called and end.reason == "stop" else end.reason
+        return self._readers[end.answer].finish_reason(end)
 
     def _choice(
         self,
@@ -232,7 +219,7 @@ class ChatRenderer(CompletionRenderer):
         }
 
 
-def _message(message: Message) -> dict[str, Any]:
+def _message(message: Message, thoughts: str) -> dict[str, Any]:
     """An answer as JSON."""
     data: dict[str, Any] = {
         "role": "assistant",
@@ -240,14 +227,18 @@ def _message(message: Message) -> dict[str, Any]:
         "refusal": None,
         "annotations": [],
     }
+    if thoughts:
+        data["reasoning_content"] = thoughts
     if message.calls:
         data["content"] = message.content or None
         data["tool_calls"] = [call.for_chat(call.arguments) for call in message.calls]
     return data
 
 
-def _delta(part: AnswerPart, make_id: Callable[[int], str]) -> dict[str, Any] | None:
+def _delta(part: AnswerPart | ThoughtDelta, make_id: Callable[[int], str]) -> dict[str, Any] | None:
     """The delta of a part of an answer; None for the end of a call."""
+    if isinstance(part, ThoughtDelta):
+        return {"reasoning_content": part.text}
     if isinstance(part, TextDelta) and part.call is None:
         return {"content": part.text}
     if isinstance(part, TextDelta):
@@ -304,6 +295,9 @@ class TextRenderer(CompletionRenderer):
             "logprobs": self._logprobs_of(answer, tokens) if self._with_logprobs else None,
             "finish_reason": reason,
         }
+
+    def _no_choice(self) -> dict[str, Any]:
+        return self._choice(0, "", [], None)
 
     def _logprobs_of(self, answer: int, events: list[TokenEvent]) -> dict[str, list[Any]]:
         """Log-probabilities in the older of OpenAI's formats: parallel lists."""

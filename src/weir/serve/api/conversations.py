@@ -22,7 +22,13 @@ from weir.serve.api.errors import APIError
 from weir.serve.api.openapi import describe_body
 from weir.serve.api.requests import read_body
 from weir.serve.api.responses import lock
-from weir.serve.api.schemas.responses import ConversationBody, ItemsBody, MetadataBody, result_param
+from weir.serve.api.schemas.responses import (
+    ConversationBody,
+    ItemsBody,
+    MetadataBody,
+    SkippedItem,
+    result_param,
+)
 from weir.serve.client import EngineClient
 from weir.serve.messages import find_stray_results
 from weir.serve.sessions.items import Item, messages_of
@@ -36,7 +42,7 @@ PATH = "/v1/conversations/{name}"
 async def create(request: Request, client: Client, owner: Owner) -> dict[str, Any]:
     """Create a conversation."""
     body = await read_body(request, ConversationBody, owner)
-    items = [item.item() for item in body.items or ()]
+    items = [item.item() for item in body.items or () if not isinstance(item, SkippedItem)]
     _check_results(items)
     create = client.responses.create_conversation
     return conversation_object(await run_in_thread(create, owner, body.metadata or {}, items))
@@ -81,7 +87,7 @@ async def add(name: str, request: Request, client: Client, owner: Owner) -> dict
     """Add items to a conversation, for the next response to process."""
     body = await read_body(request, ItemsBody, owner)
     await _lock(request, client, owner, name)
-    made = [item.item() for item in body.items]
+    made = [item.item() for item in body.items if not isinstance(item, SkippedItem)]
     if any(one["type"] == "function_call_output" for one in made):
         _check_results(made, await asyncio.to_thread(client.responses.list_items, owner, name))
     await run_in_thread(client.responses.add_items, owner, name, made)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +18,16 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from fastapi import Depends, Query, Request
 
 from weir.errors import WeirError
-from weir.serve.api.errors import APIError, not_found, rate_limited, storage_full
+from weir.serve.api.errors import APIError, not_found, rate_limited, server_error, storage_full
 from weir.serve.client import EngineClient
 from weir.serve.engine.scheduler import Busy
+from weir.serve.sessions.database import DamagedDatabase
 from weir.serve.sessions.items import Item
 from weir.serve.sessions.manager import HeldByConversation, UnknownSession
 from weir.serve.sessions.records import NameTaken, StorageFull
 from weir.stream import PromptTooLong
 
+LOG = logging.getLogger("weir.serve")
 Result = TypeVar("Result")
 
 
@@ -74,11 +77,15 @@ async def authorize(request: Request) -> str:
     if not keys:
         return ""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    owner = keys.owner_of(key.strip()) if scheme.lower() == "bearer" else None
+    if scheme.lower() != "bearer":
+        key = request.headers.get("x-api-key", "")
+    owner = keys.owner_of(key.strip()) if key.strip() else None
     if owner is None:
+        problem = "this key is not known" if key.strip() else "a key is needed"
         raise APIError(
             401,
-            "a key is needed that this server knows: Authorization: Bearer KEY",
+            f"{problem}. Send Authorization: Bearer KEY or x-api-key: KEY, with a key whose "
+            "SHA-256 is in the file that weir serve was given with --keys.",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
@@ -97,7 +104,7 @@ Client = Annotated[EngineClient, Depends(find_client)]
 
 async def look_up(what: str, find: Callable[..., Result | None], *given: Any) -> Result:
     """Look something up in a thread."""
-    found = await asyncio.to_thread(find, *given)
+    found = await run_in_thread(find, *given)
     if found is None:
         raise not_found(what)
     return found
@@ -119,6 +126,9 @@ async def run_in_thread(
         raise APIError(409, str(error), code="is_conversation") from None
     except StorageFull as error:
         raise storage_full(str(error)) from None
+    except DamagedDatabase as error:
+        LOG.error("%s", error)
+        raise server_error() from None
     except PromptTooLong as error:
         raise APIError(400, str(error), param=param, code="prompt_too_long") from None
     except WeirError as error:

@@ -59,6 +59,26 @@ class ErrorBody(BaseModel):
     error: ErrorFacts
 
 
+class AnthropicErrorFacts(BaseModel):
+    """An error in Anthropic's API: its type and a message."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(BaseModel):
+    """Response body of an error in Anthropic's API."""
+
+    type: str
+    error: AnthropicErrorFacts
+
+
+class OllamaErrorBody(BaseModel):
+    """Response body of an error in Ollama's API: a message."""
+
+    error: str
+
+
 class APIError(Exception):
     """An error that is sent to the client; `param` is the part of the request that is wrong."""
 
@@ -78,9 +98,39 @@ class APIError(Exception):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
         self.headers = headers
 
-    def response(self) -> JSONResponse:
-        """Make the HTTP response."""
-        return JSONResponse(self.body, self.status, self.headers)
+    def response(self, path: str = "") -> JSONResponse:
+        """Make the HTTP response, in the form of the API that a path belongs to."""
+        body: dict[str, Any] = self.body
+        if path.startswith("/v1/messages"):
+            body = anthropic_error(self)
+        elif path.startswith("/api/"):
+            body = ollama_error(self)
+        return JSONResponse(body, self.status, self.headers)
+
+
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""Anthropic's types of errors, by status. Others are `invalid_request_error` below 500, and
+`api_error` from there on.
+"""
+
+
+def anthropic_error(error: APIError) -> dict[str, Any]:
+    """An error in the form of Anthropic's API."""
+    other = "invalid_request_error" if error.status < 500 else "api_error"
+    kind = ANTHROPIC_TYPES.get(error.status, other)
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+def ollama_error(error: APIError) -> dict[str, Any]:
+    """An error in the form of Ollama's API."""
+    return {"error": str(error)}
 
 
 def rate_limited(message: str) -> APIError:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -22,19 +23,24 @@ from weir.serve.api.errors import (
 )
 from weir.serve.api.middleware import LOG, add_log_fields
 from weir.serve.api.operations import Metrics
-from weir.serve.api.requests import while_connected
+from weir.serve.api.requests import SESSION_HEADER, while_connected
 from weir.serve.api.schemas.chat import GenerationBody
-from weir.serve.api.sse import EventStream, encode_event
+from weir.serve.api.sse import EventStream, KeepAlive, encode_event
 from weir.serve.client import EngineClient, Generation, GenerationRequest, ServerClosing
 from weir.serve.engine.engine import Cancelled
 from weir.serve.engine.output import FinishEvent, TokenEvent
 from weir.serve.engine.scheduler import Busy
-from weir.serve.prompts import Prompt
-from weir.serve.sessions.records import StorageFull
+from weir.serve.prompts import LOOKUPS, Prompt
+from weir.serve.sessions.records import StorageFull, is_hidden
 from weir.serve.structured import BadSchema
 
-ATTEMPTS = 3
-"""Times that a request is started, if the turn that it continues is dropped while it waits."""
+WARNING_HEADER = "x-weir-warning"
+WARNINGS = 16
+"""Parts of a request that a warning names."""
+ATTEMPTS = 2 + LOOKUPS
+"""Times that a request is started, if the turn that it continues is dropped while it waits, or its
+snapshot is damaged: then it continues from the one before, and in the end from none.
+"""
 
 Events = AsyncIterator[list[TokenEvent | FinishEvent]]
 
@@ -49,6 +55,21 @@ class Renderer(ABC):
     @abstractmethod
     def stream(self, events: Events) -> AsyncIterator[bytes]:
         """Write answers as server-sent events, while they are made."""
+
+    media_type = "text/event-stream"
+
+    def keep_alive(self, generation: Generation) -> bytes:
+        """Write something that clients ignore, while there is no answer yet.
+
+        Proxies and clients close a connection on which nothing comes for a minute or so.
+        """
+        progress = generation.progress
+        if progress.waiting:
+            return b": waiting for a row\n\n"
+        if progress.processed >= progress.total:
+            return b": answering\n\n"
+        read = f"{progress.processed:,} of {progress.total:,} tokens of the prompt are read"
+        return f": {read}\n\n".encode()
 
     def failure(self, error: APIError) -> bytes:
         """Write that an answer has failed after the stream began."""
@@ -75,9 +96,9 @@ def make_request(
     if body.num_answers > rows:
         raise APIError(400, f"Invalid 'n': this server gives {rows} at most.", param="n")
     if tokens is not None and tokens > limits.answer:
-        raise APIError(
-            400, f"Invalid '{name}': an answer has {limits.answer:,} at most.", param=name
-        )
+        body.note(f"{name} above {limits.answer}")
+    if tokens is not None and not 0 < tokens <= limits.answer:
+        tokens = limits.answer
     for token in body.logit_bias or {}:
         if not (token.isascii() and token.isdecimal() and len(token) < 10) or not (
             int(token) < client.vocabulary
@@ -88,7 +109,7 @@ def make_request(
                 param="logit_bias",
             )
     try:
-        sampling = body.sampling_params(logprobs, secrets.randbits(62))
+        sampling = body.sampling_params(logprobs, secrets.randbits(62), client.defaults)
     except WeirError as error:
         raise APIError(400, str(error)) from None
     stop_ids = frozenset(body.stop_token_ids or ())
@@ -101,80 +122,134 @@ def make_request(
     )
 
 
-async def start(http: Request, request: GenerationRequest, param: str) -> Generation:
-    """Start a request, and wait until its first token has come.
+async def send_answers(
+    http: Request,
+    request: GenerationRequest,
+    param: str,
+    make_renderer: Callable[[Generation], Renderer],
+    body: GenerationBody,
+    *,
+    always_named: bool = False,
+) -> Response:
+    """Submit a request to the engine, and send its answers.
+
+    A stream begins at once, while its prompt waits or is read. An error that is found later is an
+    event; one found before is a status code.
 
     Args:
         param: the field that the prompt is made of, for errors.
+        body: says whether the answers are streamed, and has what the warning names.
+        always_named: whether the header with the session is sent without a session, too.
+    """
+    client: EngineClient = http.app.state.client
+    metrics: Metrics = http.app.state.metrics
+    generation = await _submit(http, request, param)
+
+    def close() -> None:
+        _close(generation, metrics)
+
+    try:
+        renderer = make_renderer(generation)
+    except BaseException:
+        close()
+        raise
+    named = generation.prompt.session
+    if named is not None and is_hidden(named):
+        named = None
+    headers = {} if named is None and not always_named else {SESSION_HEADER: named or ""}
+    headers |= warn(http, body.skipped)
+    events = _events(http, generation, param)
+
+    async def frames() -> AsyncIterator[bytes]:
+        try:
+            async for frame in renderer.stream(events):
+                yield frame
+        except APIError as error:
+            add_log_fields(http.scope, failed=error.status)
+            yield renderer.failure(error)
+
+    if body.streams:
+        pause = client.limits.report if body.wants_progress else client.limits.ping
+        keep_alive = KeepAlive(pause, lambda: renderer.keep_alive(generation))
+        return EventStream(
+            frames(),
+            generation.queue.overrun,
+            client.limits.stall,
+            close,
+            headers,
+            renderer.media_type,
+            keep_alive,
+        )
+    try:
+        whole = await while_connected(http, renderer.whole(events))
+    finally:
+        close()
+    add_log_fields(http.scope, answered=generation.tokens)
+    return JSONResponse(whole, headers=headers)
+
+
+def warn(http: Request, skipped: Sequence[str]) -> dict[str, str]:
+    """Log what of a request has no effect, and return the header that says so."""
+    if not skipped:
+        return {}
+    shown = [
+        *skipped[:WARNINGS],
+        *([f"{len(skipped) - WARNINGS} more"] * (len(skipped) > WARNINGS)),
+    ]
+    add_log_fields(http.scope, skipped=shown)
+    return {WARNING_HEADER: f"no effect here: {', '.join(shown)}"}
+
+
+async def _submit(http: Request, request: GenerationRequest, param: str) -> Generation:
+    """Find the prompt of a request, and submit it to the engine."""
+    client: EngineClient = http.app.state.client
+    prompt = await run_in_thread(client.match, request, param=param)
+    try:
+        return client.generate(request, prompt, asyncio.get_running_loop(), http.state.holder)
+    except Busy:
+        raise rate_limited("too many requests wait for a row") from None
+    except WeirError:
+        raise server_closing() from None
+
+
+async def _events(http: Request, generation: Generation, param: str) -> Events:
+    """The events of a generation, counted. If the turn that its prompt continues is dropped before
+    it starts, its prompt is found again.
     """
     client: EngineClient = http.app.state.client
     metrics: Metrics = http.app.state.metrics
     loop = asyncio.get_running_loop()
     began = loop.time()
     for attempt in range(1, ATTEMPTS + 1):
-        prompt = await run_in_thread(client.match, request, param=param)
         try:
-            generation = client.generate(request, prompt, loop, http.state.holder)
+            error = await generation.start(client.limits.wait)
+        except Busy as full:
+            raise rate_limited(str(full)) from None
+        if error is None:
+            break
+        prompt = generation.prompt
+        parent = prompt.parent
+        dropped = parent is not None and client.store.find_turn(prompt.owner, parent.node) is None
+        if attempt == ATTEMPTS or not dropped:
+            raise to_api_error(error)
+        generation.close()
+        found = await run_in_thread(client.match, generation.request, param=param)
+        try:
+            client.restart(generation, found)
         except Busy:
             raise rate_limited("too many requests wait for a row") from None
         except WeirError:
             raise server_closing() from None
-        try:
-            error = await while_connected(http, generation.start(client.limits.wait))
-        except Busy as full:
-            _close(generation, metrics)
-            raise rate_limited(str(full)) from None
-        except BaseException:
-            _close(generation, metrics)
-            raise
-        if error is None:
-            break
-        parent = prompt.parent
-        dropped = parent is not None and client.store.find_turn(prompt.owner, parent.node) is None
-        if attempt < ATTEMPTS and dropped:
-            generation.close()
-            continue
-        _close(generation, metrics)
-        raise to_api_error(error)
-    read, cached = prompt.length - prompt.cached, prompt.cached
+    read, cached = generation.prompt.length - generation.cached, generation.cached
     metrics.tokens.labels("read").inc(read)
     metrics.tokens.labels("cached").inc(cached)
     metrics.first.observe(loop.time() - began)
     add_log_fields(http.scope, read=read, cached=cached)
-    return generation
-
-
-async def send(
-    http: Request,
-    renderer: Renderer,
-    generation: Generation,
-    headers: dict[str, str],
-    *,
-    stream: bool,
-) -> Response:
-    """Send the answers of a request that has started."""
-    client: EngineClient = http.app.state.client
-    metrics: Metrics = http.app.state.metrics
-
-    async def frames() -> AsyncIterator[bytes]:
-        try:
-            async for frame in renderer.stream(_observe(generation, metrics)):
-                yield frame
-        except APIError as error:
-            yield renderer.failure(error)
-
-    def close() -> None:
-        _close(generation, metrics)
-
-    if stream:
-        overrun, stall = generation.queue.overrun, client.limits.stall
-        return EventStream(frames(), overrun, stall, close, headers)
-    try:
-        whole = await while_connected(http, renderer.whole(_observe(generation, metrics)))
-    finally:
-        close()
-    add_log_fields(http.scope, answered=generation.tokens)
-    return JSONResponse(whole, headers=headers)
+    if (reread := generation.prompt.reread) is not None:
+        # Without the detail, which repeats what was said.
+        add_log_fields(http.scope, reread=reread.why, reread_from=reread.start)
+    async for events in _observe(generation, metrics):
+        yield events
 
 
 async def _observe(generation: Generation, metrics: Metrics) -> Events:
@@ -201,18 +276,31 @@ def _close(generation: Generation, metrics: Metrics) -> None:
     generation.close()
 
 
-def usage_of(generation: Generation) -> dict[str, Any]:
+def progress_of(generation: Generation) -> dict[str, Any]:
+    """How far a prompt is read, in the fields of llama.cpp's `return_progress`."""
+    progress = generation.progress
+    return {
+        "total": progress.total,
+        "cache": progress.cached,
+        "processed": progress.processed,
+        "time_ms": round((time.perf_counter() - generation.began) * 1000),
+    }
+
+
+def usage_of(generation: Generation, so_far: int | None = None) -> dict[str, Any]:
     """Token usage of a request: OpenAI's fields, and in `weir` the state of its streams.
 
-    Of several answers `bytes` and `folds` are sums, the others the largest.
+    Of several answers `bytes` and `folds` are sums, the others the largest. `so_far` counts tokens
+    of answers that have not ended.
     """
-    prompt, answered = generation.prompt, generation.tokens
+    prompt = generation.prompt
+    answered = generation.tokens if so_far is None else so_far
     stats = [end.stats for end in generation.finished.values()]
     return {
         "prompt_tokens": prompt.length,
         "completion_tokens": answered,
         "total_tokens": prompt.length + answered,
-        "prompt_tokens_details": {"cached_tokens": prompt.cached},
+        "prompt_tokens_details": {"cached_tokens": generation.cached},
         "weir": {
             "seen": max((one.seen for one in stats), default=0),
             "held": max((one.held for one in stats), default=0),
@@ -220,6 +308,7 @@ def usage_of(generation: Generation) -> dict[str, Any]:
             "folds": sum(one.folds for one in stats),
             "pinned": max((one.pinned for one in stats), default=0),
             "beginning": max((one.beginning for one in stats), default=0),
+            **({} if prompt.reread is None else {"reread": prompt.reread.to_json()}),
         },
     }
 

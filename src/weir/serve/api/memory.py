@@ -15,6 +15,7 @@ from weir.serve.client import EngineClient
 from weir.serve.engine.engine import RowInspection
 from weir.serve.engine.sequence import Sequence, Stage
 from weir.serve.recall import Recaller, running_turns
+from weir.serve.sessions.records import is_hidden
 
 router = APIRouter()
 PATIENCE = 5.0
@@ -35,6 +36,8 @@ async def memory(
     `most` bounds the held tokens that are listed; `latest` is the number of tokens at the end of
     the stream that are listed, held or not.
     """
+    if is_hidden(name):
+        raise not_found("session")
     recaller: Recaller = request.app.state.recaller
     sequence = client.running_sequence(owner, name)
     inspection = None if sequence is None else await inspect(client, sequence)

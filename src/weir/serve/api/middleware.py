@@ -17,6 +17,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from weir.serve.api.access import Access
 from weir.serve.api.errors import APIError, server_error
 from weir.serve.api.operations import Metrics
 
@@ -25,22 +26,21 @@ UNDER_WAY: set[str] = set()
 """Ids of the requests that have begun and not ended."""
 STALL = 1.0
 """Seconds without an answer to anybody that are worth a line in the log."""
-LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]", "::1")
 
 
 class RequestMiddleware:
     """Wraps an application.
 
     Args:
-        local: whether only requests to this machine's own names are taken. Otherwise a server
-            without keys would answer any web page in a browser on its machine, by a DNS name that
-            leads there.
+        access: refuses requests from places that are not allowed. Without this, a server without
+            keys would answer any web page in a browser on its machine, by a DNS name that leads
+            there.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, *, local: bool) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, metrics: Metrics, access: Access) -> None:
+        self._app = access.wrap(app)
         self._metrics = metrics
-        self._local = local
+        self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
@@ -70,13 +70,13 @@ class RequestMiddleware:
         try:
             error = self._refuse(scope)
             if error is not None:
-                await error.response()(scope, receive, send_with_id)
+                await error.response(scope["path"])(scope, receive, send_with_id)
             else:
                 await self._app(scope, receive, send_with_id)
         except Exception:
             LOG.exception("failed", extra={"fields": {"id": number}})
             if not status:
-                await server_error().response()(scope, receive, send_with_id)
+                await server_error().response(scope["path"])(scope, receive, send_with_id)
         finally:
             UNDER_WAY.discard(number)
             end()
@@ -94,10 +94,8 @@ class RequestMiddleware:
 
     def _refuse(self, scope: Scope) -> APIError | None:
         """The error of a request that no route is to see."""
-        if self._local and host_of(scope) not in LOCAL_HOSTS:
-            return APIError(
-                421, "this server has no keys and answers to localhost only", code="wrong_host"
-            )
+        if (refused := self._access.refuse(scope)) is not None:
+            return refused
         names = {name for name, _ in scope["headers"]}
         # HTTP/1.0 knows no Transfer-Encoding, and two servers could see two ends of such a body.
         if b"transfer-encoding" in names and (
@@ -120,15 +118,6 @@ async def watch_stalls() -> None:
         stalled = clock() - before - STALL / 4
         if stalled > STALL:
             log_event("stalled", logging.WARNING, seconds=round(stalled, 1), ids=sorted(UNDER_WAY))
-
-
-def host_of(scope: Scope) -> str:
-    """The host that a request was sent to, without its port."""
-    headers: list[tuple[bytes, bytes]] = scope["headers"]
-    host = next((value.decode("latin-1") for name, value in headers if name == b"host"), "")
-    if host.startswith("["):
-        return host.partition("]")[0] + "]"
-    return host.partition(":")[0].lower()
 
 
 def at_end(scope: Scope, call: Callable[[], None]) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter
 
+from weir.errors import shorten
 from weir.serve.api.dependencies import Client
 from weir.serve.api.errors import APIError
 from weir.serve.client import EngineClient
@@ -17,31 +19,40 @@ WINDOW = 1_000_000_000
 There is no limit; but clients that are told none assume 128,000 and summarize what they send.
 """
 
+ANY_NAME = "*"
+"""The alias that stands for every name."""
+
 router = APIRouter()
 STARTED = int(time.time())
 
 
 @router.get("/v1/models")
 async def models(client: Client) -> dict[str, Any]:
-    """List the models: there is one."""
-    return {"object": "list", "data": [card(client)]}
+    """List the models: there is one, which may have several names."""
+    names = [client.name, *sorted(client.aliases - {client.name, ANY_NAME})]
+    cards = [card(client, name) for name in names]
+    ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}
+    return {"object": "list", "data": cards, **ends}
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, client: Client) -> dict[str, Any]:
     """Retrieve the model."""
     check_model(client, name)
-    return card(client)
+    return card(client, name)
 
 
-def card(client: EngineClient) -> dict[str, Any]:
-    """The description of the model."""
+def card(client: EngineClient, name: str) -> dict[str, Any]:
+    """The description of the model under one of its names."""
     limits = client.limits
     return {
-        "id": client.name,
+        "id": name,
         "object": "model",
         "created": STARTED,
         "owned_by": "weir",
+        "type": "model",  # this and the next two are for Anthropic's clients
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(STARTED, UTC).isoformat(),
         "context_length": WINDOW,
         "context_window": WINDOW,
         "max_context_length": WINDOW,
@@ -61,11 +72,13 @@ def card(client: EngineClient) -> dict[str, Any]:
 
 
 def check_model(client: EngineClient, name: str) -> None:
-    """Check the name of a model."""
-    if name != client.name:
-        raise APIError(
-            404,
-            f"there is no such model here; this server has {client.name!r}",
-            param="model",
-            code="model_not_found",
-        )
+    """Refuse a name that the model does not have (APIError)."""
+    if name == client.name or name in client.aliases or ANY_NAME in client.aliases:
+        return
+    raise APIError(
+        404,
+        f"there is no model {shorten(name)!r} here; this server has {client.name!r}. Ask for that, "
+        f"or start weir serve with --alias {shorten(name)}.",
+        param="model",
+        code="model_not_found",
+    )

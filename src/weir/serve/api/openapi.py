@@ -11,24 +11,34 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from weir.serve.api.errors import ErrorBody
+from weir.serve.api.errors import AnthropicErrorBody, ErrorBody, OllamaErrorBody
 
-ERRORS: dict[int | str, dict[str, Any]] = {
-    "default": {"model": ErrorBody, "description": "The request failed; the body says why."}
-}
+Errors = dict[int | str, dict[str, Any]]
 """The errors of every route, for a router."""
+
+
+def describe_errors(kind: type[BaseModel]) -> Errors:
+    """Describe the errors of an API."""
+    return {"default": {"model": kind, "description": "The request failed; the body says why."}}
+
+
+ERRORS = describe_errors(ErrorBody)
+ANTHROPIC_ERRORS = describe_errors(AnthropicErrorBody)
+OLLAMA_ERRORS = describe_errors(OllamaErrorBody)
 
 _REFERENCE = "#/components/schemas/{model}"
 
 
-def describe_body(kind: type[BaseModel], *, streams: bool = False) -> dict[str, Any]:
-    """Describe the body of a route."""
+def describe_body(
+    kind: type[BaseModel], *, streams: bool = False, media_type: str = "text/event-stream"
+) -> dict[str, Any]:
+    """Describe the body of a route, and the type of what it streams."""
     schema = kind.model_json_schema(ref_template=_REFERENCE)
     content = {"application/json": {"schema": schema}}
     required = any(field.is_required() for field in kind.model_fields.values())
     description: dict[str, Any] = {"requestBody": {"required": required, "content": content}}
     if streams:
-        events = {"text/event-stream": {"schema": {"type": "string"}}}
+        events = {media_type: {"schema": {"type": "string"}}}
         description["responses"] = {"200": {"content": events}}
     return description
 

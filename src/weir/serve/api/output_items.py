@@ -1,6 +1,7 @@
 """The output items of a response, built while its answer is made, and the events about them.
 
-Text of the model is a message, and each of its calls is an item of its own, in their order. Knows
+Text of the model is a message, and its thoughts and each of its calls are items of their own, in
+their order. Knows
 nothing about responses but their items.
 """
 
@@ -10,7 +11,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from weir.serve.messages import Call
-from weir.serve.sessions.items import Item, answer_item, answer_part, call_item, new_id
+from weir.serve.sessions.items import (
+    Item,
+    answer_item,
+    answer_part,
+    call_item,
+    new_id,
+    thought_item,
+    thought_part,
+)
+from weir.serve.thoughts import ThoughtParser
 from weir.serve.tools.parser import AnswerPart, CallEnd, CallParser, CallStart, TextDelta
 
 ItemEvent = tuple[str, dict[str, Any]]
@@ -20,8 +30,14 @@ ItemEvent = tuple[str, dict[str, Any]]
 class OutputItems:
     """The items of one response."""
 
-    def __init__(self, parser: CallParser | None, make_id: Callable[[int], str]) -> None:
+    def __init__(
+        self,
+        parser: CallParser | None,
+        make_id: Callable[[int], str],
+        thoughts: ThoughtParser | None = None,
+    ) -> None:
         self.done: list[Item] = []
+        self._thoughts = thoughts
         self._parser = parser
         self._make_id = make_id
         self._open: Item | None = None
@@ -31,26 +47,58 @@ class OutputItems:
         """Add text of the answer; its token's `logprobs` go with the next text of a message."""
         was_calling = self._in_call
         self._logprobs += logprobs
+        thinking: list[ItemEvent] = []
+        if self._thoughts is not None:
+            thought, text = self._thoughts.feed(text)
+            thinking = self._add_thought(thought)
+            if not text:
+                self._logprobs.clear()  # tokens of thoughts have none
         parts: Sequence[AnswerPart] = [TextDelta(text)] if text else []
         if self._parser is not None:
             parts = self._parser.feed(text)
         events = self._events_of(parts)
         if was_calling or self._in_call:
             self._logprobs.clear()  # tokens of calls have none
-        return events
+        return [*thinking, *events]
+
+    def _add_thought(self, thought: str) -> list[ItemEvent]:
+        """Add to the thoughts, which are an item of their own."""
+        if not thought:
+            return []
+        events: list[ItemEvent] = []
+        if self._open is None:
+            self._open = thought_item(new_id("rs"), None, "in_progress")
+            added = {"output_index": len(self.done), "item": dict(self._open)}
+            self._open["content"] = [thought_part("")]
+            part = {**self._place(self._open), "part": thought_part("")}
+            events = [
+                ("response.output_item.added", added),
+                ("response.content_part.added", part),
+            ]
+        (own,) = self._open["content"]
+        own["text"] += thought
+        fields = {**self._place(self._open), "delta": thought}
+        return [*events, ("response.reasoning_text.delta", fields)]
 
     def finish(self, status: str) -> list[ItemEvent]:
         """End the answer, and the item that is still open; `status`: "completed", "incomplete"."""
         events: list[ItemEvent] = []
+        rest: list[AnswerPart] = []
+        if self._thoughts is not None:
+            thought, text = self._thoughts.finish()
+            events = self._add_thought(thought)
+            if text:
+                rest = [TextDelta(text)] if self._parser is None else self._parser.feed(text)
+                events += self._events_of(rest)
         if self._parser is not None:
             undecided = self._parser.is_undecided
             parts = self._parser.finish(cut=status == "incomplete")
             if undecided and not any(isinstance(part, TextDelta) for part in parts):
                 self._logprobs.clear()  # what was held back began a call
-            events = self._events_of(parts)
+            events += self._events_of(parts)
         if self._open is None and not self.done:
             events += self._begin_message()  # an empty answer is an empty message
-        if self._open is not None and _is_call(self._open):
+        if self._open is not None and self._open["type"] != "message":
             status = "incomplete"  # whatever has ended the answer
         elif self._open is not None and self._logprobs:
             events.append(self._delta(self._open, ""))
@@ -70,7 +118,7 @@ class OutputItems:
             call = Call(self._make_id(part.call), part.name, "")
             return self._begin(call_item(new_id("fc"), call, "in_progress"))
         events: list[ItemEvent] = []
-        if self._open is None or (part.call is None and _is_call(self._open)):
+        if self._open is None or (part.call is None and self._open["type"] != "message"):
             events = self._begin_message()
         assert self._open is not None
         return [*events, self._delta(self._open, part.text)]
@@ -114,6 +162,12 @@ class OutputItems:
             call = {**place, "name": item["name"], "arguments": item["arguments"]}
             return [("response.function_call_arguments.done", call), last]
         (part,) = item["content"]
+        if item["type"] == "reasoning":
+            return [
+                ("response.reasoning_text.done", {**place, "text": part["text"]}),
+                ("response.content_part.done", {**place, "part": part}),
+                last,
+            ]
         text = {**place, "text": part["text"], "logprobs": part["logprobs"]}
         return [
             ("response.output_text.done", text),

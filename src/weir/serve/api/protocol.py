@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import Counter
 
 import h11
@@ -16,6 +17,21 @@ MAX_CONNECTIONS = 1024
 """Connections that may be open at once; further requests get 503."""
 HEAD_SECONDS = 10.0
 """Seconds in which the head of a request must come; it may take twice as long."""
+SMALL_CHUNK = re.compile(rb"\r\n0*[0-9a-fA-F]{1,2}\r\n")
+"""The head of a chunk with fewer than 256 bytes, after another one."""
+SMALL_CHUNKS = 2048
+"""Small chunks that a body may have. Each takes as much time as a large one, and meanwhile nobody
+else is answered.
+"""
+PROBES = 3
+PROBE_SECONDS = 0.05
+"""Writes, and seconds between them, after a client has ended its side of the connection."""
+LATER_SECONDS = 5.0
+"""Seconds between such writes from then on."""
+PROBE = "probe"
+"""Where the state of a request has the function that writes something into a response that has
+begun.
+"""
 _open: Counter[str] = Counter()  # connections by address
 
 
@@ -28,6 +44,7 @@ class BoundedConnection(H11Protocol):
         self._address = self.client[0] if self.client else ""
         _open[self._address] += 1
         self._known = self.scope
+        self._small = 0
         self._timer = self.loop.call_later(HEAD_SECONDS, self._end_slow)
         if _open[self._address] > share_of(MAX_CONNECTIONS):
             transport.close()
@@ -40,9 +57,58 @@ class BoundedConnection(H11Protocol):
         if not _open[self._address]:
             del _open[self._address]
 
+    def data_received(self, data: bytes) -> None:
+        """Take data from the client, unless its body comes in too many small pieces."""
+        begins = self.conn.their_state is not h11.SEND_BODY
+        if begins:
+            self._small = 0
+        # The first data of a request may have its head and much of its body.
+        if begins or any(name == b"transfer-encoding" for name, _ in self.headers):
+            self._small += len(SMALL_CHUNK.findall(data))
+        if self._small > SMALL_CHUNKS:
+            self._refuse(f"a body may have {SMALL_CHUNKS:,} chunks of fewer than 256 bytes")
+            return
+        super().data_received(data)
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """Go on with an answer to a client that has ended its side of the connection.
+
+        A client may do so when it has sent its request; but one that has hung up looks the same.
+        Two writes tell: to the first, its machine answers that there is nobody any more, and the
+        second fails.
+        """
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or self.conn.their_state is h11.SEND_BODY:
+            return None
+        self._probe(PROBES)
+        return True
+
+    def _probe(self, left: int) -> None:
+        """Write something that the client ignores, if it is there."""
+        if self.transport.is_closing() or self.cycle.response_complete:
+            return
+        if self.conn.our_state is h11.SEND_RESPONSE:
+            if self.scope["http_version"] != "1.0":
+                going_on = h11.InformationalResponse(
+                    status_code=102, headers=[], reason=b"Processing"
+                )
+                self.transport.write(self.conn.send(going_on))
+        elif (write := self.scope["state"].get(PROBE)) is not None:
+            write()
+        if left > 1:
+            self.loop.call_later(PROBE_SECONDS, self._probe, left - 1)
+        else:
+            self.loop.call_later(LATER_SECONDS, self._probe, 1)
+
+    def _refuse(self, why: str) -> None:
+        """End the request, with an error if there is no response yet, and close the connection."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self.send_400_response(why)
+        self.transport.close()
+
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no request of HTTP/1.1, in OpenAI's form, and close the connection."""
-        error = APIError(400, f"this is no request of HTTP/1.1 ({msg})")
+        error = APIError(400, f"this is not a request that HTTP/1.1 or this server allows: {msg}")
         body = json.dumps(error.body).encode()
         headers = [
             (b"content-type", b"application/json"),
@@ -63,4 +129,5 @@ class BoundedConnection(H11Protocol):
             self.transport.close()
             return
         self._known = self.scope
+        self._small = 0
         self._timer = self.loop.call_later(HEAD_SECONDS, self._end_slow)

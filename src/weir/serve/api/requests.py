@@ -16,13 +16,14 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from weir.serve.api.dependencies import run_in_thread
-from weir.serve.api.errors import APIError, invalid_body, invalid_json, rate_limited
+from weir.serve.api.errors import APIError, invalid_body, invalid_json, not_found, rate_limited
 from weir.serve.api.middleware import at_end
 from weir.serve.client import EngineClient
 from weir.serve.engine.engine import Engine
 from weir.serve.engine.scheduler import Busy
 from weir.serve.json_nodes import NodeCounter, TooManyNodes
 from weir.serve.limits import NODE, Limits, share_of
+from weir.serve.sessions.records import is_hidden
 from weir.serve.worker import Worker
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -78,7 +79,12 @@ class BodyLimiter:
         if self._bytes.total() + size > self._limits.bodies:
             raise rate_limited("the requests under way are too large together")
         self._bytes[holder] += size
-        at_end(request.scope, lambda: self._remove(holder, size))
+        counted: Counter[str] | None = getattr(request.state, "counted", None)
+        if counted is None:
+            # One entry for all pieces of a body, of which there may be thousands.
+            request.state.counted = counted = Counter()
+            at_end(request.scope, lambda: self._remove(holder, request.state.counted[holder]))
+        counted[holder] += size
 
     def _remove(self, holder: str, size: int) -> None:
         self._bytes[holder] -= size
@@ -334,8 +340,12 @@ def _has_no_body(request: Request) -> bool:
 
 
 def check_query(request: Request) -> None:
-    """Refuse query parameters that a route does not have (APIError); a dependency of routes."""
+    """Refuse query parameters that a route does not have, and sessions that are not shown
+    (APIError); a dependency of routes.
+    """
     top = request.scope["route"].dependant
+    if is_hidden(str(request.path_params.get("name", ""))):
+        raise not_found("session")
     known = {param.alias for part in (top, *top.dependencies) for param in part.query_params}
     for name in request.query_params:
         if name not in known:

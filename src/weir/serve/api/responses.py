@@ -12,12 +12,21 @@ from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from weir.errors import WeirError
+from weir.serve.api.chat_request import make_thoughts
 from weir.serve.api.dependencies import Client, Owner, PageQuery, look_up, run_in_thread
 from weir.serve.api.errors import APIError, server_error
-from weir.serve.api.generation import Events, Renderer, make_request, send, start, usage_of
+from weir.serve.api.generation import (
+    Events,
+    Renderer,
+    make_request,
+    progress_of,
+    send_answers,
+    usage_of,
+    warn,
+)
 from weir.serve.api.logprobs import LogprobFormatter
 from weir.serve.api.middleware import LOG, at_end
 from weir.serve.api.models import check_model
@@ -25,13 +34,20 @@ from weir.serve.api.openapi import describe_body
 from weir.serve.api.output_format import add_constraint, check_tools
 from weir.serve.api.output_items import ItemEvent, OutputItems
 from weir.serve.api.requests import SESSION_HEADER, named_session, read_content
-from weir.serve.api.schemas.responses import ResponseBody, result_param
+from weir.serve.api.schemas.responses import (
+    COMPACTED,
+    SKIPPED_KINDS,
+    ResponseBody,
+    result_param,
+    split_at_compaction,
+)
 from weir.serve.api.sse import DONE, encode_event
+from weir.serve.api.thinking import find_variables
 from weir.serve.client import EngineClient, Generation
 from weir.serve.messages import StrayResult
 from weir.serve.prompts import Prompt
 from weir.serve.response_turn import HistoryNotKept, PreviousNotFound, ResponseTurn, node_of
-from weir.serve.sessions.items import Item
+from weir.serve.sessions.items import Item, new_id
 from weir.serve.sessions.responses import StoredResponse
 from weir.serve.worker import Handle
 
@@ -48,28 +64,70 @@ async def respond(request: Request, client: Client, owner: Owner) -> Response:
     if body.named is not None:
         lock(request, client, owner, body.named)
     offer = body.offer
-    turn = ResponseTurn(
-        client,
-        owner,
-        items.get() if isinstance(items, Handle) else items,
-        body.instructions,
-        body.previous_response_id,
-        body.named,
-        session,
-        body.is_stored,
-        offer.tools,
-    )
+    turn = await _make_turn(client, owner, body, items, session)
     limit = ("max_output_tokens", body.max_output_tokens)
     default = client.limits.answer_default
     job = make_request(client, body, partial(_match, turn), limit, body.logprobs, default)
     check_tools(client, offer)
     held_to = None if body.text is None or body.text.format is None else body.text.format.held_to
     job = await add_constraint(request, held_to, offer, job, "text.format.schema")
-    generation = await start(request, job, "input")
-    renderer = ResponseRenderer(body, turn, generation)
-    saved_in = generation.prompt.session
-    headers = {} if saved_in is None else {SESSION_HEADER: saved_in}
-    return await send(request, renderer, generation, headers, stream=bool(body.stream))
+    make = partial(ResponseRenderer, body, turn)
+    return await send_answers(request, job, "input", make, body)
+
+
+@router.post("/v1/responses/input_tokens", openapi_extra=describe_body(ResponseBody))
+async def count(request: Request, client: Client, owner: Owner) -> JSONResponse:
+    """Count the tokens of the input of a response, with all that it continues."""
+    body, items = await read_content(request, ResponseBody, owner, "input", "items")
+    check_model(client, body.model)
+    _check(body, None)
+    turn = await _make_turn(client, owner, body, items, None)
+    check_tools(client, body.offer)
+    turn.is_stored = False
+    prompt = await run_in_thread(_match, turn, param="input")
+    counted = {"object": "response.input_tokens", "input_tokens": prompt.length}
+    return JSONResponse(counted, headers=warn(request, body.skipped))
+
+
+@router.post("/v1/responses/compact", openapi_extra=describe_body(ResponseBody))
+async def compact(request: Request, client: Client, owner: Owner) -> JSONResponse:
+    """Make an item that stands for a history.
+
+    Nothing is summarized: the item names the saved turn that ends the history, whose state is small
+    however long it is. Items after that turn are returned as they are, and all are if no turn of
+    this history is saved.
+    """
+    body, items = await read_content(request, ResponseBody, owner, "input", "items")
+    check_model(client, body.model)
+    _check(body, None)
+    turn = await _make_turn(client, owner, body, items, None)
+    try:
+        found, rest = await run_in_thread(turn.find_saved, param="input")
+    except PreviousNotFound as error:
+        raise APIError(404, str(error), param="previous_response_id") from None
+    except StrayResult as error:
+        param = result_param("input", turn.items, error)
+        raise APIError(400, str(error), param=param) from None
+    first: list[Item] = []
+    if found is not None:
+        content = f"{COMPACTED}{found.node}"
+        first = [{"id": new_id("cmp"), "type": "compaction", "encrypted_content": content}]
+    seen = 0 if found is None else found.seen
+    usage = {
+        "input_tokens": seen,
+        "input_tokens_details": {"cached_tokens": seen, "cache_write_tokens": 0},
+        "output_tokens": 0,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": seen,
+    }
+    compacted = {
+        "id": new_id("resp"),
+        "object": "response.compaction",
+        "created_at": int(time.time()),
+        "output": [*first, *rest],
+        "usage": usage,
+    }
+    return JSONResponse(compacted, headers=warn(request, body.skipped))
 
 
 @router.get("/v1/responses/{name}")
@@ -97,18 +155,54 @@ async def cancel(name: str, client: Client, owner: Owner) -> dict[str, Any]:
     raise APIError(400, "Cannot cancel a synchronous response.", param="response_id")
 
 
-@router.post("/v1/responses/compact")
-async def compact(owner: Owner) -> dict[str, Any]:
-    """Not supported: no conversation is too long, so nothing is compacted."""
-    raise APIError(404, "nothing is compacted here: no conversation is too long", code="not_found")
-
-
 @router.get("/v1/responses/{name}/input_items")
 async def input_items(
     name: str, page: Annotated[PageQuery, Depends()], client: Client, owner: Owner
 ) -> dict[str, Any]:
     """List the input items of a response, without those of previous responses."""
     return page.to_json(page.cut((await _found(client, owner, name)).input))
+
+
+async def _make_turn(
+    client: EngineClient,
+    owner: str,
+    body: ResponseBody,
+    items: list[Item] | Handle,
+    session: str | None,
+) -> ResponseTurn:
+    """The turn of a response, with the items that its input refers to."""
+    given: list[Item] = items.get() if isinstance(items, Handle) else items
+    references = {item["id"] for item in given if item["type"] == "item_reference"}
+    if references:
+        found = await run_in_thread(client.responses.find_items, owner, references)
+        for n, item in enumerate(given):
+            if item["type"] == "item_reference" and item["id"] not in found:
+                message = f"Item with id '{item['id']}' not found."
+                raise APIError(404, message, param=f"input[{n}].id", code="item_not_found")
+        given = [found.get(item["id"], item) for item in given]
+        given = [item for item in given if item["type"] not in SKIPPED_KINDS]
+    compacted, given = split_at_compaction(given)
+    if compacted is not None and (body.previous_response_id or body.named):
+        raise APIError(
+            400,
+            "a compaction stands for what came before, and so does previous_response_id or "
+            "conversation: send one of them",
+            param="input",
+            code="mutually_exclusive_parameters",
+        )
+    return ResponseTurn(
+        client,
+        owner,
+        given,
+        body.instructions,
+        body.previous_response_id or compacted,
+        body.named,
+        session,
+        body.is_stored,
+        body.offer.tools,
+        find_variables(client, body),
+        compacted is not None,
+    )
 
 
 async def _found(client: EngineClient, owner: str, name: str) -> StoredResponse:
@@ -179,7 +273,8 @@ class ResponseRenderer(Renderer):
         self._generation = generation
         self._model = client.name
         self._logprobs = LogprobFormatter(client.tokenizer, request.stop_ids)
-        self._items = OutputItems(client.make_parser(request), generation.call_id(0))
+        parser, make_id = client.make_parser(request), generation.call_id(0)
+        self._items = OutputItems(parser, make_id, make_thoughts(client, generation))
         self._created = int(time.time())
         self._number = 0
 
@@ -205,6 +300,18 @@ class ResponseRenderer(Renderer):
         last = self._items.finish(status)
         whole = await self._finish(status)
         yield self._encode([*last, (f"response.{status}", {"response": whole})]) + DONE
+
+    def keep_alive(self, generation: Generation) -> bytes:
+        """Write a comment, and while the prompt is read an event besides: some clients, such as
+        Codex, take a stream without events for a broken one.
+        """
+        comment = super().keep_alive(generation)
+        if generation.sequences[0].output_ids:
+            return comment
+        fields: dict[str, Any] = {"response": self._response("in_progress", [])}
+        if self._body.wants_progress:
+            fields["prompt_progress"] = progress_of(generation)
+        return comment + self._encode([("response.in_progress", fields)])
 
     def failure(self, error: APIError) -> bytes:
         """Write that the response has failed."""
@@ -237,6 +344,7 @@ class ResponseRenderer(Renderer):
 
     def _response(self, status: str, output: list[Item]) -> dict[str, Any]:
         body, conversation = self._body, self._turn.conversation
+        sampling = self._generation.request.sampling[0].sampling
         ended = status in ("completed", "incomplete")
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
@@ -256,17 +364,17 @@ class ResponseRenderer(Renderer):
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "conversation": None if conversation is None else {"id": conversation},
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": body.effort, "summary": None},
             "safety_identifier": body.safety_identifier,
             "prompt_cache_key": body.prompt_cache_key,
             "service_tier": "default",
             "store": body.is_stored,
-            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "temperature": sampling.temperature,
             "text": {"format": _format_of(body)},
             "tool_choice": _choice_of(body),
-            "tools": [tool.model_dump() for tool in body.tools or ()],
+            "tools": [tool.model_dump() for tool in body.functions],
             "top_logprobs": body.top_logprobs or 0,
-            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
             "presence_penalty": body.presence_penalty or 0.0,
             "frequency_penalty": body.frequency_penalty or 0.0,
             "truncation": body.truncation or "disabled",
@@ -279,7 +387,7 @@ class ResponseRenderer(Renderer):
         """Token usage, in the fields of the Responses API."""
         usage = usage_of(self._generation)
         read, cached = usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
-        written = read - cached if self._body.is_stored else 0
+        written = 0 if self._generation.prompt.session is None else read - cached
         return {
             "input_tokens": read,
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": written},

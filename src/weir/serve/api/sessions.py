@@ -13,12 +13,14 @@ from pydantic import Field, StringConstraints
 from starlette.responses import Response
 
 from weir.serve.api.dependencies import Client, Owner, PageQuery, look_up, run_in_thread
-from weir.serve.api.errors import not_found
+from weir.serve.api.errors import APIError, not_found, server_error, storage_full
+from weir.serve.api.middleware import LOG
 from weir.serve.api.openapi import describe_body
 from weir.serve.api.requests import SESSION_NAME, begin_request, check_query, read_body, read_chunks
 from weir.serve.api.schemas.base import Strict
 from weir.serve.api.sse import EventStream
-from weir.serve.sessions.records import SessionSummary, TurnRecord
+from weir.serve.sessions.records import SessionSummary, TurnRecord, is_hidden
+from weir.serve.sessions.snapshot_folder import is_full
 
 FILE = "application/octet-stream"
 CHUNK = 2**18
@@ -60,9 +62,10 @@ class TurnPage(PageQuery):
 @router.get("/v1/sessions")
 async def sessions(client: Client, owner: Owner) -> dict[str, Any]:
     """List all sessions, most recently used first."""
-    found = await asyncio.to_thread(client.store.list_sessions, owner)
+    found = await run_in_thread(client.store.list_sessions, owner)
     # A session that was imported or forked is new in the store, but its turns are not.
-    found = sorted(found, key=lambda session: session.used)
+    shown = (session for session in found if not is_hidden(session.id))
+    found = sorted(shown, key=lambda session: session.used)
     return {"object": "list", "data": [session_object(session) for session in reversed(found)]}
 
 
@@ -73,14 +76,18 @@ async def take_in(request: Request, owner: Owner) -> dict[str, Any]:
     """Import a session from a file, as a new session."""
     client = begin_request(request, owner)
     limits = client.limits
-    with client.store.make_scratch_folder() as folder:
-        path = Path(folder) / "session"
-        with open(path, "wb") as file:
-            async for chunk in read_chunks(
-                request, FILE, limits.parcel, FILE_PATIENCE * limits.stall
-            ):
-                await asyncio.to_thread(file.write, chunk)
-        return session_object(await run_in_thread(client.sessions.import_file, owner, path))
+    try:
+        with client.store.make_scratch_folder() as folder:
+            path = Path(folder) / "session"
+            with open(path, "wb") as file:
+                async for chunk in read_chunks(
+                    request, FILE, limits.parcel, FILE_PATIENCE * limits.stall
+                ):
+                    await asyncio.to_thread(file.write, chunk)
+            found = await run_in_thread(client.sessions.import_file, owner, path)
+    except OSError as error:
+        raise _cannot_write(error) from None
+    return session_object(found)
 
 
 @router.get("/v1/sessions/{name}")
@@ -131,7 +138,10 @@ async def export(
 ) -> Response:
     """Export a session, or its newest turns, as a file."""
     client = begin_request(request, owner)
-    folder = client.store.make_scratch_folder()
+    try:
+        folder = client.store.make_scratch_folder()
+    except OSError as error:
+        raise _cannot_write(error) from None
     path = Path(folder.name) / "session"
     try:
         await run_in_thread(client.sessions.export_file, owner, name, turns, path)
@@ -145,6 +155,14 @@ async def export(
     return EventStream(
         _read(path), asyncio.Event(), client.limits.stall, folder.cleanup, headers, FILE
     )
+
+
+def _cannot_write(error: OSError) -> APIError:
+    """The error of a file in transit that the disk does not take."""
+    if is_full(error):
+        return storage_full("the disk has no room for the file of this session; make room")
+    LOG.error("a file cannot be written", exc_info=error)
+    return server_error()
 
 
 async def _read(path: Path) -> AsyncIterator[bytes]:

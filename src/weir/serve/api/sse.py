@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.responses import Response
@@ -15,8 +17,18 @@ from weir.serve.api.requests import wait_disconnect
 DONE = b"data: [DONE]\n\n"
 
 
+@dataclass(frozen=True)
+class KeepAlive:
+    """A frame that is sent when nothing else has been sent for some seconds."""
+
+    seconds: float
+    frame: Callable[[], bytes]
+
+
 class EventStream(Response):
     """A response that is sent while it is made.
+
+    Its headers are sent at once, before its first frame is there.
 
     Args:
         overrun: set when the client has read too little.
@@ -31,6 +43,7 @@ class EventStream(Response):
         close: Callable[[], None],
         headers: dict[str, str],
         media_type: str = "text/event-stream",
+        keep_alive: KeepAlive | None = None,
     ) -> None:
         fixed = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(media_type=media_type, headers={**fixed, **headers})
@@ -40,11 +53,19 @@ class EventStream(Response):
         self._overrun = overrun
         self._stall = stall
         self._close = close
+        self._keep_alive = keep_alive
         self._sending_since: float | None = None
+        self._sent = 0.0
+        self._started = False
+        self._probing: asyncio.Future[None] | None = None  # kept, or it could be collected
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the frames; a client that does not read is cut off."""
         writing = asyncio.ensure_future(self._write(send))
+        others = set()
+        if self._keep_alive is not None:
+            scope.setdefault("state", {})["probe"] = partial(self._probe, send, self._keep_alive)
+            others = {asyncio.ensure_future(self._keep_open(send, self._keep_alive))}
         watching = {
             asyncio.ensure_future(wait_disconnect(receive)),
             asyncio.ensure_future(self._overrun.wait()),
@@ -55,18 +76,45 @@ class EventStream(Response):
             if writing.done():
                 writing.result()
         finally:
-            for task in (writing, *watching):
+            for task in (writing, *watching, *others):
                 task.cancel()
             self._close()
 
     async def _write(self, send: Send) -> None:
-        clock = asyncio.get_running_loop().time
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        self._started = True
         async for frame in self._frames:
-            self._sending_since = clock()
-            await send({"type": "http.response.body", "body": frame, "more_body": True})
-            self._sending_since = None
+            await self._send_frame(send, frame)
+        self._started = False
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_frame(self, send: Send, frame: bytes) -> None:
+        clock = asyncio.get_running_loop().time
+        self._sending_since = clock()
+        await send({"type": "http.response.body", "body": frame, "more_body": True})
+        self._sending_since = None
+        self._sent = clock()
+
+    def _probe(self, send: Send, keep_alive: KeepAlive) -> None:
+        """Send a frame that the client ignores, to see whether it is there."""
+        if self._started and self._sending_since is None:
+            self._probing = asyncio.ensure_future(self._send_frame(send, keep_alive.frame()))
+
+    async def _keep_open(self, send: Send, keep_alive: KeepAlive) -> None:
+        """Send a frame whenever nothing has been sent for some seconds.
+
+        Polls, as `_wait_stall` does.
+        """
+        clock = asyncio.get_running_loop().time
+        left = keep_alive.seconds
+        while True:
+            await asyncio.sleep(left)
+            left = self._sent + keep_alive.seconds - clock()
+            if left > 0:
+                continue
+            left = keep_alive.seconds
+            if self._started and self._sending_since is None:
+                await self._send_frame(send, keep_alive.frame())
 
     async def _wait_stall(self) -> None:
         """Return when a frame has been left unread for too long.

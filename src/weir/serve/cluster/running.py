@@ -57,6 +57,9 @@ class Settings:
     deterministic: bool = False
     threads: int | None = None
     loading: dict[str, Any] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
 
 
 @serve.ingress()
@@ -91,12 +94,14 @@ class Replica:
             settings.name,
             settings.limits,
             is_replica=True,
+            aliases=settings.aliases,
         )
+        self._access = settings.hosts, settings.origins
         self._keys = Keys(settings.keys)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the ASGI application to Ray."""
-        return make_app(self._client, self._keys)
+        return make_app(self._client, self._keys, *self._access)
 
     def check_health(self) -> None:
         """Health check for Ray, which replaces a replica whose engine has failed."""

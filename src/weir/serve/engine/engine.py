@@ -8,7 +8,9 @@ does not grow. Knows tokens and checkpoints; nothing about text, HTTP or disks.
 
 from __future__ import annotations
 
+import logging
 import threading
+from array import array
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -23,14 +25,18 @@ from weir.errors import WeirError
 from weir.models import CACHE, compile_steps, input_device, transformers_model
 from weir.policies import Policy
 from weir.pools import Marks
+from weir.serve.engine.prefixes import PrefixKey, PrefixState, PrefixStates
 from weir.serve.engine.sampler import SampledToken, sample
 from weir.serve.engine.scheduler import Scheduler
 from weir.serve.engine.sequence import Sequence, Stage
 from weir.serve.sessions.records import Checkpoint
 from weir.serve.sessions.store import SessionStore
 
+LOG = logging.getLogger("weir.serve")
 PREFILL_CHUNK = 128
 """Tokens of prompts that are read between two decode calls."""
+PREFIXES = 8
+"""States of prompts that are kept in memory (`PrefixStates`)."""
 GROWTH = 4
 """How many times as many rows the next larger program has: computing a row for nothing costs little
 beside compiling another one."""
@@ -127,6 +133,8 @@ class Engine:
         shared: one client may have a share of the rows and of the queue only.
         deterministic: an answer does not depend on what else is running: each row is read and
             decoded in calls of its own, since matrix products of other batches may round otherwise.
+        prefixes: states of prompts that are kept in memory, so that a prompt that was broken off,
+            and a beginning that another conversation has, are not read again.
 
     Attributes:
         on_step: called twice a step, when listeners have got the tokens of a call.
@@ -144,6 +152,7 @@ class Engine:
         queue: int = 64,
         shared: bool = False,
         deterministic: bool = False,
+        prefixes: int = PREFIXES,
     ) -> None:
         self.model = model
         self.cache = StreamingCache(model, policy, chunk=chunk, batch=rows, failures="keep")
@@ -153,9 +162,11 @@ class Engine:
         self.scheduler = Scheduler(
             rows, queue, prefill_chunk, deterministic=deterministic, shared=shared
         )
+        self.prefixes = PrefixStates(prefixes)
         self.on_step: Callable[[], None] = lambda: None
         self._inspections: dict[Sequence, Future[RowInspection | None]] = {}
         self._seen = self._calls = 0
+        self._forgotten: list[str] = []  # checkpoints whose `PrefixState`s the next step drops
         self._stopping = False
         self._changed = threading.Condition()  # guards all of the above, and wakes `run`
 
@@ -207,6 +218,7 @@ class Engine:
         """Drop a checkpoint, and free the row that stands there."""
         with self._changed:
             self.scheduler.resting.pop(checkpoint, None)
+            self._forgotten.append(checkpoint)
         self.store.drop(checkpoint)
 
     def load(self) -> EngineLoad:
@@ -247,9 +259,17 @@ class Engine:
 
     def _cancel(self) -> None:
         with self._changed:
+            forgotten, self._forgotten = self._forgotten, []
             known = (*self.scheduler.running, *self.scheduler.waiting)
             cancelled = [sequence for sequence in known if sequence.cancelled]
+        for checkpoint in forgotten:
+            self.prefixes.forget(checkpoint)
         for sequence in cancelled:
+            if sequence.stage is Stage.PREFILL:
+                try:
+                    self._keep_prefix(sequence)  # its client may ask again
+                except WeirError as error:
+                    LOG.warning("what was read of a prompt is not kept: %s", error)
             self._fail(sequence, Cancelled("the turn was cancelled"))
 
     def _admit(self) -> None:
@@ -274,21 +294,67 @@ class Engine:
             sequence.stage = Stage.DECODE
             self._sample([sequence], logits[None])
             return
-        sequence.unread = list(sequence.prompt_ids)
+        checkpoint = None if sequence.parent is None else self.store.load(sequence.parent)
+        sequence.pending = () if checkpoint is None else checkpoint.pending
+        sequence.unread = [*sequence.pending, *sequence.prompt_ids]
         sequence.stage = Stage.PREFILL
-        if sequence.parent is None:
+        beginning: int | None = sequence.beginning
+        if (known := self._find_prefix(sequence)) is not None:
+            self.cache.put_row(sequence.row, known.state, check=False)
+            sequence.num_read = sequence.reused = len(known.ids)
+            sequence.unread = sequence.unread[len(known.ids) :]
+        elif checkpoint is None:
             self.cache.reset_row(sequence.row, seed=sequence.seed)
-            beginning: int | None = sequence.beginning
-        else:
-            checkpoint = self.store.load(sequence.parent)
-            if not resident:
-                # No check: a store returns what it was given, and one on disk has a checksum.
-                self.cache.put_row(sequence.row, checkpoint.state, check=False)
-            sequence.unread = [*checkpoint.pending, *sequence.unread]
+        elif not resident:
+            # No check: a store returns what it was given, and one on disk has a checksum.
+            self.cache.put_row(sequence.row, checkpoint.state, check=False)
+        if checkpoint is not None:
             beginning = self.cache.marks[sequence.row].beginning
         answer = self.cache.origin + self.cache.seen[sequence.row] + len(sequence.unread)
         marks = Marks(beginning, answer - sequence.header, sequence.header)
         self.cache.mark(sequence.row, marks)
+
+    def _find_prefix(self, sequence: Sequence) -> PrefixState | None:
+        """The state that has read most of a prompt that is about to be read, if one is kept.
+
+        It must not have read tokens of the answer's header, which is marked for this prompt.
+        """
+        if sequence.owner is None:
+            return None
+        most = len(sequence.unread) - max(1, sequence.header)
+        return self.prefixes.find(_key_of(sequence, sequence.owner), sequence.unread, most)
+
+    def _keep_prefix(self, sequence: Sequence) -> None:
+        """Keep the state of a row in which a part of a prompt has been read."""
+        if sequence.owner is None or sequence.row is None or not sequence.num_read:
+            return
+        if len(sequence.unread) < max(1, sequence.header) or self.cache.broken:
+            return
+        ids = array("I", [*sequence.pending, *sequence.prompt_ids][: sequence.num_read])
+        state = self.cache.take_row(sequence.row)
+        self.prefixes.add(PrefixState(_key_of(sequence, sequence.owner), ids, state))
+
+    def _size_of_piece(self, sequence: Sequence) -> int:
+        """How many tokens of a prompt are read next.
+
+        A long beginning ends a piece, so that its state can be kept for other conversations.
+        """
+        most = self.scheduler.prefill_chunk
+        size = min(most, self.cache.room(sequence.row) or most)
+        if self._shares_beginning(sequence) and sequence.num_read < sequence.beginning:
+            size = min(size, sequence.beginning - sequence.num_read)
+        return size
+
+    def _shares_beginning(self, sequence: Sequence) -> bool:
+        """Whether a prompt begins with a system message or tools that are worth keeping.
+
+        One shorter than a piece of a prompt is read faster together with what follows it.
+        """
+        return (
+            sequence.owner is not None
+            and sequence.parent is None
+            and self.scheduler.prefill_chunk <= sequence.beginning < len(sequence.prompt_ids)
+        )
 
     def _decode(self, batch: list[Sequence]) -> None:
         """Feed the last token of each answer, and sample the next."""
@@ -304,8 +370,7 @@ class Engine:
         """Feed a chunk of each prompt; sample the first token of answers whose prompt is read."""
         if not batch:
             return
-        most = self.scheduler.prefill_chunk
-        sizes = {one: min(most, self.cache.room(one.row) or most) for one in batch}
+        sizes = {one: self._size_of_piece(one) for one in batch}
         try:
             fed, logits = self._run({one: one.unread[:size] for one, size in sizes.items()})
         except Exception as error:
@@ -321,6 +386,8 @@ class Engine:
             sequence.num_read += len(sequence.unread[:size])
             sequence.unread = sequence.unread[size:]
             if sequence.unread:
+                if sequence.num_read == sequence.beginning and self._shares_beginning(sequence):
+                    self._keep_prefix(sequence)
                 continue
             try:
                 if sequence.forks:
@@ -393,7 +460,10 @@ class Engine:
                 return
             with self._changed:
                 self.scheduler.resting.pop(sequence.id, None)
-            sequence.listener.on_failure(error)
+            if sequence.may_be_lost:
+                sequence.listener.on_finish(reason)
+            else:
+                sequence.listener.on_failure(error)
 
         try:
             checkpoint = Checkpoint(state, (sequence.output_ids[-1],))
@@ -444,6 +514,13 @@ class Engine:
             future.set_result(found)
         except Exception as error:
             future.set_exception(error)
+
+
+def _key_of(sequence: Sequence, owner: str) -> PrefixKey:
+    """The key of the states that a sequence may continue from, and leaves."""
+    if sequence.parent is not None:
+        return PrefixKey(owner, sequence.parent, 0, 0)
+    return PrefixKey(owner, None, sequence.beginning, sequence.seed)
 
 
 def sizes_of(engine: Engine) -> tuple[int, ...]:

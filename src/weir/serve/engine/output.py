@@ -101,16 +101,18 @@ class OutputQueue:
     `overrun` is set when more tokens came than `size` that may wait; the further ones are lost.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, size: int) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, size: int, overrun: asyncio.Event | None = None
+    ) -> None:
         self.loop = loop
-        self.overrun = asyncio.Event()
-        self._size = size
+        self.size = size
+        self.overrun = overrun or asyncio.Event()
         self._events: list[OutputEvent] = []
         self._ready = asyncio.Event()
 
     def put(self, event: OutputEvent) -> None:
         """Put an event in; a token is lost if too many wait."""
-        if isinstance(event, TokenEvent) and len(self._events) >= self._size:
+        if isinstance(event, TokenEvent) and len(self._events) >= self.size:
             self.overrun.set()
             return
         self._events.append(event)

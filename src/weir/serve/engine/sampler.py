@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from weir.errors import WeirError
 from weir.stream import RepetitionPenalty, Sampling
@@ -54,6 +55,56 @@ class SamplingParams:
     bias: dict[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     seed: int = 0
+
+
+def read_defaults(config: GenerationConfig | None) -> tuple[SamplingParams, list[str]]:
+    """Return how a model's generation configuration samples, and its options that are not used.
+
+    A configuration that does not sample (`do_sample`), as most do not say, changes nothing: then
+    the defaults are OpenAI's, temperature 1 and all tokens.
+    """
+    given = {} if config is None else config.to_diff_dict()
+    if not given.get("do_sample"):
+        return SamplingParams(Sampling(temperature=1.0)), []
+    top_p, top_k = given.get("top_p"), given.get("top_k")
+    try:
+        sampling = Sampling(
+            temperature=given.get("temperature") or 1.0,
+            top_k=top_k or None,
+            top_p=None if top_p == 1 else top_p,
+            min_p=given.get("min_p") or None,
+        )
+        repetition = given.get("repetition_penalty") or 1.0
+        if not (isinstance(repetition, int | float) and 0 < repetition < math.inf):
+            raise WeirError("a repetition penalty is a number over 0")
+    except WeirError:
+        return SamplingParams(Sampling(temperature=1.0)), sorted({*given} & (_USED | _NOT_USED))
+    return SamplingParams(sampling, repetition=repetition), sorted({*given} & _NOT_USED)
+
+
+_USED = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
+_NOT_USED = {
+    "typical_p",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "top_h",
+    "no_repeat_ngram_size",
+    "encoder_repetition_penalty",
+    "bad_words_ids",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "sequence_bias",
+    "num_beams",
+    "penalty_alpha",
+    "guidance_scale",
+    "length_penalty",
+    "exponential_decay_length_penalty",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "min_length",
+    "min_new_tokens",
+}
+"""Options of transformers' generation configuration that change answers there and not here."""
 
 
 class Sampler:

@@ -53,10 +53,17 @@ class Sequence:
         seed: of the row's random draws, where the stream is new.
         beginning: how many of `prompt_ids` are the stream's beginning, where it is new.
         header: how many tokens at the end of `prompt_ids` are the header of the answer.
+        owner: who may share what is read of the prompt (`PrefixStates`); None if nothing of it is
+            kept.
+        may_be_lost: whether the answer is given although its end cannot be saved.
         record: makes the record that is saved with its end, from the sequence and the reason why it
             ended (`Listener.on_finish`); None if the end is not saved.
         stage: how far it has come. This and what follows is set by the engine only.
+        pending: tokens of `parent` that are fed before those of the prompt.
         unread: tokens still to be fed before the answer.
+        num_read: tokens that the row has read, `pending` ones and those of a `PrefixState`
+            included.
+        reused: tokens of the prompt that a `PrefixState` had read already.
         alone: whether its prompt must be read in a call of its own.
         output_ids: the answer so far; the last of them has not been fed yet.
         prefilled: of a fork, the state and logits [vocabulary] at the end of the prompt.
@@ -73,14 +80,18 @@ class Sequence:
     seed: int = 0
     beginning: int = 0
     header: int = 0
+    owner: str | None = None
+    may_be_lost: bool = False
     forks: list[Sequence] = field(default_factory=list)
     record: Callable[[Sequence, str], TurnRecord] | None = None
 
     stage: Stage = Stage.WAITING
     cancelled: bool = False
     row: int | None = None
+    pending: tuple[int, ...] = ()
     unread: list[int] = field(default_factory=list)
     num_read: int = 0
+    reused: int = 0
     alone: bool = False
     output_ids: list[int] = field(default_factory=list)
     prefilled: tuple[RowState, Tensor] | None = None

@@ -24,8 +24,9 @@ from weir.cache import FARTHEST, ValidationError, integer, list_of, optional, re
 from weir.errors import WeirError, quote
 from weir.serve.json_nodes import NodeCounter
 from weir.serve.messages import Message
-from weir.serve.sessions.records import Turn, TurnRecord, pack_ids, unpack_ids
+from weir.serve.sessions.records import StorageFull, Turn, TurnRecord, pack_ids, unpack_ids
 from weir.serve.sessions.snapshot import RowFormat, anything, decode_foreign, encode_checkpoint
+from weir.serve.sessions.snapshot_folder import is_full
 from weir.stream import replace_atomically
 
 FORMAT = 2
@@ -62,6 +63,11 @@ def write_archive(path: Path, turns: Sequence[Turn], row_format: RowFormat) -> N
         with replace_atomically(path) as new:
             save_file(tensors, str(new), metadata=metadata)
     except (OSError, SafetensorError) as error:
+        if is_full(error):
+            raise StorageFull(
+                "the disk has no room for the file of this session; make room, or export fewer of "
+                "the newest turns"
+            ) from None
         reason = getattr(error, "strerror", None) or error
         raise WeirError(f"the session cannot be written: {reason}") from None
 
@@ -109,8 +115,10 @@ def _opened(path: Path, limit: int | None, vocabulary: int) -> Iterator[tuple[An
     try:
         with open(path, "rb") as begun:
             header = int.from_bytes(begun.read(8), "little")
-        if header > MAX_FACTS + HEADER:
-            raise ValueError(f"its header has {header:,} bytes")
+            if header > MAX_FACTS + HEADER:
+                raise ValueError(f"its header has {header:,} bytes")
+            # Hundreds of thousands of empty tensors take seconds to list.
+            NodeCounter(MAX_FACTS).feed(begun.read(header))
         with safe_open(str(path), framework="pt") as file:
             text = (file.metadata() or {})[KEY]
             NodeCounter(MAX_FACTS).feed_text(text)

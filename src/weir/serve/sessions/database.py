@@ -19,6 +19,21 @@ from weir.errors import WeirError
 from weir.serve.sessions.snapshot_folder import refusal
 
 
+class DamagedDatabase(WeirError):
+    """A database cannot be read any more; the message is for the operator."""
+
+    def __init__(self, name: str, error: sqlite3.Error) -> None:
+        super().__init__(
+            f"{name} is damaged or cannot be read ({error}). Stop the server and restore the file "
+            "from a copy, or start with another folder."
+        )
+
+
+def is_damage(error: sqlite3.DatabaseError) -> bool:
+    """Whether an error says that the file itself is wrong."""
+    return error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
 class Database:
     """A database, open until `close`.
 
@@ -32,6 +47,7 @@ class Database:
     def __init__(
         self, path: Path | None, tables: str, version: int, *, create: bool = True
     ) -> None:
+        self._name = "the database in memory" if path is None else str(path)
         self._writing = threading.RLock()
         self._reading: Any = self._writing if path is None else threading.Lock()
         if path is None:
@@ -96,6 +112,8 @@ class Database:
             except BaseException as error:
                 with contextlib.suppress(sqlite3.Error):  # it may have been rolled back by itself
                     self._writer.execute("ROLLBACK")
+                if isinstance(error, sqlite3.DatabaseError) and is_damage(error):
+                    raise DamagedDatabase(self._name, error) from None
                 if isinstance(error, sqlite3.Error | UnicodeEncodeError):
                     raise refusal(error) from None
                 raise
@@ -107,6 +125,8 @@ class Database:
                 return self._reader.execute(query, values).fetchall()
         except UnicodeEncodeError:
             return []  # a lone surrogate is no text, and no row has it
+        except sqlite3.DatabaseError as error:
+            raise DamagedDatabase(self._name, error) from None
 
     def first(self, query: str, *values: Any) -> sqlite3.Row | None:
         """The first row of a query; None if there is none."""

@@ -25,7 +25,7 @@ def new_id(kind: str) -> str:
 def input_item(role: str, texts: Sequence[str]) -> Item:
     """Build the item of a message from a client."""
     if role == "assistant":
-        return answer_item(new_id("msg"), "\n".join(texts), "completed")
+        return answer_item(new_id("msg"), "".join(texts), "completed")
     parts = [{"type": "input_text", "text": text} for text in texts]
     return {
         "id": new_id("msg"),
@@ -47,6 +47,17 @@ def answer_item(
 def answer_part(text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
     """Build the single content part of an answer."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+
+
+def thought_item(name: str, text: str | None, status: str) -> Item:
+    """Build the item of thoughts; `text` is None if there are none yet."""
+    parts = [] if text is None else [thought_part(text)]
+    return {"id": name, "type": "reasoning", "status": status, "summary": [], "content": parts}
+
+
+def thought_part(text: str) -> dict[str, Any]:
+    """Build the single content part of thoughts."""
+    return {"type": "reasoning_text", "text": text}
 
 
 def call_item(name: str, call: Call, status: str) -> Item:
@@ -76,10 +87,12 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
     """Convert items to messages.
 
     An answer is one message, though its calls and the text before and between them are items of
-    their own.
+    their own. Thoughts are no part of a history.
     """
     messages: list[Message] = []
     for item in items:
+        if item["type"] == "reasoning":
+            continue
         message = _message_of(item)
         before = messages[-1] if messages and messages[-1].role == "assistant" else None
         if before is not None and message.calls:
@@ -105,4 +118,4 @@ def _message_of(item: Item) -> Message:
 
 
 def _text(parts: Sequence[dict[str, Any]]) -> str:
-    return "\n".join(part["text"] for part in parts)
+    return "".join(part["text"] for part in parts)  # a part may end inside a word

@@ -40,6 +40,15 @@ def describe_full(needed: int, free: int | None) -> str:
     return DISK_FULL + has
 
 
+HIDDEN = "~"
+"""Begins the session of turns that clients do not want to be stored: no name of theirs does."""
+
+
+def is_hidden(session: str) -> bool:
+    """Whether the turns of a session can be continued, but not listed or fetched by their ids."""
+    return session.startswith(HIDDEN)
+
+
 NOT_KEPT = "what this turn goes on from is not kept any more"
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,6 +136,29 @@ class ResponseStore:
                     "FROM items WHERE conversation = conversations.id) WHERE id = ? AND owner = ?",
                     (response.id, conversation, owner),
                 )
+
+    def find_items(self, owner: str, names: Collection[str]) -> dict[str, Item]:
+        """Find items of responses and conversations by their ids."""
+        missing, found = set(names), dict[str, Item]()
+        for name in names:
+            if name not in missing:
+                continue
+            row = self._tables.first(
+                "SELECT input, body FROM responses WHERE owner = ? AND "
+                "(instr(body, ?) OR instr(input, ?)) ORDER BY number DESC LIMIT 1",
+                owner,
+                *(2 * [json.dumps(name)]),
+            )
+            kept = [] if row is None else json.loads(row["body"])["output"]
+            kept += [] if row is None else json.loads(row["input"])
+            row = self._tables.first(
+                "SELECT body FROM items WHERE owner = ? AND id = ? LIMIT 1", owner, name
+            )
+            kept += [] if row is None else [json.loads(row["body"])]
+            # Items of one response are often referred to together.
+            found |= {item["id"]: item for item in kept if item["id"] in missing}
+            missing -= found.keys()
+        return found
 
     def get_response(self, owner: str, name: str) -> StoredResponse | None:
         """A response of the owner's."""

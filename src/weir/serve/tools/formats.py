@@ -18,7 +18,7 @@ from jinja2.meta import find_undeclared_variables
 from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError
-from weir.serve.messages import Call, Message
+from weir.serve.messages import Call, Message, same_value
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,13 @@ class Tool:
 
 
 def describe_tools(tools: Iterable[Tool]) -> str:
-    """One text with all that is said of tools, to compare or hash."""
-    return "\n".join(json.dumps(tool.for_template()) for tool in tools)
+    """One text with all that is said of tools, to compare or hash.
+
+    It is the same in whatever order tools and the keys of their schemas come, and however numbers
+    are written.
+    """
+    described = (same_value(tool.for_template()) for tool in tools)
+    return "\n".join(sorted(json.dumps(each, sort_keys=True) for each in described))
 
 
 @dataclass(frozen=True)
@@ -145,22 +150,32 @@ MISTRAL_ARGS = CallFormat("[TOOL_CALLS]", "", between="[ARGS]", short_ids=True)
 """Format of Devstral 2 and Ministral 3: `[TOOL_CALLS]name[ARGS]{…}` for each call."""
 
 
+def template_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
+    """The variables that a model's chat template looks at; none without a template."""
+    if tokenizer.chat_template is None:
+        return frozenset()
+    try:
+        template = str(tokenizer.get_chat_template(tools=[{}]))
+        # Parsed only, for the variables it uses; transformers renders it, in a sandbox.
+        return frozenset(
+            find_undeclared_variables(
+                jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(
+                    template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+                )
+            )
+        )
+    except (TemplateError, ValueError):
+        return frozenset()
+
+
 def format_of(tokenizer: PreTrainedTokenizerBase) -> CallFormat:
     """The format that a model was made for; WeirError if its chat template takes tools, but writes
     calls in a format that is not known.
     """
     if tokenizer.chat_template is None:
         return replace(HERMES, in_template=False)
-    try:
-        template = str(tokenizer.get_chat_template(tools=[{}]))
-        # Parsed only, for the variables it uses; transformers renders it, in a sandbox.
-        variables = find_undeclared_variables(
-            jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(
-                template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-            )
-        )
-    except (TemplateError, ValueError):
-        variables, template = set(), ""
+    variables = template_variables(tokenizer)
+    template = str(tokenizer.get_chat_template(tools=[{}])) if variables else ""
     if "tools" not in variables:
         return replace(HERMES, in_template=False)
     # Templates with [CALL_ID] let the model name its calls, and want that name with the result.

@@ -49,8 +49,20 @@ def bounded_dict(most: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+SHOWN = 64
+"""Characters of a name that a client chose, in a warning."""
+
+
+def is_nothing(value: Any) -> bool:
+    """Whether a field with this value asks for nothing, whatever the field is."""
+    return value is None or value is False or (isinstance(value, list | dict) and not value)
+
+
 class Strict(BaseModel):
-    """An object with no other fields than these, and no conversions of types."""
+    """An object with no other fields than these, and no conversions of types.
+
+    An unknown field is passed over if its value asks for nothing.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -58,17 +70,42 @@ class Strict(BaseModel):
     @classmethod
     def _keep_one_unknown(cls, value: Any) -> Any:
         """Keep the first of many unknown fields: there would be an error for each."""
-        if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
+        if not isinstance(value, dict):
             return value
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        unknown = [name for name in value if name not in known][:1]
+        unknown = [n for n, given in value.items() if n not in known and not is_nothing(given)][:1]
         return {name: value[name] for name in value if name in known or name in unknown}
+
+
+class Noted(BaseModel):
+    """An object whose unknown fields have no effect, and are named in a warning."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    def skipped_in(self, place: str) -> list[str]:
+        """The fields that have no effect, for a warning."""
+        extra = self.model_extra or {}
+        return [
+            f"{place}.{show_name(name)}" for name, given in extra.items() if not is_nothing(given)
+        ]
+
+
+def show_name(name: str) -> str:
+    """A client's name for something, as a warning in a header can have it."""
+    shown = "".join(char if char.isascii() and char.isprintable() else "?" for char in name)
+    return shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}..."
 
 
 class Lenient(BaseModel):
     """An object whose unknown fields are ignored, so that what was received can be sent back."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class SkippedTool(Lenient):
+    """A tool that is no function. The model is not told of it."""
+
+    type: Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
 class Only:
@@ -116,6 +153,13 @@ def _check_arguments(value: str, info: ValidationInfo) -> str:
 def unsupported(message: str) -> PydanticCustomError:
     """Make the validation error for an unsupported feature."""
     return PydanticCustomError("unsupported", message)
+
+
+def check_limit(value: int) -> int:
+    """Refuse an answer of no tokens."""
+    if value == 0:
+        raise unsupported("an answer has at least 1 token; -1 is as many as the server allows")
+    return value
 
 
 def check_call_ids(ids: Iterable[str]) -> None:

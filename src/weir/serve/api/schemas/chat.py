@@ -6,9 +6,19 @@ marked `Only` ask for what weir does not do, so they may be unset or have the va
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, StringConstraints, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Discriminator,
+    Field,
+    PrivateAttr,
+    StringConstraints,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from weir.serve.api.schemas.base import (
     Lenient,
@@ -18,38 +28,94 @@ from weir.serve.api.schemas.base import (
     Whole,
     bounded_dict,
     check_call_ids,
+    check_limit,
+    is_nothing,
+    show_name,
     unsupported,
 )
 from weir.serve.api.schemas.formats import (
     AllowedTools,
+    AnyTool,
     FunctionTool,
     NamedTool,
     ResponseFormat,
     ToolCall,
     ToolChoice,
     ToolOffer,
+    skipped_tools,
 )
 from weir.serve.engine.sampler import SamplingParams
 from weir.serve.messages import Call, Message
 from weir.stream import Sampling
 
+OPTIONS = {
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+}
+"""Names that llama.cpp and Ollama have for fields of these bodies."""
+HONORED_OPTIONS = {
+    "max_tokens",
+    "repetition_penalty",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "stop",
+    "presence_penalty",
+    "frequency_penalty",
+}
+"""Options of Ollama's `options` that have an effect, by the names here."""
+SKIPPED_OPTIONS = "skipped_options"
+MAX_OPTIONS = 64
+Limit = Annotated[Whole, Field(ge=-2, lt=2**31), AfterValidator(check_limit)]
+"""Tokens of an answer; -1 and -2 are as many as the server allows, as with llama.cpp and Ollama."""
+Variable = Annotated[str, StringConstraints(max_length=1024)] | bool | Whole | float | None
+"""A variable of a chat template."""
+Effort = Annotated[str, StringConstraints(max_length=64)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 Token = Annotated[Whole, Field(ge=0, lt=2**31)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
 
 class TextPart(Lenient):
-    """Text content of a message."""
+    """Text content of a message, in the words of any of OpenAI's APIs."""
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
+
+
+class RefusalPart(Lenient):
+    """An answer in which a model declined: text like any other."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """The text of the part."""
+        return self.refusal
+
+
+def kind_of_part(value: Any) -> str:
+    """Tell a refusal from text, for a discriminator."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "a refusal" if kind == "refusal" else "a text"
+
+
+AnyPart = Annotated[
+    Annotated[TextPart, Tag("a text")] | Annotated[RefusalPart, Tag("a refusal")],
+    Discriminator(kind_of_part),
+]
 
 
 class ChatMessage(Lenient):
     """A message of the conversation. Unknown fields are ignored."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | ListOf[TextPart] | None = None
+    content: str | ListOf[AnyPart] | None = None
+    refusal: str | None = None
     name: Annotated[str, StringConstraints(max_length=64)] | None = None
     tool_calls: Annotated[ListOf[ToolCall], Field(max_length=128)] | None = None
     tool_call_id: Annotated[str, StringConstraints(max_length=256)] | None = None
@@ -73,9 +139,9 @@ class ChatMessage(Lenient):
 
     def message(self) -> Message:
         """Convert to the server's own type."""
-        content = self.content or ""
+        content = self.content or self.refusal or ""
         if not isinstance(content, str):
-            content = "\n".join(part.text for part in content)
+            content = "".join(part.text for part in content)  # a part may end inside a word
         role = "system" if self.role == "developer" else self.role
         calls = tuple(
             Call(call.id, call.function.name, call.function.arguments)
@@ -88,14 +154,22 @@ class StreamOptions(Strict):
     """Options of a streamed response."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
 class GenerationBody(Strict):
-    """Fields of every request for a completion: the model and the sampling parameters."""
+    """Fields of every request for a completion: the model and the sampling parameters.
+
+    Fields of the type `Any` that are not `Only` have no effect; a warning names those that are
+    given.
+    """
+
+    _notes: list[str] = PrivateAttr(default_factory=list)
 
     model: Annotated[str, StringConstraints(max_length=512)]
     stream: bool | None = None
+    return_progress: bool | None = None
     seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | Annotated[ListOf[Stop], Field(max_length=4)] | None = None
     stop_token_ids: Annotated[ListOf[Token], Field(max_length=16)] | None = None
@@ -109,12 +183,111 @@ class GenerationBody(Strict):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10, allow_inf_nan=False)] | None = None
     logit_bias: Annotated[dict[str, Bias], Field(max_length=1024), bounded_dict(1024)] | None = None
 
+    # Options of other servers about how a text is drawn or shown, or what is kept in memory.
+    cache_prompt: Any = None
+    id_slot: Any = None
+    n_keep: Any = None
+    samplers: Any = None
+    mirostat: Any = None
+    mirostat_tau: Any = None
+    mirostat_eta: Any = None
+    typical_p: Any = None
+    tfs_z: Any = None
+    dry_multiplier: Any = None
+    dry_base: Any = None
+    dry_allowed_length: Any = None
+    dry_penalty_last_n: Any = None
+    dry_sequence_breakers: Any = None
+    xtc_probability: Any = None
+    xtc_threshold: Any = None
+    dynatemp_range: Any = None
+    dynatemp_exponent: Any = None
+    repeat_last_n: Any = None
+    min_keep: Any = None
+    timings_per_token: Any = None
+    post_sampling_probs: Any = None
+    t_max_predict_ms: Any = None
+    keep_alive: Any = None
+    priority: Any = None
+    request_id: Any = None
+    cache_salt: Any = None
+    skip_special_tokens: Any = None
+    spaces_between_special_tokens: Any = None
+    include_reasoning: Any = None
+    reasoning_format: Any = None
+    litellm_session_id: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rename(cls, value: Any) -> Any:
+        """Give options of llama.cpp and Ollama the names that OpenAI's clients use."""
+        if not isinstance(value, dict):
+            return value
+        value, options = dict(value), value.get("options")
+        if isinstance(options, dict) and len(options) <= MAX_OPTIONS:
+            del value["options"]
+            for name, given in options.items():
+                known = OPTIONS.get(name, name)
+                target = cls.limit_field if known == "max_tokens" else known
+                if known in HONORED_OPTIONS:
+                    value.setdefault(target, given)
+                elif not is_nothing(given):
+                    value.setdefault(SKIPPED_OPTIONS, {})[name] = None
+        for name, known in OPTIONS.items():
+            target = cls.limit_field if known == "max_tokens" else known
+            if name in value and name not in cls.model_fields and target not in value:
+                value[target] = value.pop(name)
+        return value
+
+    chat_template_kwargs: (
+        Annotated[dict[str, Variable], Field(max_length=16), bounded_dict(16)] | None
+    ) = None
+    enable_thinking: bool | None = None
+    effort_field: ClassVar[str] = "reasoning_effort"
+
+    @property
+    def effort(self) -> str | None:
+        """How much the model should think."""
+        return None
+
+    skipped_options: Annotated[dict[str, None], Field(max_length=MAX_OPTIONS)] | None = None
+    limit_field: ClassVar[str] = "max_tokens"
+
+    @property
+    def skipped(self) -> list[str]:
+        """The parts of the request that have no effect, for a warning."""
+        fields = type(self).model_fields.items()
+        without = [
+            name
+            for name, field in fields
+            if field.annotation is Any
+            and not any(isinstance(one, Only) for one in field.metadata)
+            and not is_nothing(getattr(self, name))
+            and getattr(self, name) != 0
+        ]
+        options = [f"options.{show_name(name)}" for name in self.skipped_options or ()]
+        return [*without, *options, *self._notes]
+
     @field_validator("stream_options", mode="after", check_fields=False)
     @classmethod
     def _check_stream_options(cls, value: Any, info: ValidationInfo) -> Any:
         if value is not None and not info.data.get("stream"):
             raise unsupported("this goes with stream: true, and not without it")
         return value
+
+    def note(self, what: str) -> None:
+        """Name something in the warning that it is not done as the client asks."""
+        self._notes.append(what)
+
+    @property
+    def streams(self) -> bool:
+        """Whether the answers are sent while they are made."""
+        return bool(self.stream)
+
+    @property
+    def wants_progress(self) -> bool:
+        """Whether a stream reports how far the prompt is read, as with llama.cpp."""
+        return bool(self.return_progress)
 
     @property
     def num_answers(self) -> int:
@@ -126,19 +299,25 @@ class GenerationBody(Strict):
         """The stop sequences."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
-    def sampling_params(self, logprobs: int | None, seed: int) -> list[SamplingParams]:
+    def sampling_params(
+        self, logprobs: int | None, seed: int, defaults: SamplingParams
+    ) -> list[SamplingParams]:
         """Sampling parameters of each completion; `seed` is the default seed."""
+        usual = defaults.sampling
+        top_k = usual.top_k if self.top_k is None else self.top_k
+        top_p = usual.top_p if self.top_p is None else self.top_p
+        min_p = usual.min_p if self.min_p is None else self.min_p
         sampling = Sampling(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=self.top_k if self.top_k and self.top_k > 0 else None,
-            top_p=None if self.top_p == 1 else self.top_p,
-            min_p=self.min_p or None,
+            temperature=usual.temperature if self.temperature is None else self.temperature,
+            top_k=top_k if top_k and top_k > 0 else None,
+            top_p=None if top_p == 1 else top_p,
+            min_p=min_p or None,
         )
         first = seed if self.seed is None else self.seed
         return [
             SamplingParams(
                 sampling=sampling,
-                repetition=self.repetition_penalty or 1.0,
+                repetition=self.repetition_penalty or defaults.repetition,
                 presence=self.presence_penalty or 0.0,
                 frequency=self.frequency_penalty or 0.0,
                 bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
@@ -153,15 +332,16 @@ class CompletionBody(GenerationBody):
     """Fields that chat and text completions have in common."""
 
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[Whole, Field(ge=1)] | None = None
+    max_tokens: Limit | None = None
     n: Annotated[Whole, Field(ge=1, le=128)] | None = None
 
+    client_metadata: Any = None
     metadata: Any = None
     prediction: Any = None
     prompt_cache_key: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
-    reasoning_effort: Any = None
+    reasoning_effort: Effort | None = None
     safety_identifier: Any = None
     service_tier: Any = None
     store: Any = None
@@ -183,6 +363,16 @@ class CompletionBody(GenerationBody):
         return self.n or 1
 
     @property
+    def effort(self) -> str | None:
+        """How much the model should think."""
+        return self.reasoning_effort
+
+    @property
+    def counts_always(self) -> bool:
+        """Whether every chunk of a stream has the token usage so far."""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
     def include_usage(self) -> bool:
         """Whether the last chunk of a stream has the token usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
@@ -192,13 +382,18 @@ class ChatBody(CompletionBody):
     """Request body of `POST /v1/chat/completions`."""
 
     messages: Annotated[ListOf[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = None
+    max_completion_tokens: Limit | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[ListOf[FunctionTool], Field(max_length=128)] | None = None
+    tools: Annotated[ListOf[AnyTool], Field(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+
+    @property
+    def skipped(self) -> list[str]:
+        """The parts of the request that have no effect, for a warning."""
+        return [*super().skipped, *skipped_tools(self.tools)]
 
     @property
     def history(self) -> list[Message]:
@@ -208,7 +403,8 @@ class ChatBody(CompletionBody):
     @property
     def offer(self) -> ToolOffer:
         """The tools of the request."""
-        tools = [tool.function.tool() for tool in self.tools or ()]
+        offered = [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
+        tools = [tool.function.tool() for tool in offered]
         parallel, choice = self.parallel_tool_calls is not False, self.tool_choice
         schema, chosen = "tools[{}].function.parameters", "tool_choice.function.name"
         if isinstance(choice, NamedTool):

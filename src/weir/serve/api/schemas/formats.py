@@ -8,7 +8,17 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Discriminator, Field, StringConstraints, Tag, model_validator
 
-from weir.serve.api.schemas.base import Arguments, Lenient, ListOf, Name, Strict, unsupported
+from weir.serve.api.schemas.base import (
+    Arguments,
+    Lenient,
+    ListOf,
+    Name,
+    Noted,
+    SkippedTool,
+    Strict,
+    show_name,
+    unsupported,
+)
 from weir.serve.tools.formats import Tool
 from weir.serve.tools.grammar import CallMode
 
@@ -47,7 +57,7 @@ class ResponseFormat(Strict):
         return None if self.type == "text" else ({"type": "object"}, True)
 
 
-class Function(Strict):
+class Function(Noted):
     """A function that the model may call."""
 
     name: Name
@@ -66,14 +76,47 @@ class OfFunction(Strict):
     type: Literal["function"]
 
 
-class FunctionTool(OfFunction):
+class FunctionTool(Noted):
     """A tool: a function that the model may call."""
 
+    type: Literal["function"]
     function: Function
 
+    def skipped_in(self, place: str) -> list[str]:
+        """The fields that have no effect, for a warning."""
+        return super().skipped_in(place) + self.function.skipped_in(f"{place}.function")
 
-class FlatTool(Function, OfFunction):
+
+class FlatTool(Function):
     """A tool of the Responses API: a function that the model may call."""
+
+    type: Literal["function"]
+
+
+def _kind_of_tool(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "a skipped one" if isinstance(kind, str) and kind != "function" else "a function"
+
+
+AnyTool = Annotated[
+    Annotated[FunctionTool, Tag("a function")] | Annotated[SkippedTool, Tag("a skipped one")],
+    Discriminator(_kind_of_tool),
+]
+AnyFlatTool = Annotated[
+    Annotated[FlatTool, Tag("a function")] | Annotated[SkippedTool, Tag("a skipped one")],
+    Discriminator(_kind_of_tool),
+]
+
+
+def skipped_tools(tools: Sequence[FunctionTool | FlatTool | SkippedTool] | None) -> list[str]:
+    """The tools, and fields of tools, that have no effect, for a warning."""
+    skipped = []
+    for n, tool in enumerate(tools or ()):
+        if isinstance(tool, SkippedTool):
+            skipped.append(f"tools[{n}] ({show_name(tool.type)})")
+        else:
+            skipped += tool.skipped_in(f"tools[{n}]")
+    return skipped
 
 
 class FunctionName(Strict):

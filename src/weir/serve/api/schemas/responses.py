@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -20,22 +21,33 @@ from weir.serve.api.schemas.base import (
     Arguments,
     Lenient,
     ListOf,
+    Noted,
     Only,
     Strict,
     Whole,
     bounded_dict,
     check_call_ids,
+    show_name,
     unsupported,
 )
 from weir.serve.api.schemas.base import Name as PlainName
-from weir.serve.api.schemas.chat import GenerationBody
+from weir.serve.api.schemas.chat import (
+    Effort,
+    GenerationBody,
+    Limit,
+    RefusalPart,
+    TextPart,
+    kind_of_part,
+)
 from weir.serve.api.schemas.formats import (
+    AnyFlatTool,
     Description,
     FlatAllowed,
     FlatChoice,
     FlatName,
     FlatTool,
     ToolOffer,
+    skipped_tools,
 )
 from weir.serve.messages import Call, StrayResult
 from weir.serve.sessions.items import Item, call_item, input_item, new_id, result_item
@@ -50,11 +62,14 @@ Metadata = Annotated[
 ]
 
 
-class ItemPart(Lenient):
+class ItemPart(TextPart):
     """Text content of a message or of a tool result."""
 
-    type: Literal["input_text", "output_text", "text"]
-    text: str
+
+AnyItemPart = Annotated[
+    Annotated[ItemPart, Tag("a text")] | Annotated[RefusalPart, Tag("a refusal")],
+    Discriminator(kind_of_part),
+]
 
 
 class MessageItem(Lenient):
@@ -62,14 +77,16 @@ class MessageItem(Lenient):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | ListOf[ItemPart]
+    content: str | ListOf[AnyItemPart]
 
     @field_validator("type", mode="before")
     @classmethod
     def _check_type(cls, value: Any) -> Any:
         # The discriminator treats an item of unknown type as a message.
         if value != "message":
-            raise unsupported("it is to be 'message', 'function_call' or 'function_call_output'")
+            kinds = ", ".join(f"'{kind}'" for kind in ("message", *KINDS))
+            skipped = ", ".join(f"'{kind}'" for kind in SKIPPED_KINDS)
+            raise unsupported(f"it must be one of {kinds}; without an effect are {skipped}")
         return value
 
     def item(self) -> Item:
@@ -79,6 +96,7 @@ class MessageItem(Lenient):
         return input_item(self.role, texts)
 
 
+Name = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 CallId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
@@ -110,17 +128,113 @@ class ResultItem(Lenient):
         return result_item(self.call_id, output)
 
 
+class OtherCallItem(Lenient):
+    """A call of a tool that is no function, in a history: told to the model as a call of one.
+
+    `custom_tool_call` has the argument `input`, `local_shell_call` those of its action.
+    """
+
+    type: Literal["custom_tool_call", "local_shell_call"]
+    call_id: CallId
+    name: PlainName = "local_shell"
+    input: str = ""
+    action: dict[str, Any] | None = None
+
+    def item(self) -> Item:
+        """Convert to a call with a new id."""
+        given = {"input": self.input} if self.type == "custom_tool_call" else self.action or {}
+        return call_item(
+            new_id("fc"), Call(self.call_id, self.name, json.dumps(given)), "completed"
+        )
+
+
+class OtherResultItem(ResultItem):
+    """The result of a call of a tool that is no function."""
+
+    type: Literal["custom_tool_call_output", "local_shell_call_output"]  # type: ignore[assignment]
+
+
+class ReferenceItem(Lenient):
+    """An item of an earlier response, by its id."""
+
+    type: Literal["item_reference"]
+    id: Name
+
+    def item(self) -> Item:
+        """The reference, which the server replaces by the item."""
+        return {"type": self.type, "id": self.id}
+
+
+class CompactionItem(Lenient):
+    """Stands for all that came before it; from `POST /v1/responses/compact` of this server."""
+
+    type: Literal["compaction", "compaction_summary"]
+    encrypted_content: Annotated[str, StringConstraints(max_length=256)]
+
+    @field_validator("encrypted_content", mode="before")
+    @classmethod
+    def _check_ours(cls, value: Any) -> Any:
+        if not (isinstance(value, str) and value.startswith(COMPACTED)):
+            raise unsupported(
+                "this compaction is another server's, and nothing here can read what it stands "
+                "for; send the history itself"
+            )
+        return value
+
+    def item(self) -> Item:
+        """The item with the id of the turn that it stands for."""
+        return {"type": "compaction", "turn": self.encrypted_content.removeprefix(COMPACTED)}
+
+
+class SkippedItem(Lenient):
+    """An item that can be left out: thoughts, and searches whose results are in the answer."""
+
+    type: Annotated[str, StringConstraints(max_length=64)]
+
+
+COMPACTED = "weir:"
+"""What the content of this server's compactions begins with."""
+KINDS = {
+    "function_call": "a call",
+    "function_call_output": "a result",
+    "custom_tool_call": "another call",
+    "local_shell_call": "another call",
+    "custom_tool_call_output": "another result",
+    "local_shell_call_output": "another result",
+    "item_reference": "a reference",
+    "compaction": "a compaction",
+    "compaction_summary": "a compaction",
+}
+SKIPPED_KINDS = (
+    "reasoning",
+    "web_search_call",
+    "file_search_call",
+    "image_generation_call",
+    "code_interpreter_call",
+    "mcp_list_tools",
+    "tool_search_call",
+    "tool_search_output",
+    "compaction_trigger",
+)
+
+
 def _kind(value: Any) -> str:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    known = {"function_call": "a call", "function_call_output": "a result"}
-    return known.get(kind, "a message") if isinstance(kind, str) else "a message"
+    if not isinstance(kind, str):
+        return "a message"
+    return "a skipped one" if kind in SKIPPED_KINDS else KINDS.get(kind, "a message")
 
 
 # Tags that are not identifiers are left out of error paths.
 AnyItem = Annotated[
     Annotated[MessageItem, Tag("a message")]
     | Annotated[CallItem, Tag("a call")]
-    | Annotated[ResultItem, Tag("a result")],
+    | Annotated[ResultItem, Tag("a result")]
+    | Annotated[OtherCallItem, Tag("another call")]
+    | Annotated[OtherResultItem, Tag("another result")]
+    | Annotated[ReferenceItem, Tag("a reference")]
+    | Annotated[CompactionItem, Tag("a compaction")]
+    | Annotated[SkippedItem, Tag("a skipped one")],
     Discriminator(_kind),
 ]
 
@@ -130,12 +244,14 @@ def _check_calls(items: list[Any]) -> list[Any]:
     answers = groupby(
         items,
         lambda item: (
-            isinstance(item, CallItem)
+            isinstance(item, CallItem | OtherCallItem | SkippedItem)
             or (isinstance(item, MessageItem) and item.role == "assistant")
         ),
     )
     for _, answer in answers:
-        check_call_ids(item.call_id for item in answer if isinstance(item, CallItem))
+        check_call_ids(
+            item.call_id for item in answer if isinstance(item, CallItem | OtherCallItem)
+        )
     return items
 
 
@@ -143,10 +259,21 @@ Items = Annotated[ListOf[AnyItem], AfterValidator(_check_calls)]
 """Items of one request."""
 
 
+def _check_kept(items: list[Any]) -> list[Any]:
+    """Refuse items that stand for others: a conversation keeps the items themselves."""
+    for item in items:
+        if isinstance(item, ReferenceItem | CompactionItem | SkippedItem):
+            raise unsupported(f"a conversation keeps no items of the type {item.type}")
+    return items
+
+
+KeptItems = Annotated[Items, AfterValidator(_check_kept)]
+
+
 class ConversationBody(Strict):
     """Request body of `POST /v1/conversations`."""
 
-    items: Annotated[Items, Field(max_length=20)] | None = None
+    items: Annotated[KeptItems, Field(max_length=20)] | None = None
     metadata: Metadata | None = None
 
 
@@ -159,12 +286,11 @@ class MetadataBody(Strict):
 class ItemsBody(Strict):
     """Request body of `POST /v1/conversations/{name}/items`."""
 
-    items: Annotated[Items, Field(min_length=1, max_length=20)]
+    items: Annotated[KeptItems, Field(min_length=1, max_length=20)]
 
 
 LOGPROBS = "message.output_text.logprobs"
 
-Name = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 Label = Annotated[str, StringConstraints(max_length=512)]
 """A text of the client's own, which is repeated in the response and has no effect."""
 
@@ -209,6 +335,20 @@ class ConversationName(Strict):
     id: Name
 
 
+class Reasoning(Noted):
+    """Options of the model's thoughts."""
+
+    effort: Effort | None = None
+
+
+def split_at_compaction(items: list[Item]) -> tuple[str | None, list[Item]]:
+    """The response that the last compaction among items stands for, and the items after it."""
+    places = [n for n, item in enumerate(items) if item["type"] == "compaction"]
+    if not places:
+        return None, items
+    return f"resp_{items[places[-1]]['turn']}", items[places[-1] + 1 :]
+
+
 class ResponseBody(GenerationBody):
     """Request body of `POST /v1/responses`."""
 
@@ -218,22 +358,26 @@ class ResponseBody(GenerationBody):
     conversation: Name | ConversationName | None = None
     store: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    max_output_tokens: Annotated[Whole, Field(ge=1)] | None = None
+    max_output_tokens: Limit | None = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
     include: Annotated[ListOf[str], Field(max_length=16)] | None = None
     metadata: Metadata | None = None
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
     text: TextOptions | None = None
-    tools: Annotated[ListOf[FlatTool], Field(max_length=128)] | None = None
+    tools: Annotated[ListOf[AnyFlatTool], Field(max_length=128)] | None = None
     tool_choice: FlatChoice | None = None
     parallel_tool_calls: bool | None = None
 
+    reasoning: Reasoning | None = None
+    limit_field: ClassVar[str] = "max_output_tokens"
+    effort_field: ClassVar[str] = "reasoning.effort"
+
+    client_metadata: Any = None
     context_management: Any = None
     max_tool_calls: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
-    reasoning: Any = None
     service_tier: Any = None
     stream_options: Any = None
     user: Any = None
@@ -241,6 +385,35 @@ class ResponseBody(GenerationBody):
     background: Annotated[Any, Only(None, False)] = None
     moderation: Annotated[Any, Only(None)] = None
     prompt: Annotated[Any, Only(None)] = None
+
+    @model_validator(mode="after")
+    def _note_items(self) -> Self:
+        """Note the items that have no effect: the input of a large body is not kept with it."""
+        if isinstance(self.input, list):
+            for n, item in enumerate(self.input):
+                if isinstance(item, SkippedItem):
+                    self.note(f"input[{n}] ({item.type})")
+        return self
+
+    @property
+    def effort(self) -> str | None:
+        """How much the model should think."""
+        return None if self.reasoning is None else self.reasoning.effort
+
+    @property
+    def functions(self) -> list[FlatTool]:
+        """The tools that are functions."""
+        return [tool for tool in self.tools or () if isinstance(tool, FlatTool)]
+
+    @property
+    def skipped(self) -> list[str]:
+        """The parts of the request that have no effect, for a warning."""
+        included = [f"include ({show_name(one)})" for one in self.include or () if one != LOGPROBS]
+        if self.text is not None and self.text.verbosity is not None:
+            included.append("text.verbosity")
+        if self.reasoning is not None:
+            included += self.reasoning.skipped_in("reasoning")
+        return [*super().skipped, *skipped_tools(self.tools), *included]
 
     @property
     def is_stored(self) -> bool:
@@ -257,7 +430,7 @@ class ResponseBody(GenerationBody):
     @property
     def offer(self) -> ToolOffer:
         """The tools of the request."""
-        tools = [tool.tool() for tool in self.tools or ()]
+        tools = [tool.tool() for tool in self.functions]
         parallel, choice = self.parallel_tool_calls is not False, self.tool_choice
         if isinstance(choice, FlatName):
             param = "tool_choice.name"
@@ -278,7 +451,7 @@ class ResponseBody(GenerationBody):
         """The input as items with ids."""
         if isinstance(self.input, str):
             return [input_item("user", [self.input])]
-        return [item.item() for item in self.input or ()]
+        return [item.item() for item in self.input or () if not isinstance(item, SkippedItem)]
 
 
 def result_param(field: str, items: Sequence[Item], error: StrayResult) -> str | None:

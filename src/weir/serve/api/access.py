@@ -1,0 +1,104 @@
+"""Which hosts and which web pages may use a server: `--allow-host` and `--allow-origin`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Scope
+
+from weir.errors import WeirError, quote, shorten
+from weir.serve.api.errors import APIError
+
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]", "::1")
+HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\]")
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9\[\]._:-]+|null")
+EXPOSED = ("x-session-id", "x-request-id", "x-weir-warning", "retry-after")
+"""Headers that web pages may read."""
+
+
+@dataclass(frozen=True)
+class Access:
+    """Rules for who may use a server, in addition to its keys.
+
+    Args:
+        hosts: further names of this machine, for a server without keys, which otherwise answers to
+            `LOCAL_HOSTS` only.
+        origins: of web pages that may use the server from a browser (CORS); "*" for all.
+        has_keys: whether requests need a key. Then any name of this machine is accepted.
+    """
+
+    hosts: Sequence[str] = ()
+    origins: Sequence[str] = ()
+    has_keys: bool = False
+
+    def __post_init__(self) -> None:
+        for host in self.hosts:
+            if not HOST.fullmatch(host):
+                raise WeirError(
+                    f"--allow-host takes the name of a host without a port, such as "
+                    f"host.docker.internal, got {quote(host)}. Name each host separately."
+                )
+        for origin in self.origins:
+            if origin == "*" and not self.has_keys:
+                raise WeirError(
+                    "--allow-origin '*' needs --keys FILE: without keys, every web page that is "
+                    "open on this machine could use the server. Name each origin instead."
+                )
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise WeirError(
+                    "--allow-origin takes the origin of a web page, such as http://localhost:3000 "
+                    f"(without a path), got {quote(origin)}."
+                )
+
+    def wrap(self, app: ASGIApp) -> ASGIApp:
+        """Let the allowed web pages use an application."""
+        if not self.origins:
+            return app
+        return CORSMiddleware(
+            app,
+            allow_origins=self.origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=EXPOSED,
+            allow_private_network=True,
+        )
+
+    def refuse(self, scope: Scope) -> APIError | None:
+        """The error of a request from a place that is not allowed."""
+        host = host_of(scope)
+        allowed = {*LOCAL_HOSTS, *(name.lower() for name in self.hosts)}
+        if not self.has_keys and host not in allowed:
+            shown = shorten(host)
+            return APIError(
+                421,
+                f"the request was sent to the host {shown!r}, and a server without keys answers "
+                f"to localhost only. Start weir serve with --allow-host {shown or 'NAME'}, or "
+                "with --keys FILE.",
+                code="wrong_host",
+            )
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        origin = headers.get(b"origin", b"").decode("latin-1")
+        is_preflight = scope["method"] == "OPTIONS" and (
+            b"access-control-request-method" in headers
+        )
+        if is_preflight and "*" not in self.origins and origin not in self.origins:
+            return APIError(
+                403,
+                f"web pages of {shorten(origin)!r} may not use this server. Start weir serve with "
+                f"--allow-origin {shorten(origin) or 'ORIGIN'}.",
+                code="wrong_origin",
+            )
+        return None
+
+
+def host_of(scope: Scope) -> str:
+    """The host that a request was sent to, without its port."""
+    headers: Any = scope["headers"]
+    host = next((value.decode("latin-1") for name, value in headers if name == b"host"), "")
+    if host.startswith("["):
+        return host.partition("]")[0] + "]"
+    return host.partition(":")[0].lower()

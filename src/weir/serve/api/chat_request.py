@@ -1,0 +1,168 @@
+"""A chat as the server sees it, whichever protocol it came in, and the way to its answers.
+
+Each protocol has a file of its own: it turns a body into a `ChatRequest`, and answers into its
+format. What a request may do and how it is answered is decided here, for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import Response
+
+from weir.serve.api.dependencies import run_in_thread
+from weir.serve.api.errors import APIError
+from weir.serve.api.generation import Renderer, make_request, send_answers
+from weir.serve.api.models import check_model
+from weir.serve.api.output_format import add_constraint, check_tools
+from weir.serve.api.requests import named_session
+from weir.serve.api.schemas.chat import GenerationBody
+from weir.serve.api.schemas.formats import ToolOffer
+from weir.serve.api.thinking import find_variables
+from weir.serve.client import EngineClient, Generation
+from weir.serve.engine.output import FinishEvent, TokenEvent
+from weir.serve.messages import Message, StrayResult, link_results
+from weir.serve.prompts import Prompt
+from weir.serve.thoughts import ThoughtDelta, ThoughtParser
+from weir.serve.tools.formats import Tool
+from weir.serve.tools.parser import AnswerPart, TextDelta
+from weir.serve.worker import Handle
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A chat.
+
+    Attributes:
+        body: names the model and how answers are sampled.
+        messages: the history, or where a worker holds it.
+        limit: the field with the number of tokens of an answer, and what it says.
+        logprobs: number of most likely tokens to report with each; None for no log-probabilities.
+        held_to: the schema of answers, and whether unknown keywords are refused; None for text.
+        schema_param: the field with that schema.
+    """
+
+    body: GenerationBody
+    messages: Sequence[Message] | Handle
+    offer: ToolOffer
+    limit: tuple[str, int | None]
+    logprobs: int | None = None
+    held_to: tuple[dict[str, Any], bool] | None = None
+    schema_param: str = "response_format.json_schema.schema"
+
+
+async def answer_chat(
+    http: Request,
+    client: EngineClient,
+    owner: str,
+    chat: ChatRequest,
+    make_renderer: Callable[[Generation], Renderer],
+) -> Response:
+    """Answer a chat. Only the messages that are new since a saved turn are processed."""
+    match = _make_match(http, client, owner, chat)
+    default = client.limits.answer_default
+    job = make_request(client, chat.body, match, chat.limit, chat.logprobs, default)
+    job = await add_constraint(http, chat.held_to, chat.offer, job, chat.schema_param)
+    return await send_answers(http, job, "messages", make_renderer, chat.body, always_named=True)
+
+
+async def count_chat(http: Request, client: EngineClient, owner: str, chat: ChatRequest) -> int:
+    """Count the tokens of a chat before its answer."""
+    prompt = await run_in_thread(_make_match(http, client, owner, chat), param="messages")
+    return prompt.length
+
+
+def _make_match(
+    http: Request, client: EngineClient, owner: str, chat: ChatRequest
+) -> Callable[[], Prompt]:
+    """Check a chat, and make the function that finds its prompt."""
+    session = named_session(http)
+    check_model(client, chat.body.model)
+    check_tools(client, chat.offer)
+    variables = find_variables(client, chat.body)
+    return partial(_match, client, chat.messages, owner, session, chat.offer.tools, variables)
+
+
+def _match(
+    client: EngineClient,
+    messages: Sequence[Message] | Handle,
+    owner: str,
+    session: str | None,
+    tools: Sequence[Tool],
+    variables: Mapping[str, Any],
+) -> Prompt:
+    """Find the prompt of a chat."""
+    held = messages if isinstance(messages, Handle) else client.matcher.hold(messages)
+    return client.matcher.match(owner, held.map(_link), session, tools, variables)
+
+
+def _link(_: Any, messages: Sequence[Message]) -> Sequence[Message]:
+    """Link the results of a chat, which must end with a message to answer, or with the beginning of
+    the answer (APIError).
+    """
+    try:
+        linked = link_results(messages)
+    except StrayResult as error:
+        param = f"messages[{error.number}].tool_call_id"
+        raise APIError(400, str(error), param=param) from None
+    last = linked[-1]
+    if last.role == "assistant" and (
+        last.calls or len(linked) == 1 or linked[-2].role == "assistant"
+    ):
+        raise APIError(
+            400,
+            "the last message must be one to answer, or the beginning of the answer: an "
+            "assistant's text after such a message",
+            param="messages",
+        )
+    return linked
+
+
+def make_thoughts(client: EngineClient, generation: Generation) -> ThoughtParser | None:
+    """A parser of the thoughts in one answer; None if the model has none."""
+    if not client.renderer.thinks:
+        return None
+    return ThoughtParser(is_open=client.renderer.opens_thoughts(generation.prompt))
+
+
+class AnswerReader:
+    """Finds the parts of one answer: thoughts, text, and calls where there are tools."""
+
+    def __init__(self, client: EngineClient, generation: Generation) -> None:
+        self._calls = client.make_parser(generation.request)
+        self._thoughts = make_thoughts(client, generation)
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether there are tools that the answer may call."""
+        return self._calls is not None
+
+    @property
+    def called(self) -> bool:
+        """Whether the answer has a complete call."""
+        return self._calls is not None and self._calls.num_complete > 0
+
+    def read(self, event: TokenEvent | FinishEvent) -> list[AnswerPart | ThoughtDelta]:
+        """The parts in an event."""
+        ends = isinstance(event, FinishEvent)
+        thought, text = "", event.text
+        if self._thoughts is not None:
+            thought, text = self._thoughts.feed(event.text)
+            if ends:
+                more, rest = self._thoughts.finish()
+                thought, text = thought + more, text + rest
+        parts: list[AnswerPart | ThoughtDelta] = [ThoughtDelta(thought)] if thought else []
+        if self._calls is None:
+            return [*parts, TextDelta(text)] if text else parts
+        parts += self._calls.feed(text)
+        if isinstance(event, FinishEvent):
+            parts += self._calls.finish(cut=event.reason == "length")
+        return parts
+
+    def finish_reason(self, end: FinishEvent) -> str:
+        """Why the answer has ended, in the words of OpenAI's chats."""
+        return "tool_calls" if self.called and end.reason == "stop" else end.reason

@@ -1,0 +1,288 @@
+"""Ollama's API: `/api/chat`, `/api/generate`, and what its clients ask about models."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from weir import __version__
+from weir.serve.api.chat_request import AnswerReader, ChatRequest, answer_chat
+from weir.serve.api.dependencies import Client, Owner
+from weir.serve.api.errors import APIError, ollama_error
+from weir.serve.api.generation import Events, Renderer, make_request, send_answers, warn
+from weir.serve.api.models import ANY_NAME, STARTED, WINDOW, check_model
+from weir.serve.api.openapi import describe_body
+from weir.serve.api.requests import read_body, read_content
+from weir.serve.api.schemas.formats import ToolOffer
+from weir.serve.api.schemas.ollama import (
+    TAG,
+    OllamaBody,
+    OllamaChatBody,
+    OllamaGenerateBody,
+    ShowBody,
+)
+from weir.serve.client import EngineClient, Generation
+from weir.serve.messages import Call
+from weir.serve.thoughts import ThoughtDelta
+from weir.serve.tools.parser import AnswerPart, CallStart, TextDelta
+
+SPOKEN = "0.12.6"
+"""Version of Ollama whose API this is; clients refuse older ones."""
+NDJSON = "application/x-ndjson"
+
+router = APIRouter()
+
+
+@router.post(
+    "/api/chat", openapi_extra=describe_body(OllamaChatBody, streams=True, media_type=NDJSON)
+)
+async def chat(request: Request, client: Client, owner: Owner) -> Response:
+    """Answer a chat, for Ollama's clients."""
+    body, messages = await read_content(request, OllamaChatBody, owner, "messages", "history")
+    body.model = own_name(client, body.model)
+    if isinstance(messages, list) and not messages:
+        return _loaded(request, client, body, {"message": {"role": "assistant", "content": ""}})
+    limit = ("options.num_predict", body.max_tokens)
+    asked = ChatRequest(body, messages, body.offer, limit, None, body.held_to, "format")
+    make = partial(OllamaRenderer, client)
+    return await answer_chat(request, client, owner, asked, make)
+
+
+@router.post(
+    "/api/generate",
+    openapi_extra=describe_body(OllamaGenerateBody, streams=True, media_type=NDJSON),
+)
+async def generate(request: Request, client: Client, owner: Owner) -> Response:
+    """Answer a prompt, for Ollama's clients; a raw one is continued as it is."""
+    field, what = "prompt", "history"
+    body, messages = await read_content(request, OllamaGenerateBody, owner, field, what)
+    body.model = own_name(client, body.model)
+    if isinstance(messages, list) and not messages[-1].content:
+        return _loaded(request, client, body, {"response": ""})
+    limit = ("options.num_predict", body.max_tokens)
+    make = partial(OllamaTextRenderer, client)
+    if not body.raw:
+        offer = ToolOffer(())
+        asked = ChatRequest(body, messages, offer, limit, None, body.held_to, "format")
+        return await answer_chat(request, client, owner, asked, make)
+    check_model(client, body.model)
+    if body.held_to is not None:
+        raise APIError(400, "a raw prompt has no format; leave one of them out", param="format")
+    text = messages[-1].content if isinstance(messages, list) else messages.map(_text_of)
+    match = partial(client.matcher.complete, owner, text)
+    job = make_request(client, body, match, limit, None, client.limits.answer_default)
+    return await send_answers(request, job, "prompt", make, body)
+
+
+def _text_of(_: Any, messages: Sequence[Any]) -> str:
+    text: str = messages[-1].content
+    return text
+
+
+@router.get("/api/version")
+async def version() -> dict[str, Any]:
+    """Say which version of Ollama's API is served."""
+    return {"version": SPOKEN, "weir": __version__}
+
+
+@router.get("/api/tags")
+async def tags(client: Client) -> dict[str, Any]:
+    """List the models: there is one, which may have several names."""
+    names = [client.name, *sorted(client.aliases - {client.name, ANY_NAME})]
+    return {"models": [_card(client, name) for name in names]}
+
+
+@router.get("/api/ps")
+async def running(client: Client) -> dict[str, Any]:
+    """List the models in memory: there is one."""
+    size = {"size_vram": 0, "expires_at": "2100-01-01T00:00:00Z", "context_length": WINDOW}
+    return {"models": [{**_card(client, client.name), **size}]}
+
+
+@router.post("/api/show", openapi_extra=describe_body(ShowBody))
+async def show(request: Request, client: Client, owner: Owner) -> Response:
+    """Describe the model."""
+    body = await read_body(request, ShowBody, owner)
+    check_model(client, own_name(client, body.model or body.name or ""))
+    config = client.engine.model.config.get_text_config(decoder=True)
+    kind = str(config.model_type)
+    can = ["completion", "tools"] + ["thinking"] * client.renderer.thinks
+    described = {
+        "modelfile": "",
+        "parameters": "",
+        "template": str(client.tokenizer.chat_template or ""),
+        "details": _details(client),
+        "model_info": {
+            "general.architecture": kind,
+            "general.parameter_count": client.engine.model.num_parameters(),
+            f"{kind}.context_length": WINDOW,
+            f"{kind}.embedding_length": config.hidden_size,
+            f"{kind}.block_count": config.num_hidden_layers,
+        },
+        "capabilities": can,
+        "modified_at": _time(STARTED),
+    }
+    given = [name for name in ("system", "template", "options") if getattr(body, name)]
+    return JSONResponse(described, headers=warn(request, given))
+
+
+def own_name(client: EngineClient, name: str) -> str:
+    """The name of a model without the tag that Ollama's clients add."""
+    plain = name.removesuffix(TAG)
+    return plain if name != client.name and name not in client.aliases else name
+
+
+def _loaded(
+    request: Request, client: EngineClient, body: OllamaBody, fields: dict[str, Any]
+) -> Response:
+    """Answer a request without a prompt, with which clients load a model."""
+    check_model(client, body.model)
+    head = {"model": client.name, "created_at": _time(time.time())}
+    ended = {**head, **fields, "done": True, "done_reason": "load"}
+    return JSONResponse(ended, headers=warn(request, body.skipped))
+
+
+def _card(client: EngineClient, name: str) -> dict[str, Any]:
+    model = client.engine.model
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": _time(STARTED),
+        "size": sum(one.nbytes for one in model.parameters()),
+        "digest": hashlib.sha256(client.name.encode()).hexdigest(),
+        "details": _details(client),
+    }
+
+
+def _details(client: EngineClient) -> dict[str, Any]:
+    model = client.engine.model
+    kind = str(model.config.get_text_config(decoder=True).model_type)
+    return {
+        "parent_model": "",
+        "format": "safetensors",
+        "family": kind,
+        "families": [kind],
+        "parameter_size": f"{model.num_parameters() / 1e9:.2f}B",
+        "quantization_level": str(model.dtype).removeprefix("torch."),
+    }
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+class OllamaRenderer(Renderer):
+    """Writes answers as lines of JSON, of which the last has the numbers."""
+
+    media_type = NDJSON
+
+    def __init__(self, client: EngineClient, generation: Generation) -> None:
+        self._generation = generation
+        self._model = client.name
+        self._reader = AnswerReader(client, generation)
+        self._first: float | None = None
+
+    async def whole(self, events: Events) -> dict[str, Any]:
+        """Write the answer as one object."""
+        parts: list[AnswerPart | ThoughtDelta] = []
+        async for several in events:
+            for event in several:
+                self._note_time()
+                parts += self._reader.read(event)
+        return {**self._line(parts), **self._end()}
+
+    async def stream(self, events: Events) -> AsyncIterator[bytes]:
+        """Write the answer as lines."""
+        calls: list[AnswerPart | ThoughtDelta] = []  # which are sent whole
+        async for several in events:
+            self._note_time()
+            now: list[AnswerPart | ThoughtDelta] = []
+            for event in several:
+                for part in self._reader.read(event):
+                    is_text = isinstance(part, ThoughtDelta) or (
+                        isinstance(part, TextDelta) and part.call is None
+                    )
+                    (now if is_text else calls).append(part)
+            if now:
+                yield _encode({**self._line(now), "done": False})
+        if calls:
+            yield _encode({**self._line(calls), "done": False})
+        yield _encode({**self._line([]), **self._end()})
+
+    def keep_alive(self, generation: Generation) -> bytes:
+        """Write a line without text: this API has no comments."""
+        return _encode({**self._line([]), "done": False})
+
+    def failure(self, error: APIError) -> bytes:
+        """Write that the answer has failed."""
+        return _encode(ollama_error(error))
+
+    def _note_time(self) -> None:
+        if self._first is None:
+            self._first = time.perf_counter()
+
+    def _line(self, parts: Sequence[AnswerPart | ThoughtDelta]) -> dict[str, Any]:
+        """A line with parts of the answer."""
+        head = {"model": self._model, "created_at": _time(time.time())}
+        text = "".join(p.text for p in parts if isinstance(p, TextDelta) and p.call is None)
+        thoughts = "".join(part.text for part in parts if isinstance(part, ThoughtDelta))
+        names = [part.name for part in parts if isinstance(part, CallStart)]
+        arguments = [""] * len(names)
+        for part in parts:
+            if isinstance(part, TextDelta) and part.call is not None:
+                arguments[part.call] += part.text
+        calls = [
+            {"function": {"name": name, "arguments": _arguments(given)}}
+            for name, given in zip(names, arguments, strict=True)
+        ]
+        return {**head, **self._content(text, thoughts, calls)}
+
+    def _content(self, text: str, thoughts: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
+        """The fields of a line with the answer."""
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if thoughts:
+            message["thinking"] = thoughts
+        if calls:
+            message["tool_calls"] = calls
+        return {"message": message}
+
+    def _end(self) -> dict[str, Any]:
+        """The fields of the last line. Times are in nanoseconds."""
+        generation, now = self._generation, time.perf_counter()
+        first = now if self._first is None else self._first
+        return {
+            "done": True,
+            "done_reason": generation.finished[0].reason,
+            "total_duration": round((now - generation.began) * 1e9),
+            "load_duration": 0,
+            "prompt_eval_count": generation.prompt.length,
+            "prompt_eval_duration": round((first - generation.began) * 1e9),
+            "eval_count": generation.tokens,
+            "eval_duration": round((now - first) * 1e9),
+            "cached_count": generation.cached,
+        }
+
+
+class OllamaTextRenderer(OllamaRenderer):
+    """Writes the answers of prompts."""
+
+    def _content(self, text: str, thoughts: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"response": text, **({"thinking": thoughts} if thoughts else {})}
+
+
+def _encode(data: dict[str, Any]) -> bytes:
+    return json.dumps(data, separators=(",", ":")).encode() + b"\n"
+
+
+def _arguments(text: str) -> Any:
+    """The arguments of a call as an object; empty where the answer was cut."""
+    found = Call("", "", text).parse_arguments()
+    return found if isinstance(found, dict) else {}

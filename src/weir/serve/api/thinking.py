@@ -1,0 +1,72 @@
+"""Options about a model's thoughts, as variables of its chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from inspect import signature
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from weir.errors import shorten
+from weir.serve.api.errors import APIError
+from weir.serve.api.schemas.chat import GenerationBody
+from weir.serve.client import EngineClient
+
+RESERVED = frozenset(
+    {
+        *signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+        "messages",
+        "raise_exception",
+        "strftime_now",
+    }
+)
+"""Variables of chat templates that are not for clients."""
+SWITCHES = ("enable_thinking", "thinking")
+"""Variables with which templates switch thoughts on and off."""
+
+
+def find_variables(client: EngineClient, body: GenerationBody) -> dict[str, Any]:
+    """Find the variables that a request sets; APIError for one that the template does not use.
+
+    An effort that the template cannot be told has no effect, and a warning says so: agents send
+    one with every request.
+    """
+    own = client.renderer.variables - RESERVED
+    known = {name for name in own if not name.endswith("_token")}
+    given: Mapping[str, Any] = body.chat_template_kwargs or {}
+    for name in given:
+        if name not in known:
+            has = (
+                ", ".join(sorted(known & {*SWITCHES, "reasoning_effort"})) or "none about thoughts"
+            )
+            raise APIError(
+                400,
+                f"the chat template of this model does not use {shorten(name)!r} (it uses {has}); "
+                "leave it out",
+                param=f"chat_template_kwargs.{shorten(name)}",
+                code="unsupported",
+            )
+    found = dict(given)
+    effort = body.effort
+    switch = next((name for name in SWITCHES if name in known), None)
+    if body.enable_thinking is not None:
+        if switch is None:
+            raise APIError(
+                400,
+                "the chat template of this model cannot switch thoughts on or off; leave "
+                "enable_thinking out",
+                param="enable_thinking",
+                code="unsupported",
+            )
+        found.setdefault(switch, body.enable_thinking)
+    if effort is not None:
+        if "reasoning_effort" in known:
+            found.setdefault("reasoning_effort", effort)
+        elif switch is not None:
+            found.setdefault(switch, effort != "none")
+            if effort != "none":
+                body.note(f"the degree of {body.effort_field}")
+        elif effort != "none":
+            body.note(body.effort_field)
+    return found

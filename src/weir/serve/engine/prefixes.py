@@ -1,0 +1,101 @@
+"""States of rows after the first tokens of a prompt, so that those tokens are not read twice.
+
+Two kinds are kept: the end of the beginning of a conversation (system message and tools), which
+other conversations of the same owner share, and the place where a prompt was interrupted because
+its client hung up. Knows nothing about models or text.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from weir.cache import RowState
+
+
+@dataclass(frozen=True)
+class PrefixKey:
+    """What two prompts must have in common before their tokens are compared.
+
+    Attributes:
+        owner: who may continue from a state.
+        parent: the checkpoint that the tokens follow; None at the beginning of a stream.
+        beginning: tokens of the stream's beginning (`Marks.beginning`), which cannot change after
+            they have been folded; 0 with a parent, whose row knows it.
+        seed: of the row's random draws; 0 with a parent.
+    """
+
+    owner: str
+    parent: str | None
+    beginning: int
+    seed: int
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixState:
+    """The state of a row that has read some tokens of a prompt."""
+
+    key: PrefixKey
+    ids: array[int]
+    state: RowState
+
+    @property
+    def is_beginning(self) -> bool:
+        """Whether it is the end of a beginning, which other conversations share."""
+        return self.key.parent is None and len(self.ids) == self.key.beginning
+
+
+class PrefixStates:
+    """Keeps at most `most` states in memory; the least recently used one is dropped first.
+
+    The owner with the most states loses one, so that no owner can drop all of another's. Only the
+    engine's thread calls this.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._kept: list[PrefixState] = []  # the one used last at the end
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def find(self, key: PrefixKey, ids: Iterable[int], most: int) -> PrefixState | None:
+        """Return the state that covers most of a prompt, up to `most` of its tokens."""
+        fitting = [kept for kept in self._kept if kept.key == key and len(kept.ids) <= most]
+        if not fitting:
+            return None
+        prompt = array("I", ids)
+        fitting = [kept for kept in fitting if prompt[: len(kept.ids)] == kept.ids]
+        found = max(fitting, key=lambda kept: len(kept.ids), default=None)
+        if found is not None:
+            self._kept.remove(found)
+            self._kept.append(found)
+        return found
+
+    def add(self, new: PrefixState) -> None:
+        """Keep a state, in place of one that has read less of the same prompt.
+
+        The end of a beginning is not replaced by a longer state: conversations that differ after
+        it start from it.
+        """
+        if not self._most:
+            return
+        self._kept = [kept for kept in self._kept if not _replaces(new, kept)]
+        self._kept.append(new)
+        if len(self._kept) > self._most:
+            owners = [kept.key.owner for kept in self._kept]
+            many = max(map(owners.count, owners))
+            gone = next(kept for kept in self._kept if owners.count(kept.key.owner) == many)
+            self._kept.remove(gone)
+
+    def forget(self, parent: str) -> None:
+        """Drop the states that follow a checkpoint that is deleted."""
+        self._kept = [kept for kept in self._kept if kept.key.parent != parent]
+
+
+def _replaces(new: PrefixState, kept: PrefixState) -> bool:
+    """Whether a state makes another one superfluous."""
+    if new.key != kept.key or new.ids[: len(kept.ids)] != kept.ids:
+        return False
+    return len(new.ids) == len(kept.ids) or not kept.is_beginning

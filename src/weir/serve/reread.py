@@ -1,0 +1,138 @@
+"""Why a history is read again although some of it was answered here before.
+
+Compares the history with the latest conversations of its owner. Knows nothing about tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from weir.serve.messages import Message
+from weir.serve.sessions.records import TurnRecord, find_path
+from weir.serve.sessions.store import SessionStore
+
+COMPARED = 8
+"""Sessions of an owner that a history is compared with, the latest first."""
+EXCERPT = 40
+"""Characters of each of two texts that are shown where they differ."""
+
+
+@dataclass(frozen=True)
+class Reread:
+    """What of a history is read again, and why.
+
+    Attributes:
+        start: the index of the first message that is read again.
+        messages: how many messages are, up to the last answer.
+        why: "changed" (a message differs from the one that was answered), "tools" (the same
+            messages with other tools), "template" (the chat template cannot continue a
+            conversation), or "unknown" (nothing like it is kept).
+        detail: what differs, in words.
+    """
+
+    start: int
+    messages: int
+    why: str
+    detail: str
+
+    def to_json(self) -> dict[str, Any]:
+        """As clients see it."""
+        return {
+            "from_message": self.start,
+            "messages": self.messages,
+            "why": self.why,
+            "detail": self.detail,
+        }
+
+
+def explain_reread(
+    store: SessionStore,
+    owner: str,
+    messages: Sequence[Message],
+    known: int,
+    answered: int,
+    session: str | None,
+    *,
+    refused: bool,
+) -> Reread:
+    """Find out why messages are read again.
+
+    Args:
+        known: how many messages are not read again.
+        answered: how many messages there are up to the last answer.
+        session: the session that the client has named.
+        refused: whether the template could not continue a turn that was found.
+    """
+    count = answered - known
+    if refused:
+        detail = "the chat template cannot render a turn without those before it"
+        return Reread(known, count, "template", detail)
+    best, nearest = -1, list[Message]()
+    for candidate in _conversations(store, owner, session):
+        same = _count_same(candidate, messages)
+        # A conversation of which all but one message is the same is nearer than one that only
+        # begins in the same way.
+        near = same + _count_same(candidate[same + 1 :], messages[same + 1 :])
+        if near > best:
+            best, nearest = near, candidate
+    at = _count_same(nearest, messages)
+    if best <= 0 or at >= len(messages):
+        return Reread(known, count, "unknown", "no conversation like this is kept for this key")
+    if at >= min(len(nearest), answered):
+        detail = "the same messages were answered with other tools"
+        if at < answered:
+            detail = f"messages[{at}] was not answered here, and those before it with other tools"
+        return Reread(known, count, "tools", detail)
+    return Reread(known, count, "changed", _difference(at, nearest[at], messages[at]))
+
+
+def _conversations(store: SessionStore, owner: str, session: str | None) -> list[list[Message]]:
+    """The latest conversations of an owner, that of the named session first."""
+    latest = [one.id for one in reversed(store.list_sessions(owner))]
+    names = dict.fromkeys([*([] if session is None else [session]), *latest])
+    found = []
+    for name in islice(names, COMPARED):
+        turns = {turn.node: turn for turn in store.list_turns(owner, name)}
+        if turns:
+            found.append(_messages_of(turns))
+    return found
+
+
+def _messages_of(turns: dict[str, TurnRecord]) -> list[Message]:
+    """The messages up to the newest of some turns."""
+    newest = next(reversed(turns))
+    parents = {node: turn.parent for node, turn in turns.items()}
+    return [m for node in find_path(newest, parents) for m in turns[node].messages]
+
+
+def _count_same(one: Sequence[Message], other: Sequence[Message]) -> int:
+    """How many messages two conversations begin with that mean the same."""
+    pairs = zip(one, other, strict=False)
+    return next(
+        (at for at, (a, b) in enumerate(pairs) if a.canonical() != b.canonical()),
+        min(len(one), len(other)),
+    )
+
+
+def _difference(at: int, old: Message, new: Message) -> str:
+    """Say in which way a message differs."""
+    place = f"messages[{at}] ({new.role})"
+    if old.role != new.role:
+        return f"{place} was a message of the role {old.role}"
+    if old.content != new.content:
+        pairs = enumerate(zip(old.content, new.content, strict=False))
+        shorter = min(len(old.content), len(new.content))
+        first = next((n for n, (a, b) in pairs if a != b), shorter)
+        was, now = (repr(text[first : first + EXCERPT]) for text in (old.content, new.content))
+        return f"{place} differs from character {first} on: it was {was} and is {now}"
+    if len(old.calls) != len(new.calls):
+        return f"{place} has {len(new.calls)} calls, and had {len(old.calls)}"
+    for n, (a, b) in enumerate(zip(old.calls, new.calls, strict=True)):
+        if a.name != b.name:
+            return f"the call {n} of {place} is of {b.name!r}, and was of {a.name!r}"
+        if a.arguments != b.arguments:
+            return f"the arguments of the call {n} of {place} differ"
+    return f"{place} differs in its name or in the call that it answers"
