@@ -2,8 +2,8 @@
 
 A name proves nothing: a subclass, a patch or another release may compute something else under it.
 So a copy of a module is called on several rows of random numbers of several sizes, with stand-ins
-for its large weights, and its answers are compared with a formula in float64. What differs by more
-than float32 rounds is something else.
+for its large weights, and its answers are compared with a formula in float64. A difference that is
+larger than float32 rounding means another computation.
 """
 
 from __future__ import annotations

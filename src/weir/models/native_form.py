@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
 from weir import kernels
+from weir.kernels import PANEL
 from weir.models.block_weights import BlockLinear
 from weir.models.linear_kernels import is_plain
 from weir.models.module_trials import (
@@ -31,15 +32,14 @@ from weir.models.quantized_weights import Int8Linear
 
 PARTS = ("embed_tokens", "layers", "norm")
 """What a decoder consists of, besides a rotary embedding."""
-PANEL = kernels.PANEL
-"""Outputs of a weight in blocks that lie side by side."""
+
 _LINEARS: dict[type, Any] = {nn.Linear: nn.Linear.forward}
 _LINEARS |= {kind: kind.forward for kind in (Int8Linear, BlockLinear)}
 """Classes of linear layers that a table can multiply by, and their forwards."""
 
 
 class NotNative(Exception):
-    """A decoder, or slots, of which no native step can be made; the message says why."""
+    """No native step can be made of a decoder or of slots; the message says why."""
 
 
 class Weight(NamedTuple):
@@ -109,8 +109,9 @@ class Projection(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """`x / sqrt(mean(x^2) + epsilon) * (weight + offset) + bias`; a centered one subtracts the mean
-    first.
+    """A norm: `x / sqrt(mean(x^2) + epsilon) * (weight + offset) + bias`.
+
+    A centered one subtracts the mean first.
 
     Attributes:
         name: of the module.
@@ -360,7 +361,7 @@ def _norms(name: str, layer: Any) -> tuple[Norm | None, Norm | None, Norm | None
         "pre_feedforward_layernorm",
         "post_feedforward_layernorm",
     )
-    if hasattr(layer, last):  # Gemma's from its second on has four, OLMo 2 the two behind
+    if hasattr(layer, last):  # Gemma 2 and 3 have all four, OLMo 2 the second and the fourth
         order = (before, after, inner, last)
         if hasattr(layer, before) != hasattr(layer, inner):
             raise NotNative(f"{name} has norms in an order that native steps do not know")
