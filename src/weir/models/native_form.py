@@ -20,11 +20,11 @@ from torch.nn.modules import module as torch_modules
 from weir import kernels
 from weir.kernels import PANEL
 from weir.models.block_weights import BlockLinear
+from weir.models.interception import has_class_forward
 from weir.models.linear_kernels import is_plain
 from weir.models.module_trials import (
     activation_of,
     copy_module,
-    has_class_forward,
     is_rounding,
     trial_rows,
 )
@@ -223,7 +223,7 @@ def read_decoder(decoder: Any, attentions: Sequence[nn.Module]) -> DecoderForm:
             raise NotNative(f"its decoder is {_what(decoder)}, which has no {name}")
     if torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks:
         raise NotNative("a forward hook is registered for all modules")
-    if not has_class_forward(decoder):
+    if not has_class_forward(decoder, patched=True):
         raise NotNative("the forward of its decoder was replaced")
     for name, module in decoder.named_children():
         if name not in (*PARTS, "rotary_emb") and any(_held(part) for part in module.modules()):
@@ -432,5 +432,5 @@ def refuse_changed(name: str, module: nn.Module) -> None:
         raise NotNative(f"{name} has a forward hook")
     if getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules:
         raise NotNative(f"{name} was compiled by torch.compile")
-    if not has_class_forward(module):
+    if not has_class_forward(module, patched=True):
         raise NotNative(f"the forward of {name} was replaced")
