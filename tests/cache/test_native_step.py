@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from reference.blocks import random_lines, unit_of
+from reference.blocks import blocks_of, random_lines, unit_of
 from reference.models import CONFIGS, make, tokens
 from reference.native_families import NATIVE, families
 from roundings import close_runs
@@ -498,7 +498,7 @@ def test_a_layer_may_mix_types_of_a_file(rows: int, threads: int, taken) -> None
         kind = KINDS_OF_A_FILE[name.rpartition(".")[2]]
         outputs, inputs = module.weight.shape
         lines = random_lines(kind, outputs, inputs // unit_of(kind)[0], seed)
-        blocks = Blocks.read(lines, kind)
+        blocks = blocks_of(lines, kind)
         wanted = module.weight.detach()
         heads = blocks.scales[:, :, : BLOCK_TYPES[kind].heads].view(torch.float16)
         heads *= float(wanted.std() / blocks.rows().std())

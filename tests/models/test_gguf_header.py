@@ -109,7 +109,7 @@ def of_another_model(paths: list[Path]) -> None:
         (of_two, r"split\.count is 2, where 3 is expected"),
         (without_fields, r"split\.count is None, where 3 is expected"),
         (of_another_model, r"split\.tensors\.count is 6, where 5 is expected"),
-        (too_few, r"hold 4 tensors, and the first one says 5"),
+        (too_few, r"hold 4 tensors, but the first one says 5"),
         (twice, r"both hold the tensor blk\.0\.attn_q\.weight"),
     ],
 )

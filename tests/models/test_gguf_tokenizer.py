@@ -325,7 +325,10 @@ def too_few_scores() -> dict[str, Any]:
         (lambda: byte_level(ggml__remove_extra_whitespaces=True), r"remove_extra_whitespaces"),
         (lambda: byte_level(ggml__suppress_tokens=[1]), r"suppress_tokens = an array of 1"),
         (lambda: byte_level(ggml__normalizer__lowercase=True), r"normalizer\.lowercase = True"),
-        (lambda: byte_level(ggml__bos_token_id=None, ggml__add_bos_token=True), r"token bos"),
+        (
+            lambda: byte_level(ggml__bos_token_id=None, ggml__add_bos_token=True),
+            r"the token bos, but not which",
+        ),
         (twice, r"has the token .* twice"),
         (without_a_product, r"is broken.*out of vocabulary"),
         (too_few_scores, r"not one number for each in tokenizer\.ggml\.scores"),

@@ -177,7 +177,7 @@ class Attachment:
             given = with_one_name(self._named(args, kwargs))
             cache: Any = given.get(CACHE)
             attachment = getattr(cache, "attachment", None)
-            kwargs = with_one_name(kwargs)  # transformers would warn of an old name in weir's
+            kwargs = with_one_name(kwargs)  # transformers would blame weir for an old name
             if self.running is not None or not isinstance(attachment, Attachment):
                 return own(*args, **kwargs)
             if attachment.running is not None:

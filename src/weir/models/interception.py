@@ -24,6 +24,22 @@ _MAKING = threading.RLock()
 """Reentrant: a thread's garbage may be collected while it holds the lock."""
 
 
+def has_class_forward(module: nn.Module, *, patched: bool = False) -> bool:
+    """Return whether a module has the forward of its class.
+
+    A copy of a patched module (`MethodPatch`) holds its class's forward as an attribute.
+
+    Args:
+        module: any module.
+        patched: look below patches of weir's too, which compute the same: faster products, a
+            layer's compiled program, a cache's hooks.
+    """
+    put = vars(module).get("forward")
+    while patched and isinstance(put, MethodPatch):
+        put = put.own
+    return put is None or getattr(put, "__func__", None) is type(module).forward
+
+
 class MethodPatch:
     """Call `around(own, *args, **kwargs)` in place of a module's method, which stays as `own`."""
 

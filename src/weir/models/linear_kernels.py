@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from weir import kernels
 from weir.errors import WeirError, quote
 from weir.models.cache_folder import cache_folder, read_json, write_json
-from weir.models.interception import MethodPatch
+from weir.models.interception import MethodPatch, has_class_forward
 from weir.models.memory import move_to_huge_pages
 
 ROWS = (1, 2, 4, 8, 16, 32)
@@ -276,7 +276,7 @@ def _is_plain_linear(module: nn.Module) -> bool:
     """Return whether a module is PyTorch's own linear layer with its own forward."""
     return (
         type(module) is nn.Linear
-        and has_own_forward(module)
+        and has_class_forward(module)
         and is_plain(module.weight)
         and module.weight.numel() > 0
         and (module.bias is None or is_plain(module.bias))
@@ -307,16 +307,7 @@ def _movable(model: nn.Module) -> list[Tensor]:
 
 def runs_as_linear(module: nn.Module) -> bool:
     """Return whether a linear layer has its own forward, or one with weir's kernel."""
-    return isinstance(vars(module).get("forward"), _LinearPatch) or has_own_forward(module)
-
-
-def has_own_forward(module: nn.Module) -> bool:
-    """Return whether a module has the forward of its class.
-
-    A copy of a patched module (`MethodPatch`) holds its class's forward as an attribute.
-    """
-    put = vars(module).get("forward")
-    return put is None or getattr(put, "__func__", None) is type(module).forward
+    return isinstance(vars(module).get("forward"), _LinearPatch) or has_class_forward(module)
 
 
 def is_plain(weight: Tensor) -> bool:

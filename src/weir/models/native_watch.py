@@ -1,9 +1,10 @@
-"""Notices when modules of a decoder are not what they were when its form was read.
+"""Notices when modules of a decoder have changed since its form was read.
 
-Behind a step all that is looked at is out of the processor's caches, and looking at 30 layers takes
-half a millisecond, twice what it takes again. So it looks at what a layer computes from: weights
-and their memory, modules, numbers, forwards; at hooks only where any were registered in this
-process; and at classes and the functions of their files once each, not once a layer.
+The check runs before every step. A step pushes everything that the check reads out of the
+processor's caches, so that checking 30 layers takes half a millisecond. So only what a layer
+computes from is checked: weights and their memory, modules, numbers and forwards. Hooks are checked
+only if any were registered in this process since the last check, and classes and the functions of
+their files once each, not once a layer.
 """
 
 from __future__ import annotations
@@ -108,12 +109,12 @@ class Watch:
 
 
 def _decides(value: Any) -> bool:
-    """Return whether an attribute may be something that a forward multiplies by or calls."""
+    """Return whether an attribute may be a number or a function that a forward uses."""
     return type(value) is float or (callable(value) and not isinstance(value, nn.Module | type))
 
 
 def _methods_of(kind: type) -> Iterator[str]:
-    """Return the names of the methods that a class of modules has beside PyTorch's."""
+    """Return the names of a class's methods that are not PyTorch's, and of what runs a forward."""
     yield "forward"
     yield "__call__"
     for part in kind.__mro__:

@@ -62,9 +62,9 @@ class SystemPlaces:
     def place(self, messages: Sequence[Message], *, at_start: bool) -> list[Message]:
         """Bring system messages to where the template takes them.
 
-        Those at the beginning become one. One that the template does not take where it is becomes
-        a part of the user's message before it, or else of the one after it, or else a user's
-        message.
+        Those at the beginning become one. A later one that the template does not take is appended
+        to the user message directly before it. If there is none, it is put in front of the user
+        message directly after it. If there is none either, it becomes a user message.
 
         Args:
             at_start: whether the conversation begins with these messages.

@@ -7,7 +7,6 @@ takes about a second.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from weir.errors import WeirError
-from weir.models.gguf.config import IGNORED
+from weir.models.gguf.config import ignored_keys, refuse_key
 from weir.models.gguf.header import GGUFArray, GGUFHeader, read_header
 from weir.models.gguf.pretokenizers import PRE_TOKENIZERS
 from weir.models.gguf.special_tokens import (
@@ -33,7 +32,7 @@ SPACE = "▁"
 """SentencePiece's sign for a space."""
 
 _LIST = "tokenizer.ggml.tokens"
-_HONOURED = frozenset(
+_FOLLOWED = frozenset(
     """model pre tokens token_type scores merges bos_token_id eos_token_id eot_token_id
     eom_token_id unknown_token_id padding_token_id add_bos_token add_eos_token add_space_prefix
     fim_pad_token_id fim_rep_token_id fim_sep_token_id eos_token_ids""".split()
@@ -43,9 +42,9 @@ _DESCRIBING = frozenset(
     fim_suf_token_id fim_mid_token_id prefix_token_id suffix_token_id middle_token_id
     add_padding_token add_unknown_token add_mask_token""".split()
 )
-"""Keys below `tokenizer.ggml.` that change no token of a text."""
+"""Keys below `tokenizer.ggml.` that do not change the tokens of a text."""
 _NEUTRAL = {"add_sep_token": (False,), "remove_extra_whitespaces": (False,)}
-"""Values with which a key below `tokenizer.ggml.` changes no token of a text."""
+"""Values with which a key below `tokenizer.ggml.` does not change the tokens of a text."""
 _UNSTRIPPED = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 """Special tokens of Phi 3 that do not swallow the spaces after them."""
 
@@ -64,7 +63,7 @@ def tokenizer_of(header: GGUFHeader) -> PreTrainedTokenizerBase:
     kind = header.fields.get("tokenizer.ggml.model")
     if kind not in _KINDS:
         raise WeirError(
-            f"{header.path} has a tokenizer of the kind {kind!r}, and weir reads "
+            f"{header.path} has a tokenizer of the kind {kind!r}, but weir reads only "
             f"{' and '.join(map(repr, _KINDS))} from GGUF files; load the model's folder or Hub id "
             "instead"
         )
@@ -101,27 +100,25 @@ def tokenizer_of(header: GGUFHeader) -> PreTrainedTokenizerBase:
 
 
 def _check_keys(header: GGUFHeader) -> None:
-    """Refuse keys that change what tokens a text has, and that are not honoured."""
-    ignored = {key.strip() for key in os.environ.get(IGNORED, "").split(",")}
-    start = "tokenizer.ggml."
+    """Refuse keys that change which tokens a text has and that weir does not follow."""
+    ignored, start = ignored_keys(), "tokenizer.ggml."
     for key, value in header.fields.items():
         name = key.removeprefix(start)
-        if not key.startswith(start) or name in _HONOURED | _DESCRIBING or key in ignored:
+        if not key.startswith(start) or name in _FOLLOWED | _DESCRIBING or key in ignored:
             continue
         if name in _NEUTRAL and value in _NEUTRAL[name]:
             continue
-        shown = f"an array of {len(value)}" if isinstance(value, GGUFArray) else repr(value)[:60]
-        raise WeirError(
-            f"{header.path} says {key} = {shown}, which is not honoured by weir, and texts might "
-            "become other tokens without it; load the model's folder or Hub id instead, or set "
-            f"{IGNORED}={key} if the key does not matter"
-        )
+        without = "texts could become other tokens"
+        refuse_key(header, key, value, "weir does not support", without)
 
 
 def _vocabulary(header: GGUFHeader) -> tuple[list[str], list[int]]:
     """Return the tokens' texts and types; WeirError if there are none, or two are the same."""
     if not isinstance(header.fields.get(_LIST), GGUFArray):
-        raise WeirError(f"{header.path} lacks {_LIST}, so it has no tokenizer")
+        raise WeirError(
+            f"{header.path} lacks {_LIST}, so its tokenizer cannot be built; take another file of "
+            "the model"
+        )
     words = [word or f"[EMPTY_{n}]" for n, word in enumerate(header.array(_LIST))]
     if len(set(words)) < len(words):
         seen: set[str] = set()
@@ -140,7 +137,7 @@ def _numbers(header: GGUFHeader, name: str, n: int) -> list[Any] | None:
         return None
     if not isinstance(field, GGUFArray) or len(field) < n:
         raise WeirError(
-            f"{header.path} has {n:,} tokens and not one number for each in {key}; take another "
+            f"{header.path} has {n:,} tokens, but not one number for each in {key}; take another "
             "file of the model"
         )
     return header.array(key)
@@ -170,8 +167,8 @@ def _add_ends(
         wanted = header.fields.get(f"tokenizer.ggml.add_{name}_token", default)
         if wanted and id is None:
             raise WeirError(
-                f"{header.path} says that texts get a token {name}, and does not say which; take "
-                "another file of the model"
+                f"{header.path} says that every text gets the token {name}, but not which token "
+                "that is; take another file of the model"
             )
         sides.append([(words[id], id)] if wanted and id is not None else [])
     front, back = sides
@@ -207,8 +204,9 @@ def _byte_level(
     name = header.fields.get("tokenizer.ggml.pre")
     if name is None:
         logging.get_logger(__name__).warning(
-            f"{header.path} does not say how words are cut (tokenizer.ggml.pre), so tokens may "
-            "differ from those that the model was trained with; take a newer file of the model"
+            f"{header.path} does not say how words are cut (tokenizer.ggml.pre). weir cuts them by "
+            "llama.cpp's rule 'default', so tokens may differ from those that the model was "
+            "trained with; take a newer file of the model"
         )
         name = "default"
     if name not in PRE_TOKENIZERS:
@@ -218,7 +216,10 @@ def _byte_level(
             "Hub id instead"
         )
     if not isinstance(header.fields.get("tokenizer.ggml.merges"), GGUFArray):
-        raise WeirError(f"{header.path} lacks tokenizer.ggml.merges, so it has no tokenizer")
+        raise WeirError(
+            f"{header.path} lacks tokenizer.ggml.merges, so its tokenizer cannot be built; take "
+            "another file of the model"
+        )
     rule = PRE_TOKENIZERS[name]
     merges = []
     for line in header.array("tokenizer.ggml.merges"):
@@ -244,7 +245,10 @@ def _sentence_piece(
     """Return SentencePiece's BPE, and that texts begin with a token by default."""
     scores = _numbers(header, "scores", len(words))
     if scores is None:
-        raise WeirError(f"{header.path} lacks tokenizer.ggml.scores, so it has no tokenizer")
+        raise WeirError(
+            f"{header.path} lacks tokenizer.ggml.scores, so its tokenizer cannot be built; take "
+            "another file of the model"
+        )
     vocabulary = {word: n for n, word in enumerate(words)}
     made = Tokenizer(
         models.BPE(
@@ -268,9 +272,9 @@ def _sentence_piece(
 def _merges(
     words: Sequence[str], scores: Sequence[float], types: Sequence[int]
 ) -> list[tuple[str, str]]:
-    """Return the pairs of tokens that make a token, the best-scored first.
+    """Return the pairs of tokens that make a token, the highest score first.
 
-    SentencePiece merges whichever neighbors make the token of the highest score.
+    SentencePiece always merges the two neighbors that make the token with the highest score.
     """
     known = set(words)
     made: list[tuple[float, int, str, str]] = []

@@ -38,8 +38,9 @@ WARNING_HEADER = "x-weir-warning"
 WARNINGS = 16
 """Parts of a request that a warning names."""
 ATTEMPTS = 2 + LOOKUPS
-"""Times that a request is started, if the turn that it continues is dropped while it waits, or its
-snapshot is damaged: then it continues from the one before, and in the end from none.
+"""How often a request is started at most. It is started again if the turn that it continues is
+dropped while it waits, or if the turn's snapshot is damaged: then from the turn before, and in the
+end from none.
 """
 
 Events = AsyncIterator[list[TokenEvent | FinishEvent]]
@@ -133,8 +134,8 @@ async def send_answers(
 ) -> Response:
     """Submit a request to the engine, and send its answers.
 
-    A stream begins at once, while its prompt waits or is read. An error that is found later is an
-    event; one found before is a status code.
+    A stream begins at once, while its prompt waits or is read. An error that is found before that
+    is a status code, and a later one is an event.
 
     Args:
         param: the field that the prompt is made of, for errors.
@@ -189,7 +190,7 @@ async def send_answers(
 
 
 def warn(http: Request, skipped: Sequence[str]) -> dict[str, str]:
-    """Log what of a request has no effect, and return the header that says so."""
+    """Log the parts of a request that have no effect, and return the header that names them."""
     if not skipped:
         return {}
     shown = [
@@ -246,7 +247,7 @@ async def _events(http: Request, generation: Generation, param: str) -> Events:
     metrics.first.observe(loop.time() - began)
     add_log_fields(http.scope, read=read, cached=cached)
     if (reread := generation.prompt.reread) is not None:
-        # Without the detail, which repeats what was said.
+        # Without the detail, which quotes the messages.
         add_log_fields(http.scope, reread=reread.why, reread_from=reread.start)
     async for events in _observe(generation, metrics):
         yield events

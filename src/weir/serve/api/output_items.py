@@ -1,8 +1,7 @@
 """The output items of a response, built while its answer is made, and the events about them.
 
-Text of the model is a message, and its thoughts and each of its calls are items of their own, in
-their order. Knows
-nothing about responses but their items.
+Text of the model is a message, and its thoughts and each of its calls are separate items, in their
+order. Knows nothing about responses but their items.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ class SamplingParams:
 def read_defaults(config: GenerationConfig | None) -> tuple[SamplingParams, list[str]]:
     """Return how a model's generation configuration samples, and its options that are not used.
 
-    A configuration that does not sample (`do_sample`), as most do not say, changes nothing: then
-    the defaults are OpenAI's, temperature 1 and all tokens.
+    Only a configuration with `do_sample` changes anything. Otherwise the defaults are OpenAI's:
+    temperature 1, all tokens.
     """
     given = {} if config is None else config.to_diff_dict()
     if not given.get("do_sample"):
