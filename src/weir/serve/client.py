@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError
 from weir.models import StopTokens, sink_of, transformers_model
+from weir.serve.after_thoughts import AfterThoughts, ThoughtTokens
 from weir.serve.engine.engine import Engine
 from weir.serve.engine.output import (
     EventSender,
@@ -41,7 +42,7 @@ from weir.serve.prompts import Prompt, PromptMatcher, PromptRenderer
 from weir.serve.sessions.manager import SessionManager
 from weir.serve.sessions.records import StorageFull, TurnRecord, is_hidden, pack_ids
 from weir.serve.sessions.responses import ResponseStore
-from weir.serve.thoughts import OPEN
+from weir.serve.thoughts import OPEN, ThoughtParser
 from weir.serve.tools.formats import Tool
 from weir.serve.tools.parser import CallParser, join_parts
 from weir.serve.worker import Worker
@@ -229,6 +230,7 @@ class EngineClient:
             self.worker.open(self.renderer)
         self.matcher = PromptMatcher(self.renderer, self.store, root, self.vocabulary, self.worker)
         self.sessions = SessionManager(engine, self.responses, limits, self.worker)
+        self._thought_tokens = ThoughtTokens(tokenizer, self.stop_ids, self.vocabulary)
         self._sender = EventSender()
         engine.on_step = self._sender.send
         self._requests: Counter[str] = Counter()
@@ -369,7 +371,12 @@ class EngineClient:
             self._sender,
             partial(self._trim, prompt),
         )
-        constraint = request.constraint() if request.constraint else None
+        constraint: GrammarConstraint | AfterThoughts | None = None
+        if request.constraint:
+            constraint = request.constraint()
+            if self.renderer.may_think(prompt):
+                is_open = self.renderer.opens_thoughts(prompt)
+                constraint = AfterThoughts(constraint, self._thought_tokens, is_open=is_open)
         processor.sequence = Sequence(
             id=name,
             parent=None if prompt.parent is None else prompt.parent.node,
@@ -397,6 +404,11 @@ class EngineClient:
         before = OPEN if self.renderer.opens_thoughts(prompt) else prompt.prefill
         answer = Message("assistant", before + text)
         if parser := self.make_parser(request):
+            if self.renderer.thinks:  # a call in the thoughts is none
+                thoughts = ThoughtParser(is_open=before == OPEN)
+                said = thoughts.feed(text)[1] + thoughts.finish()[1]
+                before += text[: len(text) - len(said)]
+                text = said
             parts = [*parser.feed(text), *parser.finish(cut=reason == "length")]
             answer = join_parts(parts, partial(call_id, sequence.id))
             answer = replace(answer, content=before + answer.content)

@@ -21,7 +21,7 @@ from weir.serve.reread import Reread, explain_reread
 from weir.serve.roles import SystemPlaces
 from weir.serve.sessions.records import TurnRecord, is_hidden
 from weir.serve.sessions.store import SessionStore
-from weir.serve.thoughts import OPEN
+from weir.serve.thoughts import CLOSE, OPEN
 from weir.serve.tools.formats import (
     CallFormat,
     Tool,
@@ -200,8 +200,19 @@ class PromptRenderer:
         """Whether the end of a prompt opens the thoughts, so that the answer begins inside."""
         if not self.thinks:
             return False
-        end = str(self._tokenizer.decode(prompt.ids[-len(OPEN) - 2 :]))
-        return end.rstrip().endswith(OPEN)
+        return self._end_of(prompt).endswith(OPEN)
+
+    def may_think(self, prompt: Prompt) -> bool:
+        """Whether an answer to a prompt may begin with thoughts, or continue them: not if the
+        prompt has ended them, or has begun the answer itself.
+        """
+        if not self.thinks or (prompt.prefill and not self.opens_thoughts(prompt)):
+            return False
+        return not self._end_of(prompt).endswith(CLOSE)
+
+    def _end_of(self, prompt: Prompt) -> str:
+        """The end of a prompt, without white space after it."""
+        return str(self._tokenizer.decode(prompt.ids[-len(CLOSE) - 2 :])).rstrip()
 
     def check(self, prompt: Prompt) -> Prompt:
         """Refuse a prompt without tokens or with too many."""

@@ -242,6 +242,7 @@ def _emit_panel(
     sums: Any,
     out: Any,
     apart: Any,
+    next_: Any,
 ) -> None:
     """Products of a tile of rows with the 16 outputs of a panel.
 
@@ -258,6 +259,8 @@ def _emit_panel(
             [blocks, rows, 2], int32.
         out: address of float32 [rows, 16], which are written.
         apart: numbers from one row's to the next's.
+        next_: address of what is read next: of it a cache line a block is asked for, into the
+            second cache, where there are `TOGETHER` rows.
     """
     parts = range(PANEL // _LANES)
     scopes = range(BLOCK // form.per)
@@ -289,6 +292,8 @@ def _emit_panel(
                 for line in range(0, form.code_bytes, 64):
                     ahead = builder.add(start, LONG(_AHEAD + line))
                     prefetch(builder, _bytes(builder, codes, ahead), level=1)
+            if count == TOGETHER:
+                prefetch(builder, _bytes(builder, next_, builder.mul(block, LONG(64))))
             unit = block
             if form.shared:
                 unit = builder.lshr(block, LONG(SHARED.bit_length() - 1))
@@ -459,11 +464,13 @@ def block_function(kind: str) -> int:
         sums: Any,
         out: Any,
         apart: Any,
+        next_: Any,
     ) -> None:
         if form.number:
             _emit_numbers(form, builder, rows, blocks, codes, x, out, apart)
         else:
-            _emit_panel(form, builder, rows, blocks, codes, scales, x, steps, sums, out, apart)
+            given = x, steps, sums, out, apart, next_
+            _emit_panel(form, builder, rows, blocks, codes, scales, *given)
 
     panel = llvm_function(emit)
 
@@ -477,10 +484,11 @@ def block_function(kind: str) -> int:
         sums: int,
         out: int,
         apart: int,
+        next_: int,
     ) -> None:
-        panel(rows, blocks, codes, scales, x, steps, sums, out, apart)
+        panel(rows, blocks, codes, scales, x, steps, sums, out, apart, next_)
 
-    address: int = compile_callback(multiply_panel, arguments=9, name=kind).address
+    address: int = compile_callback(multiply_panel, arguments=10, name=kind).address
     return -address if form.number else address
 
 
@@ -497,9 +505,10 @@ def _multiply_panel(
     sums: Any,
     out: Any,
     apart: Any,
+    next_: Any,
 ) -> None:
     """Call a function of `block_function`; arguments as for `_emit_panel`."""
-    given = rows, blocks, codes, scales, x, steps, sums, out, apart
+    given = rows, blocks, codes, scales, x, steps, sums, out, apart, next_
     kind = ir.FunctionType(ir.VoidType(), [LONG] * len(given))
     builder.call(builder.inttoptr(function, kind.as_pointer()), given)
 
@@ -589,7 +598,9 @@ def _multiply(
             to, apart = out + 4 * (row * outputs + first), outputs
             if most < PANEL:
                 to, apart = sixteen.ctypes.data, PANEL
-            _multiply_panel(abs(function), tile, blocks, *panel_at, *given, to, apart)
+            # Each tile asks for other lines of the next panel, of as many as its blocks.
+            next_ = panel_at[0] + code_bytes + 64 * blocks * (row // TOGETHER)
+            _multiply_panel(abs(function), tile, blocks, *panel_at, *given, to, apart, next_)
             if most < PANEL:
                 for i in range(tile):
                     for j in range(most):

@@ -20,6 +20,7 @@ from weir.errors import WeirError
 from weir.stream import RepetitionPenalty, Sampling
 
 if TYPE_CHECKING:
+    from weir.serve.after_thoughts import AfterThoughts
     from weir.serve.structured import GrammarConstraint
 
 LOGITS_AT_ONCE = 2**17
@@ -114,7 +115,7 @@ class Sampler:
         self,
         params: SamplingParams,
         prompt_ids: tuple[int, ...] = (),
-        constraint: GrammarConstraint | None = None,
+        constraint: GrammarConstraint | AfterThoughts | None = None,
     ) -> None:
         self.params = params
         self.constraint = constraint
