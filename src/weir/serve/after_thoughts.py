@@ -25,7 +25,7 @@ _GOES_ON = re.compile(f">.*{_NO_SPACE}", re.DOTALL)
 
 
 class ThoughtTokens:
-    """What an `AfterThoughts` must know about a tokenizer, worked out when it is first needed."""
+    """Tokens that an `AfterThoughts` must know, found when they are first needed."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, stop_ids: Collection[int], vocabulary: int

@@ -52,8 +52,9 @@ def _write(builder: ir.IRBuilder, vector: Any, address: Any) -> None:
     builder.store(vector, builder.inttoptr(address, vector.type.as_pointer()), align=1)
 
 
-# Written out as vectors: LLVM cannot know that codes are no part of what is read, and made loops of
-# single bytes, which took four times as long as all else for types of small units.
+# These are written as vectors. Of loops LLVM would make loops of single bytes, since it cannot know
+# that the codes do not overlap the bytes that are read. For types of small units, those take four
+# times as long as everything else.
 
 
 @llvm_function
