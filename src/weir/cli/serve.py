@@ -174,7 +174,7 @@ def serve(
     limits = Limits(prompt=max_prompt, answer=max_answer, queue=queue, drain=drain)
     accepted = Keys() if keys is None else Keys.read(keys)
     hosts, origins, aliases = allow_host or [], allow_origin or [], alias or []
-    Access(hosts, origins, has_keys=bool(accepted))  # refuses what is no host or origin
+    Access(hosts, origins, has_keys=bool(accepted))  # refuses wrong hosts and origins
     if accepted:
         options.say_unused(context, ("allow_host",), "with keys, every host name is accepted")
     # Copied before there are sockets, threads or a device.

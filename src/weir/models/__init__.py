@@ -16,7 +16,6 @@ from weir.models.cache_name import CACHE, cache_of, with_one_name
 from weir.models.embedding import embed
 from weir.models.fingerprints import fingerprint, weights_of
 from weir.models.gates import Gate, features, load_gates, save_gates
-from weir.models.gguf import find_gguf
 from weir.models.head_facts import find_head_facts, measure_heads
 from weir.models.hooks import attach, compile_steps, detach
 from weir.models.images import MOST_OFFSET, OFFSETS, PICTURES, Images, images_of, offsets

@@ -81,7 +81,7 @@ def _shifted(packed: Tensor, bits: int) -> Tensor:
 
 def _read_bytes(raw: Tensor) -> Parts:
     parts = raw.unflatten(1, (-1, 2 + BLOCK))
-    # From -128 to 127 to what is 128 more.
+    # Add 128 to codes from -128 to 127.
     return Parts((parts[..., 2:] ^ 128).flatten(1), _halves(parts[..., :2]))
 
 

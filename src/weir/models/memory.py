@@ -117,7 +117,7 @@ class LargePages:
         self._place = self._end = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Make a tensor whose numbers are not set."""
+        """Make a tensor with undefined numbers."""
         count = math.prod(shape)
         needed = _round_up(count * dtype.itemsize, LINE)
         if not count:
@@ -133,7 +133,7 @@ class LargePages:
         return made
 
     def _take(self, nbytes: int) -> None:
-        """Take memory for so many bytes; the rest of what was taken before stays unused."""
+        """Map memory for so many bytes; the rest of the memory mapped before stays unused."""
         self._memory = None
         free = free_memory(torch.device("cpu"))
         if not _has_large_pages() or free is None or free < SPARE * nbytes:

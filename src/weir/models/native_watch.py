@@ -51,11 +51,11 @@ class Watch:
             names |= {name for name, value in own.items() if _decides(value)}
             self._dicts += [own] * len(names)
             self._names += names
-            if module is not decoder:  # whose hooks run around a step of either kind
+            if module is not decoder:  # the decoder's own hooks run around every kind of step
                 self._hooks += [module._forward_hooks, module._forward_pre_hooks]
             weights += [*module.parameters(recurse=False), getattr(module, "numbers", None)]
         self._modules, self._types = modules, list(map(type, modules))
-        # One that torchao has packed has no memory of its own.
+        # A weight that torchao has packed has no memory of its own.
         self._weights = [t for t in weights if t is not None and type(t.data) is Tensor]
         self._classes: list[type] = []
         self._methods: list[str] = []

@@ -103,7 +103,7 @@ def run_blocks(model: PreTrainedModel) -> None:
 
 
 def finish_quantized(model: PreTrainedModel) -> None:
-    """Mark a model as one whose weights have few bits: it is not trained, nor loaded into."""
+    """Finish a model whose weights have few bits: it cannot be trained, nor be loaded into."""
     model.register_load_state_dict_pre_hook(_refuse_plain_weights)
     model.config.tie_word_embeddings = False
     model.requires_grad_(False)

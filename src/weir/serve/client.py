@@ -404,7 +404,7 @@ class EngineClient:
         before = OPEN if self.renderer.opens_thoughts(prompt) else prompt.prefill
         answer = Message("assistant", before + text)
         if parser := self.make_parser(request):
-            if self.renderer.thinks:  # a call in the thoughts is none
+            if self.renderer.thinks:  # text in the thoughts that looks like a call is not one
                 thoughts = ThoughtParser(is_open=before == OPEN)
                 said = thoughts.feed(text)[1] + thoughts.finish()[1]
                 before += text[: len(text) - len(said)]

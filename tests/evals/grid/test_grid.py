@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -202,7 +201,7 @@ def test_the_weights_that_a_gguf_file_is_loaded_with_are_recorded(loading, recor
         default = {} if given else {"weights": "q8_0"}
         return skeleton(name, **given, **default)
 
-    monkeypatch.setattr(grid_of, "find_gguf", lambda name: Path("model.gguf"))
+    monkeypatch.setattr(grid_of, "is_gguf", lambda name: True)
     monkeypatch.setattr(grid_of, "skeleton", of_a_file)
     (cell,) = make_grid(["nano"], "recall(samples=1)", "recent(9)", loading=loading).cells
     assert dict(cell.loading).get("weights") == recorded

@@ -21,7 +21,7 @@ from weir.evals.notation import read_policies, read_tasks, takes_budget, with_bu
 from weir.evals.results import read_results
 from weir.evals.task import Task
 from weir.evals.tasks import TASKS
-from weir.models import compile_steps, find_gguf, has_block_weights, load, skeleton
+from weir.models import compile_steps, has_block_weights, is_gguf, load, skeleton
 from weir.policies import NAMED, Layered, Pipe, is_file, parse_call, parse_policy, with_slots
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
@@ -229,8 +229,8 @@ def make_grid(
         that is resumed elsewhere then measures again, and does not mix two kinds of weights.
         """
         chosen = dict(loading)
-        is_file = not isinstance(models, Mapping) and find_gguf(name) is not None
-        if is_file and loading.get("weights") is None and has_block_weights(shape_of(name)):
+        stored = not isinstance(models, Mapping) and is_gguf(name)
+        if stored and loading.get("weights") is None and has_block_weights(shape_of(name)):
             chosen["weights"] = "gguf"
         return tuple(sorted(chosen.items()))
 

@@ -65,9 +65,9 @@ _HALF, SHORT = ir.HalfType(), ir.IntType(16)
 _WORTH_A_THREAD = 2**16
 """Products of numbers below which a thread of their own costs more than it saves."""
 _AHEAD = 2**13
-"""Bytes from what one row reads to what is asked for, into the first cache. That is faster than
-4 KB into the second, by a tenth from memory and by a quarter from the third cache.
-"""
+"""How many bytes ahead of its reading a single row prefetches, into the first cache. Compared with
+4 KB into the second cache, this is faster by a tenth from memory, and by a quarter from the third
+cache."""
 
 
 _FEATURES = llvmlite.binding.get_host_cpu_features()
@@ -81,8 +81,8 @@ _LANES = PANEL if _VNNI else PANEL // 2
 TOGETHER = 8 if _VNNI else 4
 """Rows multiplied at once, at most: so many whole sums of a panel fit into registers."""
 _CHAINS = 2 if _VNNI else 1
-"""Sums of each output of numbers: one waits for what was added before. As many for all numbers of
-rows, so that a row has the same answer alone and among others.
+"""Partial sums of each output, for numbers of 16 bits: a single sum would wait for each addition.
+There are as many for any number of rows, so that a row has the same answer alone and among others.
 """
 _INTS, _SHORTS, _BYTES = (ir.VectorType(ir.IntType(32 // n), n * _LANES) for n in (1, 2, 4))
 
@@ -336,7 +336,7 @@ def _emit_panel(
                         for part in parts:
                             whole.add(row, part, given[part], spread)
 
-                # Written out for some rows, more is kept at hand than AVX2 has registers.
+                # A loop for several rows with AVX2: unrolled, it would need too many registers.
                 if _VNNI or count == 1 or len(form.planes) > 1 or form.halves:
                     for group in range(scope * form.per // 4, (scope + 1) * form.per // 4):
                         add_group(group)
@@ -452,7 +452,7 @@ def block_function(kind: str) -> int:
     """
     form = BLOCK_TYPES[kind]
 
-    # Spelled out, since numba does not hand over what a star takes.
+    # Each argument has a name, since numba does not pass on starred arguments.
     def emit(
         builder: ir.IRBuilder,
         rows: Any,

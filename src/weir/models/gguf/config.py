@@ -417,7 +417,7 @@ class _Builder:
         """Return YaRN's parameters."""
         start = f"{self.header.architecture}.rope.scaling."
         extrapolation = self.get("rope.scaling.yarn_ext_factor", 1.0)
-        if extrapolation not in (1.0, -1.0):  # llama.cpp writes -1 for what is not set
+        if extrapolation not in (1.0, -1.0):  # llama.cpp writes -1 if the value is not set
             self.refuse(f"{start}yarn_ext_factor", extrapolation, "weir supports only if it is 1")
         made: dict[str, Any] = {
             "rope_type": "yarn",

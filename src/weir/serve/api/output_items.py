@@ -61,7 +61,7 @@ class OutputItems:
         return [*thinking, *events]
 
     def _add_thought(self, thought: str) -> list[ItemEvent]:
-        """Add to the thoughts, which are an item of their own."""
+        """Add to the thoughts, which are a separate item."""
         if not thought:
             return []
         events: list[ItemEvent] = []
