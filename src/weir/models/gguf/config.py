@@ -631,9 +631,7 @@ def _mpt(builder: _Builder, sizes: dict[str, Any], head: int) -> dict[str, Any]:
     configuration says.
     """
     builder.expect("feed_forward_length", sizes["intermediate_size"], 4 * sizes["hidden_size"])
-    builder.expect(
-        "attention.max_alibi_bias", float(builder.get("attention.max_alibi_bias", 0)), 8.0
-    )
+    builder.expect("attention.max_alibi_bias", builder.get("attention.max_alibi_bias"), 8.0)
     clip = builder.get("attention.clamp_kqv") or None
     attention = {"alibi": True, "alibi_bias_max": 8, "clip_qkv": clip}
     return {"expansion_ratio": 4, "attn_config": attention}
