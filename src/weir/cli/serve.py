@@ -111,6 +111,14 @@ def serve(
             "http://localhost:3000; can be repeated. With --keys, '*' allows all."
         ),
     ] = None,
+    note_changes: Annotated[
+        bool,
+        Option(
+            "--note-changes",
+            help="If the system message of a conversation changes a little, as with a clock in it, "
+            "continue the conversation with a note that says how, instead of reading it again.",
+        ),
+    ] = False,
     max_prompt: Annotated[
         int, Option(min=1, help="Most tokens that one request may feed.")
     ] = 1_000_000,
@@ -226,6 +234,7 @@ def serve(
                 aliases=tuple(aliases),
                 hosts=tuple(hosts),
                 origins=tuple(origins),
+                notes_changes=note_changes,
             )
             with running.joined(cluster):
                 with waiting(f"{replicas} replicas on {cluster}"):
@@ -263,7 +272,14 @@ def serve(
         if compiled:
             compile_or_say(engine)
         client = EngineClient(
-            engine, tokenizer, name or model_name, limits, book, worker=worker, aliases=aliases
+            engine,
+            tokenizer,
+            name or model_name,
+            limits,
+            book,
+            worker=worker,
+            aliases=aliases,
+            notes_changes=note_changes,
         )
         say_sampling(client)
         log_json()

@@ -248,6 +248,8 @@ async def _events(http: Request, generation: Generation, param: str) -> Events:
     if (reread := generation.prompt.reread) is not None:
         # Without the detail, which repeats what was said.
         add_log_fields(http.scope, reread=reread.why, reread_from=reread.start)
+    if generation.prompt.note:
+        add_log_fields(http.scope, noted=len(generation.prompt.note))
     async for events in _observe(generation, metrics):
         yield events
 
@@ -309,6 +311,7 @@ def usage_of(generation: Generation, so_far: int | None = None) -> dict[str, Any
             "pinned": max((one.pinned for one in stats), default=0),
             "beginning": max((one.beginning for one in stats), default=0),
             **({} if prompt.reread is None else {"reread": prompt.reread.to_json()}),
+            **({"noted": prompt.note} if prompt.note else {}),
         },
     }
 
