@@ -1,4 +1,4 @@
-"""A conversation whose system message has changed goes on with a note, if the operator allows it."""
+"""A conversation whose system message has changed continues with a note, where that is allowed."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError
 from weir.models import StopTokens, sink_of, transformers_model
+from weir.policies import pinned_slots
 from weir.serve.after_thoughts import AfterThoughts, ThoughtTokens
 from weir.serve.changes import ChangedPrefixes
 from weir.serve.engine.engine import Engine
@@ -243,6 +244,14 @@ class EngineClient:
         self._generations: set[Generation] = set()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="weir-engine", daemon=True)
+
+    @property
+    def pinned(self) -> int | None:
+        """Tokens of a conversation's beginning that stay for good; None if there is no limit or
+        nothing is pinned.
+        """
+        found = (pinned_slots(plan.spec.pipe.pools) for plan in self.engine.cache.plans)
+        return min((slots for slots in found if slots is not None), default=None)
 
     @property
     def vocabulary(self) -> int:

@@ -37,6 +37,8 @@ from weir.serve.structured import BadSchema
 WARNING_HEADER = "x-weir-warning"
 WARNINGS = 16
 """Parts of a request that a warning names."""
+PIN_STEP = 256
+"""A warning names a multiple of it for `--pin`."""
 ATTEMPTS = 2 + LOOKUPS
 """Times that a request is started, if the turn that it continues is dropped while it waits, or its
 snapshot is damaged: then it continues from the one before, and in the end from none.
@@ -157,7 +159,7 @@ async def send_answers(
     if named is not None and is_hidden(named):
         named = None
     headers = {} if named is None and not always_named else {SESSION_HEADER: named or ""}
-    headers |= warn(http, body.skipped)
+    headers |= warn(http, body.skipped, _warn_unpinned(http, client, generation.prompt))
     events = _events(http, generation, param)
 
     async def frames() -> AsyncIterator[bytes]:
@@ -188,16 +190,34 @@ async def send_answers(
     return JSONResponse(whole, headers=headers)
 
 
-def warn(http: Request, skipped: Sequence[str]) -> dict[str, str]:
-    """Log what of a request has no effect, and return the header that says so."""
+def _warn_unpinned(http: Request, client: EngineClient, prompt: Prompt) -> str:
+    """Log that the beginning of a new conversation has no room, and return what to do about it;
+    empty if there is room, or the conversation was warned about in its first turn.
+    """
+    pinned = client.pinned
+    if prompt.parent is not None or pinned is None or prompt.beginning <= pinned:
+        return ""
+    needed = -(-prompt.beginning // PIN_STEP) * PIN_STEP
+    add_log_fields(http.scope, unpinned=prompt.beginning - pinned, pin=needed)
+    return (
+        f"only the first {pinned} of the {prompt.beginning} tokens of the system message and tools "
+        f"stay in the cache for good; start the server with --pin {needed}"
+    )
+
+
+def warn(http: Request, skipped: Sequence[str], other: str = "") -> dict[str, str]:
+    """Log what of a request has no effect, and return the header that says so, and whatever else
+    there is to say.
+    """
     if not skipped:
-        return {}
+        return {WARNING_HEADER: other} if other else {}
     shown = [
         *skipped[:WARNINGS],
         *([f"{len(skipped) - WARNINGS} more"] * (len(skipped) > WARNINGS)),
     ]
     add_log_fields(http.scope, skipped=shown)
-    return {WARNING_HEADER: f"no effect here: {', '.join(shown)}"}
+    said = f"no effect here: {', '.join(shown)}"
+    return {WARNING_HEADER: f"{said}; {other}" if other else said}
 
 
 async def _submit(http: Request, request: GenerationRequest, param: str) -> Generation:
