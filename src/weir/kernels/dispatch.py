@@ -84,6 +84,7 @@ _KERNELS = {
     ("numba", "decode_step"): ("weir.kernels.cpu.step", "StepTable"),
     ("numba", "linear_blocks"): ("weir.kernels.cpu.linear_blocks", "linear_blocks"),
     ("numba", "block_function"): ("weir.kernels.cpu.linear_blocks", "block_function"),
+    ("numba", "block_rows"): ("weir.kernels.cpu.block_rows", "block_rows"),
     ("numba", "pack_blocks"): ("weir.kernels.cpu.pack_blocks", "pack_blocks"),
     ("numba", "mlp_blocks"): ("weir.kernels.cpu.mlp_blocks", "mlp_blocks"),
     ("triton", "walk"): ("weir.kernels.gpu.walk", "walk"),
@@ -224,6 +225,19 @@ def block_function(kind: str, device: torch.device) -> int:
     """
     found = _kernel(_library(device), "block_function") if device.type == "cpu" else None
     return 0 if found is None else int(found(kind))
+
+
+def block_rows(which: torch.Tensor, codes: torch.Tensor) -> Callable[..., Any] | None:
+    """The kernel that writes out rows of a weight in blocks (see `weir.kernels.cpu.block_rows`);
+    None for PyTorch.
+
+    Args:
+        which: the numbers of the rows.
+        codes: of the weight.
+    """
+    if which.device.type != "cpu" or which.dtype != torch.int64 or not codes.is_cpu:
+        return None
+    return None if is_compiling() else _kernel(_library(which.device), "block_rows")
 
 
 pack_blocks = _by_device("pack_blocks")

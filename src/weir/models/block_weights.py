@@ -285,8 +285,12 @@ class BlockEmbedding(_InBlocks, nn.Embedding):  # type: ignore[override]  # read
         """Look up as `nn.Embedding` does: ids [...] to [..., embedding_dim], times a scale if the
         embedding has one.
         """
-        which = input.flatten()
-        rows = write_out(self.codes, self.scales, self.kind, self.num_embeddings, which)
+        which, rows = input.flatten(), None
+        kernel = kernels.block_rows(which, self.codes)
+        if kernel is not None:
+            rows = kernel(which, self.codes, self.scales, self.num_embeddings, self.kind)
+        if rows is None:  # also where an id is none of the table's, which PyTorch then refuses
+            rows = write_out(self.codes, self.scales, self.kind, self.num_embeddings, which)
         return _scaled(self, rows.to(self.kept_dtype)).view(*input.shape, -1)
 
 
