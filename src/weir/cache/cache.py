@@ -36,10 +36,12 @@ from weir.errors import WeirError, quote, shorten
 from weir.models import (
     CACHE,
     DROPPING,
+    RotaryWatch,
     StopTokens,
     attach,
     detach,
     input_device,
+    rotary_of,
     transformers_model,
     weights_of,
 )
@@ -151,6 +153,7 @@ class StreamingCache(Cache):
         facts, plans = plan_layers(served, self.policy, chunk, seed=seed, rolling=rolling)
         self._device = input_device(served)
         self._rotaries = facts.rotations
+        self._rotary_watch = RotaryWatch(served, facts.rotations)
         self.plans = with_gates(plans, facts)
         self._twice = reads_twice(self.plans)
         self._repeating = False
@@ -797,6 +800,9 @@ class StreamingCache(Cache):
         )
         self.only_new = False
         known, model = self._known_places, self._model()
+        if model is not None and self._rotaries:
+            self.attachment.hook_rotary(rotary_of(model))
+            self._rotary_watch.check(model)
         if known is not None and model is not None and self.origin + max(begun.after.seen) > known:
             self._known_places = None
             warn_of_place(model)

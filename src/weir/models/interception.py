@@ -13,7 +13,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from types import MethodType
+from typing import Any, cast
 
 from torch import nn
 
@@ -55,11 +56,17 @@ class MethodPatch:
             self.own = own
         self._around: Callable[..., Any] | None = around
         self._before = vars(self._module).get(self._name)
+        self._function = getattr(type(self._module), self._name, None)
         functools.update_wrapper(self, self.own, updated=())
         vars(self._module)[self._name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call `around` with the original method."""
+        function = getattr(type(self._module), self._name, None)
+        if function is not self._function:  # the module got another class, or its class a method
+            self._function = function
+            if self._before is None:
+                self.own = MethodType(cast(Any, function), self._module)
         around = self._around  # another thread may remove it
         if around is None:
             return self.own(*args, **kwargs)

@@ -38,6 +38,8 @@ BEYOND_CACHES = 2**26
 """Bytes of weights that a timing round reads, if the model has as many: more than most processors
 cache, since in a decode step every weight comes from memory."""
 ROUNDS = range(5, 12)
+_FORWARD = nn.Linear.forward
+"""What a linear layer computes that may be computed by a kernel instead."""
 KERNEL = "kernel 6"
 """Version of weir's kernel and of its timing; after a change everything is timed anew."""
 CALLS = 64
@@ -171,6 +173,10 @@ class _LinearPatch(MethodPatch):
         The compiler traces this method for every layer, so each line costs compile time.
         """
         if torch.compiler.is_compiling():
+            function: Any = type(self._linear).forward
+            if function is not _FORWARD:
+                changed: Tensor = function(self._linear, input)
+                return changed
             weight = self._held.get("weight")
             if type(weight) is nn.Parameter:  # a quantized weight has another type
                 return _chosen(input, weight, self._held["bias"], self._called, self._looped)
@@ -180,7 +186,8 @@ class _LinearPatch(MethodPatch):
     def _multiply(self, own: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         weight, bias = self._linear.weight, self._linear.bias
         if (
-            kernels.is_compiling()
+            type(self._linear).forward is not _FORWARD
+            or kernels.is_compiling()
             or torch.is_grad_enabled()
             or type(x) is not Tensor
             or not is_plain(weight)

@@ -230,6 +230,10 @@ def read_decoder(decoder: Any, attentions: Sequence[nn.Module]) -> DecoderForm:
             raise NotNative(f"its decoder has {name}, which native steps do not know")
         if name in ("norm", "rotary_emb"):
             refuse_changed(name, module)
+    for index, attention in enumerate(attentions):
+        number = getattr(attention, "layer_idx", index)
+        if number != index:  # its keys and values are in the slots of that layer
+            raise NotNative(f"layers.{index} has the number {number} (layer_idx)")
     layers = [
         read_layer(f"layers.{index}", layer, attention)
         for index, (layer, attention) in enumerate(zip(decoder.layers, attentions, strict=True))

@@ -20,6 +20,7 @@ from torch.nn.modules import module as torch_modules
 from torch.utils.hooks import RemovableHandle
 
 _READ = {"training", "numbers", "scales", "residual_multiplier", "embedding_multiplier"}
+_READ |= {"layer_idx"}
 """Attributes of modules that are read, besides parameters, modules, functions and fractions."""
 
 
