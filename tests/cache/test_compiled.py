@@ -398,6 +398,33 @@ def test_one_model_is_compiled_at_a_time(shallow, fresh_llama, ids, taken, monke
     assert taken[6:] == [1, 1]
 
 
+def test_a_report_says_what_runs_while_a_program_is_compiled(fresh_llama, ids, monkeypatch) -> None:
+    monkeypatch.setattr(Compiling, "wait", False)
+    ready, text = threading.Event(), ids(1, PROMPT + 3)
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        ready.wait(60)
+        return graph.forward
+
+    model = fresh_llama(layers=1)
+    compile_steps(model, backend=backend)
+    cache = StreamingCache(model, "window(16)", chunk=CHUNK)
+    found = []
+    with torch.no_grad():
+        for part in (text[:, :PROMPT], *text[:, PROMPT : PROMPT + 2].split(1, dim=1)):
+            model(part, past_key_values=cache)
+        found.append(cache.report()["steps"])
+        ready.set()
+        for thread in threading.enumerate():
+            if thread.name == "weir compiles":
+                thread.join()
+        found.append(cache.report()["steps"])
+    compile_steps(model, on=False)
+    assert [steps["run"] for steps in found] == ["eager", "compiled"]
+    assert "torch.compile is still at work" in found[0]["reason"]
+    assert found[1]["reason"] == "options for torch.compile were given"
+
+
 @pytest.mark.slow
 def test_each_size_says_once_what_is_waited_for(fresh_llama, ids, taken, notices) -> None:
     model = fresh_llama(layers=1)

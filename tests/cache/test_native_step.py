@@ -398,15 +398,49 @@ def test_tokens_come_uncompiled_until_the_kernel_is_there(taken, monkeypatch, no
     compile_steps(model)
     with torch.no_grad():
         model(ids[:, :PROMPT], past_key_values=cache)
+        assert cache.report()["steps"] == UNFINISHED
         model(ids[:, PROMPT : PROMPT + 1], past_key_values=cache)
-        assert not taken
+        assert not taken and cache.report()["steps"] == cache.steps == UNFINISHED
         ready.set()
         held = hooks._ATTACHED[model.model]._native
         held._compiling.join()
+        assert cache.report()["steps"] == {"run": "native", "reason": None}
         model(ids[:, PROMPT + 1 : PROMPT + 2], past_key_values=cache)
     compile_steps(model, on=False)
     assert len(taken) == 1
     assert notices == [native_step.WAITING]
+
+
+UNFINISHED = {
+    "run": "eager",
+    "reason": "the kernel is still being compiled; steps are native once it is",
+}
+
+
+def test_the_wait_for_the_kernel_is_announced_once_for_all_models(monkeypatch, notices) -> None:
+    ready = threading.Event()
+    monkeypatch.setattr(native_step.NativeStep, "wait", False)
+    monkeypatch.setattr(native_step, "PATIENCE", 0.0)
+    monkeypatch.setattr("weir.kernels.cpu.step.StepTable.compile", ready.wait)
+    for name in ("llama", "qwen3", "llama"):
+        model = make(name)
+        compile_steps(model, torch_compile=False)
+        read(model, POLICIES[0], tokens(1, PROMPT + 2))
+    ready.set()
+    assert notices == [native_step.WAITING]
+
+
+def test_no_step_waits_for_a_kernel_that_the_model_cannot_use(monkeypatch, notices) -> None:
+    ready = threading.Event()
+    monkeypatch.setattr(native_step, "PATIENCE", 0.0)
+    monkeypatch.setattr("weir.kernels.cpu.step.StepTable.compile", ready.wait)
+    compiled: list[object] = []
+    monkeypatch.setattr("weir.models.compiling.Compiled.__call__", lambda *all: compiled.append(1))
+    model = make("mixtral")
+    compile_steps(model)
+    read(model, POLICIES[0], tokens(1, PROMPT + 2))
+    ready.set()
+    assert len(compiled) == 2 and not notices
 
 
 @pytest.mark.parametrize(("name", "begun"), [("qwen3", 1), ("olmo2", 1), ("mixtral", 0)])

@@ -462,10 +462,10 @@ class StreamingCache(Cache):
 
     @property
     def steps(self) -> dict[str, str | None]:
-        """How decode steps of this cache run.
+        """How decode steps of this cache run now.
 
         "run" is "native", "compiled" or "eager"; "reason" says why they are not native, and is None
-        if they are.
+        if they are. While the kernel or a program is still being compiled, steps are "eager".
         """
         return self.attachment.describe_steps(self.stack)
 
