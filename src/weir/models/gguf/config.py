@@ -93,12 +93,15 @@ class _Builder:
     Attributes:
         header: the header.
         family: the family it is of.
+        fields: the header's fields without those that `WEIR_GGUF_IGNORE` names.
         names: names of all tensors.
     """
 
     def __init__(self, header: GGUFHeader, family: Family) -> None:
+        ignored = ignored_keys()
         self.header = header
         self.family = family
+        self.fields = {key: value for key, value in header.fields.items() if key not in ignored}
         self.names = {tensor.name: tensor for tensor in header.tensors}
 
     def build(self) -> PretrainedConfig:
@@ -124,17 +127,15 @@ class _Builder:
         if (special := _SPECIAL.get(family.kind)) is not None:
             made |= special(self, sizes, head)
         kind = made.pop("model_type", family.kind)
-        with report_as(f"{self.header.path} says what no {kind} model can be", ""):
+        beginning = f"{self.header.path} says what no {kind} model can be"
+        with report_as(beginning, "; take another file of the model"):
             return AutoConfig.for_model(kind, **made)
 
     def check_keys(self) -> None:
         """Refuse keys that change what is computed, and that are not honoured."""
-        ignored = {key.strip() for key in os.environ.get(IGNORED, "").split(",")}
         start = f"{self.header.architecture}."
         honoured = self.family.honoured()
-        for key, value in self.header.fields.items():
-            if key in ignored:
-                continue
+        for key, value in self.fields.items():
             if key.startswith(OTHER_FILES):
                 self.refuse(key, value, "is not honoured")
             if not key.startswith(start):
@@ -145,7 +146,9 @@ class _Builder:
                 given = self.get(suffix)
                 if given not in allowed:
                     listed = " or ".join(repr(one) for one in allowed)
-                    self.refuse(key, given, f"is not honoured: this family computes with {listed}")
+                    self.refuse(
+                        key, given, f"is not honoured (this family computes with {listed})"
+                    )
             elif suffix in honoured:
                 self.check_number(suffix)
             elif suffix in DESCRIBING:
@@ -167,26 +170,33 @@ class _Builder:
         if not number or not math.isfinite(value) or value < least:
             raise WeirError(
                 f"{self.header.path} says {self.header.architecture}.{suffix} = "
-                f"{str(value)[:60]!r}, and a {'whole ' * whole}number from {least} on is expected; "
+                f"{repr(value)[:60]}, and a {'whole ' * whole}number from {least} on is expected; "
                 "take another file of the model"
             )
 
-    def refuse(self, key: str, value: Any, why: str) -> None:
-        """Raise the WeirError for a key."""
+    def refuse(self, key: str, value: Any, why: str, also: Sequence[str] = ()) -> None:
+        """Raise the WeirError for a key; `also` are keys that mean nothing without it."""
+        ignorable = ",".join([key, *(other for other in also if other in self.fields)])
         shown = f"an array of {len(value)}" if isinstance(value, GGUFArray) else repr(value)
         raise WeirError(
-            f"{self.header.path} says {key} = {shown[:60]}, which {why} by weir, and the model "
-            "might compute something else without it; load the model's folder or Hub id instead, "
-            f"or set {IGNORED}={key} if the key does not matter"
+            f"{self.header.path} says {key} = {shown[:60]}, which {why}, so weir might compute "
+            "another model than the file's; load the model's folder or Hub id instead, or set "
+            f"{IGNORED}={ignorable} if {'these keys do' if ',' in ignorable else 'the key does'} not "
+            "matter"
         )
 
     def get(self, suffix: str, default: Any = None) -> Any:
         """Return the value of a key of the architecture; an array must repeat one value."""
         key = f"{self.header.architecture}.{suffix}"
-        value = self.header.fields.get(key, default)
+        value = self.fields.get(key, default)
         if isinstance(value, GGUFArray):
             items = self.header.array(key)
-            if len(items) == 0 or any(item != items[0] for item in items):
+            if len(items) != self.fields.get(f"{self.header.architecture}.block_count"):
+                raise WeirError(
+                    f"{self.header.path} says {key} = an array of {len(items)}, and one number, or "
+                    "one for each layer, is expected; take another file of the model"
+                )
+            if any(item != items[0] for item in items):
                 raise WeirError(
                     f"{self.header.path} says {key} for each layer differently, and weir reads "
                     "models whose layers are alike; load the model's folder or Hub id instead"
@@ -194,19 +204,24 @@ class _Builder:
             value = items[0]
         return _shorten(value) if isinstance(value, float) else value
 
-    def count(self, suffix: str, default: int | None = None) -> int:
-        """Return a number from 1 on."""
+    def needed(self, suffix: str, default: Any = None) -> Any:
+        """Return the value of a key of the architecture; WeirError if there is none."""
         value = self.get(suffix, default)
-        key = f"{self.header.architecture}.{suffix}"
         if value is None:
             raise WeirError(
-                f"{self.header.path} lacks the key {key}, so its model cannot be built; take "
-                "another file of the model"
+                f"{self.header.path} lacks the key {self.header.architecture}.{suffix}, so its "
+                "model cannot be built; take another file of the model"
             )
+        return value
+
+    def count(self, suffix: str, default: int | None = None) -> int:
+        """Return a number from 1 on."""
+        value = self.needed(suffix, default)
+        key = f"{self.header.architecture}.{suffix}"
         if type(value) is not int or not 1 <= value < _LARGEST:
             raise WeirError(
-                f"{self.header.path} says {key} = {value!r}, and a number from 1 to "
-                f"{_LARGEST - 1:,} is expected; take another file of the model"
+                f"{self.header.path} says {key} = {value!r}, and a whole number from 1 "
+                f"to {_LARGEST - 1:,} is expected; take another file of the model"
             )
         return value
 
@@ -220,7 +235,7 @@ class _Builder:
                 "model"
             )
         heads = self.count("attention.head_count")
-        epsilon = self.get(self.family.epsilon)
+        epsilon = self.needed(self.family.epsilon)
         if type(epsilon) is not float or not 0 < epsilon < 1:
             raise WeirError(
                 f"{header.path} says {header.architecture}.{self.family.epsilon} = {epsilon!r}, "
@@ -243,6 +258,13 @@ class _Builder:
             )
         if self.family.names.get("num_key_value_heads") == "":
             self.expect("attention.head_count_kv", sizes["num_key_value_heads"], heads)
+        if "expert_used_count" in self.family.keys:
+            experts, used = self.count("expert_count"), self.count("expert_used_count")
+            if used > experts:
+                raise WeirError(
+                    f"{header.path} says {header.architecture}.expert_used_count = {used:,}, and "
+                    f"its model has {experts:,} experts; take another file of the model"
+                )
         return sizes
 
     def expect(self, suffix: str, value: Any, wanted: Any) -> None:
@@ -251,7 +273,7 @@ class _Builder:
             self.refuse(
                 f"{self.header.architecture}.{suffix}",
                 value,
-                f"is not honoured: this family computes with {wanted!r}",
+                f"is not honoured (this family computes with {wanted!r})",
             )
 
     def vocabulary(self) -> int:
@@ -307,7 +329,7 @@ class _Builder:
     def slides(self, layers: int) -> list[bool]:
         """Return which layers have a window."""
         key = f"{self.header.architecture}.attention.sliding_window_pattern"
-        pattern = self.header.fields.get(key, self.family.windows)
+        pattern = self.fields.get(key, self.family.windows)
         if isinstance(pattern, GGUFArray):
             items = self.header.array(key)
             if len(items) != layers:
@@ -349,7 +371,8 @@ class _Builder:
         short = self.factors("rope_factors_short.weight", rotated)
         start = f"{self.header.architecture}.rope.scaling."
         if kind not in (None, "none", "linear", "yarn", "longrope"):
-            self.refuse(f"{start}type", kind, "is a scaling that is not known")
+            scales = (f"{start}factor", f"{self.header.architecture}.rope.scale_linear")
+            self.refuse(f"{start}type", kind, "is a scaling that weir does not know", scales)
         if (long is None) != (short is None) or (kind == "longrope" and long is None):
             raise WeirError(
                 f"{self.header.path} needs the tensors rope_factors_long.weight and "
@@ -392,7 +415,7 @@ class _Builder:
         start = f"{self.header.architecture}.rope.scaling."
         extrapolation = self.get("rope.scaling.yarn_ext_factor", 1.0)
         if extrapolation not in (1.0, -1.0):  # llama.cpp writes -1 for what is not set
-            self.refuse(f"{start}yarn_ext_factor", extrapolation, "is not honoured unless it is 1")
+            self.refuse(f"{start}yarn_ext_factor", extrapolation, "is honoured only if it is 1")
         made: dict[str, Any] = {
             "rope_type": "yarn",
             "factor": factor,
@@ -439,6 +462,11 @@ class _Builder:
     def layer(self, name: str) -> bool:
         """Return whether the first layer has a tensor."""
         return f"blk.0.{name}" in self.names
+
+
+def ignored_keys() -> frozenset[str]:
+    """Return the keys that the user says do not matter: they count as absent."""
+    return frozenset(key.strip() for key in os.environ.get(IGNORED, "").split(","))
 
 
 def read_floats(tensor: TensorInfo) -> tuple[float, ...]:
