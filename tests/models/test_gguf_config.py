@@ -480,7 +480,11 @@ def test_an_unknown_key_is_refused_unless_the_user_says_otherwise(
     [
         ({".rope.dimension_count": 8}, "llama.rope.dimension_count"),
         (
-            {".rope.scaling.type": "warped", ".rope.scaling.factor": 2.0, ".rope.scale_linear": 3.0},
+            {
+                ".rope.scaling.type": "warped",
+                ".rope.scaling.factor": 2.0,
+                ".rope.scale_linear": 3.0,
+            },
             "llama.rope.scaling.type,llama.rope.scaling.factor,llama.rope.scale_linear",
         ),
     ],

@@ -146,9 +146,7 @@ class _Builder:
                 given = self.get(suffix)
                 if given not in allowed:
                     listed = " or ".join(repr(one) for one in allowed)
-                    self.refuse(
-                        key, given, f"is not honoured (this family computes with {listed})"
-                    )
+                    self.refuse(key, given, f"is not honoured (this family computes with {listed})")
             elif suffix in honoured:
                 self.check_number(suffix)
             elif suffix in DESCRIBING:
@@ -176,13 +174,13 @@ class _Builder:
 
     def refuse(self, key: str, value: Any, why: str, also: Sequence[str] = ()) -> None:
         """Raise the WeirError for a key; `also` are keys that mean nothing without it."""
-        ignorable = ",".join([key, *(other for other in also if other in self.fields)])
+        keys = [key, *(other for other in also if other in self.fields)]
+        them = "the key does" if len(keys) == 1 else "these keys do"
         shown = f"an array of {len(value)}" if isinstance(value, GGUFArray) else repr(value)
         raise WeirError(
             f"{self.header.path} says {key} = {shown[:60]}, which {why}, so weir might compute "
             "another model than the file's; load the model's folder or Hub id instead, or set "
-            f"{IGNORED}={ignorable} if {'these keys do' if ',' in ignorable else 'the key does'} not "
-            "matter"
+            f"{IGNORED}={','.join(keys)} if {them} not matter"
         )
 
     def get(self, suffix: str, default: Any = None) -> Any:

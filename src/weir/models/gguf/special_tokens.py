@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from transformers.utils import logging
+
 from weir.errors import WeirError
 from weir.models.gguf.header import GGUFArray, GGUFHeader
 
@@ -25,6 +27,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _EOS_IDS = "tokenizer.ggml.eos_token_ids"
 """Key under which Ollama's converter writes several ids."""
 
+_NONE = (1 << 32) - 1
+"""Id by which some converters say that there is no such token."""
 _DEFAULTS = {"bos": 1, "eos": 2, "unknown": 0}
 """Ids that a SentencePiece file means where it names none."""
 
@@ -65,9 +69,18 @@ class SpecialTokens:
                     return None
                 return default if default < len(words) else None
             if type(found) is not int or not 0 <= found < 1 << 32:
-                raise WeirError(f"{header.path} says {key} = {found!r}, and an id is expected")
-            # llama.cpp takes an id behind the vocabulary for none, too.
-            return found if found < len(words) else None
+                raise WeirError(
+                    f"{header.path} says {key} = {found!r}, and the id of a token is expected; "
+                    "take another file of the model"
+                )
+            if found >= len(words):  # llama.cpp takes such an id for none, too
+                if found != _NONE:
+                    logging.get_logger(__name__).warning_once(
+                        f"{header.path} says {key} = {found:,}, and has only {len(words):,} "
+                        "tokens, so the key names none"
+                    )
+                return None
+            return found
 
         eos = named("eos")
         ends = [eos, *(named(name) for name in ("eot", "eom", "fim_pad", "fim_rep", "fim_sep"))]

@@ -7,7 +7,6 @@ takes about a second.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from weir.errors import WeirError
-from weir.models.gguf.config import IGNORED
+from weir.models.gguf.config import IGNORED, ignored_keys
 from weir.models.gguf.header import GGUFArray, GGUFHeader, read_header
 from weir.models.gguf.pretokenizers import PRE_TOKENIZERS
 from weir.models.gguf.special_tokens import (
@@ -46,6 +45,24 @@ _DESCRIBING = frozenset(
 """Keys below `tokenizer.ggml.` that change no token of a text."""
 _NEUTRAL = {"add_sep_token": (False,), "remove_extra_whitespaces": (False,)}
 """Values with which a key below `tokenizer.ggml.` changes no token of a text."""
+_TEXTS, _NUMBERS, _BOOL = "an array of texts", "an array of numbers", "true or false"
+_KINDS_OF_VALUES = {
+    f"tokenizer.ggml.{name}": kind
+    for names, kind in (
+        ("tokens merges", _TEXTS),
+        ("scores token_type eos_token_ids", _NUMBERS),
+        ("add_bos_token add_eos_token add_space_prefix", _BOOL),
+        ("model pre", "text"),
+    )
+    for name in names.split()
+}
+"""What kind of value each key has."""
+_IS_OF_KIND: dict[str, Callable[[Any], bool]] = {
+    _TEXTS: lambda value: isinstance(value, GGUFArray) and value.of_texts,
+    _NUMBERS: lambda value: isinstance(value, GGUFArray) and not value.of_texts,
+    _BOOL: lambda value: isinstance(value, bool),
+    "text": lambda value: isinstance(value, str),
+}
 _UNSTRIPPED = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 """Special tokens of Phi 3 that do not swallow the spaces after them."""
 
@@ -68,6 +85,7 @@ def tokenizer_of(header: GGUFHeader) -> PreTrainedTokenizerBase:
             f"{' and '.join(map(repr, _KINDS))} from GGUF files; load the model's folder or Hub id "
             "instead"
         )
+    _check_kinds(header)
     _check_keys(header)
     words, types = _vocabulary(header)
     special = SpecialTokens.of(header)
@@ -100,9 +118,21 @@ def tokenizer_of(header: GGUFHeader) -> PreTrainedTokenizerBase:
     return found
 
 
+def _check_kinds(header: GGUFHeader) -> None:
+    """Refuse values of another kind than the key has."""
+    for key, value in header.fields.items():
+        kind = "text" if key.startswith("tokenizer.chat_template") else _KINDS_OF_VALUES.get(key)
+        if kind is not None and not _IS_OF_KIND[kind](value):
+            shown = f"an array of {len(value)}" if isinstance(value, GGUFArray) else repr(value)
+            raise WeirError(
+                f"{header.path} says {key} = {shown[:60]}, and {kind} is expected; take another "
+                "file of the model"
+            )
+
+
 def _check_keys(header: GGUFHeader) -> None:
     """Refuse keys that change what tokens a text has, and that are not honoured."""
-    ignored = {key.strip() for key in os.environ.get(IGNORED, "").split(",")}
+    ignored = ignored_keys()
     start = "tokenizer.ggml."
     for key, value in header.fields.items():
         name = key.removeprefix(start)
@@ -112,8 +142,8 @@ def _check_keys(header: GGUFHeader) -> None:
             continue
         shown = f"an array of {len(value)}" if isinstance(value, GGUFArray) else repr(value)[:60]
         raise WeirError(
-            f"{header.path} says {key} = {shown}, which is not honoured by weir, and texts might "
-            "become other tokens without it; load the model's folder or Hub id instead, or set "
+            f"{header.path} says {key} = {shown}, which is not honoured, so texts might become "
+            "other tokens than the model's; load the model's folder or Hub id instead, or set "
             f"{IGNORED}={key} if the key does not matter"
         )
 
@@ -121,7 +151,7 @@ def _check_keys(header: GGUFHeader) -> None:
 def _vocabulary(header: GGUFHeader) -> tuple[list[str], list[int]]:
     """Return the tokens' texts and types; WeirError if there are none, or two are the same."""
     if not isinstance(header.fields.get(_LIST), GGUFArray):
-        raise WeirError(f"{header.path} lacks {_LIST}, so it has no tokenizer")
+        raise WeirError(_without(header, _LIST))
     words = [word or f"[EMPTY_{n}]" for n, word in enumerate(header.array(_LIST))]
     if len(set(words)) < len(words):
         seen: set[str] = set()
@@ -130,6 +160,11 @@ def _vocabulary(header: GGUFHeader) -> tuple[list[str], list[int]]:
             f"{header.path} has the token {twice[:60]!r} twice; take another file of the model"
         )
     return words, _numbers(header, "token_type", len(words)) or []
+
+
+def _without(header: GGUFHeader, key: str) -> str:
+    """Return the error for a file that lacks a part of its tokenizer."""
+    return f"{header.path} lacks {key}, so it has no tokenizer; take another file of the model"
 
 
 def _numbers(header: GGUFHeader, name: str, n: int) -> list[Any] | None:
@@ -218,7 +253,7 @@ def _byte_level(
             "Hub id instead"
         )
     if not isinstance(header.fields.get("tokenizer.ggml.merges"), GGUFArray):
-        raise WeirError(f"{header.path} lacks tokenizer.ggml.merges, so it has no tokenizer")
+        raise WeirError(_without(header, "tokenizer.ggml.merges"))
     rule = PRE_TOKENIZERS[name]
     merges = []
     for line in header.array("tokenizer.ggml.merges"):
@@ -244,7 +279,7 @@ def _sentence_piece(
     """Return SentencePiece's BPE, and that texts begin with a token by default."""
     scores = _numbers(header, "scores", len(words))
     if scores is None:
-        raise WeirError(f"{header.path} lacks tokenizer.ggml.scores, so it has no tokenizer")
+        raise WeirError(_without(header, "tokenizer.ggml.scores"))
     vocabulary = {word: n for n, word in enumerate(words)}
     made = Tokenizer(
         models.BPE(
