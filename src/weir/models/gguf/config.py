@@ -327,7 +327,7 @@ class _Builder:
     def slides(self, layers: int) -> list[bool]:
         """Return which layers have a window."""
         key = f"{self.header.architecture}.attention.sliding_window_pattern"
-        pattern = self.fields.get(key, self.family.windows)
+        pattern: Any = self.fields.get(key, self.family.windows)
         if isinstance(pattern, GGUFArray):
             items = self.header.array(key)
             if len(items) != layers:
