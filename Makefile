@@ -94,15 +94,16 @@ test-kernels: $(VENV)/.installed-dev ## pytest twice more, under the kernels of 
 	$(MIDDLE) TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor-middle \
 		$(pytest) $(TESTS)
 
-# The releases of transformers that weir is tested with: the oldest it supports, the last that called
-# a cache past_key_values, and the newest that pip installs. Each has an environment of its own, with
-# all packages of .venv but transformers and what transformers asks for in other versions.
+# The releases of transformers that weir is tested with: the oldest that it supports, the last that
+# calls a cache past_key_values, and the newest that pip installs. Each has a separate environment with
+# transformers and those of its dependencies that .venv has in other versions; all other packages are
+# those of .venv.
 RELEASES ?= 5.12.0 5.23.0 newest
 VERSIONS := .versions
 
-# What depends on transformers: README's examples and those of the documentation; every way of calling
-# generate; the model families, with images, sinks and what is read of their heads; batches of rows;
-# the hooks, native and compiled steps; and loading, GGUF files among it. Slow tests are run too.
+# The tests that depend on transformers: the examples of README and the documentation; every way of
+# calling generate; the model families, with images, sinks and the facts about their heads; batches of
+# rows; the hooks, native and compiled steps; and loading, also of GGUF files. Slow tests run too.
 VERSION_TESTS ?= \
 	tests/docs/test_docs_examples.py tests/test_install.py \
 	tests/cache/test_generate.py tests/cache/test_generating.py tests/cache/test_ended_rows.py \
@@ -111,7 +112,8 @@ VERSION_TESTS ?= \
 	tests/cache/test_model_sinks.py tests/models/test_head_facts.py tests/models/test_model_spec.py \
 	tests/cache/test_row_states.py tests/cache/test_cache.py tests/stream/test_stream.py \
 	tests/models/test_cache_name.py tests/models/test_hooks.py tests/cache/test_native_step.py \
-	tests/cache/test_compiled.py tests/models/test_loading.py $(wildcard tests/models/test_gguf.py tests/models/gguf)
+	tests/cache/test_compiled.py tests/models/test_loading.py \
+	$(wildcard tests/models/test_gguf*.py tests/models/test_native_*.py)
 
 test-versions: $(RELEASES:%=test-transformers-%) ## pytest of what depends on transformers, on its oldest, 5.23 and newest release
 
@@ -121,8 +123,8 @@ test-transformers-%: $(VERSIONS)/%/.installed
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(VERSIONS)/$*/bin/python -m pytest -n $(WORKERS) \
 		--dist worksteal --max-worker-restart 0 -m 'not models' $(or $(TESTS),$(VERSION_TESTS))
 
-# A new environment finds packages of its own before those of .venv, of which it reads the .pth files
-# too: weir is installed there. "newest" is asked for each time.
+# Such an environment finds its own packages before those of .venv. It reads the .pth files of .venv
+# too, because weir is installed there. "newest" is looked up each time.
 $(VERSIONS)/%/.installed: $(VENV)/.installed-dev
 	$(call stage,transformers $*)
 	$(BIN)/python -m venv --clear --without-pip $(VERSIONS)/$*
@@ -156,10 +158,10 @@ bench: $(VENV)/.installed ## perplexity, memory and pace of a long stream, polic
 		$(BIN)/weir stream --text $(BOOK) --policy "$$policy" --tokens $(TOKENS) || exit 1; \
 	done
 
-# What weir bench peers measures weir beside, each in an environment of its own, SmolLM2 in the
-# precisions that they read, and a random model of 1.1 billion parameters. One llama.cpp comes
-# compiled for any processor with AVX2. The other is compiled for this one, which takes a C++ compiler
-# and up to half an hour; without it, the tables say that it is missing.
+# The engines that weir bench peers compares weir with, each in a separate environment; SmolLM2 in the
+# precisions that they read; and a random model of 1.1 billion parameters. One llama.cpp comes compiled
+# for any processor with AVX2. The other is compiled for this processor, which takes a C++ compiler and
+# up to half an hour; without it, the tables say that it is missing.
 PEERS := .peers
 
 peers: $(PEERS)/llamacpp/.installed $(PEERS)/llamacpp_native/.installed $(PEERS)/openvino/.installed $(PEERS)/kvpress/.installed $(PEERS)/keys_values/.installed $(PEERS)/torchao/.installed $(PEERS)/models/.made ## what weir bench measures weir beside: llama.cpp, OpenVINO GenAI, kvpress, keys_values

@@ -434,7 +434,16 @@ CHANGES: dict[str, Any] = {
     "a module": lambda layer: setattr(layer.mlp, "act_fn", nn.Tanh()),
     "a forward": lambda layer: setattr(layer.mlp, "forward", lambda x: x),
     "a scale": lambda layer: setattr(layer.self_attn, "scaling", 3.0),
+    "a class": lambda layer: setattr(layer.mlp, "__class__", _doubled(type(layer.mlp))),
+    "the class of a weight": lambda layer: setattr(
+        layer.mlp.up_proj, "__class__", _doubled(nn.Linear)
+    ),
 }
+
+
+def _doubled(kind: type) -> type:
+    """A class of modules whose answers are twice those of another one."""
+    return type("Doubled", (kind,), {"forward": lambda self, x: 2 * kind.forward(self, x)})
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from reference.blocks import random_lines, unit_of
+from reference.blocks import blocks_of, random_lines, unit_of
 from reference.models import CONFIGS, make, tokens
 from reference.native_families import NATIVE, families
 from roundings import close_runs
@@ -316,6 +316,25 @@ def test_changes_of_a_layer_are_noticed(change: Callable[[Any], Any], taken, mon
     close_runs(found[1], found[0], make("llama", **WIDE))
 
 
+@torch.no_grad()
+def test_layers_that_change_places_keep_their_slots(taken, monkeypatch) -> None:
+    monkeypatch.setattr("weir.models.compiling.Compiled.__call__", lambda *given: None)
+    found = []
+    for on in (False, True):
+        model, ids = make("llama", **WIDE), tokens(1, PROMPT + 4)
+        cache = StreamingCache(model, POLICIES[0], chunk=CHUNK)
+        compile_steps(model, on=on)
+        model(ids[:, :PROMPT], past_key_values=cache)
+        for step in range(PROMPT, PROMPT + 4):
+            found.append(model(ids[:, step : step + 1], past_key_values=cache).logits)
+            if step == PROMPT + 1:
+                assert not on or taken == [1, 1]
+                model.model.layers = nn.ModuleList(reversed(model.model.layers))
+    assert taken == [1, 1]
+    assert "has the number" in str(cache.report()["steps"]["reason"])
+    close_runs(torch.cat(found[4:]), torch.cat(found[:4]), model)
+
+
 def test_a_hook_of_the_users_is_not_called_while_modules_are_read() -> None:
     called: list[object] = []
     model = make("gemma3", **WIDE)
@@ -498,7 +517,7 @@ def test_a_layer_may_mix_types_of_a_file(rows: int, threads: int, taken) -> None
         kind = KINDS_OF_A_FILE[name.rpartition(".")[2]]
         outputs, inputs = module.weight.shape
         lines = random_lines(kind, outputs, inputs // unit_of(kind)[0], seed)
-        blocks = Blocks.read(lines, kind)
+        blocks = blocks_of(lines, kind)
         wanted = module.weight.detach()
         heads = blocks.scales[:, :, : BLOCK_TYPES[kind].heads].view(torch.float16)
         heads *= float(wanted.std() / blocks.rows().std())

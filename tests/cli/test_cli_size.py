@@ -211,8 +211,9 @@ def test_it_says_what_a_cache_takes(
 
 
 def test_the_weights_decide_the_format_of_the_default(capsys, spoiled):
-    assert "slots=int8" in facts_of(capsys, spoiled)["policy"]
-    assert "int8" not in facts_of(capsys, "nano")["policy"]
+    default = "--policy", "weir"  # nano's own is in its weir.toml
+    assert "slots=int8" in facts_of(capsys, spoiled, *default)["policy"]
+    assert "int8" not in facts_of(capsys, "nano", *default)["policy"]
 
 
 def test_another_dtype_is_what_the_model_would_be_loaded_in(capsys, config):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from weir.models.gguf.families import COMMON, DESCRIBING, FAMILIES, NEUTRAL, OTHER_FILES, ROPE, SAME
 from weir.models.gguf.pretokenizers import PRE_TOKENIZERS
-from weir.models.gguf.tokenizer import _DESCRIBING, _HONOURED, _KINDS, _NEUTRAL
+from weir.models.gguf.tokenizer import _DESCRIBING, _FOLLOWED, _KINDS, _NEUTRAL
 from weir.models.model_spec import INTERFACE_FAMILIES, OWN_FAMILIES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "gguf.md").read_text("utf-8")
@@ -34,7 +34,7 @@ def test_keys_of_an_architecture() -> None:
     text = section("Keys")
     suffixes = COMMON | ROPE | DESCRIBING | set(SAME)
     for family in FAMILIES.values():
-        suffixes |= family.honoured()
+        suffixes |= family.followed()
     for suffix in suffixes - {"classifier.pooling_type"}:
         shown = suffix.removeprefix("rope.scaling.")
         assert f"`*.{suffix}`" in text or f"`{shown}`" in text, suffix
@@ -48,7 +48,7 @@ def test_keys_of_an_architecture() -> None:
 
 def test_keys_of_tokenizers() -> None:
     text = section("Tokenizers")
-    for name in _HONOURED - {"model"} | _NEUTRAL.keys():
+    for name in _FOLLOWED - {"model"} | _NEUTRAL.keys():
         assert f"`{name}`" in text, name
     for name in _DESCRIBING:
         assert f"`{name}`" in text or name.endswith("_token_id")

@@ -122,3 +122,13 @@ def test_what_would_be_written_to_a_copy_is_refused():
     lines = compilation.with_unit_stride(turned)
     assert torch.equal(lines, turned)
     assert compilation.address_of(lines) == (lines.data_ptr(), (12, 12, 4))
+
+
+def test_the_private_names_that_are_replaced_exist():
+    """A release of numba that moves one fails here, by its name."""
+    from numba.core.caching import FunctionCache
+    from numba.core.registry import cpu_target
+
+    for name in ("_index_key", "load_overload", "save_overload"):
+        assert callable(getattr(FunctionCache, name))
+    assert callable(cpu_target.target_context.codegen().magic_tuple)

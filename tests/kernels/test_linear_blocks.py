@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from reference.blocks import dequantized, random_lines, rounded
+from reference.blocks import blocks_of, dequantized, random_lines, rounded
 from roundings import close
 
 from weir.kernels import BLOCK, BLOCK_TYPES
@@ -25,7 +25,7 @@ def test_products_are_of_rounded_rows_and_what_codes_stand_for(kind, dtype):
     for outputs, units in ((1, 1), (16, 2), (17, 3), (40, 18), (63, 1)):
         units = min(units, 4) if BLOCK_TYPES[kind].shared else units
         lines = random_lines(kind, outputs, units, seed=outputs)
-        numbers, held = dequantized(lines, kind).double(), Blocks.read(lines, kind)
+        numbers, held = dequantized(lines, kind).double(), blocks_of(lines, kind)
         inputs = numbers.shape[1]
         least = torch.zeros_like(numbers)
         if BLOCK_TYPES[kind].minima:
@@ -75,7 +75,7 @@ def test_a_row_is_the_same_alone_and_among_others(kind, rows, threads):
     """Few rows share the outputs among threads, many are shared themselves."""
     pytest.importorskip("gguf")
     units = 1 if BLOCK_TYPES[kind].shared else 8
-    held = Blocks.read(random_lines(kind, 403, units), kind)
+    held = blocks_of(random_lines(kind, 403, units), kind)
     x = torch.randn(rows, 8 * BLOCK)
     together = kernel.linear_blocks(x, held.codes, held.scales, 403, kind)
     alone = [kernel.linear_blocks(row, held.codes, held.scales, 403, kind) for row in x]

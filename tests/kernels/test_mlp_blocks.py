@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from reference.blocks import random_lines, unit_of
+from reference.blocks import blocks_of, random_lines, unit_of
 from torch.nn import functional
 
 from weir.errors import WeirError
 from weir.kernels import BLOCK, BLOCK_TYPES
-from weir.models.block_weights import Blocks
 
 kernel = pytest.importorskip("weir.kernels.cpu.mlp_blocks", reason="needs numba")
 pytestmark = pytest.mark.skipif(not kernel.SUPPORTED, reason="needs VNNI or AVX2")
@@ -28,7 +27,7 @@ def weights(gate="Q8_0", up="Q8_0", down="Q8_0"):
     made = []
     for seed, (outputs, inputs, kind) in enumerate(sizes):
         lines = random_lines(kind, outputs, inputs // unit_of(kind)[0], seed)
-        blocks = Blocks.read(lines, kind)
+        blocks = blocks_of(lines, kind)
         half = blocks.scales[:, :, : BLOCK_TYPES[kind].heads]
         size = float(blocks.rows().std())
         if half.numel():

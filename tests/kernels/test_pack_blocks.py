@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from reference.blocks import random_lines
+from reference.blocks import random_lines, unit_of
 
 from weir.kernels import BLOCK_TYPES
-from weir.models.block_types import inputs_of, take_apart
+from weir.models.block_types import take_apart
 from weir.models.block_weights import Blocks
 
 kernel = pytest.importorskip("weir.kernels.cpu.pack_blocks", reason="needs numba")
@@ -17,7 +17,8 @@ pytest.importorskip("gguf")
 
 def packed(kind: str, lines: np.ndarray) -> tuple[Blocks, Blocks]:
     """By the kernel, and by the reference."""
-    sizes = kind, len(lines), inputs_of(kind, lines.shape[1])
+    numbers, size = unit_of(kind)
+    sizes = kind, len(lines), lines.shape[1] // size * numbers
     found, wanted = Blocks(*sizes), Blocks(*sizes)
     wanted.put(0, take_apart(torch.from_numpy(np.ascontiguousarray(lines)), kind))
 

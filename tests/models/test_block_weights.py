@@ -9,7 +9,7 @@ import pytest
 import torch
 from models.gguf_files import quantized, tensors_of, write_tensors
 from models.test_gguf import write
-from reference.blocks import dequantized, random_lines
+from reference.blocks import blocks_of, dequantized, random_lines
 from reference.models import make
 from roundings import close_runs
 from torch import nn
@@ -65,7 +65,7 @@ def few(request, fresh_llama, written_out):
 def test_blocks_of_a_file_are_what_ggml_says(kind):
     """To the last bit: nothing is rounded, and where a scale is small nothing is lost."""
     lines = random_lines(kind, 600, 2)
-    wanted, found = dequantized(lines, kind), Blocks.read(lines, kind)
+    wanted, found = dequantized(lines, kind), blocks_of(lines, kind)
     assert torch.equal(found.rows(), wanted)
     which = torch.tensor([3, 599, 3])
     assert torch.equal(found.rows(which), wanted[which])
@@ -74,7 +74,7 @@ def test_blocks_of_a_file_are_what_ggml_says(kind):
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "Q6_K", "IQ2_S"])
 def test_a_weight_is_filled_in_pieces(kind):
     lines = random_lines(kind, 75, 3)
-    whole = Blocks.read(lines, kind)
+    whole = blocks_of(lines, kind)
     found = Blocks(kind, 75, whole.rows().shape[1])
     for first, stop in ((48, 75), (0, 16), (16, 48)):
         found.fill(first, lines[first:stop])
@@ -84,7 +84,7 @@ def test_a_weight_is_filled_in_pieces(kind):
 def test_it_is_said_which_types_take_more_room():
     said = describe_widened(["Q4_K", "IQ2_XXS", "Q6_K", "Q2_K", "F32", "IQ2_XXS"])
     assert said == (
-        "weights take more bits in memory than in the file: "
+        "weights take more bits each in memory than in the file: "
         "IQ2_XXS (from 2.06 to 3.31), Q2_K (from 2.62 to 3.12)"
     )
     assert describe_widened(["Q4_K", "Q8_0", "F16", "F32"]) == ""
@@ -94,7 +94,7 @@ def test_powers_of_two_that_float16_does_not_have_are_refused():
     lines = random_lines("MXFP4", 20, 3)
     lines[7, 0] = 160
     with pytest.raises(WeirError, match=r"MXFP4 blocks with scales outside 2\^-24 to 2\^15"):
-        Blocks.read(lines, "MXFP4")
+        blocks_of(lines, "MXFP4")
 
 
 @pytest.mark.parametrize("kind", BLOCK_FORMATS)

@@ -434,7 +434,7 @@ def defined_keys() -> list[str]:
 
 
 @pytest.mark.parametrize("architecture", FILES)
-def test_keys_that_llama_cpp_defines_are_honoured_or_refused(
+def test_keys_that_llama_cpp_defines_are_followed_or_refused(
     architecture: str, tmp_path: Path
 ) -> None:
     family = FAMILIES[architecture]
@@ -448,7 +448,7 @@ def test_keys_that_llama_cpp_defines_are_honoured_or_refused(
         key = f".{suffix}"
         if key in keys_of(architecture) or suffix in DESCRIBING | {"vocab_size"}:
             continue
-        if suffix in family.honoured() or (architecture, suffix) == ("llama", "expert_count"):
+        if suffix in family.followed() or (architecture, suffix) == ("llama", "expert_count"):
             continue  # the tests of scalings, windows and experts
         with pytest.raises(WeirError, match=rf"says {architecture}\.{suffix} = 7"):
             read_with(key, 7)
@@ -469,7 +469,7 @@ def test_an_unknown_key_is_refused_unless_the_user_says_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     more = {".attention.telepathy": 3, "somebodys.note": "hello"}
-    with pytest.raises(WeirError, match=r"says llama\.attention\.telepathy = 3.*not honoured"):
+    with pytest.raises(WeirError, match=r"says llama\.attention\.telepathy = 3.*does not support"):
         read(tmp_path, "llama", more)
     monkeypatch.setenv(reading.IGNORED, "llama.other, llama.attention.telepathy")
     assert not differs(read(tmp_path, "llama"), read(tmp_path, "llama", more))
@@ -521,27 +521,42 @@ def test_an_architecture_that_weir_does_not_read_is_named(tmp_path: Path) -> Non
 
 HOSTILE = [
     ({".block_count": 1 << 31}, r"block_count = 2147483648"),
-    ({".block_count": (1 << 31) - 1}, r"block_count = 2,147,483,647, and holds"),
+    ({".block_count": (1 << 31) - 1}, r"block_count = 2,147,483,647, but holds only"),
     ({".block_count": 0}, r"block_count = 0"),
     ({".block_count": None}, r"lacks the key llama\.block_count"),
     ({".attention.head_count": "four"}, r"head_count = 'four'"),
-    ({".attention.head_count_kv": 3}, r"4 attention heads and 3"),
-    ({".attention.head_count": 5, ".attention.head_count_kv": 5}, r"64 and 5 attention heads"),
+    ({".attention.head_count_kv": 3}, r"4 attention heads, which cannot be divided among 3"),
+    (
+        {".attention.head_count": 5, ".attention.head_count_kv": 5},
+        r"64, which cannot be divided among 5",
+    ),
     ({f".{RMS}": None}, r"lacks the key llama\.attention\.layer_norm_rms_epsilon"),
     ({f".{RMS}": float("nan")}, r"epsilon = nan"),
-    ({".attention.head_count_kv": [2, 2, 1, 2]}, r"head_count_kv for each layer differently"),
-    ({".feed_forward_length": [128, 64, 128, 128]}, r"feed_forward_length for each layer"),
-    ({".attention.head_count_kv": [2, 2, 2]}, r"head_count_kv = an array of 3, and one number, or"),
+    (
+        {".attention.head_count_kv": [2, 2, 1, 2]},
+        r"different values of llama\.attention\.head_count_kv",
+    ),
+    (
+        {".feed_forward_length": [128, 64, 128, 128]},
+        r"different values of llama\.feed_forward_length",
+    ),
+    (
+        {".attention.head_count_kv": [2, 2, 2]},
+        r"head_count_kv = an array of 3, where one number, or one for each layer",
+    ),
     ({".block_count": [4, 4, 4, 4]}, r"block_count = an array of 4"),
-    ({".context_length": 4.5}, r"context_length = 4\.5, and a whole number from 1 to"),
-    ({".rope.dimension_count": 8}, r"dimension_count = 8, .*\(this family computes with 16\)"),
-    ({".rope.dimension_count": 32}, r"rope\.dimension_count = 32, and an even number up to 16"),
-    ({".rope.dimension_count": 7}, r"rope\.dimension_count = 7, and an even number"),
-    ({".rope.freq_base": "large"}, r"rope\.freq_base = 'large'.*number from 1 on"),
+    ({".context_length": 4.5}, r"context_length = 4\.5, where a whole number from 1 to"),
+    ({".rope.dimension_count": 8}, r"dimension_count = 8, .*this family computes with \(16\)"),
+    ({".rope.dimension_count": 32}, r"rope\.dimension_count = 32, where an even number up to 16"),
+    ({".rope.dimension_count": 7}, r"rope\.dimension_count = 7, where an even number"),
+    ({".rope.freq_base": "large"}, r"rope\.freq_base = 'large'.*number of at least 1"),
     ({".rope.freq_base": 0.0}, r"rope\.freq_base = 0\.0"),
     ({".rope.scaling.factor": float("inf")}, r"rope\.scaling\.factor = inf"),
     ({".rope.scaling.factor": -2.0}, r"rope\.scaling\.factor = -2\.0"),
-    ({".rope.scaling.original_context_length": 1}, r"context_length = 1.*whole number from 2 on"),
+    (
+        {".rope.scaling.original_context_length": 1},
+        r"context_length = 1, .*whole number of at least 2",
+    ),
 ]
 
 
@@ -600,8 +615,8 @@ MOE = [name for name, family in FAMILIES.items() if "expert_used_count" in famil
 @pytest.mark.parametrize(
     ("used", "message"),
     [
-        (9, "expert_used_count = 9, and its model has 8 experts"),
-        (0, "expert_used_count = 0, and a whole number from 1"),
+        (9, "expert_used_count = 9, but has only 8 experts"),
+        (0, "expert_used_count = 0, where a whole number from 1"),
         (None, "lacks the key .*expert_used_count"),
     ],
 )
@@ -845,7 +860,7 @@ def test_factors_for_long_and_short_texts(tmp_path: Path) -> None:
     usual = math.sqrt(1 + math.log(4) / math.log(64))
     config = read(tmp_path, "phi3", more | {".rope.scaling.attn_factor": usual}, **factors)
     assert frequencies(config, 1)[1] == usual
-    with pytest.raises(WeirError, match=r"rope_factors_short\.weight, and lacks one"):
+    with pytest.raises(WeirError, match=r"rope_factors_short\.weight, but lacks one"):
         read(tmp_path, "phi3", more, **{"rope_factors_long.weight": long})
 
 
@@ -854,8 +869,8 @@ def test_factors_for_long_and_short_texts(tmp_path: Path) -> None:
     [
         (np.ones(7, np.float32), r"rope_freqs\.weight of the shape \(7,\).*8 numbers"),
         (np.ones(8, np.float16), r"rope_freqs\.weight of the shape \(8,\) and type 1"),
-        (np.zeros(8, np.float32), r"not above 0"),
-        (np.full(8, np.nan, np.float32), r"not above 0"),
+        (np.zeros(8, np.float32), r"not positive"),
+        (np.full(8, np.nan, np.float32), r"not positive"),
     ],
 )
 def test_factors_that_cannot_be_are_refused(
@@ -910,7 +925,7 @@ def test_the_format_of_gpt_oss_goes_on_after_a_message(tmp_path: Path) -> None:
 
 def test_more_tokens_than_embeddings_are_refused(tmp_path: Path) -> None:
     more = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": [str(n) for n in range(101)]}
-    with pytest.raises(WeirError, match="101 tokens and embeddings of 100"):
+    with pytest.raises(WeirError, match="101 tokens but embeddings for only 100"):
         read(tmp_path, "llama", more)
 
 

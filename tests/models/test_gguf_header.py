@@ -109,7 +109,7 @@ def of_another_model(paths: list[Path]) -> None:
         (of_two, r"split\.count is 2, where 3 is expected"),
         (without_fields, r"split\.count is None, where 3 is expected"),
         (of_another_model, r"split\.tensors\.count is 6, where 5 is expected"),
-        (too_few, r"hold 4 tensors, and the first one says 5"),
+        (too_few, r"hold 4 tensors, but the first one says 5"),
         (twice, r"both hold the tensor blk\.0\.attn_q\.weight"),
     ],
 )
@@ -154,10 +154,13 @@ def test_a_file_of_any_name_is_read_by_its_content(tmp_path: Path) -> None:
     [
         (b"", "it is empty; download it again"),
         (b"<!DOCTYPE html>", "it is a web page; download it again"),
-        (b"version https://git-lfs", "the pointer that Git LFS leaves"),
-        (b"ggjt....", "of the format before GGUF"),
+        (b"version https://git-lfs", "only a pointer of Git LFS, whose file was not fetched"),
+        (b"ggjt....", "has a format older than GGUF"),
         (b"PK\3\4....", r"it begins with b'PK.*; download it again"),
-        (b"GGUF\4\0\0\0", r"of version 4 of the GGUF format, and weir reads 2 and 3; take another"),
+        (
+            b"GGUF\4\0\0\0",
+            r"has version 4 of the GGUF format, and weir reads 2 and 3; take",
+        ),
     ],
 )
 def test_what_is_no_gguf_file_is_named(content: bytes, message: str, tmp_path: Path) -> None:

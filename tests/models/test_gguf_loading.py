@@ -128,7 +128,7 @@ def test_a_file_of_the_wrong_kind_of_blocks_is_refused(tmp_path):
         np.array([256, 4], np.uint64).tobytes(), np.array([64, 4], np.uint64).tobytes()
     )
     path.write_bytes(data)
-    with pytest.raises(WeirError, match=r"rows of 64 numbers .* in blocks of 256 \(Q4_K\)"):
+    with pytest.raises(WeirError, match=r"rows of 64 numbers, .* into blocks of 256 \(Q4_K\)"):
         weir.models.gguf.check_readable(weir.models.gguf.read_header(path))
 
 

@@ -325,22 +325,28 @@ def too_few_scores() -> dict[str, Any]:
         (lambda: byte_level(ggml__remove_extra_whitespaces=True), r"remove_extra_whitespaces"),
         (lambda: byte_level(ggml__suppress_tokens=[1]), r"suppress_tokens = an array of 1"),
         (lambda: byte_level(ggml__normalizer__lowercase=True), r"normalizer\.lowercase = True"),
-        (lambda: byte_level(ggml__bos_token_id=None, ggml__add_bos_token=True), r"token bos"),
+        (
+            lambda: byte_level(ggml__bos_token_id=None, ggml__add_bos_token=True),
+            r"the token bos, but not which",
+        ),
         (twice, r"has the token .* twice"),
         (without_a_product, r"is broken.*out of vocabulary"),
         (
             lambda: byte_level(ggml__add_bos_token="true"),
-            r"= 'true', and true or false is expected",
+            r"= 'true', where true or false is expected",
         ),
-        (lambda: byte_level(ggml__add_eos_token=1), r"add_eos_token = 1, and true or false"),
-        (lambda: byte_level(ggml__pre=3), r"pre = 3, and text is expected"),
-        (lambda: byte_level(ggml__merges=[1, 2]), r"merges = an array of 2, and an array of texts"),
-        (lambda: byte_level(ggml__token_type="all"), r"'all', and an array of numbers is"),
-        (lambda: byte_level(chat_template=4), r"chat_template = 4, and text is expected"),
-        (lambda: byte_level(chat_template__tools=4), r"chat_template\.tools = 4, and text is"),
+        (lambda: byte_level(ggml__add_eos_token=1), r"add_eos_token = 1, where true or false"),
+        (lambda: byte_level(ggml__pre=3), r"pre = 3, where text is expected"),
+        (
+            lambda: byte_level(ggml__merges=[1, 2]),
+            r"an array of 2, where an array of texts",
+        ),
+        (lambda: byte_level(ggml__token_type="all"), r"'all', where an array of numbers is"),
+        (lambda: byte_level(chat_template=4), r"chat_template = 4, where text is expected"),
+        (lambda: byte_level(chat_template__tools=4), r"chat_template\.tools = 4, where text is"),
         (
             lambda: byte_level(ggml__eos_token_id=-1),
-            r"= -1, and the id of a token is expected; take",
+            r"= -1, where the id of a token is expected; take",
         ),
         (too_few_scores, r"not one number for each in tokenizer\.ggml\.scores"),
     ],
@@ -364,7 +370,7 @@ def test_an_id_of_no_token_is_told(
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     tokenizer = read(tmp_path, byte_level(ggml__bos_token_id=id))
     assert tokenizer.bos_token is None
-    assert ("bos_token_id = 9,999, and has only" in caplog.text) == told
+    assert ("bos_token_id = 9,999, but has only" in caplog.text) == told
 
 
 def test_keys_that_change_nothing_are_accepted(

@@ -160,7 +160,9 @@ def test_tensors_that_nothing_reads_are_refused_by_name(files, tmp_path, extra):
         "llama",
         tensors | {extra: torch.ones(32), "rope_freqs.weight": torch.ones(4)},
     )
-    with pytest.raises(WeirError, match=rf"holds 1 tensors .* know how to use: {extra}\. A model"):
+    with pytest.raises(
+        WeirError, match=rf"holds 1 tensor .* know how to use: {extra}\. Without it a model"
+    ):
         read_back(model, path)
 
 
@@ -280,3 +282,14 @@ def test_blocks_are_the_dense_numbers_in_the_same_order(tmp_path, name, kind):
     for key, module in few.named_modules():
         if hasattr(module, "weight"):
             assert torch.equal(module.weight, dense.get_submodule(key).weight), key
+
+
+def test_the_private_names_that_are_read_exist() -> None:
+    """A release that moves one fails here, by its name."""
+    assert torch.nn.Linear(1, 1)._non_persistent_buffers_set == set()
+    made: list[str] = []
+    hook = torch.nn.modules.module.register_module_parameter_registration_hook
+    handle: Any = hook(lambda module, name, parameter: made.append(name))
+    torch.nn.Linear(1, 1)
+    handle.remove()
+    assert made == ["weight", "bias"]

@@ -168,6 +168,29 @@ def test_weights_may_change_move_and_turn_into_others(layer, kernel, gains, file
         assert layer(torch.randn(1, 8, device="meta")).shape == (1, 6)
 
 
+class Shifted(nn.Linear):
+    def forward(self, input):
+        return nn.functional.linear(input, self.weight) + 5
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("change", ["class", "forward of the class"])
+@torch.no_grad()
+def test_a_layer_that_becomes_another_one_is_followed(
+    layer, kernel, gains, file, change, compiled, monkeypatch
+):
+    x = torch.ones(1, 8)
+    choose_products(layer, remembered=file)
+    call = torch.compile(layer, backend="eager", fullgraph=True) if compiled else layer
+    call(x)
+    if change == "class":
+        layer.__class__ = Shifted
+    else:
+        monkeypatch.setattr(nn.Linear, "forward", Shifted.forward)
+    assert torch.equal(call(x), x @ layer.weight.T + 5)
+    assert not through(layer, kernel, 1)
+
+
 def test_it_can_be_undone_and_copies_are_plain(layer, kernel, gains, file):
     choose_products(layer, remembered=file)
     choose_products(layer, remembered=file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 import transformers
 from reference.models import CONFIGS, make, randomized, tokens
 from reference.streaming import streaming_logits
-from roundings import largest, run_off
+from roundings import close_runs, largest, run_off
+from torch import nn
 
 from weir import StreamingCache, WeirError
 from weir.models.model_spec import describe
@@ -118,6 +120,20 @@ def test_a_family_that_rotates_otherwise_would_be_noticed(
     ours = model(input_ids=ids, past_key_values=cache).logits
     apart = largest(ours - streaming_logits(model, ids, 4, 24))
     assert apart > 100 * run_off(model) * largest(ours), reason
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("order", [[0, 2], [1, 0, 2], [0, 1, 1, 2]])
+def test_layers_that_were_moved_need_numbers_of_their_places(order: list[int]) -> None:
+    model, ids = make("llama", num_hidden_layers=3), tokens(1, 12)
+    model.model.layers = nn.ModuleList(copy.deepcopy(model.model.layers[at]) for at in order)
+    model.config.num_hidden_layers = len(order)
+    with pytest.raises(WeirError, match=r"has layer_idx .*, from 0 to"):
+        StreamingCache(model, "window(20)")
+    for index, layer in enumerate(model.model.layers):
+        layer.self_attn.layer_idx = index
+    ours = model(input_ids=ids, past_key_values=StreamingCache(model, "window(20)")).logits
+    close_runs(ours, model(input_ids=ids, use_cache=False).logits, model)
 
 
 def test_attention_that_would_not_ask_for_weirs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

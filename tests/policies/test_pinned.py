@@ -31,6 +31,28 @@ def test_two_pools_more_stand_where_tokens_still_come_in_order(inner, pipe):
     assert weir.policy(found.stands_for) == weir.policy(pipe)
 
 
+@pytest.mark.parametrize(
+    ("policy", "pipe"),
+    [
+        ("window(64), n=8, format=int8", "beginning(8):int8 | recent(64) | header(16)"),
+        ("window(64), n=8, format=same", "beginning(8):int8 | recent(64) | header(16)"),
+        ("kcenter(8):int4, n=8, format=same", "beginning(8):int4 | header(16) | kcenter(8):int4"),
+        ("kcenter(8):int4, n=8", "beginning(8) | header(16) | kcenter(8):int4"),
+    ],
+)
+def test_the_beginning_can_have_quantized_slots(policy, pipe):
+    found = weir.policy(f"pinned({policy})")
+    assert found.for_layer(0, 1) == weir.policy(pipe)
+    assert weir.policy(str(found)) == found
+    assert weir.policy(found.stands_for) == weir.policy(pipe)
+
+
+@pytest.mark.parametrize("given", ["window(8), format=int9", "kcenter(8):int4, format=int8"])
+def test_a_format_that_cannot_be_is_refused(given):
+    with pytest.raises(WeirError, match="format"):
+        weir.policy(f"pinned({given}, n=8)")
+
+
 def test_every_policy_with_a_limit_can_be_pinned():
     for name in set(NAMED) - {"dense", "recompute", "pinned"}:
         inner = weir.policy(name)

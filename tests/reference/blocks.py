@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from weir.models.block_weights import Blocks
+
 _SCALES = {
     "Q4_1": (0, 2),
     "Q5_1": (0, 2),
@@ -27,6 +29,14 @@ def unit_of(kind: str) -> tuple[int, int]:
     if kind in ("F16", "BF16"):
         return 32, 64
     return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+
+
+def blocks_of(lines: np.ndarray, kind: str) -> Blocks:
+    """Lines [outputs, bytes of a line] as weir's blocks."""
+    numbers, size = unit_of(kind)
+    found = Blocks(kind, len(lines), lines.shape[1] // size * numbers)
+    found.fill(0, lines)
+    return found
 
 
 def random_lines(kind: str, outputs: int, units: int, seed: int = 0) -> np.ndarray:

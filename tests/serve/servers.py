@@ -120,6 +120,7 @@ def make_client(
     shared: bool = False,
     worker: Worker | None = None,
     aliases: Iterable[str] = (),
+    notes_changes: bool = False,
     **disk: Any,
 ) -> EngineClient:
     """A client of an engine of a small model, whose turns are in memory or in a folder."""
@@ -131,7 +132,16 @@ def make_client(
         store = SessionStore(DiskTurns(data, RowFormat.of(model, policy, 4), limit), **disk)
     engine = Engine(model, policy, rows, store, chunk=4, queue=limits.queue, shared=shared)
     book = ResponseStore(None if data is None else data / "book.db", limits.texts)
-    return EngineClient(engine, tokenizer, "small", limits, book, worker=worker, aliases=aliases)
+    return EngineClient(
+        engine,
+        tokenizer,
+        "small",
+        limits,
+        book,
+        worker=worker,
+        aliases=aliases,
+        notes_changes=notes_changes,
+    )
 
 
 @contextlib.contextmanager

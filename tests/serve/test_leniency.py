@@ -265,7 +265,8 @@ def test_the_rule_for_system_messages():
     first = SystemPlaces(first=True, several=False, later=False)
     assert placed(first, "s1 u2 a3 u4") == "s1 u2 a3 u4"
     assert placed(first, "s1 s2 s3 u4") == "s1+2+3 u4"
-    assert placed(first, "s1 u2 s3") == "s1 u2+3"
+    assert placed(first, "s1 u2 s3") == "s1+3 u2"  # before the first answer: to the beginning
+    assert placed(first, "s1 u2 a3 u4 s5") == "s1 u2 a3 u4+5"
     assert placed(first, "s1 u2 a3 s4 u5") == "s1 u2 a3 u4+5"
     assert placed(first, "s1 u2 a3 s4 s5 u6") == "s1 u2 a3 u4+5+6"
     assert placed(first, "u1 a2 s3") == "u1 a2 u3"
@@ -274,8 +275,10 @@ def test_the_rule_for_system_messages():
     nowhere = SystemPlaces(first=False, several=False, later=False)
     assert placed(nowhere, "s1 s2 u3 a4 u5") == "u1+2+3 a4 u5"
     several = SystemPlaces(first=True, several=True, later=False)
-    assert placed(several, "s1 s2 u3 s4 a5") == "s1 s2 u3+4 a5"
-    assert placed(SystemPlaces(), "s1 u2 s3 a4 s5") == "s1 u2 s3 a4 s5"
+    assert placed(several, "s1 s2 u3 s4 a5") == "s1 s2 s4 u3 a5"
+    assert placed(several, "s1 s2 u3 a4 u5 s6") == "s1 s2 u3 a4 u5+6"
+    assert placed(SystemPlaces(), "s1 u2 s3 a4 s5") == "s1 s3 u2 a4 s5"
+    assert placed(SystemPlaces(), "s1 u2 s3 a4 s5", at_start=False) == "s1 u2 s3 a4 s5"
 
 
 def test_where_a_template_takes_system_messages_is_found_by_rendering():

@@ -36,10 +36,12 @@ from weir.errors import WeirError, quote, shorten
 from weir.models import (
     CACHE,
     DROPPING,
+    RotaryWatch,
     StopTokens,
     attach,
     detach,
     input_device,
+    rotary_of,
     transformers_model,
     weights_of,
 )
@@ -151,6 +153,7 @@ class StreamingCache(Cache):
         facts, plans = plan_layers(served, self.policy, chunk, seed=seed, rolling=rolling)
         self._device = input_device(served)
         self._rotaries = facts.rotations
+        self._rotary_watch = RotaryWatch(served, facts.rotations)
         self.plans = with_gates(plans, facts)
         self._twice = reads_twice(self.plans)
         self._repeating = False
@@ -253,8 +256,8 @@ class StreamingCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the columns fed so far, including padding; `generate` feeds those after them.
 
-        transformers takes embeddings for the whole text, and leaves out as many as this says. Where
-        they are of what is new only, that is none.
+        transformers assumes that embeddings are those of the whole text, and leaves out as many as
+        this returns. If they are those of new tokens only, none must be left out.
         """
         return 0 if self.only_new else self.rows.columns
 
@@ -280,10 +283,10 @@ class StreamingCache(Cache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """False for every layer: none is a state space.
+        """False for every layer, since none is a state space.
 
-        transformers from 5.24 on leaves out tokens that were fed already unless all of these are
-        True, and they all are in a list without a layer.
+        From 5.24 on, transformers leaves out tokens that were fed before unless all of these are
+        True, which `all` also says of an empty list.
         """
         return [False] * len(self)
 
@@ -444,8 +447,10 @@ class StreamingCache(Cache):
 
     @property
     def steps(self) -> dict[str, str | None]:
-        """How decode steps of this cache run: "native", "compiled" or "eager" as "run", and as
-        "reason" why they are not native, None if they are.
+        """How decode steps of this cache run.
+
+        "run" is "native", "compiled" or "eager"; "reason" says why they are not native, and is None
+        if they are.
         """
         return self.attachment.describe_steps(self.stack)
 
@@ -795,6 +800,9 @@ class StreamingCache(Cache):
         )
         self.only_new = False
         known, model = self._known_places, self._model()
+        if model is not None and self._rotaries:
+            self.attachment.hook_rotary(rotary_of(model))
+            self._rotary_watch.check(model)
         if known is not None and model is not None and self.origin + max(begun.after.seen) > known:
             self._known_places = None
             warn_of_place(model)
@@ -813,7 +821,7 @@ class StreamingCache(Cache):
             self.stack.rows = replace(self.rows, ended=padded)
 
     def _is_pad(self, tokens: Tensor) -> Tensor:
-        """Return which of some ids [rows] or embeddings [rows, width] are the padding token."""
+        """Return which of some ids [rows] or embeddings [rows, width] are padding tokens."""
         said = self._pad
         if said is None:  # rows that were put here from another cache
             said = StopTokens.of(getattr(self._model(), "generation_config", None)).pad

@@ -76,9 +76,9 @@ def find_model_policy(model: PreTrainedModel | str, revision: str | None = None)
     """Find the policy in the folder of a model, or of a name as `weir.load` takes it; None without
     one.
 
-    A file that is no policy file, or was measured on another model, is refused (WeirError) and not
-    ignored: whoever put it there would not notice. The file that comes with weir was put there by
-    nobody, so that nano with other weights, trained further for example, has no file.
+    A file that is not a policy file, or that was measured on another model, is refused (WeirError):
+    if it were ignored, the user who put it there would not notice. The file that comes with weir
+    was not put there by a user, so nano with other weights, for example trained further, has none.
     """
     file = sidecar_path(model, FILE, revision)
     if file is None:
@@ -118,9 +118,9 @@ def choose_policy(
 
 
 def depends_on_weights(policy: Policy) -> bool:
-    """Return whether a policy's slots and their format are found by a model's weights.
+    """Return whether a model's weights decide on a policy's slots or their format.
 
-    So it is with `weir`, inside other policies too, unless its `slots` and `heads=alike` are given.
+    They do for `weir`, also inside other policies, unless its `slots` and `heads=alike` are given.
     """
     if isinstance(policy, PolicyWrapper):
         return depends_on_weights(policy.policy)

@@ -1,9 +1,9 @@
 """Rows of a batch that `generate` feeds padding, because they ended before the others.
 
-transformers goes on feeding a row after it has ended, with mask 1, until the last row has ended.
-Only the stopping criteria of the call say which rows these are: the end tokens may come from the
-call's arguments, and a row may end at a string or where a caller's own criterion says so. So weir
-watches the criteria instead of guessing from the tokens.
+transformers feeds padding to a row that has ended, with mask 1, until the last row has ended. Only
+the stopping criteria of the call know which rows have ended: the end tokens may come from the
+call's arguments, and a row may end at a string or by a caller's own criterion. So weir watches the
+criteria instead of guessing from the tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class WatchedCriteria(StoppingCriteriaList):
     def __init__(self, criteria: Iterable[Any], config: GenerationConfig, tell: Tell) -> None:
         super().__init__(criteria)
         self._tell = tell
-        # Without an end token, rows that a caller's own criterion ended are fed what they say.
+        # Without an end token transformers does not pad: ended rows are fed the tokens they choose.
         ends = any(hasattr(criterion, "eos_token_id") for criterion in self)
         self._pad = _pad_of(config) if ends else None
         self._done: Tensor | None = None

@@ -142,7 +142,7 @@ def _arguments_of_caller() -> Mapping[str, Any]:
 
 
 def _check_tokens(input_ids: Any) -> None:
-    """Refuse what is no prompt (WeirError)."""
+    """Refuse a prompt that is not a tensor of token ids (WeirError)."""
     tokens = isinstance(input_ids, Tensor) and input_ids.ndim == 2
     if not tokens or input_ids.is_floating_point():
         raise WeirError(

@@ -384,7 +384,7 @@ class Rows:
         seen: tokens each row has seen.
         waiting: tokens in each row's tail.
         claimed: tokens of each row as the caller counts them; `generate` also counts the padding of
-            rows that ended.
+            rows that have ended.
         last: each row's last token, if token ids were fed.
         ended: whether the row had ended before the newest token that `generate` gave it, so that
             this token is padding.
@@ -612,8 +612,8 @@ class Rows:
     ) -> Tensor | None:
         """Return which columns are tokens, without padding in rows that have ended.
 
-        It is in the first column: in a step of `generate` there is no other, and the next call
-        begins with the last token that `generate` made, which is never fed before.
+        Padding can only be in the first column: a step of `generate` has no other, and the next
+        call begins with the last token that `generate` chose, which was not fed before.
         """
         rows = [row for row, ended in enumerate(self.ended) if ended]
         found = is_pad(tokens[rows, 0]).tolist()
@@ -642,8 +642,8 @@ class Rows:
             return
         if given.shape[1] != length:
             raise WeirError(
-                f"position_ids are {list(given.shape)}, and {length} tokens of {batch} rows were "
-                f"fed; pass position_ids [{batch}, {length}], or none"
+                f"position_ids have the shape {list(given.shape)}, but {length} tokens of {batch} "
+                f"rows were fed; pass position_ids [{batch}, {length}], or none"
             )
         places = given.expand(batch, -1)
         first = places[:, 0]

@@ -67,8 +67,8 @@ def size_of(
             unless the policy `depends_on_weights`: then slots of 4 bits and the same budget in all
             heads are assumed.
         policy, chunk, slots, positions: as for `StreamingCache`.
-        tokens: the length of a stream, for `dense` and other policies that keep every token; they
-            are counted as transformers' own cache would hold them, as caches count them.
+        tokens: the length of a stream, for `dense` and other policies that keep every token; bytes
+            are those of transformers' own cache, as in the reports of caches.
 
     Raises:
         WeirError: the model cannot be served, or the policy has no limit and so no fixed size.

@@ -12,10 +12,14 @@ from weir.cli import options
 from weir.cli.app import command
 from weir.cli.common import prepare_model, say, say_set_aside, say_window, size, waiting
 from weir.cli.loading import Loading, load_model, loads_model
-from weir.errors import WeirError
+from weir.errors import WeirError, quote
 
 if TYPE_CHECKING:
+    from weir.policies import Policy
     from weir.serve import Engine, EngineClient
+
+AUTO = "auto"
+"""Of --pin: as memory allows."""
 
 
 @command()
@@ -42,11 +46,18 @@ def serve(
     chunk: options.PolicyChunk = None,
     rows: Annotated[int, Option(min=1, help="Turns answered at the same time.")] = 8,
     pin: Annotated[
-        int | None,
+        str | None,
         Option(
-            min=0,
-            help="Slots of each row for the beginning of its conversation, beside the policy's "
-            "slots; by default a quarter of those, 0 for none.",
+            help="Tokens of a system message and tools that stay in the cache for good, each in a "
+            "slot of its own in every row; auto for as many as half of the free memory has room "
+            "for, 0 for none [default: a quarter of the policy's slots]",
+        ),
+    ] = None,
+    pin_slots: Annotated[
+        str | None,
+        Option(
+            help="Storage of the slots of --pin: exact, same (as the policy's quantized slots, or "
+            "int8), int8, int4, k8v4 or fp8 [default: exact, and same with --pin auto]"
         ),
     ] = None,
     deterministic: Annotated[
@@ -111,6 +122,14 @@ def serve(
             "http://localhost:3000; can be repeated. With --keys, '*' allows all."
         ),
     ] = None,
+    note_changes: Annotated[
+        bool,
+        Option(
+            "--note-changes",
+            help="If the system message of a conversation changes a little, as with a clock in it, "
+            "continue the conversation with a note that says how, instead of reading it again.",
+        ),
+    ] = False,
     max_prompt: Annotated[
         int, Option(min=1, help="Most tokens that one request may feed.")
     ] = 1_000_000,
@@ -132,13 +151,14 @@ def serve(
     Clients of OpenAI's API need only the address. Without --keys, only this machine is served.
     """
     from weir.cache import find_model_policy, read_bytes
-    from weir.policies import parse_policy, resolve_chunk, with_pin, with_slots
+    from weir.policies import EXACT, SAME, parse_policy, resolve_chunk, with_pin, with_slots
     from weir.serve import (
         Engine,
         EngineClient,
         Limits,
         ResponseStore,
         WorkerProcess,
+        choose_pin,
         estimate_memory,
     )
     from weir.serve.api import Access, Keys, bind, log_event, log_json, make_app, run_app
@@ -169,12 +189,15 @@ def serve(
     given = policy is not None or slots is not None
     beside = None if given else find_model_policy(model_name, loading.get("revision"))
     named = beside or parse_policy(options.DEFAULT if policy is None else policy)
-    wanted = with_pin(with_slots(named, slots), pin)
-    chunk = resolve_chunk(wanted, chunk)
+    plain = with_slots(named, slots)
+    chunk = resolve_chunk(plain, chunk)
+    form = pin_slots or (SAME if pin == AUTO else EXACT)
+    # What memory decides is known once the worker has been copied.
+    wanted = with_pin(plain, None if pin == AUTO else _read_pin(pin), form)
     limits = Limits(prompt=max_prompt, answer=max_answer, queue=queue, drain=drain)
     accepted = Keys() if keys is None else Keys.read(keys)
     hosts, origins, aliases = allow_host or [], allow_origin or [], alias or []
-    Access(hosts, origins, has_keys=bool(accepted))  # refuses what is no host or origin
+    Access(hosts, origins, has_keys=bool(accepted))  # refuses wrong hosts and origins
     if accepted:
         options.say_unused(context, ("allow_host",), "with keys, every host name is accepted")
     # Copied before there are sockets, threads or a device.
@@ -184,10 +207,14 @@ def serve(
         ending.callback(bound.close)
         if worker is not None:
             ending.callback(worker.close)
+        kept = keep if data is None or cluster is not None else keep or 0
+        if pin == AUTO:
+            how = {"chunk": chunk, "rows": rows, "kept": kept, "loading": loading}
+            wanted = with_pin(plain, choose_pin(model_name, plain, format=form, **how), form)
+        say_pinned(wanted)
         if beside is not None and beside.origin is not None:
             say(f"the policy is that of {beside.origin.file}, which lies with the model")
         say_set_aside(model_name, policy, slots, loading.get("revision"))
-        kept = keep if data is None or cluster is not None else keep or 0
         memory = estimate_memory(
             model_name, wanted, chunk=chunk, rows=rows, kept=kept, loading=loading
         )
@@ -226,6 +253,7 @@ def serve(
                 aliases=tuple(aliases),
                 hosts=tuple(hosts),
                 origins=tuple(origins),
+                notes_changes=note_changes,
             )
             with running.joined(cluster):
                 with waiting(f"{replicas} replicas on {cluster}"):
@@ -263,7 +291,14 @@ def serve(
         if compiled:
             compile_or_say(engine)
         client = EngineClient(
-            engine, tokenizer, name or model_name, limits, book, worker=worker, aliases=aliases
+            engine,
+            tokenizer,
+            name or model_name,
+            limits,
+            book,
+            worker=worker,
+            aliases=aliases,
+            notes_changes=note_changes,
         )
         say_sampling(client)
         log_json()
@@ -273,6 +308,30 @@ def serve(
         address, number = bound.getsockname()[:2]
         say(f"{_url(address, number)} ({known})")
         run_app(app, bound, limits, lambda: client.drain(limits.drain))
+
+
+def say_pinned(policy: Policy) -> None:
+    """Report how long a system message and tools may be to stay in the cache."""
+    from weir.policies import pinned_slots
+
+    found = [pinned_slots(pipe.pools) for pipe in policy.pipes]
+    if pinned := min((slots for slots in found if slots is not None), default=0):
+        say(
+            f"system message and tools: the first {pinned:,} tokens stay in the cache for good "
+            "(--pin); agents have 10,000 to 20,000"
+        )
+
+
+def _read_pin(pin: str | None) -> int | None:
+    """Read a number of pinned tokens."""
+    if pin is None:
+        return None
+    if not (pin.isascii() and pin.isdecimal() and len(pin) < 10):
+        raise WeirError(
+            f"--pin must be {AUTO} or a whole number of tokens, 0 or more, got {quote(pin)}. Use "
+            "--pin auto or --pin 8192."
+        )
+    return int(pin)
 
 
 def say_sampling(client: EngineClient) -> None:

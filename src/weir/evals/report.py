@@ -149,7 +149,7 @@ def needs_log_scale(values: Sequence[float], ratio: float) -> bool:
 
 
 def whole_blocks(values: Sequence[T], tokens: int, block: int) -> Sequence[T]:
-    """Return those of the values of a text's blocks whose blocks are whole; all of them if none is.
+    """Return the values of whole blocks of a text; all values if no block is whole.
 
     A last block of a few tokens has a perplexity that says little, and is not compared with others.
     """

@@ -15,6 +15,7 @@ from weir.kernels.dispatch import (
     WindowChunk,
     attend_window,
     block_function,
+    block_rows,
     causal,
     causal_and_received,
     decode,

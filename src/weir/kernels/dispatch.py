@@ -26,12 +26,12 @@ LEAST_LANES = 16
 LEAST_WIDE = 32
 """Numbers of a head from which on vectors of a processor fit into it."""
 ALIKE = 2.0**-19
-"""Numbers by which slots are chosen are equal if they differ by no more than this share of them, 16
-roundings of float32.
+"""Numbers by which slots are chosen count as equal if they differ by no more than this share of
+them, 16 roundings of float32.
 
-A stream that says the same several times has tokens that are equally good but for rounding, which
-is another in a compiled step, in another batch, in another kernel or on another processor. It must
-not decide who stays.
+In a stream that repeats itself several tokens are equally good, and their numbers differ by
+rounding only. Rounding depends on whether a step is compiled, on the batch, the kernel and the
+processor, and must not decide which token stays.
 """
 
 
@@ -84,6 +84,7 @@ _KERNELS = {
     ("numba", "decode_step"): ("weir.kernels.cpu.step", "StepTable"),
     ("numba", "linear_blocks"): ("weir.kernels.cpu.linear_blocks", "linear_blocks"),
     ("numba", "block_function"): ("weir.kernels.cpu.linear_blocks", "block_function"),
+    ("numba", "block_rows"): ("weir.kernels.cpu.block_rows", "block_rows"),
     ("numba", "pack_blocks"): ("weir.kernels.cpu.pack_blocks", "pack_blocks"),
     ("numba", "mlp_blocks"): ("weir.kernels.cpu.mlp_blocks", "mlp_blocks"),
     ("triton", "walk"): ("weir.kernels.gpu.walk", "walk"),
@@ -218,11 +219,25 @@ def mlp_blocks(x: torch.Tensor) -> Callable[..., Any] | None:
 
 
 def block_function(kind: str, device: torch.device) -> int:
-    """Compile products with weights of a type of blocks, and return what a `decode_step` table
-    calls them by; 0 where there are none.
+    """Compile products with weights of a type of blocks.
+
+    Returns the address by which a `decode_step` table calls them; 0 if there are none here.
     """
     found = _kernel(_library(device), "block_function") if device.type == "cpu" else None
     return 0 if found is None else int(found(kind))
+
+
+def block_rows(which: torch.Tensor, codes: torch.Tensor) -> Callable[..., Any] | None:
+    """The kernel that writes out rows of a weight in blocks (see `weir.kernels.cpu.block_rows`);
+    None for PyTorch.
+
+    Args:
+        which: the numbers of the rows.
+        codes: of the weight.
+    """
+    if which.device.type != "cpu" or which.dtype != torch.int64 or not codes.is_cpu:
+        return None
+    return None if is_compiling() else _kernel(_library(which.device), "block_rows")
 
 
 pack_blocks = _by_device("pack_blocks")

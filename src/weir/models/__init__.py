@@ -48,6 +48,7 @@ from weir.models.model_spec import (
 )
 from weir.models.o_proj import OutputProjection, output_weight
 from weir.models.quantized_weights import BITS, quantize_weights
+from weir.models.rotary_watch import RotaryWatch, rotary_of
 
 __all__ = [
     "ModelSink",

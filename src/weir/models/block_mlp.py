@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from weir import kernels
 from weir.kernels import BlockWeight
 from weir.models.block_weights import BlockLinear
-from weir.models.interception import MethodPatch
-from weir.models.linear_kernels import has_own_forward
+from weir.models.interception import MethodPatch, has_class_forward
 from weir.models.module_trials import is_gated_mlp
 
 ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu"}
@@ -34,7 +33,7 @@ _LAYERS = ("gate_proj", "up_proj", "down_proj")
 def run_mlps_whole(model: nn.Module) -> None:
     """Let the kernel run those MLPs of a model that it knows."""
     for module in model.modules():
-        if _weights_of(module) is not None and has_own_forward(module):
+        if _weights_of(module) is not None and has_class_forward(module):
             vars(module).pop("forward", None)  # a copy may hold its class's forward
             MethodPatch(module, "forward", _WholeMLP(module))
 
@@ -88,7 +87,7 @@ def _weights_of(module: Any) -> list[BlockWeight] | None:
 def _is_bare(layer: BlockLinear) -> bool:
     """Return whether a layer does no more than multiply, on the CPU."""
     here = layer.bias is None and layer.codes.is_cpu
-    return here and not _is_hooked(layer) and has_own_forward(layer)
+    return here and not _is_hooked(layer) and has_class_forward(layer)
 
 
 def _is_hooked(module: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Types of GGUF's blocks: what the bytes of a file's lines say, as codes and scales.
+"""Types of GGUF's blocks: the bytes of a file's lines, read as codes and scales.
 
 Every type of `weir.kernels.block_formats` is read without rounding. The grids of IQ types are those
 of the `gguf` package.
@@ -20,8 +20,7 @@ from weir.errors import WeirError
 from weir.kernels import BLOCK, BLOCK_TYPES, SHARED
 
 WIDENED = 1.1
-"""How many times the bits of a file weights take in memory before that is said."""
-_SUPER = BLOCK * SHARED
+"""weir warns of types that take more than so many times as many bits in memory as in a file."""
 
 
 class Parts(NamedTuple):
@@ -39,32 +38,19 @@ class Parts(NamedTuple):
     factors: Tensor | None = None
 
 
-def line_bytes(kind: str, inputs: int) -> int:
-    """Return the bytes of a line of a type in a file."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    numbers, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
-    return inputs // numbers * size
-
-
-def inputs_of(kind: str, line: int) -> int:
-    """Return how many numbers a line of so many bytes has."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    numbers, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
-    return line // size * numbers
-
-
 def describe_widened(kinds: Iterable[str]) -> str:
     """Return a sentence about types that take more bits in memory than in a file; "" for none."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
     found = []
     for kind in sorted(set(kinds) & BLOCK_TYPES.keys()):
-        stored, held = line_bytes(kind, _SUPER) * 8 / _SUPER, BLOCK_TYPES[kind].bits_per_number
+        numbers, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+        stored, held = 8 * size / numbers, BLOCK_TYPES[kind].bits_per_number
         if held > WIDENED * stored:
             found.append(f"{kind} (from {stored:.2f} to {held:.2f})")
     if not found:
         return ""
-    return f"weights take more bits in memory than in the file: {', '.join(found)}"
+    return f"weights take more bits each in memory than in the file: {', '.join(found)}"
 
 
 def take_apart(raw: Tensor, kind: str) -> Parts:
@@ -95,7 +81,7 @@ def _shifted(packed: Tensor, bits: int) -> Tensor:
 
 def _read_bytes(raw: Tensor) -> Parts:
     parts = raw.unflatten(1, (-1, 2 + BLOCK))
-    # From -128 to 127 to what is 128 more.
+    # Add 128 to codes from -128 to 127.
     return Parts((parts[..., 2:] ^ 128).flatten(1), _halves(parts[..., :2]))
 
 
@@ -124,7 +110,7 @@ def _read_e8m0(raw: Tensor) -> Parts:
     power = parts[..., :1].int() - 128
     if bool(((power < -24) | (power > 15)).any()):
         raise WeirError(
-            "this file has MXFP4 blocks with scales outside 2^-24 to 2^15, which weir cannot keep "
+            "the file has MXFP4 blocks with scales outside 2^-24 to 2^15, which weir cannot keep "
             "in blocks; load it with dtype= and without weights="
         )
     return Parts(_nibbles(parts[..., 1:]).flatten(1), torch.exp2(power.float()).half())

@@ -1,11 +1,11 @@
 """Weights in GGUF's blocks of 32 numbers: `weir.load(name, weights="q8_0")`, or as a file has them.
 
-A block is 32 codes of 8 or 4 bits and what a step is worth, in float16; with "q4_1" also what the
-code 0 stands for. On a CPU with AVX2 or VNNI a product of any number of rows multiplies the codes
-as they are (`weir.kernels.linear_blocks`), after rounding the rows to 8 bits, block by block.
-Elsewhere each product writes the weight out. Knows nothing about caches.
+`weir.kernels.block_formats` says how blocks of each type lie in memory. On a CPU with AVX2 or VNNI
+a product of any number of rows multiplies the codes as they are (`weir.kernels.linear_blocks`),
+after rounding the rows to 8 bits, block by block. Elsewhere each product writes the weight out.
+Knows nothing about caches.
 
-Format: block_q8_0, block_q4_0, block_q4_1 and block_q4_K of the ggml project.
+Format: the types of the ggml project.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from weir import kernels
 from weir.errors import WeirError
 from weir.kernels import BLOCK, BLOCK_TYPES, PANEL, QUADS, SHARED, BlockFormat
-from weir.models.block_types import Parts, inputs_of, take_apart
+from weir.models.block_types import Parts, take_apart
 
 BLOCK_FORMATS = {"q8_0": "Q8_0", "q4_0": "Q4_0", "q4_1": "Q4_1"}
 """Types that weights are quantized to, by what `weights=` calls them."""
@@ -75,18 +75,6 @@ class Blocks:
         if not weight.is_meta:
             for first in range(0, found.outputs, TOGETHER):
                 found.put(first, _quantize(weight.detach()[first : first + TOGETHER], kind))
-        return found
-
-    @classmethod
-    def read(cls, data: np.ndarray, kind: str) -> Blocks:
-        """Read a tensor of a GGUF file.
-
-        Args:
-            data: its bytes [outputs, bytes of a line], uint8.
-            kind: one of `STORED_FORMATS`.
-        """
-        found = cls(kind, len(data), inputs_of(kind, data.shape[1]))
-        found.fill(0, data)
         return found
 
     def fill(self, first: int, data: np.ndarray) -> None:
@@ -297,8 +285,12 @@ class BlockEmbedding(_InBlocks, nn.Embedding):  # type: ignore[override]  # read
         """Look up as `nn.Embedding` does: ids [...] to [..., embedding_dim], times a scale if the
         embedding has one.
         """
-        which = input.flatten()
-        rows = write_out(self.codes, self.scales, self.kind, self.num_embeddings, which)
+        which, rows = input.flatten(), None
+        kernel = kernels.block_rows(which, self.codes)
+        if kernel is not None:
+            rows = kernel(which, self.codes, self.scales, self.num_embeddings, self.kind)
+        if rows is None:  # also where an id is none of the table's, which PyTorch then refuses
+            rows = write_out(self.codes, self.scales, self.kind, self.num_embeddings, which)
         return _scaled(self, rows.to(self.kept_dtype)).view(*input.shape, -1)
 
 

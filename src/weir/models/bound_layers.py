@@ -42,6 +42,8 @@ class LayerSnapshot:
         self._then = [dict(part) for part in self._live]
         values = (value for part in self._then for value in part.values())
         self.tensors = {id(value): value for value in values if isinstance(value, Tensor)}
+        self._modules = list(modules)
+        self._kinds = _kinds(self._modules)
         self._read: list[Tensor] = []
         self._described: list[Any] = []
         self._settings = _settings()
@@ -57,8 +59,15 @@ class LayerSnapshot:
             same = self._live == self._then and not any(self._empty)
         except (RuntimeError, ValueError):  # another tensor or array has no truth value
             return False
+        same = same and _kinds(self._modules) == self._kinds
         # `model.to` gives the same tensor other numbers.
         return same and _settings() == self._settings and _describe(self._read) == self._described
+
+
+def _kinds(modules: Sequence[nn.Module]) -> list[Any]:
+    """Return the classes of modules, and what these compute."""
+    types = list(map(type, modules))
+    return [*types, *(kind.forward for kind in dict.fromkeys(types))]
 
 
 def _settings() -> tuple[Any, ...]:

@@ -23,8 +23,8 @@ CACHE = next(name for name in NAMES if name in {f.name for f in fields(BaseModel
 def with_one_name(given: Mapping[str, Any]) -> dict[str, Any]:
     """Copy a call's arguments with the cache under the installed release's name.
 
-    A caller may use either name with any release: transformers before 5.24 passes an argument
-    `cache` through to the decoder, where it would be ignored without a word.
+    A caller may use either name with any release. transformers before 5.24 would pass an argument
+    `cache` on to the decoder, which would silently ignore it.
     """
     named = dict(given)
     found = [named.pop(name) for name in (CACHE, *NAMES) if name in named]

@@ -4,12 +4,12 @@ While a model has hooks, three of its methods look for a weir cache among the ar
 
 - `generate` takes the cache as `cache` or as `past_key_values`, with any release of transformers;
 - `PREPARE` overrules what generation configurations say of caches: `cache_implementation`, which
-  asks for one of transformers' own, and `use_cache=False`, as MPT's configurations say;
-- `CRITERIA` shows the cache the stopping criteria, which say which rows of a batch have ended.
+  asks for one of transformers' own, and `use_cache=False`, which MPT's configurations have;
+- `CRITERIA` gives the cache the stopping criteria, which know which rows of a batch have ended.
 
-`PREPARE` also does what `generate` does: in `model.generate(cache=weir.StreamingCache(model))`
-Python looks up `model.generate` before there is a cache, and hooks. Every other call is passed on
-as it is.
+`PREPARE` also does the work of the hook on `generate`, which may come too late: in
+`model.generate(cache=weir.StreamingCache(model))` Python looks up `model.generate` before the cache
+exists, and with it the hooks. Every other call is passed on unchanged.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class GenerateHook:
             raise WeirError(
                 f"transformers {transformers.__version__} has no {self._missing[0]}, by which weir "
                 "learns which rows of a batch have ended; generate row by row, or install an older "
-                "one"
+                "transformers"
             )
-        # For any cache: transformers would warn of an old name in weir's name, which passes it on.
+        # For any cache: weir passes the call on, and transformers would blame it for an old name.
         return own(*args, **with_one_name(kwargs))
 
     def _prepare(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -130,8 +130,9 @@ def _only_new(cache: Any, given: Mapping[str, Any]) -> bool:
 
 
 _CONTINUES_IN_CHUNKS = Version("5.23")
-"""The first release that is known to leave out what was fed before where `prefill_chunk_size` is
-given; 5.12 feeds the whole text again. In weir a long prompt needs no more slots in one piece."""
+"""The first release that is known to leave out tokens that were fed before if `prefill_chunk_size`
+is given; 5.12 feeds the whole text again. weir does not need the option: a long prompt takes no
+more slots in one piece."""
 
 
 def _has_rows(args: tuple[Any, ...], given: Mapping[str, Any]) -> bool:

@@ -83,7 +83,10 @@ class Attachment:
         self._alibi = any(layer.positions.alibi is not None for layer in facts.layers)
         self._signature = inspect.signature(facts.decoder.forward)
         self._forward = MethodPatch(facts.decoder, "forward", self._call)
-        self._patches = [MethodPatch(rotary, "forward", self._rotate) for rotary in facts.rotaries]
+        self._patches: list[MethodPatch] = []
+        self._rotary: tuple[nn.Module, MethodPatch] | None = None
+        for rotary in facts.rotaries:
+            self.hook_rotary(rotary)
         self._compiled: Compiled | None = None
         self._native: StepEngine | None = None
         self._asked: Compiling | None = None
@@ -107,6 +110,16 @@ class Attachment:
         """Put a hook on the `generate` of a model around the decoder, unless it has one."""
         if not any(hook.serves(model) for hook in self._generates):
             self._generates.append(GenerateHook(model, self._has))
+
+    def hook_rotary(self, module: nn.Module | None) -> None:
+        """Hook the model's rotary embedding, which may be another module than at the last call."""
+        if module is None or (self._rotary is not None and module is self._rotary[0]):
+            return
+        if self._rotary is not None:
+            self._rotary[1].remove()
+            self._patches.remove(self._rotary[1])
+        self._rotary = module, MethodPatch(module, "forward", self._rotate)
+        self._patches.append(self._rotary[1])
 
     def _has(self, cache: Any) -> bool:
         return getattr(cache, "attachment", None) is self
@@ -177,7 +190,7 @@ class Attachment:
             given = with_one_name(self._named(args, kwargs))
             cache: Any = given.get(CACHE)
             attachment = getattr(cache, "attachment", None)
-            kwargs = with_one_name(kwargs)  # transformers would warn of an old name in weir's
+            kwargs = with_one_name(kwargs)  # transformers would blame weir for an old name
             if self.running is not None or not isinstance(attachment, Attachment):
                 return own(*args, **kwargs)
             if attachment.running is not None:

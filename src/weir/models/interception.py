@@ -13,7 +13,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from types import MethodType
+from typing import Any, cast
 
 from torch import nn
 
@@ -22,6 +23,22 @@ _LOCKS: weakref.WeakValueDictionary[int, ForwardLock] = weakref.WeakValueDiction
 
 _MAKING = threading.RLock()
 """Reentrant: a thread's garbage may be collected while it holds the lock."""
+
+
+def has_class_forward(module: nn.Module, *, patched: bool = False) -> bool:
+    """Return whether a module has the forward of its class.
+
+    A copy of a patched module (`MethodPatch`) holds its class's forward as an attribute.
+
+    Args:
+        module: any module.
+        patched: look below patches of weir's too, which compute the same: faster products, a
+            layer's compiled program, a cache's hooks.
+    """
+    put = vars(module).get("forward")
+    while patched and isinstance(put, MethodPatch):
+        put = put.own
+    return put is None or getattr(put, "__func__", None) is type(module).forward
 
 
 class MethodPatch:
@@ -39,11 +56,17 @@ class MethodPatch:
             self.own = own
         self._around: Callable[..., Any] | None = around
         self._before = vars(self._module).get(self._name)
+        self._function = getattr(type(self._module), self._name, None)
         functools.update_wrapper(self, self.own, updated=())
         vars(self._module)[self._name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call `around` with the original method."""
+        function = getattr(type(self._module), self._name, None)
+        if function is not self._function:  # the module got another class, or its class a method
+            self._function = function
+            if self._before is None:
+                self.own = MethodType(cast(Any, function), self._module)
         around = self._around  # another thread may remove it
         if around is None:
             return self.own(*args, **kwargs)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from weir import kernels
 from weir.errors import WeirError, quote
 from weir.models.cache_folder import cache_folder, read_json, write_json
-from weir.models.interception import MethodPatch
+from weir.models.interception import MethodPatch, has_class_forward
 from weir.models.memory import move_to_huge_pages
 
 ROWS = (1, 2, 4, 8, 16, 32)
@@ -38,6 +38,8 @@ BEYOND_CACHES = 2**26
 """Bytes of weights that a timing round reads, if the model has as many: more than most processors
 cache, since in a decode step every weight comes from memory."""
 ROUNDS = range(5, 12)
+_FORWARD = nn.Linear.forward
+"""What a linear layer computes that may be computed by a kernel instead."""
 KERNEL = "kernel 6"
 """Version of weir's kernel and of its timing; after a change everything is timed anew."""
 CALLS = 64
@@ -171,6 +173,10 @@ class _LinearPatch(MethodPatch):
         The compiler traces this method for every layer, so each line costs compile time.
         """
         if torch.compiler.is_compiling():
+            function: Any = type(self._linear).forward
+            if function is not _FORWARD:
+                changed: Tensor = function(self._linear, input)
+                return changed
             weight = self._held.get("weight")
             if type(weight) is nn.Parameter:  # a quantized weight has another type
                 return _chosen(input, weight, self._held["bias"], self._called, self._looped)
@@ -180,7 +186,8 @@ class _LinearPatch(MethodPatch):
     def _multiply(self, own: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         weight, bias = self._linear.weight, self._linear.bias
         if (
-            kernels.is_compiling()
+            type(self._linear).forward is not _FORWARD
+            or kernels.is_compiling()
             or torch.is_grad_enabled()
             or type(x) is not Tensor
             or not is_plain(weight)
@@ -276,7 +283,7 @@ def _is_plain_linear(module: nn.Module) -> bool:
     """Return whether a module is PyTorch's own linear layer with its own forward."""
     return (
         type(module) is nn.Linear
-        and has_own_forward(module)
+        and has_class_forward(module)
         and is_plain(module.weight)
         and module.weight.numel() > 0
         and (module.bias is None or is_plain(module.bias))
@@ -307,16 +314,7 @@ def _movable(model: nn.Module) -> list[Tensor]:
 
 def runs_as_linear(module: nn.Module) -> bool:
     """Return whether a linear layer has its own forward, or one with weir's kernel."""
-    return isinstance(vars(module).get("forward"), _LinearPatch) or has_own_forward(module)
-
-
-def has_own_forward(module: nn.Module) -> bool:
-    """Return whether a module has the forward of its class.
-
-    A copy of a patched module (`MethodPatch`) holds its class's forward as an attribute.
-    """
-    put = vars(module).get("forward")
-    return put is None or getattr(put, "__func__", None) is type(module).forward
+    return isinstance(vars(module).get("forward"), _LinearPatch) or has_class_forward(module)
 
 
 def is_plain(weight: Tensor) -> bool:

@@ -241,11 +241,10 @@ def _load_gguf(
     """
     name = source.name
     _check_one_device(device, device_map)
-    beginning = f"the model cannot be put on the device {str(device)!r}"
+    where = "cpu" if device_map is not None else device or default_device()
+    beginning = f"the model cannot be put on the device {str(where)!r}"
     with report_as(beginning):  # before anything is read
-        wanted_device = torch.device(
-            "cpu" if device_map is not None else device or default_device()
-        )
+        wanted_device = torch.device(where)
         torch.empty(0, device=wanted_device)
     header = read_header(path)
     config = config_of(header)
@@ -376,12 +375,13 @@ def skeleton(
     source = _Source(name, **where)
     path = Path(name).expanduser()
     file = find_gguf(name)
+    header = None if file is None else read_header(file)
     if path.is_file() and file is None:
         config = source.read(AutoConfig, f"{name} is no configuration of a model", str(path))
     elif path.is_dir() and file is None and not (path / "config.json").is_file():
         raise WeirError(f"the folder {name} has no config.json, which says how large a model is")
     else:
-        config = source.config()
+        config = source.config() if header is None else config_of(header)
     attend_by_sink(config)
     layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0)
     if isinstance(layers, int) and layers > DEEPEST:
@@ -389,17 +389,16 @@ def skeleton(
             f"the configuration of {name} says {layers:,} layers, and no model has more than "
             f"{DEEPEST:,}"
         )
-    if file is not None:
-        many = read_header(file).parameters
-        wanted = _gguf_dtype(name, dtype, device or default_device(), many)
+    if header is not None:
+        wanted = _gguf_dtype(name, dtype, device or default_device(), header.parameters)
     elif wanted == "auto":
         wanted = getattr(config, "dtype", None) or torch.float32
     with report_as(f"{name} is no causal language model"), torch.device("meta"):
         model: PreTrainedModel = _class_for(config, AutoModelForCausalLM).from_config(
             config, dtype=wanted, trust_remote_code=source.trust_remote_code
         )
-    if weights is None and file is not None and _keeps_blocks(dtype, device, device_map):
-        shrink_to_stored(model, plan_fillings(model, read_header(file)))
+    if weights is None and header is not None and _keeps_blocks(dtype, device, device_map):
+        shrink_to_stored(model, plan_fillings(model, header))
     elif weights is not None:
         shrink(model, weights, file)
     return model.eval()

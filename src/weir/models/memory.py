@@ -106,10 +106,10 @@ def move_to_huge_pages(weights: Iterable[Tensor]) -> int:
 
 
 class LargePages:
-    """Memory with large pages for tensors that are yet to be written.
+    """Memory in large pages for tensors that are written later.
 
-    Tensors of a model that are written there need not be moved by `move_to_huge_pages`, which
-    would hold them twice meanwhile. Where the system has no large pages, tensors get usual memory.
+    Weights that are written there need not be moved by `move_to_huge_pages`, which holds them twice
+    while it moves them. Where the system has no large pages, tensors get ordinary memory.
     """
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class LargePages:
         self._place = self._end = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Make a tensor whose numbers are not set."""
+        """Make a tensor with undefined numbers."""
         count = math.prod(shape)
         needed = _round_up(count * dtype.itemsize, LINE)
         if not count:
@@ -133,31 +133,37 @@ class LargePages:
         return made
 
     def _take(self, nbytes: int) -> None:
-        """Take memory for so many bytes; the rest of what was taken before stays unused."""
+        """Map memory for so many bytes; the rest of the memory mapped before stays unused."""
         self._memory = None
         free = free_memory(torch.device("cpu"))
         if not _has_large_pages() or free is None or free < SPARE * nbytes:
             return
-        try:
-            memory = mmap.mmap(-1, nbytes + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        except (OSError, ValueError):  # too little memory, or a kernel without large pages
-            return
-        start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-        self._memory, self._place = memory, _round_up(start, LARGE_PAGE) - start
-        self._end = self._place + nbytes
+        if (mapped := _map(nbytes)) is not None:
+            self._memory, self._place = mapped
+            self._end = self._place + nbytes
+
+
+def _map(nbytes: int) -> tuple[mmap.mmap, int] | None:
+    """Map memory in large pages.
+
+    Returns the mapping and where in it the first large page begins; None where the system refuses
+    it.
+    """
+    try:
+        memory = mmap.mmap(-1, nbytes + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except (OSError, ValueError):  # too little memory, or a kernel without large pages
+        return None
+    start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    return memory, _round_up(start, LARGE_PAGE) - start
 
 
 def _move(weights: Sequence[Tensor]) -> int:
     """Move tensors into one mapping; return their bytes, or 0 where the system refuses it."""
     needed = sum(_round_up(weight.nbytes, LINE) for weight in weights)
-    try:
-        memory = mmap.mmap(-1, needed + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    except (OSError, ValueError):  # too little memory, or a kernel without large pages
+    if (mapped := _map(needed)) is None:
         return 0
-    start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    place = _round_up(start, LARGE_PAGE) - start
+    memory, place = mapped
     for weight in weights:
         # One `frombuffer` per weight: slices of one tensor would be saved as one storage.
         moved = torch.frombuffer(memory, dtype=weight.dtype, count=weight.numel(), offset=place)

@@ -139,6 +139,7 @@ def _describe(model: PreTrainedModel, config: Any, reach: int | None) -> ModelSp
     _refuse(model, config)
     decoder = model.get_decoder()
     modules = attention_modules(decoder)
+    _refuse_numbers(modules)
     _refuse_closed(config.model_type, modules)
     # transformers' MPT ignores `attn_config.alibi` and always adds its biases.
     biased = config.model_type in ("bloom", "mpt") or bool(getattr(config, "alibi", False))
@@ -231,6 +232,21 @@ def attention_modules(decoder: nn.Module) -> list[nn.Module]:
     blocks = next(getattr(decoder, n) for n in ("layers", "h", "blocks") if hasattr(decoder, n))
     names = ("self_attn", "attention", "self_attention", "attn")
     return [next(getattr(b, n) for n in names if hasattr(b, n)) for b in blocks]
+
+
+def _refuse_numbers(modules: list[nn.Module]) -> None:
+    """Refuse layers that were removed, repeated or reordered without new numbers; the number of a
+    layer says which slots are its own.
+    """
+    for index, module in enumerate(modules):
+        number = getattr(module, "layer_idx", index)
+        if number != index:
+            raise WeirError(
+                f"layer {index} of this model has layer_idx {number}, and a cache finds the keys "
+                "and values of a layer by that number; set layer_idx of each layer's attention to "
+                f"the place of the layer, from 0 to {len(modules) - 1}, and copy layers that are "
+                "used twice"
+            )
 
 
 def _refuse(model: PreTrainedModel, config: Any) -> None:

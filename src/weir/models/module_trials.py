@@ -2,8 +2,8 @@
 
 A name proves nothing: a subclass, a patch or another release may compute something else under it.
 So a copy of a module is called on several rows of random numbers of several sizes, with stand-ins
-for its large weights, and its answers are compared with a formula in float64. What differs by more
-than float32 rounds is something else.
+for its large weights, and its answers are compared with a formula in float64. A difference that is
+larger than float32 rounding means another computation.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weir.models.interception import MethodPatch
-
 _SIZES = (30.0, 3.0, 1.0, 0.1, 1e-3)
 """Sizes of the numbers that modules are tried on: from those of attention sinks to those next to
 which the epsilon of a norm is large."""
@@ -26,17 +24,6 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: F.gelu(x, approximate="tanh"),
 }
 """Activations that kernels know."""
-
-
-def has_class_forward(module: nn.Module) -> bool:
-    """Return whether a module has its class's forward, alone or below patches of weir's.
-
-    Those compute the same: faster products, a layer's compiled program, a cache's hooks.
-    """
-    put = vars(module).get("forward")
-    while isinstance(put, MethodPatch):
-        put = put.own
-    return put is None or getattr(put, "__func__", None) is type(module).forward
 
 
 def copy_module(module: Any, parts: Mapping[int, nn.Module] | None = None) -> Any:

@@ -1,13 +1,16 @@
 """Check of a table's operations, before the first step of its sizes takes effect.
 
-`models.native_proof` has shown what a decoder computes; here the kernel is shown to compute that,
-with the weights and slots as they are. Each operation's result is compared with PyTorch's, in
-float32 and from the very numbers that the operation read, so that no error grows from one to the
-next: half-precision weights need no wider tolerance, and neither do those in blocks, whose inputs
-are rounded to 8 bits from the same numbers and so alike. Only attention's answers are merged by the
-product that reads them, of which a few may be rounded to the neighboring step. Rows are at several
-places of the stream, one of them far beyond any window, and hidden states are random but for the
-tokens of the step itself.
+`models.native_proof` has shown what a decoder computes. This file shows that the kernel computes
+the same, with the real weights and slots.
+
+Each operation's result is compared with PyTorch's, in float32 and from the same inputs that the
+operation read, so that no error grows from one operation to the next. Therefore weights in 16 bits
+need no wider tolerance. Neither do weights in blocks: their inputs are rounded to 8 bits from the
+same numbers, and so in the same way. There is one exception: attention's answers are merged by the
+product that reads them, so that a few of them may be rounded to the neighboring step.
+
+Rows are at several places of the stream, one of them far beyond any window. Hidden states are
+random, except in the run at the places of the step itself.
 """
 
 from __future__ import annotations
@@ -79,7 +82,7 @@ def check_program(
 
 
 def _kind(form: LayerForm, layer: LayerOperations) -> Hashable:
-    """What tells layers apart whose operations run other code."""
+    """Return a key that is the same for layers whose operations run the same code."""
     parts = (
         (type(part.module), part.outputs, part.module.in_features, part.module.bias is None)
         for part in form.projections
@@ -149,9 +152,9 @@ class _Trial:
     ) -> None:
         """Compare a product of x [rows, inputs] with PyTorch's.
 
-        A sum of n products is off by what rounding makes of the sizes of its terms, which cancel
-        more or less; of all outputs together these are |W| |x|, and |W| is seen in what the weight
-        makes of random signs.
+        The rounding of a sum of products is proportional to the sizes of its terms, of which some
+        cancel. For all outputs together these sizes are |W| |x|, and |W| is estimated by the
+        product of the weight with random signs.
 
         Args:
             part: the projection.

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
 from weir import kernels
+from weir.kernels import PANEL
 from weir.models.block_weights import BlockLinear
+from weir.models.interception import has_class_forward
 from weir.models.linear_kernels import is_plain
 from weir.models.module_trials import (
     activation_of,
     copy_module,
-    has_class_forward,
     is_rounding,
     trial_rows,
 )
@@ -31,15 +32,14 @@ from weir.models.quantized_weights import Int8Linear
 
 PARTS = ("embed_tokens", "layers", "norm")
 """What a decoder consists of, besides a rotary embedding."""
-PANEL = kernels.PANEL
-"""Outputs of a weight in blocks that lie side by side."""
+
 _LINEARS: dict[type, Any] = {nn.Linear: nn.Linear.forward}
 _LINEARS |= {kind: kind.forward for kind in (Int8Linear, BlockLinear)}
 """Classes of linear layers that a table can multiply by, and their forwards."""
 
 
 class NotNative(Exception):
-    """A decoder, or slots, of which no native step can be made; the message says why."""
+    """No native step can be made of a decoder or of slots; the message says why."""
 
 
 class Weight(NamedTuple):
@@ -109,8 +109,9 @@ class Projection(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """`x / sqrt(mean(x^2) + epsilon) * (weight + offset) + bias`; a centered one subtracts the mean
-    first.
+    """A norm: `x / sqrt(mean(x^2) + epsilon) * (weight + offset) + bias`.
+
+    A centered one subtracts the mean first.
 
     Attributes:
         name: of the module.
@@ -222,13 +223,17 @@ def read_decoder(decoder: Any, attentions: Sequence[nn.Module]) -> DecoderForm:
             raise NotNative(f"its decoder is {_what(decoder)}, which has no {name}")
     if torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks:
         raise NotNative("a forward hook is registered for all modules")
-    if not has_class_forward(decoder):
+    if not has_class_forward(decoder, patched=True):
         raise NotNative("the forward of its decoder was replaced")
     for name, module in decoder.named_children():
         if name not in (*PARTS, "rotary_emb") and any(_held(part) for part in module.modules()):
             raise NotNative(f"its decoder has {name}, which native steps do not know")
         if name in ("norm", "rotary_emb"):
             refuse_changed(name, module)
+    for index, attention in enumerate(attentions):
+        number = getattr(attention, "layer_idx", index)
+        if number != index:  # its keys and values are in the slots of that layer
+            raise NotNative(f"layers.{index} has the number {number} (layer_idx)")
     layers = [
         read_layer(f"layers.{index}", layer, attention)
         for index, (layer, attention) in enumerate(zip(decoder.layers, attentions, strict=True))
@@ -360,7 +365,7 @@ def _norms(name: str, layer: Any) -> tuple[Norm | None, Norm | None, Norm | None
         "pre_feedforward_layernorm",
         "post_feedforward_layernorm",
     )
-    if hasattr(layer, last):  # Gemma's from its second on has four, OLMo 2 the two behind
+    if hasattr(layer, last):  # Gemma 2 and 3 have all four, OLMo 2 the second and the fourth
         order = (before, after, inner, last)
         if hasattr(layer, before) != hasattr(layer, inner):
             raise NotNative(f"{name} has norms in an order that native steps do not know")
@@ -431,5 +436,5 @@ def refuse_changed(name: str, module: nn.Module) -> None:
         raise NotNative(f"{name} has a forward hook")
     if getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules:
         raise NotNative(f"{name} was compiled by torch.compile")
-    if not has_class_forward(module):
+    if not has_class_forward(module, patched=True):
         raise NotNative(f"the forward of {name} was replaced")

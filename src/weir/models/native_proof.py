@@ -1,7 +1,7 @@
 """Proof that a decoder's form is what the decoder computes, before a native step relies on it.
 
-Nothing is taken on the word of a name, or on one token. Each part is tried on several rows of
-random numbers of several sizes, with float32 copies of what little it holds, so that a difference
+Neither a name nor the result for one token counts as proof. Each part is tried on several rows of
+random numbers of several sizes, with float32 copies of its small parameters, so that a difference
 is either rounding or another computation:
 
 - the decoder's own forward runs with stand-ins for its layers, its embeddings and its norm, which
@@ -10,8 +10,9 @@ is either rounding or another computation:
   queries, keys and values and answers with random numbers. Rows are at several positions, one of
   them far beyond any window.
 
-Stand-ins for weights make this as cheap as a few norms, however large the model is. That a weight
-itself is multiplied as the table says is a matter of the class and of `native_check`.
+Stand-ins for weights make this as cheap as a few norms, however large the model is. That the
+weights themselves are multiplied as the table says follows from their class and is checked by
+`native_check`.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class NativeStep:
                 stack.refused = key, reason
                 return usual()
             stack.program, stack.refused = program, None
-            if program.sizes not in self._proved:  # what was written into slots is written again
+            if program.sizes not in self._proved:  # the usual step overwrites what trials wrote
                 self._proved.add(program.sizes)
                 output = usual()
                 if output.last_hidden_state.dtype != program.dtype:

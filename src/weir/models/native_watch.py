@@ -1,9 +1,10 @@
-"""Notices when modules of a decoder are not what they were when its form was read.
+"""Notices when modules of a decoder have changed since its form was read.
 
-Behind a step all that is looked at is out of the processor's caches, and looking at 30 layers takes
-half a millisecond, twice what it takes again. So it looks at what a layer computes from: weights
-and their memory, modules, numbers, forwards; at hooks only where any were registered in this
-process; and at classes and the functions of their files once each, not once a layer.
+The check runs before every step. A step pushes everything that the check reads out of the
+processor's caches, so that checking 30 layers takes half a millisecond. So only what a layer
+computes from is checked: weights and their memory, modules, numbers and forwards. Hooks are checked
+only if any were registered in this process since the last check, and classes and the functions of
+their files once each, not once a layer.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.nn.modules import module as torch_modules
 from torch.utils.hooks import RemovableHandle
 
 _READ = {"training", "numbers", "scales", "residual_multiplier", "embedding_multiplier"}
+_READ |= {"layer_idx"}
 """Attributes of modules that are read, besides parameters, modules, functions and fractions."""
 
 
@@ -50,11 +52,11 @@ class Watch:
             names |= {name for name, value in own.items() if _decides(value)}
             self._dicts += [own] * len(names)
             self._names += names
-            if module is not decoder:  # whose hooks run around a step of either kind
+            if module is not decoder:  # the decoder's own hooks run around every kind of step
                 self._hooks += [module._forward_hooks, module._forward_pre_hooks]
             weights += [*module.parameters(recurse=False), getattr(module, "numbers", None)]
         self._modules, self._types = modules, list(map(type, modules))
-        # One that torchao has packed has no memory of its own.
+        # A weight that torchao has packed has no memory of its own.
         self._weights = [t for t in weights if t is not None and type(t.data) is Tensor]
         self._classes: list[type] = []
         self._methods: list[str] = []
@@ -108,12 +110,12 @@ class Watch:
 
 
 def _decides(value: Any) -> bool:
-    """Return whether an attribute may be something that a forward multiplies by or calls."""
+    """Return whether an attribute may be a number or a function that a forward uses."""
     return type(value) is float or (callable(value) and not isinstance(value, nn.Module | type))
 
 
 def _methods_of(kind: type) -> Iterator[str]:
-    """Return the names of the methods that a class of modules has beside PyTorch's."""
+    """Return the names of a class's methods that are not PyTorch's, and of what runs a forward."""
     yield "forward"
     yield "__call__"
     for part in kind.__mro__:

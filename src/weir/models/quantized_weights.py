@@ -32,7 +32,8 @@ from weir.models.block_weights import (
     warn_without_kernel,
 )
 from weir.models.gguf import plan_fillings, read_header
-from weir.models.linear_kernels import LOOPED, choose_products, has_own_forward, in_a_loop
+from weir.models.interception import has_class_forward
+from weir.models.linear_kernels import LOOPED, choose_products, in_a_loop
 from weir.models.memory import move_to_huge_pages
 from weir.models.stored_blocks import shrink_to_stored
 
@@ -102,7 +103,7 @@ def run_blocks(model: PreTrainedModel) -> None:
 
 
 def finish_quantized(model: PreTrainedModel) -> None:
-    """Mark a model as one whose weights have few bits: it is not trained, nor loaded into."""
+    """Finish a model whose weights have few bits: it cannot be trained, nor be loaded into."""
     model.register_load_state_dict_pre_hook(_refuse_plain_weights)
     model.config.tie_word_embeddings = False
     model.requires_grad_(False)
@@ -133,7 +134,7 @@ def _quantize_by_torchao(model: PreTrainedModel, bits: dict[str, int]) -> None:
     numbers: list[Tensor] = []
     for name, many in bits.items():
         module = model.get_submodule(name)
-        if has_own_forward(module):
+        if has_class_forward(module):
             vars(module).pop("forward", None)  # a copy may hold its old class's forward
         module.__class__ = Int8Linear if many == 8 else Int4Linear
         if isinstance(module, Int8Linear):

@@ -34,7 +34,7 @@ def check_versions() -> None:
             f"pip install '{wanted[0]}' '{wanted[1]}'"
         )
     if ours.release[:2] > Version(TESTED).release:
-        # Not in weir's name: who makes warnings of a library errors could not import weir.
+        # Not in weir's name: if warnings of weir were errors, weir could not be imported.
         warnings.warn_explicit(
             f"weir: transformers {transformers.__version__} is newer than {TESTED}, the newest "
             "that this weir was tested with; weir tries it, and if something fails, "

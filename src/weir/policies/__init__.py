@@ -15,10 +15,12 @@ from weir.policies.registry import (
 from weir.policies.weir import fit_budgets, is_weir
 from weir.policies.wrappers import (
     EXACT,
+    SAME,
     Pinned,
     PolicyWrapper,
     Pyramid,
     Quantized,
+    pinned_slots,
     share_slots,
     with_pin,
     with_slots,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import ClassVar, Self
@@ -24,6 +25,8 @@ from weir.policies.registry import NAMED, PolicyCall, named
 from weir.pools import Beginning, Frame, Header, Pool, Snap
 
 EXACT = "exact"
+SAME = "same"
+"""Slots for a beginning in the format of a policy's other slots."""
 """The name of slots that are as the model computes."""
 SHARE = 4
 """One slot for the beginning for so many of the policy, where no number is given."""
@@ -98,6 +101,8 @@ class Pinned(PolicyWrapper):
         policy: the policy that holds everything else.
         n: slots of each layer for the beginning.
         header: slots of each layer for the header.
+        format: the format of the slots for the beginning, by the names of `slab.FORMATS`; "same"
+            for that of the policy's quantized slots, or int8 if it has none.
     """
 
     verb = "pinned"
@@ -105,16 +110,20 @@ class Pinned(PolicyWrapper):
     policy: Policy
     n: int = 64
     header: int = 16
+    format: str = EXACT
     text: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
+        if self.format not in (EXACT, SAME):
+            check_format(self.format)
         self.pipes  # noqa: B018  (raises where a pipe has no room for both pools)
         self._write()
 
     @property
     def options(self) -> str:
-        """Both numbers of slots."""
-        return f"n={self.n}, header={self.header}"
+        """Both numbers of slots, and the format if it is not exact."""
+        form = "" if self.format == EXACT else f", format={self.format}"
+        return f"n={self.n}, header={self.header}{form}"
 
     def rewrite(self, pipe: Pipe) -> Pipe:
         """Add the two pools; refuse a pipe that has such pools, or no limit."""
@@ -126,12 +135,18 @@ class Pinned(PolicyWrapper):
         # As late as possible: behind the header tokens are out of order, and pools have to sort.
         place = next((at for at, pool in enumerate(pools) if not pool.in_order), len(pools))
         with_both = (Beginning(self.n), *pools[:place], Header(self.header), *pools[place:])
-        formats = ("", *pipe.formats[:place], "", *pipe.formats[place:])
+        given = pipe.formats or ("",) * len(pools)
+        first = "" if self.format == EXACT else self.format
+        if self.format == SAME:
+            first = next(filter(None, given), "int8")
+        formats = (first, *given[:place], "", *given[place:])
         return Pipe(with_both, formats=formats)
 
 
 @named("any policy, and what a conversation must not lose beside it")
-def pinned(policy: Policy | None = None, n: int = 64, header: int = 16) -> Policy:
+def pinned(
+    policy: Policy | None = None, n: int = 64, header: int = 16, format: str = EXACT
+) -> Policy:
     """A policy, and beside it the beginning of the stream and the header of the running turn.
 
     `n` slots are for the beginning and `header` for the control tokens in front of an answer, in
@@ -142,8 +157,10 @@ def pinned(policy: Policy | None = None, n: int = 64, header: int = 16) -> Polic
         policy: the policy that holds everything else; none for StreamingLLM.
         n: slots for the beginning of the stream.
         header: slots for the control tokens in front of an answer.
+        format: the format of the slots for the beginning: exact, int8, int4, k8v4 or fp8, or
+            same for that of the policy's other slots.
     """
-    return Pinned(streaming_llm() if policy is None else policy, n, header)
+    return Pinned(streaming_llm() if policy is None else policy, n, header, format)
 
 
 def budgets(mean: int, layers: int, beta: float) -> list[int]:
@@ -366,7 +383,7 @@ def quantized(
     return Quantized(kcenter() if policy is None else policy, slots, newest)
 
 
-def with_pin(policy: Policy, slots: int | None = None) -> Policy:
+def with_pin(policy: Policy, slots: int | None = None, format: str = EXACT) -> Policy:
     """Pin a policy for serving conversations, with `slots` for the beginning in each layer.
 
     0 leaves the policy as it is. None is a quarter of its slots in a layer on average, unless it
@@ -377,7 +394,12 @@ def with_pin(policy: Policy, slots: int | None = None) -> Policy:
         mean = sum(pipe.slots or 0 for pipe in pipes) // len(pipes)
         kept = any(pipe.needs_marks or pipe.slots is None for pipe in pipes)
         slots = 0 if kept else mean // SHARE
-    return Pinned(policy, slots) if slots else policy
+    return Pinned(policy, slots, format=format) if slots else policy
+
+
+def pinned_slots(pools: Iterable[Pool]) -> int | None:
+    """Return how many tokens of a beginning some pools hold; None if they hold no beginnings."""
+    return max((pool.n for pool in pools if isinstance(pool, Beginning)), default=None)
 
 
 def with_slots(policy: Policy, slots: str | None) -> Policy:

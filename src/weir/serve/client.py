@@ -22,6 +22,9 @@ from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError
 from weir.models import StopTokens, sink_of, transformers_model
+from weir.policies import pinned_slots
+from weir.serve.after_thoughts import AfterThoughts, ThoughtTokens
+from weir.serve.changes import ChangedPrefixes
 from weir.serve.engine.engine import Engine
 from weir.serve.engine.output import (
     EventSender,
@@ -41,7 +44,7 @@ from weir.serve.prompts import Prompt, PromptMatcher, PromptRenderer
 from weir.serve.sessions.manager import SessionManager
 from weir.serve.sessions.records import StorageFull, TurnRecord, is_hidden, pack_ids
 from weir.serve.sessions.responses import ResponseStore
-from weir.serve.thoughts import OPEN
+from weir.serve.thoughts import OPEN, ThoughtParser
 from weir.serve.tools.formats import Tool
 from weir.serve.tools.parser import CallParser, join_parts
 from weir.serve.worker import Worker
@@ -183,6 +186,8 @@ class EngineClient:
         worker: works on large requests; by default in threads.
         is_replica: whether other servers have the same sessions.
         aliases: further names of the model; "*" for all names.
+        notes_changes: whether a conversation whose system messages have changed continues with a
+            note that says how, in place of being read again.
 
     Attributes:
         defaults: how answers are sampled where a request does not say.
@@ -201,6 +206,7 @@ class EngineClient:
         worker: Worker | None = None,
         is_replica: bool = False,
         aliases: Iterable[str] = (),
+        notes_changes: bool = False,
     ) -> None:
         self.aliases = frozenset(aliases)
         self.defaults, self.unused_defaults = read_defaults(engine.model.generation_config)
@@ -227,14 +233,25 @@ class EngineClient:
             LOG.warning("large requests are worked on in threads: %s", error)
             self.worker = Worker()
             self.worker.open(self.renderer)
-        self.matcher = PromptMatcher(self.renderer, self.store, root, self.vocabulary, self.worker)
+        self._changes = ChangedPrefixes() if notes_changes else None
+        how = (self.vocabulary, self.worker, self._changes)
+        self.matcher = PromptMatcher(self.renderer, self.store, root, *how)
         self.sessions = SessionManager(engine, self.responses, limits, self.worker)
+        self._thought_tokens = ThoughtTokens(tokenizer, self.stop_ids, self.vocabulary)
         self._sender = EventSender()
         engine.on_step = self._sender.send
         self._requests: Counter[str] = Counter()
         self._generations: set[Generation] = set()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="weir-engine", daemon=True)
+
+    @property
+    def pinned(self) -> int | None:
+        """Tokens of a conversation's beginning that stay for good; None if there is no limit or
+        nothing is pinned.
+        """
+        found = (pinned_slots(plan.spec.pipe.pools) for plan in self.engine.cache.plans)
+        return min((slots for slots in found if slots is not None), default=None)
 
     @property
     def vocabulary(self) -> int:
@@ -369,7 +386,12 @@ class EngineClient:
             self._sender,
             partial(self._trim, prompt),
         )
-        constraint = request.constraint() if request.constraint else None
+        constraint: GrammarConstraint | AfterThoughts | None = None
+        if request.constraint:
+            constraint = request.constraint()
+            if self.renderer.may_think(prompt):
+                is_open = self.renderer.opens_thoughts(prompt)
+                constraint = AfterThoughts(constraint, self._thought_tokens, is_open=is_open)
         processor.sequence = Sequence(
             id=name,
             parent=None if prompt.parent is None else prompt.parent.node,
@@ -397,9 +419,17 @@ class EngineClient:
         before = OPEN if self.renderer.opens_thoughts(prompt) else prompt.prefill
         answer = Message("assistant", before + text)
         if parser := self.make_parser(request):
+            if self.renderer.thinks:  # text in the thoughts that looks like a call is not one
+                thoughts = ThoughtParser(is_open=before == OPEN)
+                said = thoughts.feed(text)[1] + thoughts.finish()[1]
+                before += text[: len(text) - len(said)]
+                text = said
             parts = [*parser.feed(text), *parser.finish(cut=reason == "length")]
             answer = join_parts(parts, partial(call_id, sequence.id))
             answer = replace(answer, content=before + answer.content)
+        if self._changes is not None and prompt.outline:
+            outline = hash_prefixes(prompt.outline, [answer])[0]
+            self._changes.add(prompt.owner, outline, sequence.id, prompt.systems)
         return TurnRecord(
             node=sequence.id,
             owner=prompt.owner,

@@ -39,8 +39,8 @@ class Limits:
         wait: seconds that a sequence waits for a row.
         stall: seconds that a client may leave what is sent to it unread, or the rest of its body
             unsent.
-        ping: seconds without a byte of a stream after which something that clients ignore is sent.
-        report: the same for a client that wants to hear how far its prompt is read.
+        ping: seconds after which a stream that is silent gets something that clients ignore.
+        report: the same, for a client that asks for the progress of its prompt.
         unread: tokens of an answer that may wait for the client.
         drain: seconds that running answers have to end when the server ends.
     """

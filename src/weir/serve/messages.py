@@ -17,8 +17,8 @@ from typing import Any
 from weir.errors import WeirError, quote
 
 THINKING = re.compile(r"\A\s*<think>.*?(</think>\s*|\Z)", re.DOTALL)
-"""The thoughts in front of an answer, which clients leave out of the history they send. An answer
-that was cut may have no others."""
+"""The thoughts in front of an answer, which clients leave out of the history they send. In an
+answer that was cut they may have no end."""
 _plain = json.JSONEncoder(ensure_ascii=False).encode
 _encode = json.JSONEncoder(sort_keys=True).encode
 
@@ -37,8 +37,8 @@ class Call:
         return {"id": self.id, "type": "function", "function": function}
 
     def parse_arguments(self) -> Any:
-        """The arguments as values, or as the text they are if that is no JSON, or has lone
-        surrogates, which no text can have.
+        """The arguments as values; as text if they are not JSON, or have lone surrogates, which no
+        text can have.
         """
         try:
             found = json.loads(self.arguments)

@@ -16,12 +16,13 @@ from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError, quote
 from weir.models import ModelSink
+from weir.serve.changes import ChangedPrefixes, Outline, describe_change
 from weir.serve.messages import Message, hash_prefixes
 from weir.serve.reread import Reread, explain_reread
 from weir.serve.roles import SystemPlaces
 from weir.serve.sessions.records import TurnRecord, is_hidden
 from weir.serve.sessions.store import SessionStore
-from weir.serve.thoughts import OPEN
+from weir.serve.thoughts import CLOSE, OPEN
 from weir.serve.tools.formats import (
     CallFormat,
     Tool,
@@ -56,6 +57,9 @@ class Prompt:
         header: how many at the end of `ids` are the header of the answer.
         prefill: the beginning of the answer, which the client has written.
         reread: what of the history is read again, and why; None if nothing is.
+        note: text in front of the new messages that says how the system messages have changed.
+        systems: the system messages before the first answer.
+        outline: hash of what the history says apart from those; empty if it is not to be known.
     """
 
     ids: list[int]
@@ -68,6 +72,9 @@ class Prompt:
     header: int = 0
     prefill: str = ""
     reread: Reread | None = None
+    note: str = ""
+    systems: tuple[str, ...] = ()
+    outline: str = ""
 
     @property
     def cached(self) -> int:
@@ -200,8 +207,19 @@ class PromptRenderer:
         """Whether the end of a prompt opens the thoughts, so that the answer begins inside."""
         if not self.thinks:
             return False
-        end = str(self._tokenizer.decode(prompt.ids[-len(OPEN) - 2 :]))
-        return end.rstrip().endswith(OPEN)
+        return self._end_of(prompt).endswith(OPEN)
+
+    def may_think(self, prompt: Prompt) -> bool:
+        """Whether an answer to a prompt may begin with thoughts, or continue them: not if the
+        prompt has ended them, or has begun the answer itself.
+        """
+        if not self.thinks or (prompt.prefill and not self.opens_thoughts(prompt)):
+            return False
+        return not self._end_of(prompt).endswith(CLOSE)
+
+    def _end_of(self, prompt: Prompt) -> str:
+        """The end of a prompt, without white space after it."""
+        return str(self._tokenizer.decode(prompt.ids[-len(CLOSE) - 2 :])).rstrip()
 
     def check(self, prompt: Prompt) -> Prompt:
         """Refuse a prompt without tokens or with too many."""
@@ -226,6 +244,8 @@ class PromptMatcher:
     Args:
         root: hash that sets histories of this model and policy apart from others.
         worker: works on long histories, opened with the renderer; short ones do not wait for it.
+        changes: turns that a history continues although its system messages have changed; None if
+            such a history is read again.
 
     Its methods raise PromptTooLong for more tokens than a request may feed, and a WeirError for
     none, or where the template refuses the messages.
@@ -238,7 +258,9 @@ class PromptMatcher:
         root: str,
         vocabulary: int,
         worker: Worker,
+        changes: ChangedPrefixes | None = None,
     ) -> None:
+        self._changes = changes
         self._store = store
         self._root = root
         self._vocabulary = vocabulary
@@ -272,23 +294,42 @@ class PromptMatcher:
         root = self._root_of(tools)
         prefixes: list[tuple[int, str]] = held.call(_hash_answers, root)
         refused = False
+        outline = None if self._changes is None else held.call(_outline, root)
         for known, chain in prefixes:
-            parent = self._store.find_history(owner, chain)
+            parent, note = self._store.find_history(owner, chain), ""
+            if parent is None and outline is not None:
+                parent, note = self._find_changed(owner, outline, known)
             if parent is None:
                 continue
-            prompt = self._extend(parent, held, known, session, tools, variables)
+            how = (session, tools, variables)
+            prompt = self._extend(parent, held, known, *how, chain=chain, note=note)
             if prompt is not None:
+                prompt = _with_outline(prompt, outline)
                 return self._explained(prompt, held, known, prefixes, session, refused=refused)
             refused = True
         known, chain = prefixes[0] if prefixes else (0, root)
         prompt = held.call(_render_all, known, chain, tools, dict(variables))
-        prompt = replace(prompt, owner=owner)
+        prompt = _with_outline(replace(prompt, owner=owner), outline)
         prompt = self._explained(prompt, held, 0, prefixes, session, refused=refused)
         return replace(
             _with_shared_ids(prompt),
             owner=owner,
             session=session or f"sess_{secrets.token_hex(16)}",
         )
+
+    def _find_changed(
+        self, owner: str, outline: Outline, known: int
+    ) -> tuple[TurnRecord | None, str]:
+        """Find a turn that ends the same history under other system messages, and make the note
+        that says how they differ.
+        """
+        assert self._changes is not None
+        found = self._changes.find(owner, outline.hashes[known])
+        if found is None:
+            return None, ""
+        node, systems = found
+        note = describe_change(systems, outline.systems)
+        return (None, "") if note is None else (self._store.find_turn(owner, node), note)
 
     def _explained(
         self,
@@ -352,9 +393,15 @@ class PromptMatcher:
         session: str | None,
         tools: Sequence[Tool],
         variables: Mapping[str, Any],
+        *,
+        chain: str | None = None,
+        note: str = "",
     ) -> Prompt | None:
-        """Make a prompt of what comes after the `known` messages of a history."""
-        prompt = held.call(_render_rest, known, parent.chain, parent.last, tools, dict(variables))
+        """Make a prompt of what comes after the `known` messages of a history, whose hash is
+        `chain`, with a note in front.
+        """
+        chain = parent.chain if chain is None else chain
+        prompt = held.call(_render_rest, known, chain, parent.last, tools, dict(variables), note)
         if prompt is None:
             return None
         return replace(
@@ -374,6 +421,12 @@ class PromptMatcher:
 # What a worker does, with the renderer that it was opened with.
 
 
+def _with_outline(prompt: Prompt, outline: Outline | None) -> Prompt:
+    if outline is None:
+        return prompt
+    return replace(prompt, systems=outline.systems, outline=outline.hashes[-1])
+
+
 def _visible(session: str) -> str:
     """The session of a turn, or a new one if that is hidden."""
     return f"sess_{secrets.token_hex(16)}" if is_hidden(session) else session
@@ -390,6 +443,10 @@ def _hash_answers(
 
 def _hash_all(renderer: PromptRenderer, messages: Sequence[Message], root: str) -> list[str]:
     return hash_prefixes(root, messages)
+
+
+def _outline(renderer: PromptRenderer, messages: Sequence[Message], root: str) -> Outline:
+    return Outline.of(root, _split_prefill(messages)[0])
 
 
 def _render_all(
@@ -415,15 +472,17 @@ def _render_rest(
     last: int,
     tools: Sequence[Tool],
     variables: Mapping[str, Any],
+    note: str = "",
 ) -> Prompt | None:
     """The prompt of what comes after the `known` messages, of which the last ends with a token."""
     rest, prefill = _split_prefill(messages[known:])
-    rendered = renderer.render_next(rest, last, tools, variables)
+    noted = [Message("system", note), *rest] if note else rest
+    rendered = renderer.render_next(noted, last, tools, variables)
     if rendered is None:
         return None
     rendered = renderer.begin_answer(rendered, prefill)
     hashed = hash_prefixes(chain, rest)[-1]
-    return renderer.check(replace(rendered, hash=hashed, messages=tuple(rest)))
+    return renderer.check(replace(rendered, hash=hashed, messages=tuple(rest), note=note))
 
 
 def _split_prefill(messages: Sequence[Message]) -> tuple[Sequence[Message], str]:

@@ -29,7 +29,7 @@ class Reread:
         messages: how many messages are, up to the last answer.
         why: "changed" (a message differs from the one that was answered), "tools" (the same
             messages with other tools), "template" (the chat template cannot continue a
-            conversation), or "unknown" (nothing like it is kept).
+            conversation), or "unknown" (no similar conversation is kept).
         detail: what differs, in words.
     """
 
@@ -84,7 +84,10 @@ def explain_reread(
     if at >= min(len(nearest), answered):
         detail = "the same messages were answered with other tools"
         if at < answered:
-            detail = f"messages[{at}] was not answered here, and those before it with other tools"
+            detail = (
+                f"the messages before messages[{at}] were answered with other tools, and "
+                f"messages[{at}] was not answered here"
+            )
         return Reread(known, count, "tools", detail)
     return Reread(known, count, "changed", _difference(at, nearest[at], messages[at]))
 

@@ -84,9 +84,7 @@ class ResponseTurn:
         if self.previous is not None:
             record = client.store.find_turn(self.owner, node_of(self.previous))
             if record is None and client.responses.get_response(self.owner, self.previous) is None:
-                raise PreviousNotFound(
-                    f"Previous response with id '{self.previous[:80]}' not found."
-                )
+                raise _not_found(self.previous)
             if not any(item.get("role") == "assistant" for item in self.items):
                 return record, self.items
             before = self._history(self.previous)
@@ -105,7 +103,7 @@ class ResponseTurn:
         return None, self.items
 
     def _hidden(self, prompt: Prompt) -> Prompt:
-        """A prompt whose turn the same history finds again, and nobody by its id."""
+        """A prompt whose turn is found by the same history, but not by its id."""
         before = prompt.parent and prompt.parent.session
         if before and is_hidden(before):
             return replace(prompt, session=before)

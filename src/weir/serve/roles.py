@@ -62,13 +62,17 @@ class SystemPlaces:
     def place(self, messages: Sequence[Message], *, at_start: bool) -> list[Message]:
         """Bring system messages to where the template takes them.
 
-        Those at the beginning become one. One that the template does not take where it is becomes
-        a part of the user's message before it, or else of the one after it, or else a user's
-        message.
+        System messages before the first answer come first: agents send one after the first user
+        message that is the same in all their conversations, and at the beginning it is read once.
+        Those at the beginning become one. A later one that the template does not take is appended
+        to the user message directly before it. If there is none, it is put in front of the user
+        message directly after it. If there is none either, it becomes a user message.
 
         Args:
             at_start: whether the conversation begins with these messages.
         """
+        if at_start and self.first:
+            messages = _with_system_first(messages)
         if self.first and self.several and self.later:
             return list(messages)
         placed: list[Message] = []
@@ -101,6 +105,14 @@ class SystemPlaces:
         if began:
             return self.later
         return self.first and (self.several or not placed)
+
+
+def _with_system_first(messages: Sequence[Message]) -> list[Message]:
+    """Move the system messages before the first answer to the beginning."""
+    roles = [message.role for message in messages]
+    end = roles.index("assistant") if "assistant" in roles else len(roles)
+    start = sorted(messages[:end], key=lambda message: message.role != "system")
+    return [*start, *messages[end:]]
 
 
 def _joined(message: Message, text: str) -> Message:

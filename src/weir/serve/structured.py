@@ -211,8 +211,8 @@ def check_schema(schema: Any) -> None:
         for value in (node.get("const"), *(listed if isinstance(listed, list) else ())):
             if isinstance(value, int) and abs(value) > EXACT:
                 raise BadSchema(
-                    f"the number {value} is beyond {EXACT}, up to which numbers are exact; "
-                    "write it as a text"
+                    f"the number {value} is beyond {EXACT}, the largest that is held to exactly; "
+                    "write it as a string"
                 )
 
 

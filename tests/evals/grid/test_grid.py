@@ -10,6 +10,7 @@ import weir
 from weir.cache import size_of
 from weir.errors import WeirError
 from weir.evals.fitting import budget_in
+from weir.evals.grid import grid as grid_of
 from weir.evals.grid.grid import Grid, make_grid, pools_of
 from weir.models import skeleton
 from weir.policies.registry import NAMED
@@ -189,3 +190,18 @@ def test_a_pipe_that_is_larger_than_the_memory_is_refused_by_name():
         make_grid(**asked, policies=f"h2o, {pipe}", memory=[takes - 1])
     with pytest.raises(WeirError, match=r"^weir\(budget=448, slots=exact\) on nano takes"):
         make_grid(**asked, policies="weir(budget=448, slots=exact)", memory=[900_000])
+
+
+@pytest.mark.parametrize(
+    ("loading", "recorded"),
+    [({}, "gguf"), ({"dtype": "float32"}, None), ({"weights": "q4_0"}, "q4_0")],
+)
+def test_the_weights_that_a_gguf_file_is_loaded_with_are_recorded(loading, recorded, monkeypatch):
+    def of_a_file(name: str, **given: str) -> object:
+        default = {} if given else {"weights": "q8_0"}
+        return skeleton(name, **given, **default)
+
+    monkeypatch.setattr(grid_of, "is_gguf", lambda name: True)
+    monkeypatch.setattr(grid_of, "skeleton", of_a_file)
+    (cell,) = make_grid(["nano"], "recall(samples=1)", "recent(9)", loading=loading).cells
+    assert dict(cell.loading).get("weights") == recorded

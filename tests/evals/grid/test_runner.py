@@ -223,8 +223,8 @@ def test_models_may_be_objects(tmp_path, monkeypatch, toys, llama):
     given = {"mine": (llama, None)}
     with pytest.raises(WeirError, match="compiled of models that are loaded"):
         make_grid(given, "toy(n=1)", "h2o(8)", compiled=True)
-    grid = make_grid(given, "toy(n=1)", "h2o", memory=[90_000])
-    assert grid.cells[0].budget == budget_in(llama, "h2o", 90_000)
+    grid = make_grid(given, "toy(n=1)", "h2o", memory=[120_000])
+    assert grid.cells[0].budget == budget_in(llama, "h2o", 120_000)
     told: list[Any] = []
     monkeypatch.setattr(toys, "run", lambda self, subject, progress: told.append(subject) or {})
     run(grid, tmp_path / "r.jsonl", models=given)

@@ -140,10 +140,10 @@ class LayerSpec:
     dense: bool = False
 
     def dense_bytes(self, heads: Heads, tokens: int) -> int | None:
-        """Return the bytes in which transformers would hold one row of `tokens` tokens, if the
-        cache is `dense`; None for all others.
+        """Return the bytes of one row of `tokens` tokens in transformers' own cache; None if this
+        cache is not `dense`.
 
-        A layer that slides over a window holds one token less than the window there.
+        A layer with a sliding window holds one token less than the window there.
         """
         if not self.dense:
             return None
@@ -284,9 +284,9 @@ class LayerState:
     def nbytes(self, columns: int) -> int:
         """Return the bytes of the slots of all rows; 0 before the first token.
 
-        They are those of the slab, which never changes its size. In a cache that keeps every token
-        they are what transformers would hold of `columns` tokens and padding: the slab of such a
-        cache grows in leaps, and has positions and weights that plain attention does not need.
+        For a cache of fixed size, these are the bytes of the slab. For a cache that keeps every
+        token, they are what transformers' cache would hold of `columns` tokens and padding: there
+        the slab grows in leaps, and has positions and weights that plain attention does not need.
         """
         if self.slab is None:
             return 0

@@ -21,7 +21,7 @@ from weir.evals.notation import read_policies, read_tasks, takes_budget, with_bu
 from weir.evals.results import read_results
 from weir.evals.task import Task
 from weir.evals.tasks import TASKS
-from weir.models import compile_steps, load, skeleton
+from weir.models import compile_steps, has_block_weights, is_gguf, load, skeleton
 from weir.policies import NAMED, Layered, Pipe, is_file, parse_call, parse_policy, with_slots
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
@@ -213,7 +213,6 @@ def make_grid(
             f"leave out the {'budgets' if budgets else 'memory'} or the protocol"
         )
     folds = (rules.chunk or 64) if chunk is None else chunk
-    how = tuple(sorted(loading.items()))
 
     @cache
     def shape_of(name: str) -> PreTrainedModel:
@@ -223,11 +222,23 @@ def make_grid(
             return given
         return skeleton(name, **loading)
 
+    def how(name: str) -> tuple[tuple[str, Any], ...]:
+        """The arguments that a model is loaded with, as its cells record them.
+
+        What `load` chooses for a GGUF file depends on the machine, so it is recorded too. A run
+        that is resumed elsewhere then measures again, and does not mix two kinds of weights.
+        """
+        chosen = dict(loading)
+        stored = not isinstance(models, Mapping) and is_gguf(name)
+        if stored and loading.get("weights") is None and has_block_weights(shape_of(name)):
+            chosen["weights"] = "gguf"
+        return tuple(sorted(chosen.items()))
+
     def sizing(name: str, policy: str) -> PreTrainedModel:
         """The model by which a policy is sized; with its weights where these decide its slots."""
         if isinstance(models, Mapping) or not _by_weights(policy):
             return shape_of(name)
-        return load_model(name, how, compiled)[0]
+        return load_model(name, how(name), compiled)[0]
 
     def sized(model: str, policy: str) -> list[tuple[str, int | None, int | None]]:
         """A policy with each budget in it, the budget, and the memory that it was made for."""
@@ -261,7 +272,7 @@ def make_grid(
             folds,
             rules.positions,
             room,
-            how,
+            how(model),
             compiled,
             pools_of(policy),
         )

@@ -125,10 +125,10 @@ def measure(
 
 
 def record_of(number: int, cell: Cell, found: dict[str, Any]) -> CellRecord:
-    """The record of a cell: everything that decides on its figures, and what was found.
+    """The record of a cell: everything that decides on its figures, and the figures.
 
-    Of a policy with a name, "pools" has those that ran, and "stands_for" those that the name stands
-    for whatever the model, if these are others.
+    For a policy with a name, "pools" has the pools that ran. If the name stands for other pools
+    without a model, "stands_for" has those.
     """
     facts = cell.as_json()
     if facts.get("pools") != found.get("pools", facts.get("pools")):

@@ -90,16 +90,16 @@ def distinguish_pools(records: Sequence[CellRecord]) -> list[CellRecord]:
 
 
 def _stands_for(record: CellRecord) -> str | None:
-    """The pools that a record's policy stood for, whatever the model; None if it does not say.
+    """The pools that the name of a record's policy stands for; None if the record does not say.
 
-    Files from before "stands_for" have them under "pools", which are now those that ran.
+    A record without "stands_for" has them under "pools".
     """
     found: str | None = record.get("stands_for", record.get("pools"))
     return found
 
 
 DECIDING = ("model", "setting", "policy", "seed", "protocol", "chunk", "positions")
-"""Fields that distinguish measurements, beside what a policy's name stands for."""
+"""Fields that distinguish measurements, together with the pools that a policy's name stands for."""
 
 
 def read_together(paths: Sequence[Path]) -> tuple[int, list[CellRecord]]:

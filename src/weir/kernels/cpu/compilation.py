@@ -97,8 +97,8 @@ class _CodeCache(FunctionCache):  # type: ignore[misc, unused-ignore]
         self._cache_file = _CodeFiles(base, _digest((numba.__version__, stamp)))
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
-        # numba takes what a closure holds into the key, and functions that emit code have another
-        # representation in every process.
+        # numba's key has the variables of a closure in it, and functions that emit code look
+        # different in every process.
         if self._named:
             return sig, codegen.magic_tuple(), self._named
         return super()._index_key(sig, codegen)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import njit
+from numba.core.cgutils import for_range
 from torch import Tensor
 
 from weir.kernels.block_formats import BLOCK, BLOCK_TYPES, PANEL, QUADS, SHARED, BlockFormat
@@ -41,24 +42,59 @@ _WORTH_A_THREAD = 2**20
 """Bytes below which a thread of their own costs more than it saves."""
 
 
-@njit(nogil=True)
-def _nibbles(raw: int, at: int, count: int, codes: np.ndarray, to: int) -> None:
-    """Codes of `count` bytes: those that lie low, then those that lie high."""
-    data = ubytes_at(raw + at, (1, count))[0]
-    for i in range(count):
-        codes[to + i] = data[i] & 15
-    for i in range(count):
-        codes[to + count + i] = data[i] >> 4
+def _read(builder: ir.IRBuilder, address: Any, count: int) -> Any:
+    """A vector of bytes at an address."""
+    kind = ir.VectorType(BYTE, count).as_pointer()
+    return builder.load(builder.inttoptr(address, kind), align=1)
 
 
-@njit(nogil=True)
-def _add_pairs(raw: int, at: int, count: int, up: int, codes: np.ndarray, to: int) -> None:
-    """Add pairs of bits of `count` bytes to codes, the lowest of all bytes first."""
-    data = ubytes_at(raw + at, (1, count))[0]
+def _write(builder: ir.IRBuilder, vector: Any, address: Any) -> None:
+    builder.store(vector, builder.inttoptr(address, vector.type.as_pointer()), align=1)
+
+
+# These are written as vectors. Of loops LLVM would make loops of single bytes, since it cannot know
+# that the codes do not overlap the bytes that are read. For types of small units, those take four
+# times as long as everything else.
+
+
+@llvm_function
+def _nibbles(builder: ir.IRBuilder, data: Any, count: Any, codes: Any) -> None:
+    """Codes of `count` bytes: those that lie low, then those that lie high.
+
+    Args:
+        builder: of the code.
+        data, codes: addresses.
+        count: a multiple of 16.
+    """
+    with for_range(builder, builder.lshr(count, LONG(4))) as loop:
+        at = builder.shl(loop.index, LONG(4))
+        read, to = _read(builder, builder.add(data, at), 16), builder.add(codes, at)
+        _write(builder, builder.and_(read, constant(15, 16, BYTE)), to)
+        high = builder.lshr(read, constant(4, 16, BYTE))
+        _write(builder, high, builder.add(to, count))
+
+
+@llvm_function
+def _bytes(builder: ir.IRBuilder, data: Any, codes: Any) -> None:
+    """Codes of 32 bytes with signs, which codes of 8 bits do not have."""
+    signed = _read(builder, data, BLOCK)
+    _write(builder, builder.xor(signed, constant(128, BLOCK, BYTE)), codes)
+
+
+@llvm_function
+def _add_pairs(builder: ir.IRBuilder, data: Any, codes: Any, up: Any) -> None:
+    """Add pairs of bits of 32 bytes to 128 codes, the lowest of all bytes first.
+
+    Args:
+        builder: of the code.
+        data, codes: addresses.
+        up: the place of the lower bit in a code.
+    """
+    read, move = _read(builder, data, BLOCK), _spread(builder, up)
     for part in range(4):
-        first, shift = to + part * count, part * 2
-        for i in range(count):
-            codes[first + i] |= ((data[i] >> shift) & 3) << up
+        found = builder.lshr(read, constant(2 * part, BLOCK, BYTE))
+        found = builder.shl(builder.and_(found, constant(3, BLOCK, BYTE)), move)
+        _add(builder, found, builder.add(codes, LONG(BLOCK * part)))
 
 
 @llvm_function
@@ -70,19 +106,41 @@ def _add_bits(builder: ir.IRBuilder, data: Any, codes: Any, up: Any) -> None:
         data, codes: addresses.
         up: the place of the bit in a code.
     """
-    vector = ir.VectorType(BYTE, BLOCK)
-    read = builder.load(builder.inttoptr(data, vector.as_pointer()), align=1)
-    worth = builder.insert_element(
-        ir.Constant(vector, ir.Undefined), builder.trunc(builder.shl(LONG(1), up), BYTE), INT(0)
-    )
-    worth = builder.shuffle_vector(worth, worth, ir.Constant(ir.VectorType(INT, BLOCK), None))
-    nothing = ir.Constant(vector, None)
+    read = _read(builder, data, BLOCK)
+    worth = _spread(builder, builder.shl(LONG(1), up))
     for part in range(8):
         bit = builder.and_(read, constant(1 << part, BLOCK, BYTE))
-        found = builder.select(builder.icmp_unsigned("!=", bit, nothing), worth, nothing)
-        at = builder.add(codes, LONG(BLOCK * part))
-        at = builder.inttoptr(at, vector.as_pointer())
-        builder.store(builder.or_(builder.load(at, align=1), found), at, align=1)
+        _add(builder, _where(builder, bit, worth), builder.add(codes, LONG(BLOCK * part)))
+
+
+@llvm_function
+def _add_fifth(builder: ir.IRBuilder, data: Any, codes: Any) -> None:
+    """Add a fifth bit to 32 codes, of 32 bits that follow each other."""
+    read = _read(builder, data, 4)
+    each = shuffle(builder, read, read, [i // 8 for i in range(BLOCK)])
+    kind = ir.VectorType(BYTE, BLOCK)
+    bit = builder.and_(each, ir.Constant(kind, [1 << i % 8 for i in range(BLOCK)]))
+    _add(builder, _where(builder, bit, constant(16, BLOCK, BYTE)), codes)
+
+
+def _spread(builder: ir.IRBuilder, number: Any) -> Any:
+    """A vector of 32 bytes, each of them a number of 64 bits cut short."""
+    vector = ir.VectorType(BYTE, BLOCK)
+    alone = builder.insert_element(
+        ir.Constant(vector, ir.Undefined), builder.trunc(number, BYTE), INT(0)
+    )
+    return builder.shuffle_vector(alone, alone, ir.Constant(ir.VectorType(INT, BLOCK), None))
+
+
+def _where(builder: ir.IRBuilder, bits: Any, worth: Any) -> Any:
+    """What bytes are worth where bits are not 0, and 0 elsewhere."""
+    nothing = ir.Constant(bits.type, None)
+    return builder.select(builder.icmp_unsigned("!=", bits, nothing), worth, nothing)
+
+
+def _add(builder: ir.IRBuilder, found: Any, codes: Any) -> None:
+    """Add bits to 32 codes at an address."""
+    _write(builder, builder.or_(_read(builder, codes, BLOCK), found), codes)
 
 
 @njit(nogil=True)
@@ -97,10 +155,8 @@ def _six_bits(raw: int, at: int, factors: np.ndarray) -> None:
 
 
 @njit(nogil=True)
-def _take_apart(
-    kind: int, raw: int, heads: np.ndarray, factors: np.ndarray, codes: np.ndarray
-) -> None:
-    """The scales, factors and codes of a unit at an address."""
+def _take_apart(kind: int, raw: int, heads: np.ndarray, factors: np.ndarray, codes: int) -> None:
+    """The scales and factors of a unit at an address, and its codes at another."""
     data = ubytes_at(raw, WHOLE)[0]
     at = 0
     if kind == Q2_K:
@@ -112,49 +168,47 @@ def _take_apart(
     for i in range(len(heads)):
         heads[i] = shorts_at(raw + at, WHOLE)[0, i]
     if kind == Q8_0:
-        for i in range(BLOCK):
-            codes[i] = data[2 + i] ^ 128
+        _bytes(raw + 2, codes)
     elif kind in (Q4_0, IQ4_NL):
-        _nibbles(raw, 2, BLOCK // 2, codes, 0)
+        _nibbles(raw + 2, BLOCK // 2, codes)
     elif kind == Q4_1:
-        _nibbles(raw, 4, BLOCK // 2, codes, 0)
+        _nibbles(raw + 4, BLOCK // 2, codes)
     elif kind in (Q5_0, Q5_1):
         first = 2 if kind == Q5_0 else 4
-        _nibbles(raw, first + 4, BLOCK // 2, codes, 0)
-        for i in range(BLOCK):
-            codes[i] |= ((data[first + i // 8] >> (i % 8)) & 1) << 4
+        _nibbles(raw + first + 4, BLOCK // 2, codes)
+        _add_fifth(raw + first, codes)
     elif kind in (Q4_K, Q5_K):
         _six_bits(raw, 4, factors)
         first = 16 if kind == Q4_K else 48
         for i in range(4):
-            _nibbles(raw, first + BLOCK * i, BLOCK, codes, 2 * BLOCK * i)
+            _nibbles(raw + first + BLOCK * i, BLOCK, codes + 2 * BLOCK * i)
         if kind == Q5_K:
-            _add_bits(raw + 16, codes.ctypes.data, 4)
+            _add_bits(raw + 16, codes, 4)
     elif kind == Q6_K:
         for i in range(2):
-            _nibbles(raw, 64 * i, 64, codes, 128 * i)
-            _add_pairs(raw, 128 + 32 * i, 32, 4, codes, 128 * i)
+            _nibbles(raw + 64 * i, 64, codes + 128 * i)
+            _add_pairs(raw + 128 + 32 * i, codes + 128 * i, 4)
         for i in range(16):
             factors[i] = data[192 + i]
     elif kind == Q3_K:
-        codes[:] = 0
+        ubytes_at(codes, (1, BLOCK * SHARED))[:] = 0
         for i in range(2):
-            _add_pairs(raw, 32 + 32 * i, 32, 0, codes, 128 * i)
-        _add_bits(raw, codes.ctypes.data, 2)
+            _add_pairs(raw + 32 + 32 * i, codes + 128 * i, 0)
+        _add_bits(raw, codes, 2)
         for i in range(16):
             low = (data[96 + i % 8] >> (4 * (i // 8))) & 15
             factors[i] = (low | (((data[104 + i % 4] >> (2 * (i // 4))) & 3) << 4)) - 32
     elif kind == Q2_K:
-        codes[:] = 0
+        ubytes_at(codes, (1, BLOCK * SHARED))[:] = 0
         for i in range(2):
-            _add_pairs(raw, 16 + 32 * i, 32, 0, codes, 128 * i)
+            _add_pairs(raw + 16 + 32 * i, codes + 128 * i, 0)
         for i in range(16):
             factors[2 * i], factors[2 * i + 1] = data[i] & 15, data[i] >> 4
     else:
         for i in range(SHARED):
             low = (data[4 + i // 2] >> (4 * (i % 2))) & 15
             factors[i] = (low | (((data[2 + i // 4] >> (2 * (i % 4))) & 3) << 4)) - 32
-            _nibbles(raw, 8 + 16 * i, 16, codes, BLOCK * i)
+            _nibbles(raw + 8 + 16 * i, 16, codes + BLOCK * i)
 
 
 _LAYOUTS = sorted({(BLOCK_TYPES[kind].planes, BLOCK_TYPES[kind].halves) for kind in _SIZES})
@@ -239,6 +293,7 @@ def _pack(
     """
     halves, taken = np.zeros(heads, np.int16), np.zeros(max(1, factors * blocks), np.uint8)
     own = np.zeros((PANEL, BLOCK * blocks), np.uint8)
+    apart = own.ctypes.data
     shorts = PANEL * heads + PANEL // 2 * factors * blocks
     for panel in range(start, stop):
         for unit in range(units):
@@ -248,7 +303,8 @@ def _pack(
             for i in range(PANEL):
                 output = panel * PANEL + i
                 if output < outputs:
-                    _take_apart(kind, data + output * line + unit * size, halves, taken, own[i])
+                    raw, to = data + output * line + unit * size, apart + BLOCK * blocks * i
+                    _take_apart(kind, raw, halves, taken, to)
                 else:
                     halves[:], taken[:], own[i] = 0, 0, 0
                 for j in range(heads):
@@ -258,7 +314,7 @@ def _pack(
             number = (panel * units + unit) * blocks
             for block in range(blocks):
                 to = codes + 64 * vectors * (number + block)
-                _cut(layout, own.ctypes.data + BLOCK * block, BLOCK * blocks, to)
+                _cut(layout, apart + BLOCK * block, BLOCK * blocks, to)
     keep(own)
 
 

@@ -1,7 +1,8 @@
 """Configurations of models in GGUF files, built from the header alone.
 
-Every key of the file that changes what the model computes becomes part of the configuration, or is
-refused by name; `families` has the tables. transformers' own reader drops most of them silently.
+Every key of the file that changes what the model computes either becomes part of the configuration
+or is refused by name; `families` has the tables. transformers' own reader drops most of them
+silently.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from transformers import AutoConfig, PretrainedConfig
 
@@ -67,6 +68,38 @@ def read_config(path: Path) -> PretrainedConfig:
 def config_of(header: GGUFHeader) -> PretrainedConfig:
     """Build the configuration that a header describes (WeirError: `read_config`)."""
     return _Builder(header, family_of(header)).build()
+
+
+def ignored_keys() -> frozenset[str]:
+    """Return the keys that the environment variable `IGNORED` names: they count as absent."""
+    return frozenset(key.strip() for key in os.environ.get(IGNORED, "").split(","))
+
+
+def refuse_key(
+    header: GGUFHeader,
+    key: str,
+    value: Any,
+    why: str,
+    without: str = "the model could compute something else",
+    also: Sequence[str] = (),
+) -> NoReturn:
+    """Raise the WeirError for a key that weir cannot follow.
+
+    Args:
+        header: the header with the key.
+        key, value: what the header says.
+        why: the reason; it continues "which".
+        without: what could happen if the key were ignored.
+        also: other keys of the header that must be ignored with it, because they mean nothing
+            alone.
+    """
+    shown = f"an array of {len(value)}" if isinstance(value, GGUFArray) else repr(value)
+    keys = ",".join([key, *also])
+    this, matters = ("these keys", "they do") if also else ("this key", "the key does")
+    raise WeirError(
+        f"{header.path} says {key} = {shown[:60]}, which {why}. Without {this} {without}: load "
+        f"the model's folder or Hub id instead, or set {IGNORED}={keys} if {matters} not matter"
+    )
 
 
 def family_of(header: GGUFHeader) -> Family:
@@ -127,17 +160,16 @@ class _Builder:
         if (special := _SPECIAL.get(family.kind)) is not None:
             made |= special(self, sizes, head)
         kind = made.pop("model_type", family.kind)
-        beginning = f"{self.header.path} says what no {kind} model can be"
-        with report_as(beginning, "; take another file of the model"):
+        with report_as(f"the keys of {self.header.path} make no valid model of the type {kind}"):
             return AutoConfig.for_model(kind, **made)
 
     def check_keys(self) -> None:
-        """Refuse keys that change what is computed, and that are not honoured."""
+        """Refuse keys that change what is computed and that weir does not follow."""
         start = f"{self.header.architecture}."
-        honoured = self.family.honoured()
+        followed = self.family.followed()
         for key, value in self.fields.items():
             if key.startswith(OTHER_FILES):
-                self.refuse(key, value, "is not honoured")
+                self.refuse(key, value, "weir does not support")
             if not key.startswith(start):
                 continue
             suffix = key.removeprefix(start)
@@ -146,8 +178,10 @@ class _Builder:
                 given = self.get(suffix)
                 if given not in allowed:
                     listed = " or ".join(repr(one) for one in allowed)
-                    self.refuse(key, given, f"is not honoured (this family computes with {listed})")
-            elif suffix in honoured:
+                    self.refuse(
+                        key, given, f"differs from what this family computes with ({listed})"
+                    )
+            elif suffix in followed:
                 self.check_number(suffix)
             elif suffix in DESCRIBING:
                 continue
@@ -156,10 +190,10 @@ class _Builder:
                 if given != other:
                     self.refuse(key, given, f"differs from {start}{SAME[suffix]} ({other!r})")
             elif suffix not in NEUTRAL or self.get(suffix) not in NEUTRAL[suffix]:
-                self.refuse(key, value, "is not honoured")
+                self.refuse(key, value, "weir does not support")
 
     def check_number(self, suffix: str) -> None:
-        """Refuse a value that is no number, or one that no model has."""
+        """Refuse a value that is not a number, or one that no model has."""
         if suffix in _OTHER_KINDS:
             return
         value, least = self.get(suffix), _LEAST.get(suffix, 0)
@@ -168,20 +202,13 @@ class _Builder:
         if not number or not math.isfinite(value) or value < least:
             raise WeirError(
                 f"{self.header.path} says {self.header.architecture}.{suffix} = "
-                f"{repr(value)[:60]}, and a {'whole ' * whole}number from {least} on is expected; "
-                "take another file of the model"
+                f"{repr(value)[:60]}, where a {'whole ' * whole}number of at least {least} is "
+                "expected; take another file of the model"
             )
 
-    def refuse(self, key: str, value: Any, why: str, also: Sequence[str] = ()) -> None:
-        """Raise the WeirError for a key; `also` are keys that mean nothing without it."""
-        keys = [key, *(other for other in also if other in self.fields)]
-        them = "the key does" if len(keys) == 1 else "these keys do"
-        shown = f"an array of {len(value)}" if isinstance(value, GGUFArray) else repr(value)
-        raise WeirError(
-            f"{self.header.path} says {key} = {shown[:60]}, which {why}, so weir might compute "
-            "another model than the file's; load the model's folder or Hub id instead, or set "
-            f"{IGNORED}={','.join(keys)} if {them} not matter"
-        )
+    def refuse(self, key: str, value: Any, why: str, also: Sequence[str] = ()) -> NoReturn:
+        """Raise the WeirError for a key (`refuse_key`)."""
+        refuse_key(self.header, key, value, why, also=[one for one in also if one in self.fields])
 
     def get(self, suffix: str, default: Any = None) -> Any:
         """Return the value of a key of the architecture; an array must repeat one value."""
@@ -191,13 +218,14 @@ class _Builder:
             items = self.header.array(key)
             if len(items) != self.fields.get(f"{self.header.architecture}.block_count"):
                 raise WeirError(
-                    f"{self.header.path} says {key} = an array of {len(items)}, and one number, or "
-                    "one for each layer, is expected; take another file of the model"
+                    f"{self.header.path} says {key} = an array of {len(items)}, where one number, "
+                    "or one for each layer, is expected; take another file of the model"
                 )
             if any(item != items[0] for item in items):
                 raise WeirError(
-                    f"{self.header.path} says {key} for each layer differently, and weir reads "
-                    "models whose layers are alike; load the model's folder or Hub id instead"
+                    f"{self.header.path} has different values of {key} for its layers, and weir "
+                    "reads only models whose layers are alike; load the model's folder or Hub id "
+                    "instead"
                 )
             value = items[0]
         return _shorten(value) if isinstance(value, float) else value
@@ -213,13 +241,13 @@ class _Builder:
         return value
 
     def count(self, suffix: str, default: int | None = None) -> int:
-        """Return a number from 1 on."""
+        """Return a whole number of at least 1."""
         value = self.needed(suffix, default)
         key = f"{self.header.architecture}.{suffix}"
         if type(value) is not int or not 1 <= value < _LARGEST:
             raise WeirError(
-                f"{self.header.path} says {key} = {value!r}, and a whole number from 1 "
-                f"to {_LARGEST - 1:,} is expected; take another file of the model"
+                f"{self.header.path} says {key} = {value!r}, where a whole number from 1 to "
+                f"{_LARGEST - 1:,} is expected; take another file of the model"
             )
         return value
 
@@ -228,16 +256,15 @@ class _Builder:
         header, layers = self.header, self.count("block_count")
         if layers > len(header.tensors):
             raise WeirError(
-                f"{header.path} says {header.architecture}.block_count = {layers:,}, and holds "
-                f"{len(header.tensors):,} tensors, so it cannot be right; take another file of the "
-                "model"
+                f"{header.path} says {header.architecture}.block_count = {layers:,}, but holds "
+                f"only {len(header.tensors):,} tensors; take another file of the model"
             )
         heads = self.count("attention.head_count")
         epsilon = self.needed(self.family.epsilon)
         if type(epsilon) is not float or not 0 < epsilon < 1:
             raise WeirError(
                 f"{header.path} says {header.architecture}.{self.family.epsilon} = {epsilon!r}, "
-                "and a number between 0 and 1 is expected; take another file of the model"
+                "where a number between 0 and 1 is expected; take another file of the model"
             )
         sizes = {
             "hidden_size": self.count("embedding_length"),
@@ -251,8 +278,9 @@ class _Builder:
         }
         if heads % sizes["num_key_value_heads"]:
             raise WeirError(
-                f"{header.path} has {heads} attention heads and {sizes['num_key_value_heads']} for "
-                "keys and values, which do not divide them; take another file of the model"
+                f"{header.path} has {heads} attention heads, which cannot be divided among "
+                f"{sizes['num_key_value_heads']} heads of keys and values; take another file of "
+                "the model"
             )
         if self.family.names.get("num_key_value_heads") == "":
             self.expect("attention.head_count_kv", sizes["num_key_value_heads"], heads)
@@ -260,8 +288,8 @@ class _Builder:
             experts, used = self.count("expert_count"), self.count("expert_used_count")
             if used > experts:
                 raise WeirError(
-                    f"{header.path} says {header.architecture}.expert_used_count = {used:,}, and "
-                    f"its model has {experts:,} experts; take another file of the model"
+                    f"{header.path} says {header.architecture}.expert_used_count = {used:,}, but "
+                    f"has only {experts:,} experts; take another file of the model"
                 )
         return sizes
 
@@ -271,7 +299,7 @@ class _Builder:
             self.refuse(
                 f"{self.header.architecture}.{suffix}",
                 value,
-                f"is not honoured (this family computes with {wanted!r})",
+                f"differs from what this family computes with ({wanted!r})",
             )
 
     def vocabulary(self) -> int:
@@ -285,8 +313,8 @@ class _Builder:
         rows, tokens = embedding.shape[1], self.header.fields.get("tokenizer.ggml.tokens")
         if isinstance(tokens, GGUFArray) and len(tokens) > rows:
             raise WeirError(
-                f"{self.header.path} has {len(tokens):,} tokens and embeddings of {rows:,}; take "
-                "another file of the model"
+                f"{self.header.path} has {len(tokens):,} tokens but embeddings for only {rows:,}; "
+                "take another file of the model"
             )
         return rows
 
@@ -302,8 +330,8 @@ class _Builder:
             self.expect("attention.key_length", size, whole)
         if hidden % heads and self.get("attention.key_length") is None:
             raise WeirError(
-                f"{self.header.path} has a hidden size of {hidden} and {heads} attention heads, "
-                "which do not divide it; take another file of the model"
+                f"{self.header.path} has a hidden size of {hidden}, which cannot be divided among "
+                f"{heads} attention heads; take another file of the model"
             )
         return size
 
@@ -331,10 +359,10 @@ class _Builder:
         if isinstance(pattern, GGUFArray):
             items = self.header.array(key)
             if len(items) != layers:
-                self.refuse(key, pattern, f"has not one item for each of {layers} layers")
+                self.refuse(key, pattern, f"does not have one item for each of {layers} layers")
             return [bool(item) for item in items]
         if type(pattern) is not int or pattern < 0:
-            self.refuse(key, pattern, "is no number of layers")
+            self.refuse(key, pattern, "is not a number of layers")
         return [pattern == 0 or layer % pattern < pattern - 1 for layer in range(layers)]
 
     def rope(self, head: int, context: int) -> dict[str, Any]:
@@ -343,7 +371,7 @@ class _Builder:
         if rotated > head or rotated % 2:
             raise WeirError(
                 f"{self.header.path} says {self.header.architecture}.rope.dimension_count = "
-                f"{rotated}, and an even number up to {head}, the size of a head, is expected; "
+                f"{rotated}, where an even number up to {head}, the size of a head, is expected; "
                 "take another file of the model"
             )
         theta = float(self.get("rope.freq_base", 10000.0))
@@ -374,7 +402,7 @@ class _Builder:
         if (long is None) != (short is None) or (kind == "longrope" and long is None):
             raise WeirError(
                 f"{self.header.path} needs the tensors rope_factors_long.weight and "
-                "rope_factors_short.weight, and lacks one; take another file of the model"
+                "rope_factors_short.weight, but lacks one of them; take another file of the model"
             )
         if kind == "none":
             factor = 1.0
@@ -403,7 +431,7 @@ class _Builder:
         if kind == "yarn":
             return self.yarn(factor, original, attention)
         if attention != 1:
-            self.refuse(f"{start}attn_factor", attention, "is not honoured without a scaling")
+            self.refuse(f"{start}attn_factor", attention, "weir supports only with a scaling")
         if factor == 1:
             return {"rope_type": "default"}
         return {"rope_type": "linear", "factor": factor}
@@ -412,8 +440,8 @@ class _Builder:
         """Return YaRN's parameters."""
         start = f"{self.header.architecture}.rope.scaling."
         extrapolation = self.get("rope.scaling.yarn_ext_factor", 1.0)
-        if extrapolation not in (1.0, -1.0):  # llama.cpp writes -1 for what is not set
-            self.refuse(f"{start}yarn_ext_factor", extrapolation, "is honoured only if it is 1")
+        if extrapolation not in (1.0, -1.0):  # llama.cpp writes -1 if the value is not set
+            self.refuse(f"{start}yarn_ext_factor", extrapolation, "weir supports only if it is 1")
         made: dict[str, Any] = {
             "rope_type": "yarn",
             "factor": factor,
@@ -428,14 +456,18 @@ class _Builder:
             )
         if log := self.get("rope.scaling.yarn_log_multiplier"):
             if given is not None or attention != 1:
-                self.refuse(f"{start}yarn_log_multiplier", log, "cannot be combined with a factor")
+                self.refuse(
+                    f"{start}yarn_log_multiplier",
+                    log,
+                    "cannot be combined with an attention factor",
+                )
             made |= {"mscale": 1.0, "mscale_all_dim": log}
         elif given is not None:
             made["attention_factor"] = given
         elif attention != 1:
             made["attention_factor"] = (0.1 * math.log(factor) + 1) * attention
         if self.family.kind == "gpt_oss":
-            # The model was trained so, and no key of the format says it.
+            # The model was trained without rounding the range, and no key of the format says so.
             made["truncate"] = False
         return made
 
@@ -447,24 +479,19 @@ class _Builder:
         if not self.family.rotary or tensor.type != _F32 or tensor.shape != (rotated // 2,):
             raise WeirError(
                 f"{self.header.path} has {name} of the shape {tensor.shape} and type "
-                f"{tensor.type}, and {rotated // 2} numbers in float32 are expected; take another "
-                "file of the model"
+                f"{tensor.type}, where {rotated // 2} numbers in float32 are expected; take "
+                "another file of the model"
             )
         numbers = [_shorten(number) for number in read_floats(tensor)]
         if not all(math.isfinite(number) and number > 0 for number in numbers):
             raise WeirError(
-                f"{tensor.path} has numbers in {name} that are not above 0; download it again"
+                f"{tensor.path} has numbers in {name} that are not positive; download it again"
             )
         return None if name == "rope_freqs.weight" and set(numbers) == {1.0} else numbers
 
     def layer(self, name: str) -> bool:
         """Return whether the first layer has a tensor."""
         return f"blk.0.{name}" in self.names
-
-
-def ignored_keys() -> frozenset[str]:
-    """Return the keys that the user says do not matter: they count as absent."""
-    return frozenset(key.strip() for key in os.environ.get(IGNORED, "").split(","))
 
 
 def read_floats(tensor: TensorInfo) -> tuple[float, ...]:
@@ -510,7 +537,7 @@ def _share(part: int, whole: int) -> float:
 
 
 def _twice(full: dict[str, Any], base: float) -> dict[str, Any]:
-    """Return rope parameters by the kind of layer: those with a window are not scaled."""
+    """Return rope parameters by the kind of layer; those of layers with a window are not scaled."""
     return {
         "full_attention": full,
         "sliding_attention": {"rope_type": "default", "rope_theta": base},
@@ -567,7 +594,7 @@ def _llama3(period: float, factor: float, original: int) -> float:
 
 
 def _qwen_moe(builder: _Builder, sizes: dict[str, Any], head: int) -> dict[str, Any]:
-    """Return sizes of experts that older files do not say."""
+    """Return the sizes of experts, which older files do not state."""
     used = builder.count("expert_used_count")
     made = {
         "moe_intermediate_size": builder.count(
@@ -582,8 +609,9 @@ def _qwen_moe(builder: _Builder, sizes: dict[str, Any], head: int) -> dict[str, 
 
 
 def _gemma(builder: _Builder, sizes: dict[str, Any], head: int) -> dict[str, Any]:
-    """Return by what queries are scaled: only models of 27 billion parameters differ, and no key
-    says it.
+    """Return by what queries are scaled.
+
+    Only models of 27 billion parameters differ from the others, and no key says so.
     """
     largest = {"gemma2": 46, "gemma3_text": 62}[builder.family.kind]
     of_27b = sizes["num_hidden_layers"] == largest
@@ -592,7 +620,7 @@ def _gemma(builder: _Builder, sizes: dict[str, Any], head: int) -> dict[str, Any
 
 
 def _granite(builder: _Builder, sizes: dict[str, Any], head: int) -> dict[str, Any]:
-    """Return Granite's multipliers: a file that says 0 or nothing means the usual ones."""
+    """Return Granite's multipliers; 0, or no value, stands for the usual ones."""
     named = {attribute: builder.get(suffix) for suffix, attribute in builder.family.keys.items()}
     made = {name: 1.0 for name, value in named.items() if value == 0}
     return made | {"attention_multiplier": named["attention_multiplier"] or head**-0.5}
@@ -626,9 +654,7 @@ def _mpt(builder: _Builder, sizes: dict[str, Any], head: int) -> dict[str, Any]:
     configuration says.
     """
     builder.expect("feed_forward_length", sizes["intermediate_size"], 4 * sizes["hidden_size"])
-    builder.expect(
-        "attention.max_alibi_bias", float(builder.get("attention.max_alibi_bias", 0)), 8.0
-    )
+    builder.expect("attention.max_alibi_bias", builder.get("attention.max_alibi_bias"), 8.0)
     clip = builder.get("attention.clamp_kqv") or None
     attention = {"alibi": True, "alibi_bias_max": 8, "clip_qkv": clip}
     return {"expansion_ratio": 4, "attn_config": attention}
@@ -658,7 +684,7 @@ def _phi3(builder: _Builder, sizes: dict[str, Any], head: int) -> dict[str, Any]
     """Return the context before it was extended, and check the scaling."""
     kind = builder.get("rope.scaling.type")
     if kind in ("linear", "yarn") or builder.get("rope.scaling.factor", 1) not in (0, 1):
-        builder.refuse("phi3.rope.scaling.type", kind, "is not honoured")
+        builder.refuse("phi3.rope.scaling.type", kind, "weir does not support for phi3")
     context = sizes["max_position_embeddings"]
     original = builder.get("rope.scaling.original_context_length") or context
     return {"original_max_position_embeddings": original}

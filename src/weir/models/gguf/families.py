@@ -1,7 +1,7 @@
 """Families of models that can be read from GGUF files, and the meaning of their keys.
 
-A key is `<architecture>.<suffix>`, and the tables hold suffixes. A key that no table holds, or
-whose value none of a family's tables allows, is refused by name (`config`).
+A key is `<architecture>.<suffix>`, and the tables hold suffixes. A key that is in no table, or has
+a value that no table of the family allows, is refused by name (`config`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ COMMON = frozenset(
     attention.head_count_kv attention.key_length attention.value_length
     feed_forward_length""".split()
 )
-"""Suffixes that are honoured in every family."""
+"""Suffixes that every family follows."""
 
 ROPE = frozenset(
     """rope.freq_base rope.dimension_count rope.scale_linear rope.scaling.type rope.scaling.factor
@@ -23,7 +23,7 @@ ROPE = frozenset(
     rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow
     rope.scaling.yarn_log_multiplier""".split()
 )
-"""Suffixes that are honoured in every family with rotary embeddings."""
+"""Suffixes that every family with rotary embeddings follows."""
 
 RMS, PLAIN = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 """Suffixes of the epsilon of norms without a mean, and with one. Some files have both."""
@@ -66,7 +66,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "rope.scaling.alpha": (0, 1),
     "router_logit_softcapping": (0,),
 }
-"""Values with which a suffix changes nothing, in families that do not honour it."""
+"""Values with which a suffix changes nothing, in families that do not follow it."""
 
 SOFTMAX, SIGMOID = 1, 2
 """Numbers of `expert_gating_func`."""
@@ -83,14 +83,15 @@ class Family:
             are made into something else (`config`).
         values: values that the family's code computes with, by suffix; others are refused.
         attributes: attributes that no key of the file gives.
-        biases: attributes that say whether biases are there, by names of tensors in one layer.
+        biases: attributes that say whether there are biases, with the names of their tensors in
+            one layer.
         names: attributes whose names differ from most families', by the usual ones; "" for those
             that the configuration does not have.
         head_size: whether a head may have another size than the hidden size divided by the heads.
         partial: whether only a part of each head may be rotated.
         rotary: whether positions are rotary embeddings.
-        windows: every how many layers one layer sees everything, where the file does not say;
-            None if the family has no windows, 0 if all layers have one.
+        windows: one layer in so many sees everything, where the file does not say; None if the
+            family has no windows, 0 if all layers have one.
         swa_base: RoPE base of layers with a window, where the file does not say; None for that of
             the other layers, and 0 if a family has the same base in all layers.
     """
@@ -108,8 +109,8 @@ class Family:
     windows: int | None = None
     swa_base: float | None = 0
 
-    def honoured(self) -> frozenset[str]:
-        """Return all suffixes that the family honours, whatever their values."""
+    def followed(self) -> frozenset[str]:
+        """Return all suffixes that the family follows, whatever their values."""
         found = COMMON | {self.epsilon} | set(self.keys) | set(self.values)
         if self.rotary:
             found |= ROPE
@@ -141,7 +142,7 @@ FAMILIES: Mapping[str, Family] = {
         values=_META_LAYOUT,
         biases={"attention_bias": _ATTENTION, "mlp_bias": _MLP},
     ),
-    # A file cannot say that a Mistral has windows; only the first Mistral had.
+    # A file cannot say that a Mistral has windows, and only the first Mistral had them.
     "mistral3": Family("mistral", attributes={"sliding_window": None}),
     "arcee": Family("arcee", biases={"attention_bias": _ATTENTION, "mlp_bias": _MLP}),
     "qwen2": Family("qwen2"),
@@ -355,9 +356,9 @@ SAME = {
     "attention.key_length_swa": "attention.key_length",
     "attention.value_length_swa": "attention.value_length",
 }
-"""Suffixes of layers with a window, by the suffixes whose values they have to repeat; a family with
-a RoPE base for windows (`Family.swa_base`) honours the first."""
+"""Suffixes of layers with a window, with the suffixes whose values they must repeat; a family with
+a RoPE base for windows (`Family.swa_base`) follows the first."""
 
 OTHER_FILES = ("adapter.", "clip.", "diffusion.", "imatrix.", "xielu.", "general.tensor_extra.")
-"""How keys begin, outside an architecture's, that say something of what is computed or that the
+"""Beginnings of keys, besides the architecture's own, that change what is computed or say that the
 file holds no model."""

@@ -26,21 +26,21 @@ MAGIC = b"GGUF"
 """First bytes of every GGUF file."""
 _FOUND = {
     b"": "is empty",
-    b"vers": "is the pointer that Git LFS leaves where a file was not fetched (git lfs pull)",
+    b"vers": "is only a pointer of Git LFS, whose file was not fetched (git lfs pull)",
     b"<!DO": "is a web page",
     b"<htm": "is a web page",
-    b"ggjt": "is of the format before GGUF",
-    b"ggml": "is of the format before GGUF",
-    b"ggmf": "is of the format before GGUF",
+    b"ggjt": "has a format older than GGUF",
+    b"ggml": "has a format older than GGUF",
+    b"ggmf": "has a format older than GGUF",
 }
-"""What a file is that begins so."""
+"""What kind of file begins with these bytes."""
 _SHARD = re.compile(
     r"(?P<stem>.*)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})(?P<end>\.gguf)",
     re.DOTALL | re.IGNORECASE,
 )
 """File name of a shard, as llama.cpp's `gguf-split` writes it; the first shard has the number 1."""
 _LISTED = 4
-"""File names that an error lists."""
+"""Names that an error lists."""
 
 
 @dataclass(frozen=True)
@@ -158,10 +158,9 @@ def read_header(path: Path) -> GGUFHeader:
         return header
     paths = shard_paths(path)
     if missing := [shard.name for shard in paths if not shard.is_file()]:
-        listed = ", ".join(missing[:_LISTED]) + (" ..." if len(missing) > _LISTED else "")
         raise WeirError(
             f"{path} is one of {len(paths)} shards of a split file, and {len(missing)} of them are "
-            f"missing in {path.parent}: {listed}; download those too"
+            f"missing in {path.parent}: {list_some(missing)}; download those too"
         )
     return _merge([_read_one(shard) for shard in paths])
 
@@ -179,6 +178,11 @@ def shard_paths(path: Path) -> tuple[Path, ...]:
         path.with_name(f"{named['stem']}-{number:05}-of-{count:05}{named['end']}")
         for number in range(1, count + 1)
     )
+
+
+def list_some(names: Sequence[str]) -> str:
+    """List names in an error; the first few if there are many."""
+    return ", ".join(names[:_LISTED]) + (" ..." if len(names) > _LISTED else "")
 
 
 def _read_one(path: Path) -> GGUFHeader:
@@ -208,14 +212,14 @@ def _merge(shards: Sequence[GGUFHeader]) -> GGUFHeader:
             # A file of one shard may say nothing about shards.
             if given != value and (count > 1 or given is not None):
                 raise WeirError(
-                    f"{shard.path} does not belong to the split file that its name says: its field "
-                    f"{key} is {given}, where {value} is expected; download all {count} shards of "
-                    "one model again"
+                    f"{shard.path} does not belong to the split file that it is named after: its "
+                    f"field {key} is {given}, where {value} is expected; download all {count} "
+                    "shards of one model again"
                 )
     tensors = tuple(tensor for shard in shards for tensor in shard.tensors)
     if total is not None and len(tensors) != total:
         raise WeirError(
-            f"the {count} shards of {first.path} hold {len(tensors):,} tensors, and the first one "
+            f"the {count} shards of {first.path} hold {len(tensors):,} tensors, but the first one "
             f"says {total:,}; download all of them again"
         )
     holders: dict[str, Path] = {}
@@ -245,7 +249,7 @@ class _HeaderReader:
             )
         if version not in (2, 3):
             raise WeirError(
-                f"{self.path} is of version {version} of the GGUF format, and weir reads 2 and 3; "
+                f"{self.path} has version {version} of the GGUF format, and weir reads 2 and 3; "
                 "take another file of the model"
             )
         n_tensors, n_fields = self.count(MAX_TENSORS, "tensors"), self.count(MAX_FIELDS, "fields")
@@ -271,7 +275,7 @@ class _HeaderReader:
 
     def bytes(self, n: int) -> bytes:
         if n > self.size - self.file.tell():
-            raise _Damaged("its header ends behind the end of the file")
+            raise _Damaged("its header ends beyond the end of the file")
         return self.file.read(n)
 
     def number(self, code: str) -> Any:
@@ -314,7 +318,7 @@ class _HeaderReader:
                 if size > MAX_STRING:
                     raise _Damaged(f"its header declares {size:,} bytes of one string")
                 at += 8 + size
-        self.bytes(at - self.file.tell())  # refuses what ends behind the file
+        self.bytes(at - self.file.tell())  # refuses strings that end beyond the file
 
     @staticmethod
     def code(kind: int) -> str:

@@ -52,7 +52,7 @@ _DEEPSEEK_LETTERS = (
     "\U000118a0-\U000118df\U0001e900-\U0001e943"
     "]+"
 )
-"""Letters with a case, as DeepSeek's rule lists them: newer ones are not among them."""
+"""Letters with a case, as DeepSeek's rule lists them; newer letters of Unicode are missing."""
 _DEEPSEEK_SIGNS = r"\s?[!-/:-~" + "\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
 _DEEPSEEK_V3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
@@ -65,8 +65,8 @@ class PreTokenizer:
     """Rule that cuts a text into words.
 
     Attributes:
-        patterns: regular expressions, one after the other: what matches one is a word, and so is
-            what lies between two matches.
+        patterns: regular expressions, applied one after the other. Each match is a word, and so is
+            the text between two matches.
         whole_words: whether a word that is a token becomes one, even if no merges lead there.
         bos: whether the beginning token is added where the file does not say.
         composed: whether characters are composed first (Unicode's form NFC).

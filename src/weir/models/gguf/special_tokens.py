@@ -1,7 +1,7 @@
-"""Special tokens that a GGUF file names: where a text begins, what ends an answer, what pads.
+"""Special tokens of a GGUF file: the beginning of a text, the ends of an answer, and padding.
 
-A file seldom names every token that ends an answer. As llama.cpp does, tokens whose text is known
-to end one are found in the vocabulary.
+A file seldom names every token that ends an answer. So, as in llama.cpp, the vocabulary is searched
+for tokens that are known to end one by their text.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ _EOS_IDS = "tokenizer.ggml.eos_token_ids"
 """Key under which Ollama's converter writes several ids."""
 
 _NONE = (1 << 32) - 1
-"""Id by which some converters say that there is no such token."""
+"""Id that some converters write if there is no such token."""
+
 _DEFAULTS = {"bos": 1, "eos": 2, "unknown": 0}
-"""Ids that a SentencePiece file means where it names none."""
+"""Ids that apply in a SentencePiece file that names none."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class SpecialTokens:
     Attributes:
         bos: the token at a text's beginning.
         eos: the token at a text's end.
-        unknown: the token for what has none.
+        unknown: the token for characters that have none.
         pad: the padding token.
         ends: all tokens that end an answer, `eos` first.
     """
@@ -53,7 +54,7 @@ class SpecialTokens:
 
     @classmethod
     def of(cls, header: GGUFHeader) -> SpecialTokens:
-        """Read a header; WeirError for an id that is no token's."""
+        """Read a header; WeirError for a value that cannot be an id."""
         fields = header.fields
         if not isinstance(fields.get("tokenizer.ggml.tokens"), GGUFArray):
             return cls(None, None, None, None, ())
@@ -70,14 +71,14 @@ class SpecialTokens:
                 return default if default < len(words) else None
             if type(found) is not int or not 0 <= found < 1 << 32:
                 raise WeirError(
-                    f"{header.path} says {key} = {found!r}, and the id of a token is expected; "
+                    f"{header.path} says {key} = {found!r}, where the id of a token is expected; "
                     "take another file of the model"
                 )
-            if found >= len(words):  # llama.cpp takes such an id for none, too
+            if found >= len(words):  # Like llama.cpp, ignore an id beyond the vocabulary.
                 if found != _NONE:
                     logging.get_logger(__name__).warning_once(
-                        f"{header.path} says {key} = {found:,}, and has only {len(words):,} "
-                        "tokens, so the key names none"
+                        f"{header.path} says {key} = {found:,}, but has only {len(words):,} "
+                        "tokens, so weir ignores this key"
                     )
                 return None
             return found
@@ -110,7 +111,7 @@ def _by_text(words: list[str], types: list[int] | None) -> list[int]:
     if types is not None:
         special = ([CONTROL], [USER_DEFINED])
         found = {word: n for word, n in found.items() if types[n : n + 1] in special}
-    # In the format of gpt-oss a message ends so, and the answer goes on.
+    # In the format of gpt-oss this token ends a message, and the answer goes on.
     if "<|end|>" in found and (
         {"<|return|>", "<|call|>"} <= found.keys()
         or ("<|flush|>" in found and found.keys() & {"<|call|>", "<|calls|>"})

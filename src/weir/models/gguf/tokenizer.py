@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from weir.errors import WeirError
-from weir.models.gguf.config import IGNORED, ignored_keys
+from weir.models.gguf.config import ignored_keys, refuse_key
 from weir.models.gguf.header import GGUFArray, GGUFHeader, read_header
 from weir.models.gguf.pretokenizers import PRE_TOKENIZERS
 from weir.models.gguf.special_tokens import (
@@ -32,7 +32,7 @@ SPACE = "▁"
 """SentencePiece's sign for a space."""
 
 _LIST = "tokenizer.ggml.tokens"
-_HONOURED = frozenset(
+_FOLLOWED = frozenset(
     """model pre tokens token_type scores merges bos_token_id eos_token_id eot_token_id
     eom_token_id unknown_token_id padding_token_id add_bos_token add_eos_token add_space_prefix
     fim_pad_token_id fim_rep_token_id fim_sep_token_id eos_token_ids""".split()
@@ -42,9 +42,9 @@ _DESCRIBING = frozenset(
     fim_suf_token_id fim_mid_token_id prefix_token_id suffix_token_id middle_token_id
     add_padding_token add_unknown_token add_mask_token""".split()
 )
-"""Keys below `tokenizer.ggml.` that change no token of a text."""
+"""Keys below `tokenizer.ggml.` that do not change the tokens of a text."""
 _NEUTRAL = {"add_sep_token": (False,), "remove_extra_whitespaces": (False,)}
-"""Values with which a key below `tokenizer.ggml.` changes no token of a text."""
+"""Values with which a key below `tokenizer.ggml.` does not change the tokens of a text."""
 _TEXTS, _NUMBERS, _BOOL = "an array of texts", "an array of numbers", "true or false"
 _KINDS_OF_VALUES = {
     f"tokenizer.ggml.{name}": kind
@@ -56,7 +56,7 @@ _KINDS_OF_VALUES = {
     )
     for name in names.split()
 }
-"""What kind of value each key has."""
+"""Kind of value by key."""
 _IS_OF_KIND: dict[str, Callable[[Any], bool]] = {
     _TEXTS: lambda value: isinstance(value, GGUFArray) and value.of_texts,
     _NUMBERS: lambda value: isinstance(value, GGUFArray) and not value.of_texts,
@@ -81,7 +81,7 @@ def tokenizer_of(header: GGUFHeader) -> PreTrainedTokenizerBase:
     kind = header.fields.get("tokenizer.ggml.model")
     if kind not in _KINDS:
         raise WeirError(
-            f"{header.path} has a tokenizer of the kind {kind!r}, and weir reads "
+            f"{header.path} has a tokenizer of the kind {kind!r}, but weir reads only "
             f"{' and '.join(map(repr, _KINDS))} from GGUF files; load the model's folder or Hub id "
             "instead"
         )
@@ -119,33 +119,28 @@ def tokenizer_of(header: GGUFHeader) -> PreTrainedTokenizerBase:
 
 
 def _check_kinds(header: GGUFHeader) -> None:
-    """Refuse values of another kind than the key has."""
+    """Refuse values of the wrong kind."""
     for key, value in header.fields.items():
         kind = "text" if key.startswith("tokenizer.chat_template") else _KINDS_OF_VALUES.get(key)
         if kind is not None and not _IS_OF_KIND[kind](value):
             shown = f"an array of {len(value)}" if isinstance(value, GGUFArray) else repr(value)
             raise WeirError(
-                f"{header.path} says {key} = {shown[:60]}, and {kind} is expected; take another "
+                f"{header.path} says {key} = {shown[:60]}, where {kind} is expected; take another "
                 "file of the model"
             )
 
 
 def _check_keys(header: GGUFHeader) -> None:
-    """Refuse keys that change what tokens a text has, and that are not honoured."""
-    ignored = ignored_keys()
-    start = "tokenizer.ggml."
+    """Refuse keys that change which tokens a text has and that weir does not follow."""
+    ignored, start = ignored_keys(), "tokenizer.ggml."
     for key, value in header.fields.items():
         name = key.removeprefix(start)
-        if not key.startswith(start) or name in _HONOURED | _DESCRIBING or key in ignored:
+        if not key.startswith(start) or name in _FOLLOWED | _DESCRIBING or key in ignored:
             continue
         if name in _NEUTRAL and value in _NEUTRAL[name]:
             continue
-        shown = f"an array of {len(value)}" if isinstance(value, GGUFArray) else repr(value)[:60]
-        raise WeirError(
-            f"{header.path} says {key} = {shown}, which is not honoured, so texts might become "
-            "other tokens than the model's; load the model's folder or Hub id instead, or set "
-            f"{IGNORED}={key} if the key does not matter"
-        )
+        without = "texts could become other tokens"
+        refuse_key(header, key, value, "weir does not support", without)
 
 
 def _vocabulary(header: GGUFHeader) -> tuple[list[str], list[int]]:
@@ -164,7 +159,10 @@ def _vocabulary(header: GGUFHeader) -> tuple[list[str], list[int]]:
 
 def _without(header: GGUFHeader, key: str) -> str:
     """Return the error for a file that lacks a part of its tokenizer."""
-    return f"{header.path} lacks {key}, so it has no tokenizer; take another file of the model"
+    return (
+        f"{header.path} lacks {key}, so its tokenizer cannot be built; take another file of the "
+        "model"
+    )
 
 
 def _numbers(header: GGUFHeader, name: str, n: int) -> list[Any] | None:
@@ -175,7 +173,7 @@ def _numbers(header: GGUFHeader, name: str, n: int) -> list[Any] | None:
         return None
     if not isinstance(field, GGUFArray) or len(field) < n:
         raise WeirError(
-            f"{header.path} has {n:,} tokens and not one number for each in {key}; take another "
+            f"{header.path} has {n:,} tokens, but not one number for each in {key}; take another "
             "file of the model"
         )
     return header.array(key)
@@ -205,8 +203,8 @@ def _add_ends(
         wanted = header.fields.get(f"tokenizer.ggml.add_{name}_token", default)
         if wanted and id is None:
             raise WeirError(
-                f"{header.path} says that texts get a token {name}, and does not say which; take "
-                "another file of the model"
+                f"{header.path} says that every text gets the token {name}, but not which token "
+                "that is; take another file of the model"
             )
         sides.append([(words[id], id)] if wanted and id is not None else [])
     front, back = sides
@@ -242,8 +240,9 @@ def _byte_level(
     name = header.fields.get("tokenizer.ggml.pre")
     if name is None:
         logging.get_logger(__name__).warning(
-            f"{header.path} does not say how words are cut (tokenizer.ggml.pre), so tokens may "
-            "differ from those that the model was trained with; take a newer file of the model"
+            f"{header.path} does not say how words are cut (tokenizer.ggml.pre). weir cuts them by "
+            "llama.cpp's rule 'default', so tokens may differ from those that the model was "
+            "trained with; take a newer file of the model"
         )
         name = "default"
     if name not in PRE_TOKENIZERS:
@@ -303,9 +302,9 @@ def _sentence_piece(
 def _merges(
     words: Sequence[str], scores: Sequence[float], types: Sequence[int]
 ) -> list[tuple[str, str]]:
-    """Return the pairs of tokens that make a token, the best-scored first.
+    """Return the pairs of tokens that make a token, the highest score first.
 
-    SentencePiece merges whichever neighbors make the token of the highest score.
+    SentencePiece always merges the two neighbors that make the token with the highest score.
     """
     known = set(words)
     made: list[tuple[float, int, str, str]] = []

@@ -1,9 +1,9 @@
 """Weights of GGUF files: which tensors fill which parameter of a model, and reading them.
 
 `plan_fillings` gives one `Filling` for each parameter of a model without weights. It refuses a file
-that leaves a parameter without numbers, a file with tensors that nothing reads, and tensors of
-another shape than the configuration says. So no parameter is ever left as transformers initialized
-it.
+that lacks the numbers of a parameter, a file with tensors that nothing reads, and tensors whose
+shape differs from the configuration. So no parameter ever keeps the random numbers of
+transformers' initialization.
 
 The names come from the package gguf, which knows what llama.cpp's converter calls each module. The
 converter also changes the order or the values of some tensors; `LAYOUTS` and the functions below
@@ -29,12 +29,10 @@ from transformers import PreTrainedModel
 
 from weir.errors import WeirError, describe_missing
 from weir.models.gguf.config import CONFIG_TENSORS
-from weir.models.gguf.header import GGUFHeader, TensorInfo
+from weir.models.gguf.header import GGUFHeader, TensorInfo, list_some
 
 TOGETHER = 1 << 20
 """Numbers that are dequantized at a time: their copy in float32 takes 4 MB."""
-LISTED = 4
-"""Tensors that an error lists."""
 COMPUTED = re.compile(r"blk\.\d+\.attn_rot_embd(\.weight)?")
 """Names of rotary frequencies that old converters stored; they follow from the configuration."""
 
@@ -51,7 +49,7 @@ class TensorLayout:
             file has all queries first: "head" for query, key and value of each head together,
             "group" for the queries of a KV head and then its key and value.
         transposed: modules whose weights transformers stores as [inputs, outputs].
-        optional: llama.cpp computes without the biases that a file does not have.
+        optional: a file may lack biases, which llama.cpp then leaves out.
     """
 
     paired: bool = False
@@ -140,7 +138,7 @@ class Filling:
 
     @property
     def kind(self) -> str:
-        """Name of the tensors' ggml type; "" if they differ, or rows of them cannot be moved."""
+        """Name of the tensors' ggml type; "" if types differ, or rows cannot be moved as bytes."""
         kinds = {(tensor.type, tensor.shape[0]) for tensor in self.tensors}
         alike = len(kinds) == 1 and self.tensors[0].shape[0] == self.columns
         if not alike or self.less or self.transposed:
@@ -226,15 +224,15 @@ def check_readable(header: GGUFHeader) -> None:
         numbers = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type)][0]
         if tensor.shape[0] % numbers:
             raise WeirError(
-                f"{tensor.path} stores rows of {tensor.shape[0]:,} numbers of {tensor.name} in "
-                f"blocks of {numbers} ({readable[tensor.type]}), which do not fit; download it "
-                "again"
+                f"{tensor.path} stores {tensor.name} in rows of {tensor.shape[0]:,} numbers, which "
+                f"cannot be divided into blocks of {numbers} ({readable[tensor.type]}); download "
+                "it again"
             )
         rows, nbytes = _raw_shape(tensor)
         if (end := tensor.at + rows * nbytes) > sizes[tensor.path]:
             raise WeirError(
-                f"{tensor.path} is cut off: {tensor.name} ends at byte {end:,}, and the file has "
-                f"{sizes[tensor.path]:,}; download it again"
+                f"{tensor.path} is cut off: {tensor.name} ends at byte {end:,}, but the file has "
+                f"only {sizes[tensor.path]:,} bytes; download it again"
             )
 
 
@@ -257,9 +255,10 @@ def plan_fillings(model: PreTrainedModel, header: GGUFHeader) -> dict[str, Filli
     ]
     if left:
         raise WeirError(
-            f"{header.path} holds {len(left):,} tensors that weir does not know how to use: "
-            f"{_listed(left)}. A model of the type {model.config.model_type!r} would answer "
-            "wrongly without them; use another file of the model, or its safetensors folder"
+            f"{header.path} holds {len(left):,} tensor{'s' * (len(left) > 1)} that weir does not "
+            f"know how to use: {list_some(left)}. Without "
+            f"{'them' if len(left) > 1 else 'it'} a model of the type {model.config.model_type!r} "
+            "would answer wrongly; use another file of the model, or its safetensors folder"
         )
     return found
 
@@ -308,8 +307,8 @@ class _Plan:
         if missing:
             raise WeirError(
                 f"{self.header.path} lacks {len(missing):,} of the tensors that its model needs: "
-                f"{_listed(list(missing.values()))}; download the file again, or use another file "
-                "of the model"
+                f"{list_some(list(missing.values()))}; download the file again, or use another "
+                "file of the model"
             )
         return found
 
@@ -433,9 +432,9 @@ class _Plan:
             given = tuple(reversed(tensor.shape))
             if [n for n in given if n != 1] != [n for n in shape if n != 1]:
                 raise WeirError(
-                    f"{tensor.path} stores {tensor.name} with the shape {list(given)}, and "
-                    f"{name} needs {list(shape)} by the file's own fields; download the file "
-                    "again, or use another file of the model"
+                    f"{tensor.path} stores {tensor.name} with the shape {list(given)}, but by the "
+                    f"file's own fields {name} needs {list(shape)}; download the file again, or "
+                    "use another file of the model"
                 )
 
 
@@ -448,7 +447,7 @@ def make_empty(make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
     thread = threading.get_ident()
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
-        # One that is there already is the same parameter under a second name, as a tied head is.
+        # A parameter that is on `meta` already has a second name here, as that of a tied head has.
         if parameter is None or parameter.is_meta or threading.get_ident() != thread:
             return None
         return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
@@ -495,10 +494,6 @@ def _split(name: str) -> tuple[str, str]:
 
 def _is_bias(name: str) -> bool:
     return _split(name)[1] == ".bias"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:LISTED]) + (" ..." if len(names) > LISTED else "")
 
 
 def _type_of(tensor: TensorInfo) -> Any:

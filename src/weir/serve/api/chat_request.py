@@ -101,8 +101,9 @@ def _match(
 
 
 def _link(_: Any, messages: Sequence[Message]) -> Sequence[Message]:
-    """Link the results of a chat, which must end with a message to answer, or with the beginning of
-    the answer (APIError).
+    """Link the tool results of a chat with their calls.
+
+    APIError unless the chat ends with a message to answer, or with the beginning of the answer.
     """
     try:
         linked = link_results(messages)
@@ -115,8 +116,8 @@ def _link(_: Any, messages: Sequence[Message]) -> Sequence[Message]:
     ):
         raise APIError(
             400,
-            "the last message must be one to answer, or the beginning of the answer: an "
-            "assistant's text after such a message",
+            "the last message must be one to answer, or one of the assistant that begins the "
+            "answer: without tool calls, and after a message to answer",
             param="messages",
         )
     return linked

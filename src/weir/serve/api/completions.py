@@ -107,7 +107,7 @@ class CompletionRenderer(Renderer):
         yield DONE
 
     def keep_alive(self, generation: Generation) -> bytes:
-        """Write a comment; where the client wants to hear of its prompt, a chunk besides."""
+        """Write a comment, and a chunk too if the client asks for the progress of its prompt."""
         comment = super().keep_alive(generation)
         if not self._with_progress or generation.sequences[0].output_ids:
             return comment

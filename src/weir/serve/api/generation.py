@@ -37,9 +37,12 @@ from weir.serve.structured import BadSchema
 WARNING_HEADER = "x-weir-warning"
 WARNINGS = 16
 """Parts of a request that a warning names."""
+PIN_STEP = 256
+"""A warning names a multiple of it for `--pin`."""
 ATTEMPTS = 2 + LOOKUPS
-"""Times that a request is started, if the turn that it continues is dropped while it waits, or its
-snapshot is damaged: then it continues from the one before, and in the end from none.
+"""How often a request is started at most. It is started again if the turn that it continues is
+dropped while it waits, or if the turn's snapshot is damaged: then from the turn before, and in the
+end from none.
 """
 
 Events = AsyncIterator[list[TokenEvent | FinishEvent]]
@@ -133,8 +136,8 @@ async def send_answers(
 ) -> Response:
     """Submit a request to the engine, and send its answers.
 
-    A stream begins at once, while its prompt waits or is read. An error that is found later is an
-    event; one found before is a status code.
+    A stream begins at once, while its prompt waits or is read. An error that is found before that
+    is a status code, and a later one is an event.
 
     Args:
         param: the field that the prompt is made of, for errors.
@@ -157,7 +160,7 @@ async def send_answers(
     if named is not None and is_hidden(named):
         named = None
     headers = {} if named is None and not always_named else {SESSION_HEADER: named or ""}
-    headers |= warn(http, body.skipped)
+    headers |= warn(http, body.skipped, _warn_unpinned(http, client, generation.prompt))
     events = _events(http, generation, param)
 
     async def frames() -> AsyncIterator[bytes]:
@@ -188,16 +191,37 @@ async def send_answers(
     return JSONResponse(whole, headers=headers)
 
 
-def warn(http: Request, skipped: Sequence[str]) -> dict[str, str]:
-    """Log what of a request has no effect, and return the header that says so."""
+def _warn_unpinned(http: Request, client: EngineClient, prompt: Prompt) -> str:
+    """Log that the beginning of a new conversation has no room, and return what to do about it;
+    empty if there is room, or the conversation was warned about in its first turn.
+    """
+    pinned = client.pinned
+    if prompt.parent is not None or pinned is None or prompt.beginning <= pinned:
+        return ""
+    needed = -(-prompt.beginning // PIN_STEP) * PIN_STEP
+    add_log_fields(http.scope, unpinned=prompt.beginning - pinned, pin=needed)
+    return (
+        f"only the first {pinned} of the {prompt.beginning} tokens of the system message and tools "
+        f"stay in the cache for good; start the server with --pin {needed}"
+    )
+
+
+def warn(http: Request, skipped: Sequence[str], other: str = "") -> dict[str, str]:
+    """Log the parts of a request that have no effect, and return the header that names them.
+
+    Args:
+        skipped: these parts.
+        other: another warning for the same header.
+    """
     if not skipped:
-        return {}
+        return {WARNING_HEADER: other} if other else {}
     shown = [
         *skipped[:WARNINGS],
         *([f"{len(skipped) - WARNINGS} more"] * (len(skipped) > WARNINGS)),
     ]
     add_log_fields(http.scope, skipped=shown)
-    return {WARNING_HEADER: f"no effect here: {', '.join(shown)}"}
+    said = f"no effect here: {', '.join(shown)}"
+    return {WARNING_HEADER: f"{said}; {other}" if other else said}
 
 
 async def _submit(http: Request, request: GenerationRequest, param: str) -> Generation:
@@ -246,8 +270,10 @@ async def _events(http: Request, generation: Generation, param: str) -> Events:
     metrics.first.observe(loop.time() - began)
     add_log_fields(http.scope, read=read, cached=cached)
     if (reread := generation.prompt.reread) is not None:
-        # Without the detail, which repeats what was said.
+        # Without the detail, which quotes the messages.
         add_log_fields(http.scope, reread=reread.why, reread_from=reread.start)
+    if generation.prompt.note:
+        add_log_fields(http.scope, noted=len(generation.prompt.note))
     async for events in _observe(generation, metrics):
         yield events
 
@@ -309,6 +335,7 @@ def usage_of(generation: Generation, so_far: int | None = None) -> dict[str, Any
             "pinned": max((one.pinned for one in stats), default=0),
             "beginning": max((one.beginning for one in stats), default=0),
             **({} if prompt.reread is None else {"reread": prompt.reread.to_json()}),
+            **({"noted": prompt.note} if prompt.note else {}),
         },
     }
 

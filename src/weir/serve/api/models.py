@@ -29,7 +29,7 @@ STARTED = int(time.time())
 @router.get("/v1/models")
 async def models(client: Client) -> dict[str, Any]:
     """List the models: there is one, which may have several names."""
-    names = [client.name, *sorted(client.aliases - {client.name, ANY_NAME})]
+    names = names_of(client)
     cards = [card(client, name) for name in names]
     ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}
     return {"object": "list", "data": cards, **ends}
@@ -40,6 +40,11 @@ async def model(name: str, client: Client) -> dict[str, Any]:
     """Retrieve the model."""
     check_model(client, name)
     return card(client, name)
+
+
+def names_of(client: EngineClient) -> list[str]:
+    """Return the names of the model, its own first."""
+    return [client.name, *sorted(client.aliases - {client.name, ANY_NAME})]
 
 
 def card(client: EngineClient, name: str) -> dict[str, Any]:

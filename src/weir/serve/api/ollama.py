@@ -18,7 +18,7 @@ from weir.serve.api.chat_request import AnswerReader, ChatRequest, answer_chat
 from weir.serve.api.dependencies import Client, Owner
 from weir.serve.api.errors import APIError, ollama_error
 from weir.serve.api.generation import Events, Renderer, make_request, send_answers, warn
-from weir.serve.api.models import ANY_NAME, STARTED, WINDOW, check_model
+from weir.serve.api.models import STARTED, WINDOW, check_model, names_of
 from weir.serve.api.openapi import describe_body
 from weir.serve.api.requests import read_body, read_content
 from weir.serve.api.schemas.formats import ToolOffer
@@ -75,7 +75,9 @@ async def generate(request: Request, client: Client, owner: Owner) -> Response:
         return await answer_chat(request, client, owner, asked, make)
     check_model(client, body.model)
     if body.held_to is not None:
-        raise APIError(400, "a raw prompt has no format; leave one of them out", param="format")
+        raise APIError(
+            400, "raw and format cannot be combined; leave one of them out", param="format"
+        )
     text = messages[-1].content if isinstance(messages, list) else messages.map(_text_of)
     match = partial(client.matcher.complete, owner, text)
     job = make_request(client, body, match, limit, None, client.limits.answer_default)
@@ -96,8 +98,7 @@ async def version() -> dict[str, Any]:
 @router.get("/api/tags")
 async def tags(client: Client) -> dict[str, Any]:
     """List the models: there is one, which may have several names."""
-    names = [client.name, *sorted(client.aliases - {client.name, ANY_NAME})]
-    return {"models": [_card(client, name) for name in names]}
+    return {"models": [_card(client, name) for name in names_of(client)]}
 
 
 @router.get("/api/ps")

@@ -1,8 +1,7 @@
 """The output items of a response, built while its answer is made, and the events about them.
 
-Text of the model is a message, and its thoughts and each of its calls are items of their own, in
-their order. Knows
-nothing about responses but their items.
+Text of the model is a message, and its thoughts and each of its calls are separate items, in their
+order. Knows nothing about responses but their items.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class OutputItems:
         return [*thinking, *events]
 
     def _add_thought(self, thought: str) -> list[ItemEvent]:
-        """Add to the thoughts, which are an item of their own."""
+        """Add to the thoughts, which are a separate item."""
         if not thought:
             return []
         events: list[ItemEvent] = []

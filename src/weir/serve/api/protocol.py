@@ -20,8 +20,8 @@ HEAD_SECONDS = 10.0
 SMALL_CHUNK = re.compile(rb"\r\n0*[0-9a-fA-F]{1,2}\r\n")
 """The head of a chunk with fewer than 256 bytes, after another one."""
 SMALL_CHUNKS = 2048
-"""Small chunks that a body may have. Each takes as much time as a large one, and meanwhile nobody
-else is answered.
+"""Small chunks that a body may have. Each takes as much time as a large one, and other requests
+wait for it.
 """
 PROBES = 3
 PROBE_SECONDS = 0.05
@@ -29,9 +29,7 @@ PROBE_SECONDS = 0.05
 LATER_SECONDS = 5.0
 """Seconds between such writes from then on."""
 PROBE = "probe"
-"""Where the state of a request has the function that writes something into a response that has
-begun.
-"""
+"""The key, in the state of a request, of the function that writes something into its response."""
 _open: Counter[str] = Counter()  # connections by address
 
 
@@ -71,11 +69,11 @@ class BoundedConnection(H11Protocol):
         super().data_received(data)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """Go on with an answer to a client that has ended its side of the connection.
+        """Go on with the answer after a client has closed its side of the connection.
 
-        A client may do so when it has sent its request; but one that has hung up looks the same.
-        Two writes tell: to the first, its machine answers that there is nobody any more, and the
-        second fails.
+        A client may do so when it has sent its request, but a client that has hung up looks the
+        same. Two writes tell them apart: if it has hung up, its machine resets the connection after
+        the first, and the second fails.
         """
         cycle = self.cycle
         if cycle is None or cycle.response_complete or self.conn.their_state is h11.SEND_BODY:

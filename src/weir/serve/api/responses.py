@@ -302,8 +302,9 @@ class ResponseRenderer(Renderer):
         yield self._encode([*last, (f"response.{status}", {"response": whole})]) + DONE
 
     def keep_alive(self, generation: Generation) -> bytes:
-        """Write a comment, and while the prompt is read an event besides: some clients, such as
-        Codex, take a stream without events for a broken one.
+        """Write a comment, and an event too while the prompt is read.
+
+        Some clients, such as Codex, consider a stream without events broken.
         """
         comment = super().keep_alive(generation)
         if generation.sequences[0].output_ids:

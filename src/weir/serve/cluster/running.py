@@ -60,6 +60,7 @@ class Settings:
     aliases: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
+    notes_changes: bool = False
 
 
 @serve.ingress()
@@ -95,6 +96,7 @@ class Replica:
             settings.limits,
             is_replica=True,
             aliases=settings.aliases,
+            notes_changes=settings.notes_changes,
         )
         self._access = settings.hosts, settings.origins
         self._keys = Keys(settings.keys)

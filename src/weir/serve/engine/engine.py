@@ -133,8 +133,8 @@ class Engine:
         shared: one client may have a share of the rows and of the queue only.
         deterministic: an answer does not depend on what else is running: each row is read and
             decoded in calls of its own, since matrix products of other batches may round otherwise.
-        prefixes: states of prompts that are kept in memory, so that a prompt that was broken off,
-            and a beginning that another conversation has, are not read again.
+        prefixes: number of states of prompts that are kept in memory, so that an interrupted prompt
+            is not read again from its beginning, nor the beginning that conversations share.
 
     Attributes:
         on_step: called twice a step, when listeners have got the tokens of a call.
@@ -317,7 +317,7 @@ class Engine:
     def _find_prefix(self, sequence: Sequence) -> PrefixState | None:
         """The state that has read most of a prompt that is about to be read, if one is kept.
 
-        It must not have read tokens of the answer's header, which is marked for this prompt.
+        It must not have read tokens of the answer's header, which are marked for this prompt.
         """
         if sequence.owner is None:
             return None
@@ -348,7 +348,7 @@ class Engine:
     def _shares_beginning(self, sequence: Sequence) -> bool:
         """Whether a prompt begins with a system message or tools that are worth keeping.
 
-        One shorter than a piece of a prompt is read faster together with what follows it.
+        A shorter one than a piece of a prompt is read faster together with the tokens after it.
         """
         return (
             sequence.owner is not None

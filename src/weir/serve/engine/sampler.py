@@ -20,6 +20,7 @@ from weir.errors import WeirError
 from weir.stream import RepetitionPenalty, Sampling
 
 if TYPE_CHECKING:
+    from weir.serve.after_thoughts import AfterThoughts
     from weir.serve.structured import GrammarConstraint
 
 LOGITS_AT_ONCE = 2**17
@@ -60,8 +61,8 @@ class SamplingParams:
 def read_defaults(config: GenerationConfig | None) -> tuple[SamplingParams, list[str]]:
     """Return how a model's generation configuration samples, and its options that are not used.
 
-    A configuration that does not sample (`do_sample`), as most do not say, changes nothing: then
-    the defaults are OpenAI's, temperature 1 and all tokens.
+    Only a configuration with `do_sample` changes anything. Otherwise the defaults are OpenAI's:
+    temperature 1, all tokens.
     """
     given = {} if config is None else config.to_diff_dict()
     if not given.get("do_sample"):
@@ -114,7 +115,7 @@ class Sampler:
         self,
         params: SamplingParams,
         prompt_ids: tuple[int, ...] = (),
-        constraint: GrammarConstraint | None = None,
+        constraint: GrammarConstraint | AfterThoughts | None = None,
     ) -> None:
         self.params = params
         self.constraint = constraint

@@ -41,7 +41,8 @@ def describe_full(needed: int, free: int | None) -> str:
 
 
 HIDDEN = "~"
-"""Begins the session of turns that clients do not want to be stored: no name of theirs does."""
+"""First character of the sessions of turns that clients do not want stored; clients' own names of
+sessions cannot begin with it."""
 
 
 def is_hidden(session: str) -> bool:

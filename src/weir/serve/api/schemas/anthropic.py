@@ -66,7 +66,7 @@ class ResultBlock(Lenient):
 
 
 class SkippedBlock(Lenient):
-    """A block that can be left out of a history: thoughts, and what tools of Anthropic's did."""
+    """A block that can be left out of a history: thoughts, and the work of Anthropic's tools."""
 
     type: Annotated[str, StringConstraints(max_length=64)]
 
@@ -112,9 +112,9 @@ class AnthropicMessage(Lenient):
         blocks = [] if isinstance(self.content, str) else self.content
         for block in blocks:
             if isinstance(block, CallBlock) and self.role != "assistant":
-                raise unsupported("tool_use is an assistant's")
+                raise unsupported("tool_use is allowed only in messages with the role assistant")
             if isinstance(block, ResultBlock) and self.role != "user":
-                raise unsupported("tool_result is a user's")
+                raise unsupported("tool_result is allowed only in messages with the role user")
         check_call_ids(block.id for block in blocks if isinstance(block, CallBlock))
         return self
 
@@ -166,7 +166,7 @@ class AnthropicChoice(Lenient):
     @model_validator(mode="after")
     def _check_name(self) -> AnthropicChoice:
         if (self.type == "tool") != (self.name is not None):
-            raise unsupported("a name goes with type: tool, and neither without the other")
+            raise unsupported("name must be given with type: tool, and with no other type")
         return self
 
 

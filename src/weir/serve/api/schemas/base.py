@@ -103,7 +103,7 @@ class Lenient(BaseModel):
 
 
 class SkippedTool(Lenient):
-    """A tool that is no function. The model is not told of it."""
+    """A tool that is not a function. The model is not told of it."""
 
     type: Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
@@ -158,7 +158,7 @@ def unsupported(message: str) -> PydanticCustomError:
 def check_limit(value: int) -> int:
     """Refuse an answer of no tokens."""
     if value == 0:
-        raise unsupported("an answer has at least 1 token; -1 is as many as the server allows")
+        raise unsupported("must be at least 1, or -1 for as many tokens as the server allows")
     return value
 
 

@@ -183,7 +183,7 @@ class GenerationBody(Strict):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10, allow_inf_nan=False)] | None = None
     logit_bias: Annotated[dict[str, Bias], Field(max_length=1024), bounded_dict(1024)] | None = None
 
-    # Options of other servers about how a text is drawn or shown, or what is kept in memory.
+    # Options of other servers for sampling, for what is shown, and for what is kept in memory.
     cache_prompt: Any = None
     id_slot: Any = None
     n_keep: Any = None
@@ -276,7 +276,7 @@ class GenerationBody(Strict):
         return value
 
     def note(self, what: str) -> None:
-        """Name something in the warning that it is not done as the client asks."""
+        """Name something in the warning that is not done as the client asks."""
         self._notes.append(what)
 
     @property

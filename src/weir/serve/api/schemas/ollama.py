@@ -51,8 +51,8 @@ class OllamaMessage(Lenient):
 def link_calls(messages: list[OllamaMessage]) -> list[Message]:
     """Convert messages to the server's own type.
 
-    Calls have no ids in this API. A result belongs to the first call made last before it that has
-    no result yet: of the function `tool_name`, if that is given.
+    Calls have no ids in this API. A result belongs to a call of the last message with calls: to the
+    first one without a result, or the first of the function `tool_name` if that is given.
     """
     found: list[Message] = []
     waiting: list[tuple[str, str]] = []  # the ids and names of calls without a result

@@ -86,7 +86,7 @@ class MessageItem(Lenient):
         if value != "message":
             kinds = ", ".join(f"'{kind}'" for kind in ("message", *KINDS))
             skipped = ", ".join(f"'{kind}'" for kind in SKIPPED_KINDS)
-            raise unsupported(f"it must be one of {kinds}; without an effect are {skipped}")
+            raise unsupported(f"it must be one of {kinds}; these have no effect: {skipped}")
         return value
 
     def item(self) -> Item:
@@ -129,9 +129,10 @@ class ResultItem(Lenient):
 
 
 class OtherCallItem(Lenient):
-    """A call of a tool that is no function, in a history: told to the model as a call of one.
+    """A call of a tool that is not a function, in a history.
 
-    `custom_tool_call` has the argument `input`, `local_shell_call` those of its action.
+    The model reads it as a call of a function: for `custom_tool_call` with the argument `input`,
+    for `local_shell_call` with those of its action.
     """
 
     type: Literal["custom_tool_call", "local_shell_call"]
@@ -176,8 +177,8 @@ class CompactionItem(Lenient):
     def _check_ours(cls, value: Any) -> Any:
         if not (isinstance(value, str) and value.startswith(COMPACTED)):
             raise unsupported(
-                "this compaction is another server's, and nothing here can read what it stands "
-                "for; send the history itself"
+                "this compaction was made by another server, and this one cannot read it; send the "
+                "history itself"
             )
         return value
 

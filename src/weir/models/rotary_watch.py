@@ -1,0 +1,136 @@
+"""Notices when a model's rotary embedding is not what it was when a cache was made.
+
+The slots of a cache hold keys that were rotated by the embedding of that time, and the cache
+rotates them again by a copy of its frequencies. If the embedding changes, neither fits the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from weir.errors import WeirError
+from weir.slab import Rotary
+
+_BY_LENGTH = ("longrope", "dynamic")
+"""Kinds of embeddings that change their own frequencies with the length of a call."""
+
+_TRIED = (0, 1, 2, 3, 7)
+"""Positions at which an embedding is compared with weir's."""
+
+
+class RotaryWatch:
+    """The rotary embedding of a model, as it is when this object is made.
+
+    Args:
+        model: the causal language model.
+        rotations: what weir computes in its place, by layer type.
+
+    WeirError if the module computes something else.
+    """
+
+    def __init__(self, model: PreTrainedModel, rotations: Mapping[str | None, Rotary]) -> None:
+        self._module = rotary_of(model)
+        if self._module is not None:
+            _try(self._module, rotations)
+        self._values: list[Any] = []
+        self._tensors: list[Tensor] = []
+        self._versions: list[int] = []
+        if self._module is not None:
+            self._take(*_read(self._module))
+
+    def check(self, model: PreTrainedModel) -> None:
+        """Raise a WeirError if the model has another rotary embedding now."""
+        module = rotary_of(model)
+        if module is None or self._module is None:
+            return
+        tensors, numbers = _read(module)
+        if module is self._module and numbers == self._numbers and self._are_the_same(tensors):
+            return
+        equal = numbers == self._numbers and len(tensors) == len(self._values)
+        if not equal or not all(map(_equal, tensors, self._values)):
+            raise WeirError(
+                "the rotary embedding of this model has changed since this cache was made, and "
+                "the keys that the cache holds are rotated by the old one; undo the change, or "
+                "make a new cache"
+            )
+        self._module = module
+        self._take(tensors, numbers)
+
+    def _take(self, tensors: list[Tensor], numbers: list[Any]) -> None:
+        self._tensors, self._numbers = tensors, numbers
+        self._values = [tensor.detach().clone() for tensor in tensors]
+        self._versions = list(map(_version, tensors))
+
+    def _are_the_same(self, tensors: list[Tensor]) -> bool:
+        """Return whether nothing was written into the tensors, without waiting for a GPU."""
+        if len(tensors) != len(self._tensors):
+            return False
+        for now, then, version, value in zip(
+            tensors, self._tensors, self._versions, self._values, strict=True
+        ):
+            if now is not then or _version(now) != version:
+                return False
+            if now.device.type == "cpu" and not _equal(now, value):
+                return False  # written through `.data` or NumPy, which count no versions
+        return True
+
+
+def rotary_of(model: PreTrainedModel) -> nn.Module | None:
+    """Return the module that rotates the keys of a model's text; None where it has none."""
+    found: nn.Module | None = getattr(model.get_decoder(), "rotary_emb", None)
+    return found
+
+
+def _try(module: Any, rotations: Mapping[str | None, Rotary]) -> None:
+    """Compare a rotary embedding with weir's at a few positions; WeirError if they differ."""
+    kinds = getattr(module, "rope_type", "default")
+    for name, rotary in rotations.items():
+        kind = kinds.get(name) if isinstance(kinds, dict) else kinds
+        if kind in _BY_LENGTH or rotary.sections is not None or rotary.frequencies.is_meta:
+            continue
+        places = torch.tensor([_TRIED], device=rotary.frequencies.device)
+        more = {"layer_type": name} if isinstance(kinds, dict) else {}
+        x = torch.zeros(1, 1, 1, device=places.device)
+        with torch.no_grad():
+            tables = torch.stack(module.forward(x, position_ids=places, **more))
+            ours = torch.stack(rotary.tables(places, tables.shape[-1]))
+        # The module rounds frequencies, angles and cosines to float32.
+        largest = 1 + max(_TRIED) * float(rotary.frequencies.abs().max())
+        if (tables - ours).abs().max() > 2**-21 * largest * abs(rotary.scaling):
+            raise WeirError(
+                f"the rotary embedding of this model, a {type(module).__name__}, computes other "
+                "cosines and sines than its frequencies say, and weir computes them from the "
+                "frequencies; change inv_freq or attention_scaling, and not the forward"
+            )
+
+
+def _read(module: nn.Module) -> tuple[list[Tensor], list[Any]]:
+    """Return the frequencies of a rotary embedding and its factors."""
+    kinds = getattr(module, "rope_type", "default")
+    several = kinds if isinstance(kinds, dict) else {None: kinds}
+    tensors: list[Tensor] = []
+    numbers: list[Any] = [type(module)]
+    for name, kind in several.items():
+        prefix = f"{name}_" if name is not None and hasattr(module, f"{name}_inv_freq") else ""
+        frequencies = getattr(module, f"{prefix}inv_freq", None)
+        if kind in _BY_LENGTH or frequencies is None or frequencies.is_meta:
+            continue
+        tensors.append(frequencies)
+        numbers.append(getattr(module, f"{prefix}attention_scaling", None))
+    return tensors, numbers
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    if one.device != other.device or one.dtype != other.dtype:
+        # The model was moved, which is refused elsewhere by a sentence that says so.
+        one, other = one.cpu(), other.to("cpu", one.dtype)
+    return torch.equal(one, other)

@@ -1,0 +1,129 @@
+"""Answers that are held to a grammar after their thoughts, which may be any text.
+
+Knows nothing about HTTP or rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from weir.serve.thoughts import CLOSE, OPEN
+
+if TYPE_CHECKING:
+    from weir.serve.structured import GrammarConstraint
+
+_NO_SPACE = "[^\\s\u0120\u010a\u010d\u0109\u2581]"
+"""A character that is not white space, in the alphabets in which tokenizers write tokens."""
+_GOES_ON = re.compile(f">.*{_NO_SPACE}", re.DOTALL)
+
+
+class ThoughtTokens:
+    """Tokens that an `AfterThoughts` must know, found when they are first needed."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stop_ids: Collection[int], vocabulary: int
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self.stop_ids = sorted(token for token in stop_ids if token < vocabulary)
+
+    @cached_property
+    def opening(self) -> list[int]:
+        """The tokens of `<think>`."""
+        return list(self._tokenizer(OPEN, add_special_tokens=False)["input_ids"])
+
+    @cached_property
+    def spaces(self) -> list[int]:
+        """Tokens that models put between the thoughts and the answer."""
+        texts = ("\n", "\n\n")
+        found = [self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        return [ids[0] for ids in found if len(ids) == 1]
+
+    @cached_property
+    def going_on(self) -> Tensor:
+        """Tokens that could end the thoughts and begin the answer at once.
+
+        The grammar would not see that beginning.
+        """
+        count = min(self._vocabulary, len(self._tokenizer))
+        tokens = self._tokenizer.convert_ids_to_tokens(list(range(count)))
+        found = [n for n, token in enumerate(tokens) if token and _GOES_ON.search(token)]
+        special = set(self._tokenizer.all_special_ids)
+        return torch.tensor([n for n in found if n not in special], dtype=torch.int64)
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of some tokens."""
+        return str(self._tokenizer.decode(ids))
+
+
+class AfterThoughts:
+    """The grammar that one answer is held to after its thoughts.
+
+    An answer may begin with thoughts or not. They end with `</think>`, and cannot end the answer.
+
+    Args:
+        is_open: whether the prompt has opened the thoughts already.
+    """
+
+    def __init__(self, inner: GrammarConstraint, tokens: ThoughtTokens, *, is_open: bool) -> None:
+        self._inner = inner
+        self._tokens = tokens
+        self._opening = None if is_open else list(tokens.opening)  # what is left of `<think>`
+        self._state = "thoughts" if is_open else "start"
+        self._recent: list[int] = []  # the newest tokens of the thoughts
+
+    @property
+    def done(self) -> bool:
+        """Whether the answer is complete."""
+        return self._state in ("start", "answer") and self._inner.done
+
+    def allow(self, logits: Tensor) -> Tensor:
+        """Set the logits [vocabulary] of tokens that may not come next to -inf, in place."""
+        tokens = self._tokens
+        if self._state == "opening":
+            assert self._opening
+            kept = logits[self._opening[0]].clone()
+            logits.fill_(-torch.inf)
+            logits[self._opening[0]] = kept
+            return logits
+        if self._state == "thoughts":
+            logits[tokens.stop_ids] = -torch.inf
+            logits[tokens.going_on] = -torch.inf
+            return logits
+        extra: list[int] = []
+        if self._state == "start":
+            extra = tokens.opening[:1]
+        elif self._state == "after":
+            extra = tokens.spaces
+        kept = logits[extra].clone()
+        logits = self._inner.allow(logits)
+        logits[extra] = kept
+        return logits
+
+    def accept(self, token: int) -> None:
+        """Advance by a token."""
+        if self._state == "start":
+            opens = self._opening and token == self._opening[0]
+            self._state = "opening" if opens else "answer"
+        if self._state == "opening":
+            assert self._opening is not None
+            self._opening.pop(0)
+            self._state = "opening" if self._opening else "thoughts"
+            return
+        if self._state == "thoughts":
+            self._recent = [*self._recent[1 - len(CLOSE) * 2 :], token]
+            if CLOSE in self._tokens.decode(self._recent):
+                self._state = "after"
+            return
+        if self._state == "after":
+            self._state = "answer"
+            if token in self._tokens.spaces:
+                return
+        self._inner.accept(token)

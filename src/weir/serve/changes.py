@@ -1,0 +1,117 @@
+"""Conversations whose system messages have changed, continued with a note about the change.
+
+Agents put the time, the folder's files or the state of git into the system message. Each change
+makes the history another one, which would be read again from its beginning. Knows nothing about
+tokens.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weir.serve.messages import Message, hash_prefixes
+
+MOST_NOTED = 2000
+"""Characters of a note; a change that needs more is read again."""
+MOST_LINES = 5000
+"""Lines of system messages that are compared."""
+AROUND = 40
+"""Characters in front of and after a change within a long line that a note repeats."""
+MOST_KEPT = 4096
+"""Turns that are remembered, of all owners together."""
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A history without its first system messages.
+
+    Attributes:
+        systems: the texts of the system messages before the first answer.
+        hashes: of each prefix of the history, by its number of messages: what it says apart from
+            those system messages. Histories that differ in nothing else have the same.
+    """
+
+    systems: tuple[str, ...]
+    hashes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, root: str, messages: Sequence[Message]) -> Outline:
+        """The outline of a history; `root` is that of its hashes."""
+        roles = [message.role for message in messages]
+        start = roles.index("assistant") if "assistant" in roles else len(roles)
+        first = [n for n in range(start) if roles[n] == "system"]
+        number = hashlib.sha256(f"{root}\nwithout {first}".encode()).hexdigest()
+        others = [message for n, message in enumerate(messages) if n not in first]
+        hashed = iter(hash_prefixes(number, others))
+        hashes, last = [number], number
+        for n in range(len(messages)):
+            last = last if n in first else next(hashed)
+            hashes.append(last)
+        return cls(tuple(messages[n].content for n in first), tuple(hashes))
+
+
+class ChangedPrefixes:
+    """Remembers the newest turns by their outlines. Called from any thread."""
+
+    def __init__(self, most: int = MOST_KEPT) -> None:
+        self._most = most
+        self._kept: OrderedDict[tuple[str, str], tuple[str, tuple[str, ...]]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def add(self, owner: str, outline: str, node: str, systems: tuple[str, ...]) -> None:
+        """Remember that a turn ends a history with this outline, under these system messages."""
+        with self._lock:
+            self._kept[owner, outline] = node, systems
+            self._kept.move_to_end((owner, outline))
+            if len(self._kept) > self._most:
+                self._kept.popitem(last=False)
+
+    def find(self, owner: str, outline: str) -> tuple[str, tuple[str, ...]] | None:
+        """Return the newest turn with an outline, and the system messages that it was under."""
+        with self._lock:
+            return self._kept.get((owner, outline))
+
+
+def describe_change(old: Sequence[str], new: Sequence[str]) -> str | None:
+    """Write the note that tells a model how its system messages have changed; None if that is
+    longer than a note may be.
+    """
+    before = [line for text in old for line in text.splitlines()]
+    after = [line for text in new for line in text.splitlines()]
+    if len(before) + len(after) > MOST_LINES:
+        return None
+    was, now = [], []
+    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
+    for kind, start, end, new_start, new_end in matcher.get_opcodes():
+        if kind != "equal":
+            one, other = _narrow("\n".join(before[start:end]), "\n".join(after[new_start:new_end]))
+            was.append(one)
+            now.append(other)
+    said, says = ("\n".join(text for text in texts if text) for texts in (was, now))
+    parts = ["The system message at the beginning has changed."]
+    if said:
+        parts.append(f"This no longer applies:\n{said}")
+    if says:
+        parts.append(f"This applies now:\n{says}")
+    note = "\n".join(parts)
+    return note if len(note) <= MOST_NOTED else None
+
+
+def _narrow(old: str, new: str) -> tuple[str, str]:
+    """Two texts without what is the same at their ends, but for a few words."""
+    shorter = min(len(old), len(new))
+    start = next((n for n in range(shorter) if old[n] != new[n]), shorter)
+    end = next((n for n in range(shorter - start) if old[-1 - n] != new[-1 - n]), shorter - start)
+    first = 0 if start <= AROUND else old.rfind(" ", 0, start - AROUND) + 1
+
+    def cut(text: str) -> str:
+        last = len(text) if end <= AROUND else text.find(" ", len(text) - end + AROUND)
+        last = len(text) if last < 0 else last
+        return text[first:last]
+
+    return cut(old), cut(new)
