@@ -20,6 +20,7 @@ import torch
 from reference.models import CONFIGS, MIXED, OWN_ATTENTION, UNROTATED, make, tokens
 from roundings import close_runs
 from torch import Tensor, nn
+from torch._dynamo import convert_frame
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from transformers import PreTrainedModel, modeling_rope_utils
@@ -361,6 +362,40 @@ def test_tokens_come_uncompiled_until_the_program_is_ready(
     check_same(usual, (torch.cat(found, dim=1), cache), shallow)
     ends = "no C++ compiler; they go the usual way" if fails else "is compiled, after 0 s"
     assert notices[-1].endswith(ends)
+
+
+def test_one_model_is_compiled_at_a_time(shallow, fresh_llama, ids, taken, monkeypatch) -> None:
+    # PyTorch cannot trace in one thread while it compiles in another, be it for weir or a user.
+    monkeypatch.setattr(Compiling, "wait", False)
+    begun, ready, text = threading.Event(), threading.Event(), ids(1, PROMPT + 2)
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        begun.set()
+        ready.wait(60)
+        return graph.forward
+
+    def wait() -> None:
+        for thread in threading.enumerate():
+            if thread.name == "weir compiles":
+                thread.join()
+
+    models = shallow, fresh_llama(layers=1)
+    for model in models:
+        compile_steps(model, backend=backend)
+    read(models[0], "window(16)", text)
+    assert begun.wait(60)
+    assert not convert_frame.compile_lock.acquire(blocking=False)
+    read(models[1], "window(16)", text)
+    assert taken == [1, 0, 0, 0]
+    ready.set()
+    wait()
+    read(models[1], "window(16)", text)
+    wait()
+    read(models[1], "window(16)", text)
+    for model in models:
+        compile_steps(model, on=False)
+    assert taken[4] == 1
+    assert taken[6:] == [1, 1]
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ class LayerSnapshot:
 
 def _kinds(modules: Sequence[nn.Module]) -> list[Any]:
     """Return the classes of modules, and what these compute."""
-    types = list(map(type, modules))
+    types: list[Any] = list(map(type, modules))
     return [*types, *(kind.forward for kind in dict.fromkeys(types))]
 
 

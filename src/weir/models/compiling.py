@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo import exc
+from torch._dynamo.convert_frame import compile_lock
 from torch._guards import TracingContext, tracing
 
 from weir.errors import WeirError
@@ -143,6 +144,7 @@ class Compiling:
             self.known.add(sizes)
         else:
             self.under_way[sizes] = job
+            _RUNNING.add(job)
             threading.Thread(target=job.try_to_run, name="weir compiles", daemon=True).start()
 
     def is_under_way(self, sizes: Hashable) -> bool:
@@ -275,12 +277,20 @@ class _Job:
         start, before = time.perf_counter(), sys.getswitchinterval()
         sys.setswitchinterval(min(before, SWITCHING))
         try:
-            self.run()
+            # While PyTorch traces in one thread, it cannot trace or compile in another: both change
+            # the same global state, and afterwards neither works in this process.
+            with compile_lock:
+                self.run()
         except Exception as error:
             self.error = error
         finally:
+            _RUNNING.discard(self)
             sys.setswitchinterval(before)
             self.seconds = time.perf_counter() - start
+
+
+_RUNNING: set[_Job] = set()
+"""Compilations in threads, of all models: the next one begins when there is none."""
 
 
 class Compiled:
@@ -326,8 +336,8 @@ class Compiled:
         if how.failed is not None or sizes in how.refused:
             return None
         try:
-            if how.is_under_way(sizes) or (how.under_way and sizes not in how.known):
-                return None
+            if how.is_under_way(sizes) or (_RUNNING and sizes not in how.known):
+                return None  # also while another model's steps are compiled
             if sizes not in how.known:
                 if not how.has_room(sizes):
                     raise exc.FailOnRecompileLimitHit
