@@ -65,6 +65,13 @@ def test_a_policy_without_a_limit_is_told_where_frequencies_change():
     assert logits.allclose(model(ids, use_cache=False).logits, atol=1e-4)
 
 
+def test_frequencies_that_never_change_are_not_said_to_change():
+    model = make("phi3-longrope")
+    rope = model.config.rope_parameters
+    model.config.rope_parameters = {**rope, "long_factor": rope["short_factor"]}
+    assert describe_window_excess(model, weir.policy("dense"), 8) is None
+
+
 @pytest.mark.parametrize(
     ("name", "known", "why"),
     [

@@ -476,6 +476,29 @@ def test_an_unknown_key_is_refused_unless_the_user_says_otherwise(
 
 
 @pytest.mark.parametrize(
+    ("more", "ignored"),
+    [
+        ({".rope.dimension_count": 8}, "llama.rope.dimension_count"),
+        (
+            {
+                ".rope.scaling.type": "warped",
+                ".rope.scaling.factor": 2.0,
+                ".rope.scale_linear": 3.0,
+            },
+            "llama.rope.scaling.type,llama.rope.scaling.factor,llama.rope.scale_linear",
+        ),
+    ],
+)
+def test_what_an_error_says_to_ignore_is_ignored(
+    more: dict[str, Any], ignored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(WeirError, match=rf"or set {reading.IGNORED}={ignored} if"):
+        read(tmp_path, "llama", more)
+    monkeypatch.setenv(reading.IGNORED, ignored)
+    assert not differs(read(tmp_path, "llama"), read(tmp_path, "llama", more))
+
+
+@pytest.mark.parametrize(
     ("key", "value"),
     [
         ("general.type", "mmproj"),
@@ -507,8 +530,8 @@ HOSTILE = [
         {".attention.head_count": 5, ".attention.head_count_kv": 5},
         r"64, which cannot be divided among 5",
     ),
-    ({f".{RMS}": None}, r"epsilon = None"),
-    ({f".{RMS}": float("nan")}, r"epsilon = 'nan'"),
+    ({f".{RMS}": None}, r"lacks the key llama\.attention\.layer_norm_rms_epsilon"),
+    ({f".{RMS}": float("nan")}, r"epsilon = nan"),
     (
         {".attention.head_count_kv": [2, 2, 1, 2]},
         r"different values of llama\.attention\.head_count_kv",
@@ -517,16 +540,22 @@ HOSTILE = [
         {".feed_forward_length": [128, 64, 128, 128]},
         r"different values of llama\.feed_forward_length",
     ),
-    ({".rope.dimension_count": 8}, r"rope\.dimension_count = 8"),
+    (
+        {".attention.head_count_kv": [2, 2, 2]},
+        r"head_count_kv = an array of 3, where one number, or one for each layer",
+    ),
+    ({".block_count": [4, 4, 4, 4]}, r"block_count = an array of 4"),
+    ({".context_length": 4.5}, r"context_length = 4\.5, where a whole number from 1 to"),
+    ({".rope.dimension_count": 8}, r"dimension_count = 8, .*this family computes with \(16\)"),
     ({".rope.dimension_count": 32}, r"rope\.dimension_count = 32, where an even number up to 16"),
     ({".rope.dimension_count": 7}, r"rope\.dimension_count = 7, where an even number"),
     ({".rope.freq_base": "large"}, r"rope\.freq_base = 'large'.*number of at least 1"),
-    ({".rope.freq_base": 0.0}, r"rope\.freq_base = '0\.0'"),
-    ({".rope.scaling.factor": float("inf")}, r"rope\.scaling\.factor = 'inf'"),
-    ({".rope.scaling.factor": -2.0}, r"rope\.scaling\.factor = '-2\.0'"),
+    ({".rope.freq_base": 0.0}, r"rope\.freq_base = 0\.0"),
+    ({".rope.scaling.factor": float("inf")}, r"rope\.scaling\.factor = inf"),
+    ({".rope.scaling.factor": -2.0}, r"rope\.scaling\.factor = -2\.0"),
     (
         {".rope.scaling.original_context_length": 1},
-        r"context_length = '1'.*whole number of at least 2",
+        r"context_length = 1, .*whole number of at least 2",
     ),
 ]
 
@@ -577,6 +606,25 @@ def test_experts_make_a_mixtral_of_a_llama(tmp_path: Path) -> None:
         read(tmp_path, "llama", EXPERTS | {".expert_weights_scale": 2.5})
     with pytest.raises(WeirError, match=r"llama\.expert_gating_func = 2"):
         read(tmp_path, "llama", EXPERTS | {".expert_gating_func": 2})
+
+
+MOE = [name for name, family in FAMILIES.items() if "expert_used_count" in family.keys]
+
+
+@pytest.mark.parametrize("architecture", ["llama", *MOE])
+@pytest.mark.parametrize(
+    ("used", "message"),
+    [
+        (9, "expert_used_count = 9, but has only 8 experts"),
+        (0, "expert_used_count = 0, where a whole number from 1"),
+        (None, "lacks the key .*expert_used_count"),
+    ],
+)
+def test_a_token_takes_some_of_the_experts(
+    architecture: str, used: int | None, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(WeirError, match=message):
+        read(tmp_path, architecture, EXPERTS | {".expert_used_count": used})
 
 
 def test_windows_make_an_olmo3_of_an_olmo2(tmp_path: Path) -> None:

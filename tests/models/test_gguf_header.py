@@ -129,6 +129,65 @@ def test_a_shard_with_another_name_is_refused(tmp_path: Path) -> None:
         read_header(renamed)
 
 
+def test_names_may_end_in_capital_letters(tmp_path: Path) -> None:
+    paths = [path.rename(path.with_suffix(".GGUF")) for path in write_split(tmp_path)]
+    assert find_gguf(str(tmp_path)) == find_gguf(str(paths[2])) == paths[0]
+    assert read_header(paths[1]).paths == tuple(paths)
+    folder = tmp_path / "folder.gguf"
+    folder.mkdir()
+    assert find_gguf(str(folder)) is None
+    write_shard(folder / "ONE.GGUF", [])
+    assert find_gguf(str(folder)) == folder / "ONE.GGUF"
+
+
+def test_a_file_of_any_name_is_read_by_its_content(tmp_path: Path) -> None:
+    blob = tmp_path / "sha256-2af3b81862c6"
+    write_shard(blob, [])
+    assert find_gguf(str(blob)) == blob
+    other = tmp_path / "sha256-000000000000"
+    other.write_bytes(b"{}")
+    assert find_gguf(str(other)) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "it is empty; download it again"),
+        (b"<!DOCTYPE html>", "it is a web page; download it again"),
+        (b"version https://git-lfs", "only a pointer of Git LFS, whose file was not fetched"),
+        (b"ggjt....", "has a format older than GGUF"),
+        (b"PK\3\4....", r"it begins with b'PK.*; download it again"),
+        (
+            b"GGUF\4\0\0\0",
+            r"has version 4 of the GGUF format, and weir reads 2 and 3; take",
+        ),
+    ],
+)
+def test_what_is_no_gguf_file_is_named(content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "some.gguf"
+    path.write_bytes(content)
+    with pytest.raises(WeirError, match=message) as refused:
+        read_header(path)
+    assert "damaged" not in str(refused.value)
+
+
+def test_what_cannot_be_opened_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = write_split(tmp_path)
+
+    def refuse(*args: Any, **more: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as barred:  # root may read everything
+        barred.setattr(Path, "open", refuse)
+        with pytest.raises(
+            WeirError, match=r"cannot read .*00001-of-00003\.gguf: Permission denied"
+        ):
+            read_header(paths[0])
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(WeirError, match=r"cannot read the folder .*: Permission denied"):
+        find_gguf(str(tmp_path))
+
+
 def test_a_folder_may_hold_an_image_encoder_too(tmp_path: Path) -> None:
     paths = write_split(tmp_path)
     write_shard(tmp_path / "mmproj-tiny.gguf", [])

@@ -104,6 +104,12 @@ def test_a_name_is_that_of_a_gguf_file(file, tmp_path):
     assert not is_gguf("nano") and not is_gguf(str(tmp_path / "other.gguf"))
 
 
+@pytest.mark.parametrize("device", ["cuda:77", "abacus"])
+def test_a_device_that_is_not_there_is_named(file, device):
+    with pytest.raises(WeirError, match=rf"cannot be put on the device '{device}' \("):
+        weir.load(str(file), device=device)
+
+
 def test_an_encoder_is_not_read_from_a_gguf_file(file):
     with pytest.raises(WeirError, match=r"some\.gguf is a GGUF file, and an encoder is read from"):
         weir.models.load_encoder(str(file))

@@ -331,14 +331,46 @@ def too_few_scores() -> dict[str, Any]:
         ),
         (twice, r"has the token .* twice"),
         (without_a_product, r"is broken.*out of vocabulary"),
+        (
+            lambda: byte_level(ggml__add_bos_token="true"),
+            r"= 'true', where true or false is expected",
+        ),
+        (lambda: byte_level(ggml__add_eos_token=1), r"add_eos_token = 1, where true or false"),
+        (lambda: byte_level(ggml__pre=3), r"pre = 3, where text is expected"),
+        (
+            lambda: byte_level(ggml__merges=[1, 2]),
+            r"an array of 2, where an array of texts",
+        ),
+        (lambda: byte_level(ggml__token_type="all"), r"'all', where an array of numbers is"),
+        (lambda: byte_level(chat_template=4), r"chat_template = 4, where text is expected"),
+        (lambda: byte_level(chat_template__tools=4), r"chat_template\.tools = 4, where text is"),
+        (
+            lambda: byte_level(ggml__eos_token_id=-1),
+            r"= -1, where the id of a token is expected; take",
+        ),
         (too_few_scores, r"not one number for each in tokenizer\.ggml\.scores"),
     ],
 )
 def test_what_cannot_be_followed_is_refused(
     make: Callable[[], dict[str, Any]], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(WeirError, match=message):
+    with pytest.raises(WeirError, match=message) as refused:
         read(tmp_path, make())
+    assert str(refused.value).count("; take another file") + str(refused.value).count("or Hub") == 1
+
+
+@pytest.mark.parametrize(("id", "told"), [(9999, True), ((1 << 32) - 1, False)])
+def test_an_id_of_no_token_is_told(
+    id: int,
+    told: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    tokenizer = read(tmp_path, byte_level(ggml__bos_token_id=id))
+    assert tokenizer.bos_token is None
+    assert ("bos_token_id = 9,999, but has only" in caplog.text) == told
 
 
 def test_keys_that_change_nothing_are_accepted(

@@ -10,9 +10,11 @@ from weir.errors import WeirError
 
 @contextmanager
 def report_as(what: str, remedy: str = "") -> Iterator[None]:
-    """Turn any library's exception into a WeirError of one sentence."""
+    """Turn any library's exception into a WeirError of one sentence; a WeirError is one already."""
     try:
         yield
+    except WeirError:
+        raise
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise WeirError(

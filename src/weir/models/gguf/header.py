@@ -22,7 +22,22 @@ MAX_FIELDS, MAX_TENSORS, MAX_ITEMS, MAX_STRING = 1 << 16, 1 << 17, 1 << 24, 1 <<
 """Largest counts, and largest string in bytes, that a header may declare."""
 _NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _STRING, _ARRAY = 8, 9
-_SHARD = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.DOTALL)
+MAGIC = b"GGUF"
+"""First bytes of every GGUF file."""
+_FOUND = {
+    b"": "is empty",
+    b"vers": "is only a pointer of Git LFS, whose file was not fetched (git lfs pull)",
+    b"<!DO": "is a web page",
+    b"<htm": "is a web page",
+    b"ggjt": "has a format older than GGUF",
+    b"ggml": "has a format older than GGUF",
+    b"ggmf": "has a format older than GGUF",
+}
+"""What kind of file begins with these bytes."""
+_SHARD = re.compile(
+    r"(?P<stem>.*)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})(?P<end>\.gguf)",
+    re.DOTALL | re.IGNORECASE,
+)
 """File name of a shard, as llama.cpp's `gguf-split` writes it; the first shard has the number 1."""
 _LISTED = 4
 """Names that an error lists."""
@@ -65,6 +80,11 @@ class GGUFArray:
 
     def __len__(self) -> int:
         return self.length
+
+    @property
+    def of_texts(self) -> bool:
+        """Whether its items are strings."""
+        return self.kind == _STRING
 
 
 @dataclass(frozen=True)
@@ -155,7 +175,7 @@ def shard_paths(path: Path) -> tuple[Path, ...]:
         return (path,)
     count = int(named["count"])
     return tuple(
-        path.with_name(f"{named['stem']}-{number:05}-of-{count:05}.gguf")
+        path.with_name(f"{named['stem']}-{number:05}-of-{count:05}{named['end']}")
         for number in range(1, count + 1)
     )
 
@@ -167,13 +187,16 @@ def list_some(names: Sequence[str]) -> str:
 
 def _read_one(path: Path) -> GGUFHeader:
     """Read and check the header of one file."""
-    size = path.stat().st_size
     try:
+        size = path.stat().st_size
         with path.open("rb") as file:
-            magic = file.read(4)
-            if magic != b"GGUF":
-                raise WeirError(f"{path} is not a GGUF file: it begins with {magic!r}, not b'GGUF'")
+            magic = file.read(len(MAGIC))
+            if magic != MAGIC:
+                found = _FOUND.get(magic, f"begins with {magic!r}, not {MAGIC!r}")
+                raise WeirError(f"{path} is not a GGUF file: it {found}; download it again")
             return _HeaderReader(path, file, size).read()
+    except OSError as error:
+        raise WeirError(f"cannot read {path}: {error.strerror}") from None
     except _Damaged as error:
         raise WeirError(f"{path} is damaged or cut off: {error}; download it again") from None
 
@@ -225,7 +248,10 @@ class _HeaderReader:
                 "GGUF files; convert it with the script gguf_convert_endian of the package gguf"
             )
         if version not in (2, 3):
-            raise _Damaged(f"it has version {version} of the format, and weir reads 2 and 3")
+            raise WeirError(
+                f"{self.path} has version {version} of the GGUF format, and weir reads 2 and 3; "
+                "take another file of the model"
+            )
         n_tensors, n_fields = self.count(MAX_TENSORS, "tensors"), self.count(MAX_FIELDS, "fields")
         fields: dict[str, Any] = {}
         for _ in range(n_fields):

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from transformers.utils import logging
+
 from weir.errors import WeirError
 from weir.models.gguf.header import GGUFArray, GGUFHeader
 
@@ -24,6 +26,9 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 _EOS_IDS = "tokenizer.ggml.eos_token_ids"
 """Key under which Ollama's converter writes several ids."""
+
+_NONE = (1 << 32) - 1
+"""Id that some converters write if there is no such token."""
 
 _DEFAULTS = {"bos": 1, "eos": 2, "unknown": 0}
 """Ids that apply in a SentencePiece file that names none."""
@@ -69,8 +74,14 @@ class SpecialTokens:
                     f"{header.path} says {key} = {found!r}, where the id of a token is expected; "
                     "take another file of the model"
                 )
-            # Like llama.cpp, ignore an id beyond the vocabulary.
-            return found if found < len(words) else None
+            if found >= len(words):  # Like llama.cpp, ignore an id beyond the vocabulary.
+                if found != _NONE:
+                    logging.get_logger(__name__).warning_once(
+                        f"{header.path} says {key} = {found:,}, but has only {len(words):,} "
+                        "tokens, so weir ignores this key"
+                    )
+                return None
+            return found
 
         eos = named("eos")
         ends = [eos, *(named(name) for name in ("eot", "eom", "fim_pad", "fim_rep", "fim_sep"))]

@@ -45,6 +45,24 @@ _DESCRIBING = frozenset(
 """Keys below `tokenizer.ggml.` that do not change the tokens of a text."""
 _NEUTRAL = {"add_sep_token": (False,), "remove_extra_whitespaces": (False,)}
 """Values with which a key below `tokenizer.ggml.` does not change the tokens of a text."""
+_TEXTS, _NUMBERS, _BOOL = "an array of texts", "an array of numbers", "true or false"
+_KINDS_OF_VALUES = {
+    f"tokenizer.ggml.{name}": kind
+    for names, kind in (
+        ("tokens merges", _TEXTS),
+        ("scores token_type eos_token_ids", _NUMBERS),
+        ("add_bos_token add_eos_token add_space_prefix", _BOOL),
+        ("model pre", "text"),
+    )
+    for name in names.split()
+}
+"""Kind of value by key."""
+_IS_OF_KIND: dict[str, Callable[[Any], bool]] = {
+    _TEXTS: lambda value: isinstance(value, GGUFArray) and value.of_texts,
+    _NUMBERS: lambda value: isinstance(value, GGUFArray) and not value.of_texts,
+    _BOOL: lambda value: isinstance(value, bool),
+    "text": lambda value: isinstance(value, str),
+}
 _UNSTRIPPED = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 """Special tokens of Phi 3 that do not swallow the spaces after them."""
 
@@ -67,6 +85,7 @@ def tokenizer_of(header: GGUFHeader) -> PreTrainedTokenizerBase:
             f"{' and '.join(map(repr, _KINDS))} from GGUF files; load the model's folder or Hub id "
             "instead"
         )
+    _check_kinds(header)
     _check_keys(header)
     words, types = _vocabulary(header)
     special = SpecialTokens.of(header)
@@ -99,6 +118,18 @@ def tokenizer_of(header: GGUFHeader) -> PreTrainedTokenizerBase:
     return found
 
 
+def _check_kinds(header: GGUFHeader) -> None:
+    """Refuse values of the wrong kind."""
+    for key, value in header.fields.items():
+        kind = "text" if key.startswith("tokenizer.chat_template") else _KINDS_OF_VALUES.get(key)
+        if kind is not None and not _IS_OF_KIND[kind](value):
+            shown = f"an array of {len(value)}" if isinstance(value, GGUFArray) else repr(value)
+            raise WeirError(
+                f"{header.path} says {key} = {shown[:60]}, where {kind} is expected; take another "
+                "file of the model"
+            )
+
+
 def _check_keys(header: GGUFHeader) -> None:
     """Refuse keys that change which tokens a text has and that weir does not follow."""
     ignored, start = ignored_keys(), "tokenizer.ggml."
@@ -115,10 +146,7 @@ def _check_keys(header: GGUFHeader) -> None:
 def _vocabulary(header: GGUFHeader) -> tuple[list[str], list[int]]:
     """Return the tokens' texts and types; WeirError if there are none, or two are the same."""
     if not isinstance(header.fields.get(_LIST), GGUFArray):
-        raise WeirError(
-            f"{header.path} lacks {_LIST}, so its tokenizer cannot be built; take another file of "
-            "the model"
-        )
+        raise WeirError(_without(header, _LIST))
     words = [word or f"[EMPTY_{n}]" for n, word in enumerate(header.array(_LIST))]
     if len(set(words)) < len(words):
         seen: set[str] = set()
@@ -127,6 +155,14 @@ def _vocabulary(header: GGUFHeader) -> tuple[list[str], list[int]]:
             f"{header.path} has the token {twice[:60]!r} twice; take another file of the model"
         )
     return words, _numbers(header, "token_type", len(words)) or []
+
+
+def _without(header: GGUFHeader, key: str) -> str:
+    """Return the error for a file that lacks a part of its tokenizer."""
+    return (
+        f"{header.path} lacks {key}, so its tokenizer cannot be built; take another file of the "
+        "model"
+    )
 
 
 def _numbers(header: GGUFHeader, name: str, n: int) -> list[Any] | None:
@@ -216,10 +252,7 @@ def _byte_level(
             "Hub id instead"
         )
     if not isinstance(header.fields.get("tokenizer.ggml.merges"), GGUFArray):
-        raise WeirError(
-            f"{header.path} lacks tokenizer.ggml.merges, so its tokenizer cannot be built; take "
-            "another file of the model"
-        )
+        raise WeirError(_without(header, "tokenizer.ggml.merges"))
     rule = PRE_TOKENIZERS[name]
     merges = []
     for line in header.array("tokenizer.ggml.merges"):
@@ -245,10 +278,7 @@ def _sentence_piece(
     """Return SentencePiece's BPE, and that texts begin with a token by default."""
     scores = _numbers(header, "scores", len(words))
     if scores is None:
-        raise WeirError(
-            f"{header.path} lacks tokenizer.ggml.scores, so its tokenizer cannot be built; take "
-            "another file of the model"
-        )
+        raise WeirError(_without(header, "tokenizer.ggml.scores"))
     vocabulary = {word: n for n, word in enumerate(words)}
     made = Tokenizer(
         models.BPE(
