@@ -11,7 +11,7 @@ import copy
 import gc
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import cycle
 from typing import Any
 
@@ -49,6 +49,14 @@ GRAPHS = [POLICIES[0], *POLICIES[4:7:2], POLICIES[8]]
 
 ROPE_IS_TRACEABLE = "torch.where" in inspect.getsource(modeling_rope_utils.dynamic_rope_update)
 """Not so in an older transformers, which asks in Python whether a text is long."""
+
+
+@pytest.fixture
+def llama(fresh_llama: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+    """A model that nothing was asked of: transformers leaves hooks on one that was asked for
+    attentions, and `torch.compile` cannot trace them.
+    """
+    return fresh_llama()
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 import weir
 from weir import StreamingCache, WeirError, compile_steps
 from weir.kernels import BLOCK_TYPES
-from weir.models import hooks, native_step
+from weir.models import CACHE, hooks, interception, native_step
 from weir.models.block_weights import Blocks, put
 from weir.models.native_program import StepProgram
 
@@ -557,3 +557,33 @@ def test_a_layer_may_mix_types_of_a_file(rows: int, threads: int, taken) -> None
         heads *= float(wanted.std() / blocks.rows().std())
         put(module, blocks)
     close_steps(model, rows, taken)
+
+
+@pytest.mark.parametrize("name", ["output_attentions", "output_hidden_states"])
+def test_steps_stay_native_after_a_call_that_asked_for_more(
+    fresh_llama, ids, taken, name: str
+) -> None:
+    model = fresh_llama()
+    with torch.no_grad():
+        model(ids(1, 4), **{name: True})
+    hooks_there = {hook.__module__ for m in model.modules() for hook in m._forward_hooks.values()}
+    assert hooks_there == {interception.CAPTURING}  # else transformers' file has another name
+    compile_steps(model, torch_compile=False)
+    stream = weir.Stream(model, "window(16)", chunk=CHUNK)
+    stream.feed(ids(1, 9))
+    stream.feed(ids(1, 1))
+    assert stream.report()["steps"]["run"] == "native"
+    compile_steps(model, on=False)
+
+
+def test_a_configuration_that_asks_for_hidden_states_gets_them(fresh_llama, ids, taken) -> None:
+    model = fresh_llama()
+    compile_steps(model, torch_compile=False)
+    cache = StreamingCache(model, "window(16)", chunk=CHUNK)
+    with torch.no_grad():
+        for part in (ids(1, 9), ids(1, 1), ids(1, 1)):
+            model(part, **{CACHE: cache})
+        model.config.output_hidden_states = True
+        told = model(ids(1, 1), **{CACHE: cache})
+    assert len(told.hidden_states) == 1 + model.config.num_hidden_layers
+    compile_steps(model, on=False)

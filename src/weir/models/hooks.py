@@ -238,7 +238,11 @@ class Attachment:
         """Run the decoder, by a compiled step where possible."""
         given = {**running.given, **self._replaced(running.given)}
         given.pop(OFFSETS, None)
-        plain = any(given.get(name) for name in _MORE) or given.get("return_dict") is False
+        config = self.facts.config
+        plain = given.get("return_dict") is False
+        for name in _MORE:
+            asked = given.get(name)
+            plain |= bool(getattr(config, name, False) if asked is None else asked)
         compiled, native = self._compiled, self._native
         rows = None if native is None or plain else running.step_rows()
         if native is not None and rows is not None:

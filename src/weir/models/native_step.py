@@ -23,6 +23,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from weir import kernels
 from weir.models import compiling
 from weir.models.cache_name import CACHE
+from weir.models.interception import has_hooks
 from weir.models.model_spec import ModelSpec, attention_modules
 from weir.models.native_check import check_program
 from weir.models.native_form import DecoderForm, NotNative, read_decoder
@@ -153,7 +154,7 @@ class NativeStep:
     def _trial_embedding(self, given: dict[str, Any], batch: int) -> Tensor:
         """Return the step's embeddings, or random ones where a user's hook would be called."""
         module = self._decoder.embed_tokens
-        hooked = module._forward_hooks or module._forward_pre_hooks
+        hooked = has_hooks(module._forward_hooks, module._forward_pre_hooks)
         if given.get("inputs_embeds") is None and hooked:
             assert self._form is not None
             return torch.randn(batch, 1, self._form.norm.width, generator=torch.Generator())

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 from torch.utils.hooks import RemovableHandle
 
+from weir.models.interception import has_hooks
+
 _READ = {"training", "numbers", "scales", "residual_multiplier", "embedding_multiplier"}
 _READ |= {"layer_idx"}
 """Attributes of modules that are read, besides parameters, modules, functions and fractions."""
@@ -82,7 +84,7 @@ class Watch:
             return False
         handles = RemovableHandle.next_id
         if handles != self._handles:
-            if any(self._hooks):
+            if has_hooks(*self._hooks):
                 return False
             self._handles = handles
         return True
