@@ -56,6 +56,9 @@ class Watch:
             if module is not decoder:  # the decoder's own hooks run around every kind of step
                 self._hooks += [module._forward_hooks, module._forward_pre_hooks]
             weights += [*module.parameters(recurse=False), getattr(module, "numbers", None)]
+        rotary = getattr(decoder, "rotary_emb", None)  # caches watch the rest of it
+        if isinstance(rotary, nn.Module):
+            self._hooks += [rotary._forward_hooks, rotary._forward_pre_hooks]
         self._modules, self._types = modules, list(map(type, modules))
         # A weight that torchao has packed has no memory of its own.
         self._weights = [t for t in weights if t is not None and type(t.data) is Tensor]
