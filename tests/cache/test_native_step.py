@@ -316,6 +316,37 @@ def test_changes_of_a_layer_are_noticed(change: Callable[[Any], Any], taken, mon
     close_runs(found[1], found[0], make("llama", **WIDE))
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "activation"),
+    [
+        (nn.functional, "silu", nn.SiLU()),
+        (nn.functional, "gelu", nn.GELU("tanh")),
+        (nn.functional, "linear", nn.SiLU()),
+        (torch, "rsqrt", nn.SiLU()),
+    ],
+)
+@torch.no_grad()
+def test_a_function_of_pytorch_that_is_replaced_is_noticed(
+    module: Any, name: str, activation: nn.Module, taken, monkeypatch
+) -> None:
+    own, found = getattr(module, name), []
+    for on in (False, True):
+        model, ids = make("llama", **WIDE), tokens(1, PROMPT + 5)
+        for layer in model.model.layers:
+            layer.mlp.act_fn = activation
+        cache = StreamingCache(model, POLICIES[0], chunk=CHUNK)
+        compile_steps(model, on=on, torch_compile=False)
+        model(ids[:, :PROMPT], past_key_values=cache)
+        for step in range(PROMPT, PROMPT + 5):
+            found.append(model(ids[:, step : step + 1], past_key_values=cache).logits)
+            if step == PROMPT + 1:
+                monkeypatch.setattr(module, name, lambda *given, **more: own(*given, **more) * 0.9)
+            if step == PROMPT + 3:
+                monkeypatch.setattr(module, name, own)
+    assert len(taken) >= 3  # two before it is replaced, and one after it is put back
+    close_runs(torch.cat(found[5:]), torch.cat(found[:5]), model)
+
+
 @torch.no_grad()
 def test_layers_that_change_places_keep_their_slots(taken, monkeypatch) -> None:
     monkeypatch.setattr("weir.models.compiling.Compiled.__call__", lambda *given: None)
