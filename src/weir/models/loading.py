@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from weir import kernels
-from weir.errors import WeirError, quote, suggest
+from weir.errors import TooLargeError, WeirError, quote, suggest
 from weir.models.attention_sinks import ATTENTION, attend_by_sink, begin_with_sink, sink_of
 from weir.models.block_weights import AS_STORED, BLOCK_FORMATS, check_stored
 from weir.models.gguf import (
@@ -465,6 +465,15 @@ def is_local(name: str) -> bool:
     return name == "nano" or find_gguf(name) is not None or Path(name).expanduser().is_dir()
 
 
+def has_weights(name: str) -> bool:
+    """Return whether there are weights of the model on this machine, whole or not."""
+    if name == "nano" or find_gguf(name) is not None:
+        return True
+    folder = Path(name).expanduser()
+    ends = (".safetensors", ".bin", ".index.json")
+    return folder.is_dir() and any(file.name.endswith(ends) for file in folder.iterdir())
+
+
 def sidecar_path(
     model: PreTrainedModel | str, name: str, revision: str | None = None
 ) -> str | None:
@@ -551,10 +560,10 @@ def _check_folder(name: str, place: str, config: Any, dtype: Any) -> None:
 
 
 def _check_memory(name: str, needed: int) -> None:
-    """Refuse a model that takes more bytes than are free (WeirError)."""
+    """Refuse a model that takes more bytes than are free (TooLargeError)."""
     free = free_memory(torch.device("cpu"))
     if free is not None and needed > free:
-        raise WeirError(
+        raise TooLargeError(
             f"{name} takes {needed / 1e9:,.1f} GB of memory, where {free / 1e9:,.1f} GB are free; "
             "take a smaller model or dtype, or spread it over several devices (device_map)"
         )
