@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -96,7 +97,7 @@ def load(
         device: device of the model; by default a GPU if there is one.
         device_map: instead of a device, how to spread the layers over several: "auto", or any
             device map of transformers; needs accelerate.
-        revision: branch, tag or commit of a Hub id.
+        revision: branch, tag or commit of a Hub id; a model on this machine has none.
         trust_remote_code: run the Python code that comes with the model.
         weights: "q8_0", "q4_0" or "q4_1": quantize linear layers to 8 or 4 bits, in blocks; "gguf":
             keep the blocks of a GGUF file, also with a `dtype`; "int8" or "int4": as torchao does.
@@ -157,6 +158,16 @@ class _Source:
     revision: str | None = None
     trust_remote_code: bool = False
 
+    def __post_init__(self) -> None:
+        if self.revision is None:
+            return
+        if is_local(self.name) or Path(self.name).expanduser().is_file():
+            raise WeirError(
+                f"{self.name} is on this machine, and only models on the Hub have revisions, got "
+                f"revision {quote(self.revision)}; leave out the revision, or give the model's id "
+                "on the Hub"
+            )
+
     def read(self, kind: Any, beginning: str, place: str, **more: Any) -> Any:
         """Load the files at a place with one of transformers' Auto classes; errors start with
         `beginning`.
@@ -180,7 +191,15 @@ class _Source:
         if (file := find_gguf(self.name)) is not None:
             return read_config(file)
         place, where = _place(self.name)
-        return self.read(AutoConfig, where, place)
+        try:
+            return self.read(AutoConfig, where, place)
+        except WeirError:
+            if Path(place).is_dir() and (lack := _lack_of_model(Path(place))) is not None:
+                raise WeirError(
+                    f"the folder {self.name} holds no model: {lack}; give a folder that "
+                    "save_pretrained wrote, a .gguf file, or an id on the Hub"
+                ) from None
+            raise
 
 
 def _load_as(
@@ -538,6 +557,20 @@ def _place(name: str) -> tuple[str, str]:
         name,
         f"there is no model {name!r}{hint}: not a folder here, and not to be had from the Hub",
     )
+
+
+def _lack_of_model(folder: Path) -> str | None:
+    """Return why a folder does not hold a model; None if its configuration names a kind."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return "it has no config.json"
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    if isinstance(config, dict) and config.get("model_type"):
+        return None
+    return "its config.json names no model_type"
 
 
 def _check_one_device(device: object, device_map: object) -> None:
