@@ -61,6 +61,7 @@ def notices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """
     said: list[str] = []
     monkeypatch.setattr(compiling, "say", said.append)
+    monkeypatch.setattr(compiling, "_SAID", set())
     return said
 
 

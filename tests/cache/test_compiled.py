@@ -11,7 +11,7 @@ import copy
 import gc
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import cycle
 from typing import Any
 
@@ -49,6 +49,14 @@ GRAPHS = [POLICIES[0], *POLICIES[4:7:2], POLICIES[8]]
 
 ROPE_IS_TRACEABLE = "torch.where" in inspect.getsource(modeling_rope_utils.dynamic_rope_update)
 """Not so in an older transformers, which asks in Python whether a text is long."""
+
+
+@pytest.fixture
+def llama(fresh_llama: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+    """A model that nothing was asked of: transformers leaves hooks on one that was asked for
+    attentions, and `torch.compile` cannot trace them.
+    """
+    return fresh_llama()
 
 
 @pytest.fixture
@@ -396,6 +404,33 @@ def test_one_model_is_compiled_at_a_time(shallow, fresh_llama, ids, taken, monke
         compile_steps(model, on=False)
     assert taken[4] == 1
     assert taken[6:] == [1, 1]
+
+
+def test_a_report_says_what_runs_while_a_program_is_compiled(fresh_llama, ids, monkeypatch) -> None:
+    monkeypatch.setattr(Compiling, "wait", False)
+    ready, text = threading.Event(), ids(1, PROMPT + 3)
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        ready.wait(60)
+        return graph.forward
+
+    model = fresh_llama(layers=1)
+    compile_steps(model, backend=backend)
+    cache = StreamingCache(model, "window(16)", chunk=CHUNK)
+    found = []
+    with torch.no_grad():
+        for part in (text[:, :PROMPT], *text[:, PROMPT : PROMPT + 2].split(1, dim=1)):
+            model(part, past_key_values=cache)
+        found.append(cache.report()["steps"])
+        ready.set()
+        for thread in threading.enumerate():
+            if thread.name == "weir compiles":
+                thread.join()
+        found.append(cache.report()["steps"])
+    compile_steps(model, on=False)
+    assert [steps["run"] for steps in found] == ["eager", "compiled"]
+    assert "torch.compile is still at work" in found[0]["reason"]
+    assert found[1]["reason"] == "options for torch.compile were given"
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 import weir
 from weir import StreamingCache, WeirError, compile_steps
 from weir.kernels import BLOCK_TYPES
-from weir.models import hooks, native_step
+from weir.models import CACHE, hooks, interception, native_step
 from weir.models.block_weights import Blocks, put
 from weir.models.native_program import StepProgram
 
@@ -316,6 +316,37 @@ def test_changes_of_a_layer_are_noticed(change: Callable[[Any], Any], taken, mon
     close_runs(found[1], found[0], make("llama", **WIDE))
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "activation"),
+    [
+        (nn.functional, "silu", nn.SiLU()),
+        (nn.functional, "gelu", nn.GELU("tanh")),
+        (nn.functional, "linear", nn.SiLU()),
+        (torch, "rsqrt", nn.SiLU()),
+    ],
+)
+@torch.no_grad()
+def test_a_function_of_pytorch_that_is_replaced_is_noticed(
+    module: Any, name: str, activation: nn.Module, taken, monkeypatch
+) -> None:
+    own, found = getattr(module, name), []
+    for on in (False, True):
+        model, ids = make("llama", **WIDE), tokens(1, PROMPT + 5)
+        for layer in model.model.layers:
+            layer.mlp.act_fn = activation
+        cache = StreamingCache(model, POLICIES[0], chunk=CHUNK)
+        compile_steps(model, on=on, torch_compile=False)
+        model(ids[:, :PROMPT], past_key_values=cache)
+        for step in range(PROMPT, PROMPT + 5):
+            found.append(model(ids[:, step : step + 1], past_key_values=cache).logits)
+            if step == PROMPT + 1:
+                monkeypatch.setattr(module, name, lambda *given, **more: own(*given, **more) * 0.9)
+            if step == PROMPT + 3:
+                monkeypatch.setattr(module, name, own)
+    assert len(taken) >= 3  # two before it is replaced, and one after it is put back
+    close_runs(torch.cat(found[5:]), torch.cat(found[:5]), model)
+
+
 @torch.no_grad()
 def test_layers_that_change_places_keep_their_slots(taken, monkeypatch) -> None:
     monkeypatch.setattr("weir.models.compiling.Compiled.__call__", lambda *given: None)
@@ -398,15 +429,49 @@ def test_tokens_come_uncompiled_until_the_kernel_is_there(taken, monkeypatch, no
     compile_steps(model)
     with torch.no_grad():
         model(ids[:, :PROMPT], past_key_values=cache)
+        assert cache.report()["steps"] == UNFINISHED
         model(ids[:, PROMPT : PROMPT + 1], past_key_values=cache)
-        assert not taken
+        assert not taken and cache.report()["steps"] == cache.steps == UNFINISHED
         ready.set()
         held = hooks._ATTACHED[model.model]._native
         held._compiling.join()
+        assert cache.report()["steps"] == {"run": "native", "reason": None}
         model(ids[:, PROMPT + 1 : PROMPT + 2], past_key_values=cache)
     compile_steps(model, on=False)
     assert len(taken) == 1
     assert notices == [native_step.WAITING]
+
+
+UNFINISHED = {
+    "run": "eager",
+    "reason": "the kernel is still being compiled; steps are native once it is",
+}
+
+
+def test_the_wait_for_the_kernel_is_announced_once_for_all_models(monkeypatch, notices) -> None:
+    ready = threading.Event()
+    monkeypatch.setattr(native_step.NativeStep, "wait", False)
+    monkeypatch.setattr(native_step, "PATIENCE", 0.0)
+    monkeypatch.setattr("weir.kernels.cpu.step.StepTable.compile", ready.wait)
+    for name in ("llama", "qwen3", "llama"):
+        model = make(name)
+        compile_steps(model, torch_compile=False)
+        read(model, POLICIES[0], tokens(1, PROMPT + 2))
+    ready.set()
+    assert notices == [native_step.WAITING]
+
+
+def test_no_step_waits_for_a_kernel_that_the_model_cannot_use(monkeypatch, notices) -> None:
+    ready = threading.Event()
+    monkeypatch.setattr(native_step, "PATIENCE", 0.0)
+    monkeypatch.setattr("weir.kernels.cpu.step.StepTable.compile", ready.wait)
+    compiled: list[object] = []
+    monkeypatch.setattr("weir.models.compiling.Compiled.__call__", lambda *all: compiled.append(1))
+    model = make("mixtral")
+    compile_steps(model)
+    read(model, POLICIES[0], tokens(1, PROMPT + 2))
+    ready.set()
+    assert len(compiled) == 2 and not notices
 
 
 @pytest.mark.parametrize(("name", "begun"), [("qwen3", 1), ("olmo2", 1), ("mixtral", 0)])
@@ -523,3 +588,33 @@ def test_a_layer_may_mix_types_of_a_file(rows: int, threads: int, taken) -> None
         heads *= float(wanted.std() / blocks.rows().std())
         put(module, blocks)
     close_steps(model, rows, taken)
+
+
+@pytest.mark.parametrize("name", ["output_attentions", "output_hidden_states"])
+def test_steps_stay_native_after_a_call_that_asked_for_more(
+    fresh_llama, ids, taken, name: str
+) -> None:
+    model = fresh_llama()
+    with torch.no_grad():
+        model(ids(1, 4), **{name: True})
+    hooks_there = {hook.__module__ for m in model.modules() for hook in m._forward_hooks.values()}
+    assert hooks_there == {interception.CAPTURING}  # else transformers' file has another name
+    compile_steps(model, torch_compile=False)
+    stream = weir.Stream(model, "window(16)", chunk=CHUNK)
+    stream.feed(ids(1, 9))
+    stream.feed(ids(1, 1))
+    assert stream.report()["steps"]["run"] == "native"
+    compile_steps(model, on=False)
+
+
+def test_a_configuration_that_asks_for_hidden_states_gets_them(fresh_llama, ids, taken) -> None:
+    model = fresh_llama()
+    compile_steps(model, torch_compile=False)
+    cache = StreamingCache(model, "window(16)", chunk=CHUNK)
+    with torch.no_grad():
+        for part in (ids(1, 9), ids(1, 1), ids(1, 1)):
+            model(part, **{CACHE: cache})
+        model.config.output_hidden_states = True
+        told = model(ids(1, 1), **{CACHE: cache})
+    assert len(told.hidden_states) == 1 + model.config.num_hidden_layers
+    compile_steps(model, on=False)

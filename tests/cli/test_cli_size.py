@@ -382,3 +382,26 @@ def test_the_rest_of_a_long_command_is_estimated_once(capsys, monkeypatch):
     for share in (0.5, 0.1, 0.2):
         rest.at(share)
     assert capsys.readouterr().err == "about 4 minutes for the rest, at this pace\n"
+
+
+def test_what_a_server_holds_is_counted(capsys, model):
+    """Pinned tokens and states of prompts are in it, as in the first lines of `weir serve`."""
+    pytest.importorskip("fastapi")
+    from weir.serve import estimate_memory
+
+    how = (model, "--policy", SMALL, "--chunk", 8, "--pin", 40)
+    facts = facts_of(capsys, *how, "--rows", 3)
+    server = facts["server"]
+    pinned = weir.policy(f"pinned({SMALL}, n=40)")
+    estimate = estimate_memory(model, pinned, chunk=8, rows=3, kept=None)
+    assert facts["stream_bytes"] == estimate.row
+    assert server["prompt_states_bytes"] == estimate.prefixes * estimate.row > 0
+    assert server["total_bytes"] == estimate.total
+    parts = sum(server[f"{part}_bytes"] for part in ("rows", "turns", "prompt_states"))
+    assert parts + facts["weights_bytes"] == server["total_bytes"]
+    assert "server" not in facts_of(capsys, *how)
+    quantized = facts_of(capsys, *how, "--pin-slots", "int8")
+    assert quantized["stream_bytes"] < facts["stream_bytes"]
+    shown = run(capsys, "size", *how, "--rows", 3).out
+    assert "ends of 256 turns" in shown
+    assert "8 states of prompts" in shown

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from reference.blocks import random_lines, unit_of
+from reference.blocks import blocks_of, random_lines, unit_of
 
 from weir.kernels import BLOCK_TYPES
 from weir.models.block_weights import Blocks, write_out
@@ -17,7 +17,8 @@ if not kernel.SUPPORTED:
 
 def held(kind: str, outputs: int, inputs: int) -> Blocks:
     """A weight of random blocks of a file."""
-    return Blocks.read(random_lines(kind, outputs, inputs // unit_of(kind)[0], seed=outputs), kind)
+    units = inputs // unit_of(kind)[0]
+    return blocks_of(random_lines(kind, outputs, units, seed=outputs), kind)
 
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)

@@ -12,6 +12,7 @@ import torch
 from models.gguf_files import quantized, write_tensors
 from models.test_gguf import tokenizer, write
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
 
 import weir
 from weir import kernels
@@ -93,7 +94,11 @@ def test_nothing_is_said_where_there_is_no_terminal(file, capfd):
 
 def test_a_bar_takes_one_line_of_a_terminal(file, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    shown = logging.is_progress_bar_enabled()
+    logging.enable_progress_bar()  # commands disable transformers' bars
     weir.load(str(file), dtype="float32")
+    if not shown:
+        logging.disable_progress_bar()
     told = capsys.readouterr().err
     assert "Loading some.gguf" in told and "\n" not in told.strip()
     assert told.endswith("\r")  # and is removed at the end

@@ -12,6 +12,7 @@ from roundings import close_runs
 from torch import nn
 
 from weir import StreamingCache, WeirError, compile_steps
+from weir.models import native_step
 
 
 def _of_other_frequencies(model: Any) -> None:
@@ -46,6 +47,49 @@ def test_a_change_is_refused_and_a_new_cache_follows_it(change: str, compiled: b
     close_runs(torch.cat(after, dim=1), plain, model)
     apart = (torch.cat(before, dim=1) - plain).abs().max()
     assert apart > 1e-3, "the change has no effect"
+
+
+def _smaller(module: nn.Module, given: Any, output: Any) -> Any:
+    return output[0] * 0.9, output[1] * 0.9
+
+
+def _later(module: nn.Module, given: Any, named: dict[str, Any]) -> Any:
+    return given, {**named, "position_ids": named["position_ids"] + 1}
+
+
+HOOKS: dict[str, Callable[[nn.Module], Any]] = {
+    "after its forward": lambda rotary: rotary.register_forward_hook(_smaller),
+    "before its forward": lambda rotary: rotary.register_forward_pre_hook(_later, with_kwargs=True),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("place", HOOKS)
+@torch.no_grad()
+def test_a_hook_is_refused_in_mid_stream_and_a_new_cache_follows_it(
+    place: str, compiled: bool, monkeypatch
+) -> None:
+    monkeypatch.setattr(native_step.NativeStep, "wait", True)
+    model, ids = make("llama"), tokens(1, 12)
+    compile_steps(model, on=compiled, torch_compile=False)
+    cache = StreamingCache(model, "window(20)")
+
+    def read(cache: StreamingCache) -> Any:
+        parts = ids.split([6, 1, 1, 1, 1, 1, 1], dim=1)
+        return torch.cat([model(input_ids=part, past_key_values=cache).logits for part in parts], 1)
+
+    before = read(cache)
+    handle = HOOKS[place](model.model.rotary_emb)
+    with pytest.raises(WeirError, match="hooks on the rotary embedding of this model have changed"):
+        model(input_ids=ids[:, :1], past_key_values=cache)
+    assert cache.seen == [12]
+    new = StreamingCache(model, "window(20)")
+    close_runs(read(new), model(input_ids=ids, use_cache=False).logits, model)
+    handle.remove()
+    with pytest.raises(WeirError, match="hooks on the rotary embedding of this model have changed"):
+        model(input_ids=ids[:, :1], past_key_values=new)
+    cache.reset()
+    close_runs(read(cache), before, model)
 
 
 @torch.no_grad()

@@ -31,7 +31,14 @@ from weir.cache.layers import (
 )
 from weir.cache.plan import BegunForward, Rows, place_on_axes, plan_forward
 from weir.cache.row_state import RowState, check_kind, check_state
-from weir.cache.snapshot import Contents, Holding, contents_of, layer_report, snapshot_row
+from weir.cache.snapshot import (
+    Contents,
+    Holding,
+    contents_of,
+    count_held,
+    layer_report,
+    snapshot_row,
+)
 from weir.errors import WeirError, quote, shorten
 from weir.models import (
     CACHE,
@@ -445,12 +452,20 @@ class StreamingCache(Cache):
             self.stack, row, self.rows.seen[row], self.rows.waiting[row], self.origin
         )
 
+    def count_held(self, row: int = 0) -> int:
+        """Count the tokens of a row that any layer and KV head still holds in a slot.
+
+        It is `len(holding(row).tokens())` in a fraction of the time.
+        """
+        self._check_row(row)
+        return count_held(self.stack, row, self.rows.waiting[row])
+
     @property
     def steps(self) -> dict[str, str | None]:
-        """How decode steps of this cache run.
+        """How decode steps of this cache run now.
 
         "run" is "native", "compiled" or "eager"; "reason" says why they are not native, and is None
-        if they are.
+        if they are. While the kernel or a program is still being compiled, steps are "eager".
         """
         return self.attachment.describe_steps(self.stack)
 

@@ -142,6 +142,8 @@ class LayerStack(list[Layer]):
         again: by row, the ids of a chunk that has folded and is to be read a second time.
         program: the native step over these slots; None for none yet.
         refused: what the last step over these slots was refused for, and why; None if it was not.
+        asked: the sizes of the last step over these slots that was to be compiled by
+            `torch.compile`; None before it.
     """
 
     rows: Rows
@@ -151,6 +153,7 @@ class LayerStack(list[Layer]):
     again: dict[int, list[int]]
     program: Any = None
     refused: tuple[Any, str] | None = None
+    asked: Hashable = None
     _layout: StepLayout | None = None
 
     def __init__(self, layers: Iterable[Layer]) -> None:

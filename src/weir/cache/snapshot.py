@@ -280,6 +280,19 @@ def snapshot_row(
     return _join_layers(parts, seen, waiting, origin)
 
 
+def count_held(layers: Iterable[Layer], row: int, waiting: int) -> int:
+    """Count the tokens of a row that are held in any layer and KV head."""
+    held: list[Tensor] = []
+    for layer in layers:
+        slab = layer.state.slab
+        if slab is None:
+            return 0
+        end = lay_out(layer.spec.pipe, layer.state.lengths[row]).used + waiting
+        place = slab.position[row][:, :end]
+        held.append(place[place >= 0].unique().cpu())
+    return len(torch.cat(held).unique())
+
+
 def holding_in(plans: Sequence[LayerPlan], state: RowState) -> Holding:
     """Take a snapshot of a row that was taken from a cache, given the plans of one that could take
     it.

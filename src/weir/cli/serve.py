@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Context, Option
 
@@ -209,7 +209,7 @@ def serve(
             ending.callback(worker.close)
         kept = keep if data is None or cluster is not None else keep or 0
         if pin == AUTO:
-            how = {"chunk": chunk, "rows": rows, "kept": kept, "loading": loading}
+            how: dict[str, Any] = {"chunk": chunk, "rows": rows, "kept": kept, "loading": loading}
             wanted = with_pin(plain, choose_pin(model_name, plain, format=form, **how), form)
         say_pinned(wanted)
         if beside is not None and beside.origin is not None:

@@ -47,6 +47,17 @@ def size(
     pin: Annotated[
         int, Option(min=0, help="Slots for a conversation's beginning, as in `weir serve`.")
     ] = 0,
+    pin_slots: Annotated[
+        str, Option(help="Storage of the slots of --pin, as in `weir serve`.")
+    ] = "exact",
+    rows: Annotated[
+        int | None,
+        Option(
+            min=1,
+            help="Also count what `weir serve --rows` holds: rows, ends of turns (those that it "
+            "keeps by default), and states of prompts.",
+        ),
+    ] = None,
     memory: Annotated[str | None, Option(help="Memory to fill with streams: 80GB, 24 GiB.")] = None,
     bandwidth: Annotated[
         str | None, Option(help="Memory bandwidth to compute tokens per second from: 3.35TB/s.")
@@ -105,9 +116,9 @@ def size(
     chunk = resolve_chunk(wanted, chunk)
     most: int | None = None
     if unknown:
-        coarse = with_pin(_in_8_bits(wanted), pin)
+        coarse = with_pin(_in_8_bits(wanted), pin, pin_slots)
         most = size_of(model, coarse, chunk=chunk, positions=positions.value).stream
-    wanted = with_pin(wanted, pin)
+    wanted = with_pin(wanted, pin, pin_slots)
     wanted = fit_to_model(wanted, model, chunk)
     found = size_of(model, wanted, chunk=chunk, positions=positions.value, tokens=length)
     sink = sink_of(model.config)
@@ -133,6 +144,8 @@ def size(
         facts["tokens_per_s"] = {"one": found.tokens_per_second(pace)}
         if streams:
             facts["tokens_per_s"]["all"] = found.tokens_per_second(pace, streams)
+    if rows is not None:
+        facts["server"] = _count_server(rows, found.weights, found.stream)
     if as_json:
         print_json(facts)
     else:
@@ -159,6 +172,23 @@ def _load_if_here(name: str, loading: Loading) -> tuple[PreTrainedModel | None, 
         return load_model(name, loading)[0], ""
     except TooLargeError:
         return None, "do not fit in this machine's memory"
+
+
+def _count_server(rows: int, weights: int, stream: int) -> dict[str, Any]:
+    """Count what a server with so many rows holds."""
+    from weir.serve import MemoryEstimate
+    from weir.serve.sessions.store import DEFAULT_KEPT
+
+    held = MemoryEstimate(weights, stream, rows, DEFAULT_KEPT, None)
+    return {
+        "rows": rows,
+        "rows_bytes": rows * stream,
+        "turns": held.kept,
+        "turns_bytes": held.kept * stream,
+        "prompt_states": held.prefixes,
+        "prompt_states_bytes": held.prefixes * stream,
+        "total_bytes": held.total,
+    }
 
 
 def _in_8_bits(policy: Policy) -> Policy:
@@ -208,6 +238,17 @@ def _show(facts: dict[str, Any]) -> None:
         tokens = sink["slots"]
         learned = "a learned token" if tokens == 1 else f"{tokens} learned tokens"
         lines.insert(1, ("sink", f"{learned} in front of every text, so sink({tokens}) is enough"))
+    if (server := facts.get("server")) is not None:
+        lines.append(
+            (
+                "server",
+                f"{in_words(server['rows'], 'row')} {for_people(server['rows_bytes'])}, ends of "
+                f"{server['turns']} turns {for_people(server['turns_bytes'])}, "
+                f"{server['prompt_states']} states of prompts "
+                f"{for_people(server['prompt_states_bytes'])}; with the weights "
+                f"{for_people(server['total_bytes'])}",
+            )
+        )
     if facts["streams"] is not None:
         room = for_people(facts["memory_bytes"])
         lines.append(("streams", f"{facts['streams']:,} fit into {room} beside the weights"))

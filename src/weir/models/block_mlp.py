@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from weir import kernels
 from weir.kernels import BlockWeight
 from weir.models.block_weights import BlockLinear
-from weir.models.interception import MethodPatch, has_class_forward
+from weir.models.interception import MethodPatch, has_class_forward, has_hooks
 from weir.models.module_trials import is_gated_mlp
 
 ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu"}
@@ -91,7 +91,7 @@ def _is_bare(layer: BlockLinear) -> bool:
 
 
 def _is_hooked(module: Any) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    return has_hooks(module._forward_hooks, module._forward_pre_hooks)
 
 
 def is_near(one: Tensor, other: Tensor, off: float) -> bool:

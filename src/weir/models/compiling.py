@@ -164,6 +164,22 @@ class Compiling:
             say(f"the decode step is compiled, after {job.seconds:.0f} s")
         return False
 
+    def why_not_now(self, sizes: Hashable) -> str | None:
+        """Return why a step of these sizes would run uncompiled now; None if a program runs it, or
+        it would be the first to be compiled.
+
+        Args:
+            sizes: of the cache's last step that was to be compiled; None before it.
+        """
+        if self.failed is not None:
+            return self.failed
+        if sizes in self.refused:
+            return "torch.compile cannot compile steps of this size of batch and cache"
+        job = self.under_way.get(sizes)
+        if (job is not None and job.seconds is None) or (_RUNNING and sizes not in self.known):
+            return "torch.compile is still at work, and steps run uncompiled until it is done"
+        return None
+
     def refuse(self, sizes: Hashable, error: Exception) -> None:
         """Run steps of these sizes uncompiled from now on, or all steps, and say why; with `strict`
         a WeirError.
@@ -296,6 +312,9 @@ _RUNNING: set[_Job] = set()
 class Compiled:
     """Decoder whose layers are compiled, for steps with caches of weir.
 
+    Attributes:
+        asked: the sizes of the last step.
+
     Args:
         forward: the decoder's own.
         layers: its layers, which are patched until `remove`.
@@ -308,6 +327,7 @@ class Compiled:
         self._forward = forward
         self._compiling = compiling
         self._step: Any = None
+        self.asked: Hashable = None
         self._layers = layers
         self._snapshot: LayerSnapshot | None = None
         self._sizes: Hashable = None
@@ -332,7 +352,7 @@ class Compiled:
             given: the decoder's arguments by name.
         """
         how = self._compiling
-        sizes = step.sizes  # read once: computing it walks through all layers
+        sizes = self.asked = step.sizes  # read once: computing it walks through all layers
         if how.failed is not None or sizes in how.refused:
             return None
         try:
@@ -437,6 +457,17 @@ def say(sentence: str) -> None:
     """Write a notice to standard error."""
     sys.stderr.write(f"weir: {sentence}\n")
     sys.stderr.flush()
+
+
+_SAID: set[str] = set()
+"""Notices that `say_once` has written in this process."""
+
+
+def say_once(sentence: str) -> None:
+    """Write a notice to standard error, unless this process has written it before."""
+    if sentence not in _SAID:
+        _SAID.add(sentence)
+        say(sentence)
 
 
 def _reason(error: Exception) -> str:

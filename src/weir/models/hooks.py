@@ -49,7 +49,7 @@ from weir.models.model_spec import (
     input_device,
     transformers_model,
 )
-from weir.models.native_step import NativeStep
+from weir.models.native_step import UNFINISHED, NativeStep
 from weir.models.quantized_weights import quantizes_inputs
 from weir.models.step_engine import StepEngine
 from weir.slab import AttentionParams
@@ -148,7 +148,7 @@ class Attachment:
         self._asked = compiling
 
     def describe_steps(self, stack: Any) -> dict[str, str | None]:
-        """Return how steps over a cache's layers run, and why they are not native.
+        """Return how steps over a cache's layers run now, and why they are not native.
 
         Args:
             stack: the layers, `cache.forward.LayerStack`.
@@ -166,14 +166,15 @@ class Attachment:
             reason = self._native.why_not(stack)
         if reason is None:
             return {"run": "native", "reason": None}
-        programs = self._compiled is not None and self._asked is not None
-        run = "compiled" if programs and self._compiles(stack) else "eager"
-        return {"run": run, "reason": reason}
-
-    def _compiles(self, stack: Any) -> bool:
-        """Return whether `torch.compile` can make steps over a cache's layers."""
-        failed = self._asked is None or self._asked.failed is not None
-        return not failed and stack.why_not_constant() is None
+        # While native steps wait for their kernel, the model's own steps run, and no program.
+        if self._compiled is None or self._asked is None or reason == UNFINISHED:
+            return {"run": "eager", "reason": reason}
+        if stack.why_not_constant() is not None:
+            return {"run": "eager", "reason": reason}
+        why = self._asked.why_not_now(stack.asked)
+        if why is None:
+            return {"run": "compiled", "reason": reason}
+        return {"run": "eager", "reason": f"{reason}; {why}"}
 
     def leave(self) -> None:
         """Remove all hooks and restore the model."""
@@ -237,7 +238,11 @@ class Attachment:
         """Run the decoder, by a compiled step where possible."""
         given = {**running.given, **self._replaced(running.given)}
         given.pop(OFFSETS, None)
-        plain = any(given.get(name) for name in _MORE) or given.get("return_dict") is False
+        config = self.facts.config
+        plain = given.get("return_dict") is False
+        for name in _MORE:
+            asked = given.get(name)
+            plain |= bool(getattr(config, name, False) if asked is None else asked)
         compiled, native = self._compiled, self._native
         rows = None if native is None or plain else running.step_rows()
         if native is not None and rows is not None:
@@ -253,6 +258,7 @@ class Attachment:
                 output = compiled(step, given)
             finally:
                 self._running = running
+                running.stack.asked = compiled.asked
             if output is not None:
                 running.commit_step(step)
                 return output

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, cast
@@ -21,8 +21,24 @@ from torch import nn
 _LOCKS: weakref.WeakValueDictionary[int, ForwardLock] = weakref.WeakValueDictionary()
 """Locks by the id of their configuration, which the lock keeps alive."""
 
+CAPTURING = "transformers.utils.output_capturing"
+"""The file of transformers' hooks that collect attentions and hidden states."""
 _MAKING = threading.RLock()
 """Reentrant: a thread's garbage may be collected while it holds the lock."""
+
+
+def has_hooks(*held: Mapping[Any, Any]) -> bool:
+    """Return whether any forward hook is someone else's than transformers'.
+
+    transformers puts hooks on a model when it is first asked for attentions or hidden states, and
+    leaves them there. They do nothing in a call that asks for neither.
+
+    Args:
+        held: hooks by number, such as a module's `_forward_hooks`.
+    """
+    return any(
+        getattr(hook, "__module__", None) != CAPTURING for hooks in held for hook in hooks.values()
+    )
 
 
 def has_class_forward(module: nn.Module, *, patched: bool = False) -> bool:

@@ -20,7 +20,7 @@ from torch.nn.modules import module as torch_modules
 from weir import kernels
 from weir.kernels import PANEL
 from weir.models.block_weights import BlockLinear
-from weir.models.interception import has_class_forward
+from weir.models.interception import has_class_forward, has_hooks
 from weir.models.linear_kernels import is_plain
 from weir.models.module_trials import (
     activation_of,
@@ -432,7 +432,7 @@ def _held(module: nn.Module) -> list[str]:
 
 def refuse_changed(name: str, module: nn.Module) -> None:
     """Refuse a module with hooks, compiled, or with another forward than its class's; NotNative."""
-    if module._forward_hooks or module._forward_pre_hooks:
+    if has_hooks(module._forward_hooks, module._forward_pre_hooks):
         raise NotNative(f"{name} has a forward hook")
     if getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules:
         raise NotNative(f"{name} was compiled by torch.compile")

@@ -23,6 +23,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from weir import kernels
 from weir.models import compiling
 from weir.models.cache_name import CACHE
+from weir.models.interception import has_hooks
 from weir.models.model_spec import ModelSpec, attention_modules
 from weir.models.native_check import check_program
 from weir.models.native_form import DecoderForm, NotNative, read_decoder
@@ -32,11 +33,13 @@ from weir.models.native_watch import Watch
 from weir.slab import AttentionParams
 
 PATIENCE = 1.0
-"""Seconds that the first step waits for the kernel, which is enough where numba has kept it."""
+"""Seconds that the first step or report waits for the kernel: enough where numba has kept it."""
 WAITING = (
     "compiling the decode step for this machine, which takes half a minute, once; until then "
     "tokens come uncompiled"
 )
+UNFINISHED = "the kernel is still being compiled; steps are native once it is"
+"""Reason why steps are not native yet."""
 MOST_ROWS = 16
 """Rows from which on a step is many products, for which PyTorch is made."""
 
@@ -96,13 +99,14 @@ class NativeStep:
         batch, stack = len(rows.waiting), rows.stack
         if batch > MOST_ROWS or kernels.is_compiling() or torch.is_autocast_enabled("cpu"):
             return None
-        if not self._is_compiled():
-            return usual()
         if not self.is_prepared():
             self.prepare()
         form, watch, program = self._form, self._watch, stack.program
         if form is None or watch is None:
             return None
+        if not self._is_compiled():
+            compiling.say_once(WAITING)
+            return usual()
         if program is None or not program.fits(watch, rows):
             stack.program = None
             key = watch, batch, *(len(slab) for slab in rows.slabs)
@@ -139,7 +143,10 @@ class NativeStep:
             return reason
         if len(stack.rows.seen) > MOST_ROWS:
             return f"it has {len(stack.rows.seen)} rows, and native steps have {MOST_ROWS} at most"
-        return None if stack.refused is None else stack.refused[1]
+        if stack.refused is not None:
+            return str(stack.refused[1])
+        # Where the first step waits for the kernel, no step runs without it.
+        return None if self.wait or self._is_compiled() else UNFINISHED
 
     def _attentions(self) -> list[nn.Module]:
         return attention_modules(self._decoder) if hasattr(self._decoder, "layers") else []
@@ -147,7 +154,7 @@ class NativeStep:
     def _trial_embedding(self, given: dict[str, Any], batch: int) -> Tensor:
         """Return the step's embeddings, or random ones where a user's hook would be called."""
         module = self._decoder.embed_tokens
-        hooked = module._forward_hooks or module._forward_pre_hooks
+        hooked = has_hooks(module._forward_hooks, module._forward_pre_hooks)
         if given.get("inputs_embeds") is None and hooked:
             assert self._form is not None
             return torch.randn(batch, 1, self._form.norm.width, generator=torch.Generator())
@@ -159,8 +166,6 @@ class NativeStep:
         if not self._waited:
             self._waited = True
             thread.join(None if self.wait else PATIENCE)
-            if thread.is_alive():
-                compiling.say(WAITING)
         return not thread.is_alive()
 
     def _start_compiling(self) -> threading.Thread:

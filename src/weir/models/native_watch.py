@@ -3,8 +3,9 @@
 The check runs before every step. A step pushes everything that the check reads out of the
 processor's caches, so that checking 30 layers takes half a millisecond. So only what a layer
 computes from is checked: weights and their memory, modules, numbers and forwards. Hooks are checked
-only if any were registered in this process since the last check, and classes and the functions of
-their files once each, not once a layer.
+only if any were registered in this process since the last check. Classes, and the functions that
+their methods read from their files and from libraries (`torch.nn.functional.silu`), are checked
+once each, not once a layer.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Iterator
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 from torch.utils.hooks import RemovableHandle
+
+from weir.models.interception import has_hooks
 
 _READ = {"training", "numbers", "scales", "residual_multiplier", "embedding_multiplier"}
 _READ |= {"layer_idx"}
@@ -55,9 +58,13 @@ class Watch:
             if module is not decoder:  # the decoder's own hooks run around every kind of step
                 self._hooks += [module._forward_hooks, module._forward_pre_hooks]
             weights += [*module.parameters(recurse=False), getattr(module, "numbers", None)]
+        rotary = getattr(decoder, "rotary_emb", None)  # caches watch the rest of it
+        if isinstance(rotary, nn.Module):
+            self._hooks += [rotary._forward_hooks, rotary._forward_pre_hooks]
         self._modules, self._types = modules, list(map(type, modules))
         # A weight that torchao has packed has no memory of its own.
         self._weights = [t for t in weights if t is not None and type(t.data) is Tensor]
+        self._read: set[tuple[int, str]] = set()
         self._classes: list[type] = []
         self._methods: list[str] = []
         for kind in dict.fromkeys(map(type, modules[1:])):
@@ -82,7 +89,7 @@ class Watch:
             return False
         handles = RemovableHandle.next_id
         if handles != self._handles:
-            if any(self._hooks):
+            if has_hooks(*self._hooks):
                 return False
             self._handles = handles
         return True
@@ -93,20 +100,40 @@ class Watch:
         return held, list(map(Tensor.data_ptr, self._weights)), functions
 
     def _watch_names(self, method: Callable[..., Any]) -> None:
-        """Watch the functions of its file that a method names, and those that they name."""
+        """Watch the functions that a method reads, and those that functions of its file read.
+
+        A method reads functions from its file by their names, and from libraries by a module's name
+        and an attribute (`nn.functional.silu`). The bytecode has all these names in one list, so
+        each is looked up in each module that the method can reach.
+        """
         todo, seen = [method], set[Any]()
         while todo:
             function = inspect.unwrap(todo.pop())
             if not isinstance(function, FunctionType) or function in seen:
                 continue
             seen.add(function)
-            names = function.__globals__
-            for name in function.__code__.co_names:
-                if isinstance(named := names.get(name), FunctionType):
+            for names, name in _reads(function):
+                if (id(names), name) not in self._read:
+                    self._read.add((id(names), name))
                     self._dicts.append(names)
                     self._names.append(name)
-                    if named.__module__ == function.__module__:
-                        todo.append(named)
+                named = names[name]
+                of_its_file = getattr(named, "__module__", None) == function.__module__
+                if names is function.__globals__ and of_its_file:
+                    todo.append(named)
+
+
+def _reads(function: FunctionType) -> Iterator[tuple[dict[str, Any], str]]:
+    """Return the functions that a function's code reads: the names of a module, and one of them."""
+    names, reached = function.__code__.co_names, [function.__globals__]
+    for held in reached:  # modules that it reads are added meanwhile
+        for name in names:
+            named = held.get(name)
+            if isinstance(named, ModuleType):
+                if not any(each is vars(named) for each in reached):
+                    reached.append(vars(named))
+            elif callable(named):
+                yield held, name
 
 
 def _decides(value: Any) -> bool:

@@ -48,6 +48,12 @@ class RotaryWatch:
         module = rotary_of(model)
         if module is None or self._module is None:
             return
+        if _hooks(module) != self._hooks:
+            raise WeirError(
+                "the hooks on the rotary embedding of this model have changed since this cache was "
+                "made, and the keys that the cache holds are rotated without the change; put the "
+                "hooks back as they were, or make a new cache"
+            )
         tensors, numbers = _read(module)
         if module is self._module and numbers == self._numbers and self._are_the_same(tensors):
             return
@@ -63,6 +69,7 @@ class RotaryWatch:
 
     def _take(self, tensors: list[Tensor], numbers: list[Any]) -> None:
         self._tensors, self._numbers = tensors, numbers
+        self._hooks = _hooks(self._module)
         self._values = [tensor.detach().clone() for tensor in tensors]
         self._versions = list(map(_version, tensors))
 
@@ -123,6 +130,13 @@ def _read(module: nn.Module) -> tuple[list[Tensor], list[Any]]:
         tensors.append(frequencies)
         numbers.append(getattr(module, f"{prefix}attention_scaling", None))
     return tensors, numbers
+
+
+def _hooks(module: nn.Module | None) -> list[Any]:
+    """Return the functions that run before and after a module's forward; each may change it."""
+    if module is None:
+        return []
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
 def _version(tensor: Tensor) -> int:

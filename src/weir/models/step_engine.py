@@ -36,7 +36,7 @@ class StepEngine(Protocol):
         """
 
     def why_not(self, stack: Any) -> str | None:
-        """Return why steps over a cache's layers are the model's own, as far as is known since
+        """Return why steps over a cache's layers are the model's own now, as far as is known since
         `prepare` and the last step; None if nothing speaks against the engine's.
 
         Args:

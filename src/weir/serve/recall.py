@@ -40,6 +40,23 @@ def running_turns(
     return turns
 
 
+def _forgotten(seen: int, held: list[int], turns: list[TurnTokens]) -> dict[str, Any]:
+    """How many tokens no slot holds, and of which turns they are.
+
+    Args:
+        seen: tokens that the row has read.
+        held: the tokens that it still holds, in ascending order.
+    """
+    found = []
+    for turn in turns:
+        end = min(turn.end, seen)
+        read = max(0, end - turn.start)
+        still = bisect_left(held, end) - bisect_left(held, turn.start)
+        if read > still:
+            found.append({"id": f"resp_{turn.node}", "tokens": read, "forgotten": read - still})
+    return {"tokens": seen - len(held), "turns": found}
+
+
 class Recaller:
     """Lists what rows of one cache remember."""
 
@@ -108,6 +125,7 @@ class Recaller:
             "bytes_of_all": self._token_bytes * holding.seen,
             "pairs": holding.pairs,
             "held": len(held),
+            "forgotten": _forgotten(holding.seen, [token.token for token in held], turns),
             "pools": pools,
             "tokens": tokens,
         }

@@ -47,9 +47,7 @@ def _half(_typing: Any, bits: Any) -> Any:
 
 
 @njit(nogil=True)
-def _code(
-    places: np.ndarray, planes: int, block: int, lane: int, group: int, number: int
-) -> np.int64:
+def _code(places: np.ndarray, planes: int, block: int, lane: int, group: int, number: int) -> int:
     """One code of a block at an address."""
     code, below = 0, 0
     for plane in range(planes):

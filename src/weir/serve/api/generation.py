@@ -35,6 +35,8 @@ from weir.serve.sessions.records import StorageFull, is_hidden
 from weir.serve.structured import BadSchema
 
 WARNING_HEADER = "x-weir-warning"
+FORGOTTEN_HEADER = "x-weir-forgotten"
+"""How many tokens of the conversation no slot held any more when the last answer ended."""
 WARNINGS = 16
 """Parts of a request that a warning names."""
 PIN_STEP = 256
@@ -160,6 +162,8 @@ async def send_answers(
     if named is not None and is_hidden(named):
         named = None
     headers = {} if named is None and not always_named else {SESSION_HEADER: named or ""}
+    if (parent := generation.prompt.parent) is not None and parent.usage.get("forgotten"):
+        headers[FORGOTTEN_HEADER] = str(parent.usage["forgotten"])
     headers |= warn(http, body.skipped, _warn_unpinned(http, client, generation.prompt))
     events = _events(http, generation, param)
 
@@ -334,6 +338,7 @@ def usage_of(generation: Generation, so_far: int | None = None) -> dict[str, Any
             "folds": sum(one.folds for one in stats),
             "pinned": max((one.pinned for one in stats), default=0),
             "beginning": max((one.beginning for one in stats), default=0),
+            "forgotten": max((one.forgotten for one in stats), default=0),
             **({} if prompt.reread is None else {"reread": prompt.reread.to_json()}),
             **({"noted": prompt.note} if prompt.note else {}),
         },

@@ -28,7 +28,7 @@ CHUNK = 2**18
 FILE_PATIENCE = 20
 """Time that a file may take, as a multiple of a JSON body's."""
 
-STREAM_FACTS = ("held", "bytes", "folds", "pinned", "beginning")
+STREAM_FACTS = ("held", "bytes", "folds", "pinned", "beginning", "forgotten")
 """Fields of its newest turn's usage that a session has."""
 BINARY = {FILE: {"schema": {"type": "string", "format": "binary"}}}
 

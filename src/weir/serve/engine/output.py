@@ -31,6 +31,7 @@ class StreamStats:
         bytes: of the row; they never change.
         pinned: tokens of its beginning that stay for ever.
         beginning: tokens that its beginning has.
+        forgotten: tokens that no layer and KV head holds in a slot any more.
     """
 
     seen: int
@@ -39,6 +40,7 @@ class StreamStats:
     folds: int
     pinned: int
     beginning: int
+    forgotten: int
 
     @classmethod
     def of(cls, cache: StreamingCache, row: int) -> StreamStats:
@@ -54,6 +56,7 @@ class StreamStats:
             folds=(seen - cache.waiting[row]) // cache.chunk,
             pinned=min(slots, beginning),
             beginning=beginning,
+            forgotten=seen - cache.count_held(row),
         )
 
 
