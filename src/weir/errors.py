@@ -60,6 +60,10 @@ class PolicyError(WeirError):
         self.at = at
 
 
+class TooLargeError(WeirError):
+    """A model that takes more memory than is free on this machine."""
+
+
 class NotFiniteError(WeirError):
     """A model computed infinities or NaN from tokens; the tokens were taken back.
 

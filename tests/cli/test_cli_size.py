@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,34 @@ def test_without_the_weights_it_says_what_they_decide(capsys, model, config):
     )
     pinned = facts_of(capsys, config, "--pin", 8)
     assert pinned["stream_bytes_at_most"] > pinned["stream_bytes"]
+
+
+def test_weights_that_cannot_be_read_are_not_said_to_be_elsewhere(capsys, model, tmp_path):
+    folder = shutil.copytree(model, tmp_path / "cut")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    ended = run(capsys, "size", folder)
+    assert ended.code == 1
+    assert "cut cannot be read as a causal language model" in ended.err
+    assert run(capsys, "size", folder, "--policy", SMALL).code == 0
+
+
+def test_a_file_that_is_cut_off_is_not_said_to_be_elsewhere(capsys, tmp_path):
+    from models.test_gguf_loading import write_large  # skips the test without the package gguf
+
+    file = write_large(tmp_path / "some.gguf", 64, 1)
+    assert run(capsys, "size", file).code == 0
+    file.write_bytes(file.read_bytes()[:-64])
+    ended = run(capsys, "size", file)
+    assert ended.code == 1
+    assert "some.gguf is cut off" in ended.err
+
+
+def test_weights_larger_than_the_memory_are_said_to_be(capsys, model, monkeypatch):
+    monkeypatch.setattr("weir.models.loading.free_memory", lambda device: 1000)
+    ended = run(capsys, "size", model)
+    assert ended.code == 0
+    assert "weights decide, and they do not fit in this machine's memory" in ended.out
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -911,6 +912,22 @@ def test_every_token_that_ends_an_answer_is_one(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert model.generation_config.eos_token_id == [1, 3, 5, 7]
+
+
+def test_an_end_that_is_no_token_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    config = read(tmp_path, "llama", tokens(eos=1) | {"tokenizer.ggml.eos_token_ids": [2, 99]})
+    assert config.eos_token_id == [1, 2, 3, 5, 7]
+    assert "eos_token_ids = 99, but has only 8 tokens" in caplog.text
+
+
+@pytest.mark.parametrize("ids", [[2, -1], [2.0]])
+def test_ends_that_cannot_be_ids_are_refused(ids: list[Any], tmp_path: Path) -> None:
+    more = tokens(eos=1) | {"tokenizer.ggml.eos_token_ids": ids}
+    with pytest.raises(WeirError, match=rf"eos_token_ids = {ids[-1]}, where the id of a token"):
+        read(tmp_path, "llama", more)
 
 
 def test_the_format_of_gpt_oss_goes_on_after_a_message(tmp_path: Path) -> None:

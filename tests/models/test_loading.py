@@ -152,9 +152,11 @@ def of_another_kind(folder: Path) -> None:
 DAMAGED = {
     "an empty folder": (
         lambda folder: [path.unlink() for path in folder.iterdir()],
-        "holds no model",
+        "holds no model: it has no config.json; give a folder that save_pretrained wrote",
     ),
-    "no configuration": (without("config.json"), "holds no model"),
+    "no configuration": (without("config.json"), "holds no model: it has no config.json; give"),
+    "a configuration of nothing": (written("config.json", "{}"), "names no model_type; give a"),
+    "a configuration that is a list": (written("config.json", "[]"), "names no model_type; give a"),
     "a configuration that is no JSON": (written("config.json", "{"), "holds no model"),
     "a kind nobody knows": (config(model_type="nosuch"), "holds no model .*nosuch"),
     "a number that is text": (
@@ -241,6 +243,13 @@ def test_a_revision_is_asked_for_wherever_files_are(monkeypatch):
         with pytest.raises(WeirError, match="nothing here"):
             take("some/model", revision="v2")
     assert asked == ["v2"] * 3
+
+
+def test_a_model_on_this_machine_has_no_revision(folder):
+    config = folder / "config.json"
+    for name, take in (("nano", weir.load), (folder, weir.load), (str(config), skeleton)):
+        with pytest.raises(WeirError, match=r"on this machine.* got revision 'v2'; leave out"):
+            take(name, revision="v2")
 
 
 def test_a_model_may_be_spread_and_then_has_no_device_of_its_own(folder):

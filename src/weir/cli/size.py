@@ -92,9 +92,9 @@ def size(
     if wanted is None:
         asked = options.DEFAULT if policy is None else policy
         wanted = with_slots(parse_policy(options.with_given_budget(asked, budget)), slots)
-    unknown = False
+    unknown, why = False, ""
     if depends_on_weights(wanted):
-        loaded = _load_if_here(model_name, loading)
+        loaded, why = _load_if_here(model_name, loading)
         model, unknown = (model, True) if loaded is None else (loaded, False)
     length = None
     if isinstance(wanted, Pipe) and wanted.slots is None:
@@ -149,7 +149,7 @@ def size(
     if as_json:
         print_json(facts)
     else:
-        _show(facts | {"policy": wanted.brief, "dense": length is not None})
+        _show(facts | {"policy": wanted.brief, "dense": length is not None, "unknown": why})
     if room is not None and not streams:
         raise WeirError(
             f"{memory} holds no stream: the weights take {for_people(found.weights)} and a stream "
@@ -157,17 +157,21 @@ def size(
         )
 
 
-def _load_if_here(name: str, loading: Loading) -> PreTrainedModel | None:
-    """Load a model whose weights are on this machine; None if they are not."""
-    from weir.errors import WeirError
-    from weir.models import is_local
+def _load_if_here(name: str, loading: Loading) -> tuple[PreTrainedModel | None, str]:
+    """Load a model whose weights are on this machine.
 
-    if not is_local(name):
-        return None
+    Returns None, and what is the case with the weights, if they are not here or do not fit.
+    Weights that cannot be read are an error.
+    """
+    from weir.errors import TooLargeError
+    from weir.models import has_weights
+
+    if not has_weights(name):
+        return None, "are not on this machine"
     try:
-        return load_model(name, loading)[0]
-    except WeirError:  # a configuration without weights
-        return None
+        return load_model(name, loading)[0], ""
+    except TooLargeError:
+        return None, "do not fit in this machine's memory"
 
 
 def _count_server(rows: int, weights: int, stream: int) -> dict[str, Any]:
@@ -211,7 +215,7 @@ def _show(facts: dict[str, Any]) -> None:
     if facts["stream_bytes_at_most"] > facts["stream_bytes"]:
         stream += (
             f" with slots of 4 bits, or {most} with slots of 8 bits: the model's weights decide, "
-            "and they are not on this machine"
+            f"and they {facts['unknown']}"
         )
     if not facts["dense"]:
         policy += f" and {in_words(facts['chunk'], 'new token')}"

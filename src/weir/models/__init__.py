@@ -24,6 +24,7 @@ from weir.models.loading import (
     ASSETS,
     default_device,
     from_where,
+    has_weights,
     is_encoder,
     is_gguf,
     is_local,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +28,7 @@ from transformers import (
 )
 
 from weir import kernels
-from weir.errors import WeirError, quote, suggest
+from weir.errors import TooLargeError, WeirError, quote, suggest
 from weir.models.attention_sinks import ATTENTION, attend_by_sink, begin_with_sink, sink_of
 from weir.models.block_weights import AS_STORED, BLOCK_FORMATS, check_stored
 from weir.models.gguf import (
@@ -96,7 +97,7 @@ def load(
         device: device of the model; by default a GPU if there is one.
         device_map: instead of a device, how to spread the layers over several: "auto", or any
             device map of transformers; needs accelerate.
-        revision: branch, tag or commit of a Hub id.
+        revision: branch, tag or commit of a Hub id; a model on this machine has none.
         trust_remote_code: run the Python code that comes with the model.
         weights: "q8_0", "q4_0" or "q4_1": quantize linear layers to 8 or 4 bits, in blocks; "gguf":
             keep the blocks of a GGUF file, also with a `dtype`; "int8" or "int4": as torchao does.
@@ -157,6 +158,16 @@ class _Source:
     revision: str | None = None
     trust_remote_code: bool = False
 
+    def __post_init__(self) -> None:
+        if self.revision is None:
+            return
+        if is_local(self.name) or Path(self.name).expanduser().is_file():
+            raise WeirError(
+                f"{self.name} is on this machine, and only models on the Hub have revisions, got "
+                f"revision {quote(self.revision)}; leave out the revision, or give the model's id "
+                "on the Hub"
+            )
+
     def read(self, kind: Any, beginning: str, place: str, **more: Any) -> Any:
         """Load the files at a place with one of transformers' Auto classes; errors start with
         `beginning`.
@@ -180,7 +191,15 @@ class _Source:
         if (file := find_gguf(self.name)) is not None:
             return read_config(file)
         place, where = _place(self.name)
-        return self.read(AutoConfig, where, place)
+        try:
+            return self.read(AutoConfig, where, place)
+        except WeirError:
+            if Path(place).is_dir() and (lack := _lack_of_model(Path(place))) is not None:
+                raise WeirError(
+                    f"the folder {self.name} holds no model: {lack}; give a folder that "
+                    "save_pretrained wrote, a .gguf file, or an id on the Hub"
+                ) from None
+            raise
 
 
 def _load_as(
@@ -465,6 +484,15 @@ def is_local(name: str) -> bool:
     return name == "nano" or find_gguf(name) is not None or Path(name).expanduser().is_dir()
 
 
+def has_weights(name: str) -> bool:
+    """Return whether there are weights of the model on this machine, whole or not."""
+    if name == "nano" or find_gguf(name) is not None:
+        return True
+    folder = Path(name).expanduser()
+    ends = (".safetensors", ".bin", ".index.json")
+    return folder.is_dir() and any(file.name.endswith(ends) for file in folder.iterdir())
+
+
 def sidecar_path(
     model: PreTrainedModel | str, name: str, revision: str | None = None
 ) -> str | None:
@@ -531,6 +559,20 @@ def _place(name: str) -> tuple[str, str]:
     )
 
 
+def _lack_of_model(folder: Path) -> str | None:
+    """Return why a folder does not hold a model; None if its configuration names a kind."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return "it has no config.json"
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    if isinstance(config, dict) and config.get("model_type"):
+        return None
+    return "its config.json names no model_type"
+
+
 def _check_one_device(device: object, device_map: object) -> None:
     if device is not None and device_map is not None:
         raise WeirError(
@@ -551,10 +593,10 @@ def _check_folder(name: str, place: str, config: Any, dtype: Any) -> None:
 
 
 def _check_memory(name: str, needed: int) -> None:
-    """Refuse a model that takes more bytes than are free (WeirError)."""
+    """Refuse a model that takes more bytes than are free (TooLargeError)."""
     free = free_memory(torch.device("cpu"))
     if free is not None and needed > free:
-        raise WeirError(
+        raise TooLargeError(
             f"{name} takes {needed / 1e9:,.1f} GB of memory, where {free / 1e9:,.1f} GB are free; "
             "take a smaller model or dtype, or spread it over several devices (device_map)"
         )

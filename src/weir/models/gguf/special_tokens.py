@@ -69,24 +69,12 @@ class SpecialTokens:
                 if types is not None and types[default : default + 1] not in ([CONTROL], [UNKNOWN]):
                     return None
                 return default if default < len(words) else None
-            if type(found) is not int or not 0 <= found < 1 << 32:
-                raise WeirError(
-                    f"{header.path} says {key} = {found!r}, where the id of a token is expected; "
-                    "take another file of the model"
-                )
-            if found >= len(words):  # Like llama.cpp, ignore an id beyond the vocabulary.
-                if found != _NONE:
-                    logging.get_logger(__name__).warning_once(
-                        f"{header.path} says {key} = {found:,}, but has only {len(words):,} "
-                        "tokens, so weir ignores this key"
-                    )
-                return None
-            return found
+            return _check_id(header, key, found, len(words))
 
         eos = named("eos")
         ends = [eos, *(named(name) for name in ("eot", "eom", "fim_pad", "fim_rep", "fim_sep"))]
         if isinstance(fields.get(_EOS_IDS), GGUFArray):
-            ends += [end for end in header.array(_EOS_IDS) if end in range(len(words))]
+            ends += [_check_id(header, _EOS_IDS, id, len(words)) for id in header.array(_EOS_IDS)]
         ends += _by_text(words, types)
         found = tuple(dict.fromkeys(end for end in ends if end is not None))
         return cls(named("bos"), eos, named("unknown"), named("padding"), found)
@@ -97,6 +85,23 @@ class SpecialTokens:
         if self.eos is None and self.ends:
             eos = list(self.ends)
         return {"bos_token_id": self.bos, "eos_token_id": eos, "pad_token_id": self.pad}
+
+
+def _check_id(header: GGUFHeader, key: str, id: Any, tokens: int) -> int | None:
+    """Return the id that a key names; None, with a warning, for one beyond the vocabulary."""
+    if type(id) is not int or not 0 <= id < 1 << 32:
+        raise WeirError(
+            f"{header.path} says {key} = {id!r}, where the id of a token is expected; take another "
+            "file of the model"
+        )
+    if id < tokens:
+        return id
+    if id != _NONE:  # Like llama.cpp, ignore an id beyond the vocabulary.
+        logging.get_logger(__name__).warning_once(
+            f"{header.path} says {key} = {id:,}, but has only {tokens:,} tokens, so weir ignores "
+            "this id"
+        )
+    return None
 
 
 def _types(header: GGUFHeader) -> list[int] | None:
