@@ -262,6 +262,52 @@ def test_a_copy_of_a_cache_knows_which_rows_ended(fresh_llama):
         assert each.seen == [seen[0] + 5, seen[1] + 6]
 
 
+def padded(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Rows padded on the left, and their mask."""
+    width = max(map(len, rows))
+    both = [torch.cat([row.new_full((width - len(row),), PAD), row]) for row in rows]
+    mask = torch.stack([torch.arange(width) >= width - len(row) for row in rows]).long()
+    return torch.stack(both), mask
+
+
+@pytest.mark.parametrize("masked", [True, False], ids=["padding masked", "padding not masked"])
+def test_rows_that_are_padded_again_are_told_what_to_do_which_works(fresh_llama, masked: bool):
+    """As the quick start does it, with questions of several lengths."""
+    model = model_of("llama", fresh_llama)
+    cache = cache_of(model)
+    batch, mask = padded([ids(9, seed=1), ids(15, seed=2)])
+    asked: dict[str, Any] = {"inputs": batch, "attention_mask": mask}
+    end = early_end(model, cache, asked, 0)
+    more: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": True, "pad_token_id": PAD}
+    torch.manual_seed(0)
+    output = model.generate(**asked, **more, eos_token_id=end, **{CACHE: cache})
+    answers = output[:, batch.shape[1] :]
+    real = torch.ones_like(answers)
+    real[0, answers[0].tolist().index(end) + 1 :] = 0
+    assert not real.all()
+    questions = [ids(40, seed=3), ids(7, seed=4)]
+    told = torch.cat([mask, real], dim=1).bool()
+    whole = [torch.cat([o[t], q]) for o, t, q in zip(output, told, questions, strict=True)]
+    again, again_mask = padded(whole)
+    seen = cache.seen
+    with pytest.raises(weir.WeirError, match=r"has seen \d+; pad no row again: keep the columns"):
+        model.generate(again, attention_mask=again_mask, **more, **{CACHE: cache})
+    assert cache.seen == seen
+    new, new_mask = padded(questions)
+    parts = [mask, real if masked else torch.ones_like(real), new_mask]
+    out = model.generate(
+        torch.cat([output, new], dim=1),
+        attention_mask=torch.cat(parts, dim=1),
+        **{**more, "max_new_tokens": 1, "output_logits": True, "return_dict_in_generate": True},
+        **{CACHE: cache},
+    )
+    assert cache.seen == list(map(len, whole))
+    for row, tokens in enumerate(whole):
+        with torch.no_grad():
+            alone = model(tokens[None], **{CACHE: cache_of(model)}).logits[0, -1:]
+        close_runs(out.logits[0][row : row + 1], alone, model)
+
+
 @pytest.mark.parametrize("name", [PREPARE, CRITERIA])
 def test_transformers_still_has_the_methods_that_weir_hooks(fresh_llama, name):
     model = model_of("llama", fresh_llama)

@@ -26,6 +26,17 @@ GO_ON = (
     "pass the whole conversation again, or only what is new with an attention_mask that covers "
     "everything so far"
 )
+KEEP_COLUMNS = (
+    "pad no row again: keep the columns of the earlier turns as generate returned them, append the "
+    "new tokens to every row, and pass an attention_mask of all columns that is 0 where a row was "
+    "padded (it may be 0 too in the padding behind an answer that ended before the others)"
+)
+"""What to do where rows are of several lengths, so that padding them again moves their tokens."""
+
+
+def _go_on(batch: int) -> str:
+    """Return how to continue a stream of so many rows."""
+    return GO_ON if batch == 1 else KEEP_COLUMNS
 
 
 class StepEnds:
@@ -564,7 +575,7 @@ class Rows:
 
     def _check_shape(self, batch: int, length: int, fixed: bool) -> None:
         if length == 0 and self.columns:
-            raise WeirError(f"nothing new was fed after {self.columns} tokens; {GO_ON}")
+            raise WeirError(f"nothing new was fed after {self.columns} tokens; {_go_on(batch)}")
         if length == 0:
             raise WeirError("a prompt of zero tokens was fed; a stream needs at least one")
         if self.seen and batch != self.batch:
@@ -598,7 +609,7 @@ class Rows:
             raise WeirError(
                 f"attention_mask is {list(mask.shape)}, but {batch} rows of {length} new tokens "
                 f"after {self.columns} need [{batch}, {self.columns + length}]"
-                + (f"; {GO_ON}" if self.columns else "")
+                + (f"; {_go_on(batch)}" if self.columns else "")
             )
         if self.columns and length > 1 and mask.shape[1] > length:
             for row, count in enumerate((mask[:, :-length] != 0).sum(dim=1).tolist()):
@@ -664,7 +675,7 @@ class Rows:
         if place not in (self.seen[row], self.claimed[row], self.columns):
             raise WeirError(
                 f"row {row} is to go on after {place} tokens, but its stream has seen "
-                f"{self.seen[row]}; {GO_ON}"
+                f"{self.seen[row]}; {_go_on(len(self.seen))}"
             )
 
 
