@@ -136,10 +136,10 @@ class Attachment:
         """
         if self._compiled is not None:
             self._compiled.remove()
-        layers = layers_of(self.facts.decoder, attentions)
-        own = self._forward.own
-        programs = compiling is not None and compiling.programs
-        self._compiled = Compiled(own, layers, compiling) if compiling and programs else None
+        self._compiled = None
+        if compiling is not None and compiling.programs:
+            layers = layers_of(self.facts.decoder, attentions)
+            self._compiled = Compiled(self._forward.own, layers, compiling)
         self._native = None
         wanted = compiling is not None and compiling.native
         if wanted and kernels.decode_step(torch.device("cpu")) is not None:
@@ -380,18 +380,21 @@ def compile_steps(
         WeirError: weir cannot serve the model, `torch.compile` has no such option, or is left out
             and given options.
     """
+    if not on:
+        _stop_compiling(model)
+        return False
     facts = describe(model)
     decoder = facts.decoder
     if options and not torch_compile:
         raise WeirError(f"torch_compile=False leaves out what {', '.join(options)} is for")
-    compiling = Compiling(options, strict, torch_compile) if on else None
+    compiling = Compiling(options, strict, torch_compile)
     inductor = options.get("backend", "inductor") == "inductor"
-    if on and inductor:
+    if inductor:
         # Products are written as loops, which only inductor generates. Weights are moved, so no
         # other thread may be in a call, which would go on reading their old memory.
         with forward_lock_of(facts.config):
             choose_products(model)
-    if compiling is not None and torch_compile:
+    if torch_compile:
         if facts.kind in OWN_FAMILIES:
             compiling.give_up(f"the attention of {facts.kind} is code of its own")
         elif inductor and input_device(model).type == "cpu" and quantizes_inputs(model):
@@ -400,14 +403,23 @@ def compile_steps(
                 "numbers for one row on a CPU"
             )
     with _MAKING:
-        _COMPILED.pop(decoder, None)
-        if compiling is not None:
-            _COMPILED[decoder] = compiling
+        _COMPILED[decoder] = compiling
         held = _ATTACHED.get(decoder)
     if held is not None:
         with forward_lock_of(facts.config):
             held.compile(compiling, facts.attentions)
-    return compiling is not None and torch_compile and compiling.failed is None
+    return torch_compile and compiling.failed is None
+
+
+def _stop_compiling(model: PreTrainedModel) -> None:
+    """Run a model's steps uncompiled, also if it was changed so that weir cannot serve it."""
+    decoder = transformers_model(model).get_decoder()
+    with _MAKING:
+        _COMPILED.pop(decoder, None)
+        held = _ATTACHED.get(decoder)
+    if held is not None:
+        with forward_lock_of(held.facts.config):
+            held.compile(None, ())
 
 
 def detach(cache: Any) -> None:
