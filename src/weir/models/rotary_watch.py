@@ -100,9 +100,11 @@ def _try(module: Any, rotations: Mapping[str | None, Rotary]) -> None:
         kind = kinds.get(name) if isinstance(kinds, dict) else kinds
         if kind in _BY_LENGTH or rotary.sections is not None or rotary.frequencies.is_meta:
             continue
-        places = torch.tensor([_TRIED], device=rotary.frequencies.device)
+        # Modules compute in float32 and answer in the dtype of x, whatever PyTorch's defaults are.
+        device = rotary.frequencies.device
+        places = torch.tensor([_TRIED], dtype=torch.int64, device=device)
         more = {"layer_type": name} if isinstance(kinds, dict) else {}
-        x = torch.zeros(1, 1, 1, device=places.device)
+        x = torch.zeros(1, 1, 1, dtype=torch.float32, device=device)
         with torch.no_grad():
             tables = torch.stack(module.forward(x, position_ids=places, **more))
             ours = torch.stack(rotary.tables(places, tables.shape[-1]))
