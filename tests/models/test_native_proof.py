@@ -412,6 +412,29 @@ def test_what_is_understood_is_right(name: str, dtype: torch.dtype, taken) -> No
     close_runs(found, usual, model)
 
 
+def read_with_replaced(
+    put: tuple[Any, str, Any], late: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> Any:
+    """Read with an attribute replaced, with native steps and without; both must be alike.
+
+    It is replaced before the first step, or `late`, in the middle of the stream. Returns how steps
+    ran at last.
+    """
+    found = []
+    for on in (False, True):
+        model = make("llama", dtype)
+        compile_steps(model, on=on, torch_compile=False)
+        with monkeypatch.context() as patch:
+            if not late:
+                patch.setattr(*put)
+            at_last = (lambda _, patch=patch: patch.setattr(*put)) if late else None
+            found.append(read(model, at_last))
+            steps = found[-1][1].report()["steps"]
+        compile_steps(model, on=False)
+    close_runs(found[1][0], found[0][0], model)
+    return steps
+
+
 CLASSES: dict[str, tuple[type, Callable[..., Any], str]] = {
     "a layer's": (modeling_llama.LlamaDecoderLayer, halved_residual, "computes something else"),
     "an MLP's": (modeling_llama.LlamaMLP, swapped_gate, "computes something else"),
@@ -438,40 +461,20 @@ def test_a_class_whose_forward_was_replaced(
         def forward(self: Any, hidden_states: Tensor, **given: Any) -> Tensor:
             return hidden_states + (own(self, hidden_states, **given) - hidden_states) * 0.5
 
-    found = []
-    for on in (False, True):
-        model = make("llama", torch.bfloat16)
-        compile_steps(model, on=on, torch_compile=False)
-        with monkeypatch.context() as patch:
-            put = partial(patch.setattr, kind, "forward", forward)
-            if not late:
-                put()
-            found.append(read(model, (lambda _, put=put: put()) if late else None))
-            steps = found[-1][1].report()["steps"]
-        compile_steps(model, on=False)
+    put = kind, "forward", forward
+    steps = read_with_replaced(put, late, torch.bfloat16, monkeypatch)
     assert len(taken) == (2 if late else 0)
     assert re.search(reason, steps["reason"])
-    close_runs(found[1][0], found[0][0], make("llama", torch.bfloat16))
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_rotation_that_was_replaced_in_its_file(
     late: bool, taken, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = []
-    for on in (False, True):
-        model = make("llama")
-        compile_steps(model, on=on, torch_compile=False)
-        with monkeypatch.context() as patch:
-            put = partial(patch.setattr, modeling_llama, "apply_rotary_pos_emb", turned_less)
-            if not late:
-                put()
-            found.append(read(model, (lambda _, put=put: put()) if late else None))
-            steps = found[-1][1].report()["steps"]
-        compile_steps(model, on=False)
+    put = modeling_llama, "apply_rotary_pos_emb", turned_less
+    steps = read_with_replaced(put, late, torch.float32, monkeypatch)
     assert len(taken) == (2 if late else 0)
     assert "layers.0 computes other queries than its modules say" in steps["reason"]
-    close_runs(found[1][0], found[0][0], model)
 
 
 LATE: dict[str, tuple[str, Change]] = {

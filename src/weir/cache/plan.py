@@ -31,7 +31,7 @@ KEEP_COLUMNS = (
     "new tokens to every row, and pass an attention_mask of all columns that is 0 where a row was "
     "padded (it may be 0 too in the padding behind an answer that ended before the others)"
 )
-"""What to do where rows are of several lengths, so that padding them again moves their tokens."""
+"""Advice for batches: padding rows again would move tokens that the stream has seen."""
 
 
 def _go_on(batch: int) -> str:

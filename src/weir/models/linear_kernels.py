@@ -39,7 +39,7 @@ BEYOND_CACHES = 2**26
 cache, since in a decode step every weight comes from memory."""
 ROUNDS = range(5, 12)
 _FORWARD = nn.Linear.forward
-"""What a linear layer computes that may be computed by a kernel instead."""
+"""Forward of the linear layers that a kernel may compute instead."""
 KERNEL = "kernel 6"
 """Version of weir's kernel and of its timing; after a change everything is timed anew."""
 CALLS = 64

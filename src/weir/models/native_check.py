@@ -175,8 +175,9 @@ class _Trial:
             raise NotNative(f"the native product of {part.name} is another than the model's")
 
     def _answers(self, places: Tensor) -> Tensor:
-        """What attention answered to the queries in memory [rows, heads * width]; compares it, and
-        the keys and values that were stored.
+        """Return the answers of attention to the queries in memory [rows, heads * width].
+
+        Compares them, and the keys and values that were stored, with PyTorch's.
         """
         form, layer, rows = self._form, self._layer, self._rows
         heads = sum(part.slots.keys.shape[1] for part in layer.parts)

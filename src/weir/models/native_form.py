@@ -31,7 +31,7 @@ from weir.models.module_trials import (
 from weir.models.quantized_weights import Int8Linear
 
 PARTS = ("embed_tokens", "layers", "norm")
-"""What a decoder consists of, besides a rotary embedding."""
+"""Parts of a decoder, besides its rotary embedding."""
 
 _LINEARS: dict[type, Any] = {nn.Linear: nn.Linear.forward}
 _LINEARS |= {kind: kind.forward for kind in (Int8Linear, BlockLinear)}
@@ -151,7 +151,7 @@ class Norm(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LayerForm:
-    """What a decoder's layer computes.
+    """Computation of a decoder's layer.
 
         x += factor * after_attention(o(attention(q(y), k(y), v(y)))), y = before_attention(x)
         x += factor * after_mlp(down(activation(gate(y)) * up(y))),    y = before_mlp(x)
@@ -195,7 +195,7 @@ class LayerForm:
 
 @dataclass(frozen=True, eq=False)
 class DecoderForm:
-    """What a decoder computes: embeddings times a factor, layers, and a norm.
+    """Computation of a decoder: embeddings times a factor, layers, and a norm.
 
     Attributes:
         layers: of each layer.

@@ -28,7 +28,7 @@ _READ |= {"layer_idx"}
 
 
 class Watch:
-    """What a decoder's layers and last norm were made of.
+    """Record of everything that a decoder's layers and last norm compute from.
 
     Args:
         decoder: the module with `layers` and `norm`.

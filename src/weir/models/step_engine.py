@@ -1,4 +1,4 @@
-"""What runs a decode step in the model's place, and says why it does not."""
+"""Interface of engines that run decode steps in place of the model."""
 
 from __future__ import annotations
 

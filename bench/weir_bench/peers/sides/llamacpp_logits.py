@@ -8,29 +8,19 @@ which standard error explains. Keys and values are float32, and no window of a l
 
 from __future__ import annotations
 
-import ctypes
 import json
 import sys
 
 import llama_cpp
+import llamacpp_log
 import numpy as np
-
-WARNING = 3
-"""Level of llama.cpp's messages from which on they are printed."""
 
 
 def main(ids: list[int], files: list[str]) -> None:
     """Print the logits of each file."""
-    llama_cpp.llama_backend_init()
-    log = llama_cpp.llama_log_callback(_say)
-    llama_cpp.llama_log_set(log, ctypes.c_void_p(0))
+    llamacpp_log.start()
     for file in files:
         sys.stdout.write(json.dumps(logits(ids, file)) + "\n")
-
-
-def _say(level: int, text: bytes, _: object) -> None:
-    if level > WARNING:
-        sys.stderr.write(text.decode(errors="replace"))
 
 
 def logits(ids: list[int], file: str) -> list[list[float]] | None:

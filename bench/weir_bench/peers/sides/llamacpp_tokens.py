@@ -8,29 +8,19 @@ null if the file cannot be loaded, which standard error explains.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import sys
 from typing import Any
 
 import llama_cpp
-
-WARNING = 3
-"""Level of llama.cpp's messages from which on they are printed."""
+import llamacpp_log
 
 
 def main(texts: list[str], files: list[str]) -> None:
     """Print what each file makes of the texts."""
-    llama_cpp.llama_backend_init()
-    log = llama_cpp.llama_log_callback(_say)
-    llama_cpp.llama_log_set(log, ctypes.c_void_p(0))
+    llamacpp_log.start()
     for file in files:
         sys.stdout.write(json.dumps(tokens(texts, file)) + "\n")
-
-
-def _say(level: int, text: bytes, _: object) -> None:
-    if level > WARNING:
-        sys.stderr.write(text.decode(errors="replace"))
 
 
 def tokens(texts: list[str], file: str) -> dict[str, Any] | None:

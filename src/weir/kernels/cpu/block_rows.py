@@ -134,8 +134,10 @@ _compiled_read = compile_kernel(_read_rows)
 
 @lru_cache
 def _form_of(kind: str) -> tuple[np.ndarray, np.ndarray | None, float]:
-    """What `_read_rows` has to know of a type: sizes, and of each plane its bits and where those of
-    each group lie; the values of codes; and a factor of scales.
+    """Return the description of a type that `_read_rows` takes.
+
+    It has three parts: sizes, with the bits of each plane and the place of each group in it; the
+    values of codes, or None if codes are values; and the factor of scales.
     """
     form = BLOCK_TYPES[kind]
     sizes = [_NUMBERS[form.number], form.heads, form.factors, form.unit_blocks]

@@ -133,7 +133,7 @@ def _spread(builder: ir.IRBuilder, number: Any) -> Any:
 
 
 def _where(builder: ir.IRBuilder, bits: Any, worth: Any) -> Any:
-    """What bytes are worth where bits are not 0, and 0 elsewhere."""
+    """Return `worth` in every byte whose `bits` are not 0, and 0 in the others."""
     nothing = ir.Constant(bits.type, None)
     return builder.select(builder.icmp_unsigned("!=", bits, nothing), worth, nothing)
 

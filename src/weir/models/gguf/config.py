@@ -705,4 +705,4 @@ _SPECIAL: dict[str, Callable[[_Builder, dict[str, Any], int], dict[str, Any]]] =
     "bloom": _bloom,
     "phi3": _phi3,
 }
-"""What a family needs beyond its table, by its model type."""
+"""Functions for attributes that no table can give, by model type."""

@@ -74,7 +74,7 @@ SOFTMAX, SIGMOID = 1, 2
 
 @dataclass(frozen=True)
 class Family:
-    """What the keys of one architecture mean for transformers.
+    """Table of the keys of one architecture and their meaning for transformers.
 
     Attributes:
         kind: transformers' model type.

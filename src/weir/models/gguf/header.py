@@ -33,7 +33,7 @@ _FOUND = {
     b"ggml": "has a format older than GGUF",
     b"ggmf": "has a format older than GGUF",
 }
-"""What kind of file begins with these bytes."""
+"""Kinds of files by their first bytes, for errors about files that are not GGUF."""
 _SHARD = re.compile(
     r"(?P<stem>.*)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})(?P<end>\.gguf)",
     re.DOTALL | re.IGNORECASE,

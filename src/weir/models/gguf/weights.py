@@ -39,7 +39,7 @@ COMPUTED = re.compile(r"blk\.\d+\.attn_rot_embd(\.weight)?")
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """What llama.cpp's converter changes in the tensors of an architecture.
+    """Changes that llama.cpp's converter makes to the tensors of an architecture.
 
     Attributes:
         paired: the rows of query and key projections are ordered so that the two numbers which a

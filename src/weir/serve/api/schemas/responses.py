@@ -194,7 +194,7 @@ class SkippedItem(Lenient):
 
 
 COMPACTED = "weir:"
-"""What the content of this server's compactions begins with."""
+"""First characters of the content of this server's compactions."""
 KINDS = {
     "function_call": "a call",
     "function_call_output": "a result",
