@@ -11,6 +11,7 @@ from test_anthropic import TOOL
 from test_early_bytes import LONG, held, stream
 
 from weir.serve import Limits
+from weir.serve.api.requests import LARGE
 
 USER = {"role": "user", "content": "Weather?"}
 FUNCTION = {
@@ -66,9 +67,12 @@ def test_a_prompt_is_answered_as_a_chat_or_continued_as_it_is(server):
     assert with_system["prompt_eval_count"] > told["prompt_eval_count"]
 
 
-def test_a_request_without_a_prompt_loads_the_model(server):
-    for path, body in (("chat", {"model": "small"}), ("generate", {"model": "small"})):
-        answer = server.post(f"/api/{path}", {**body, "keep_alive": "5m"}).json()
+@pytest.mark.parametrize("large", [False, True])  # the worker reads large bodies
+@pytest.mark.parametrize("path", ["chat", "generate"])
+def test_a_request_without_a_prompt_loads_the_model(server, path, large):
+    body = {"model": "small", "options": {"not_an_option": "a" * LARGE} if large else {}}
+    for empty in ({}, {"messages": []} if path == "chat" else {"prompt": ""}):
+        answer = server.post(f"/api/{path}", {**body, **empty, "keep_alive": "5m"}).json()
         assert (answer["done"], answer["done_reason"]) == (True, "load")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from weir import __version__
 from weir.serve.api.chat_request import AnswerReader, ChatRequest, answer_chat
-from weir.serve.api.dependencies import Client, Owner
+from weir.serve.api.dependencies import Client, Owner, run_in_thread
 from weir.serve.api.errors import APIError, ollama_error
 from weir.serve.api.generation import Events, Renderer, make_request, send_answers, warn
 from weir.serve.api.models import STARTED, WINDOW, check_model, names_of
@@ -48,7 +48,7 @@ async def chat(request: Request, client: Client, owner: Owner) -> Response:
     """Answer a chat, for Ollama's clients."""
     body, messages = await read_content(request, OllamaChatBody, owner, "messages", "history")
     body.model = own_name(client, body.model)
-    if isinstance(messages, list) and not messages:
+    if await _examine(_is_empty, messages):
         return _loaded(request, client, body, {"message": {"role": "assistant", "content": ""}})
     limit = ("options.num_predict", body.max_tokens)
     asked = ChatRequest(body, messages, body.offer, limit, None, body.held_to, "format")
@@ -65,7 +65,7 @@ async def generate(request: Request, client: Client, owner: Owner) -> Response:
     field, what = "prompt", "history"
     body, messages = await read_content(request, OllamaGenerateBody, owner, field, what)
     body.model = own_name(client, body.model)
-    if isinstance(messages, list) and not messages[-1].content:
+    if await _examine(_has_no_prompt, messages):
         return _loaded(request, client, body, {"response": ""})
     limit = ("options.num_predict", body.max_tokens)
     make = partial(OllamaTextRenderer, client)
@@ -78,10 +78,27 @@ async def generate(request: Request, client: Client, owner: Owner) -> Response:
         raise APIError(
             400, "raw and format cannot be combined; leave one of them out", param="format"
         )
-    text = messages[-1].content if isinstance(messages, list) else messages.map(_text_of)
+    is_here = isinstance(messages, list)
+    text = messages[-1].content if is_here else await run_in_thread(messages.map, _text_of)
     match = partial(client.matcher.complete, owner, text)
     job = make_request(client, body, match, limit, None, client.limits.answer_default)
     return await send_answers(request, job, "prompt", make, body)
+
+
+async def _examine(test: Callable[[Any, Sequence[Any]], bool], messages: Any) -> bool:
+    """Return what a test says of messages, which the worker holds if the body is large."""
+    if isinstance(messages, list):
+        return test(None, messages)
+    found: bool = await run_in_thread(messages.call, test)
+    return found
+
+
+def _is_empty(_: Any, messages: Sequence[Any]) -> bool:
+    return not messages
+
+
+def _has_no_prompt(_: Any, messages: Sequence[Any]) -> bool:
+    return not messages[-1].content
 
 
 def _text_of(_: Any, messages: Sequence[Any]) -> str:
