@@ -360,7 +360,7 @@ def test_a_policy_without_a_limit_is_sized_at_a_length_and_a_named_one_by_its_bu
 
     dense = bytes_of("nano", "--policy", "dense", "--tokens", 8192)
     assert dense == 8192 * 4096  # keys and values, as transformers holds them
-    assert bytes_of("nano", "--budget", 448) == bytes_of("nano")
+    assert bytes_of("nano", "--budget", 448) == bytes_of("nano", "--policy", "weir")
     ended = run(capsys, "size", "nano", "--tokens", 9)
     assert "--tokens changes nothing here" in ended.err
     for words, said in (((), "Missing argument 'MODEL'"), (("a", "--model", "b"), "two models")):

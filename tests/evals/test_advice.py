@@ -19,6 +19,9 @@ from weir.models import fingerprint
 from weir.policies import format_policy_file
 from weir.stream.text import BOOK, encode, read_text
 
+few_slots = pytest.mark.filterwarnings("ignore:weir. .* only .* slots, too few to judge it by")
+"""What is warned of is not what the test is about."""
+
 
 @pytest.fixture(scope="module")
 def nano():
@@ -119,9 +122,10 @@ def test_more_memory_than_the_window_needs_is_left(nano, monkeypatch):
 
 
 @pytest.mark.slow
+@few_slots
 def test_a_text_that_fits_needs_no_policy(nano, tmp_path):
     path = tmp_path / "short.txt"
-    path.write_text("It was a bright morning, and they walked on. " * 5)
+    path.write_text("It was a bright morning, and they walked on. " * 20)
     found = advise(*nano, str(path), 10**7)
     assert found.everything
     assert found.best.policy == "dense"
@@ -129,6 +133,7 @@ def test_a_text_that_fits_needs_no_policy(nano, tmp_path):
 
 
 @pytest.mark.parametrize("memory", [10_000, 400_000])  # into 400,000 smaller budgets fit
+@few_slots
 @pytest.mark.slow
 def test_too_little_memory_is_refused_with_what_it_takes(nano, memory):
     with pytest.raises(WeirError, match=r"bytes are too few .* takes 675,840\. A smaller"):

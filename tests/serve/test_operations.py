@@ -335,7 +335,9 @@ def started(*given: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
             assert lines[-1], lines
             lines.append(process.stderr.readline())
         bound = "at most 768.0 MB more for requests under way, and 1.0 GB for a session that is"
-        assert re.search(f"weights .*, 2 rows of .* in all, {bound}", lines[0])
+        assert re.match(r"system message and tools: the first \d+ tokens stay", lines[0])
+        (memory,) = (line for line in lines if ": weights " in line)
+        assert re.search(f"weights .*, 2 rows of .* in all, {bound}", memory)
         # The socket is bound but nobody listens yet, so that the first to come may be refused.
         for _ in range(400):
             with contextlib.suppress(httpx.ConnectError):
