@@ -9,6 +9,7 @@ import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -133,6 +134,17 @@ class PromptRenderer:
         if isinstance(self._call_format, WeirError):
             raise WeirError(str(self._call_format))
         return self._call_format
+
+    @cached_property
+    def can_answer_calls(self) -> bool:
+        """Whether the template renders the result of a call without the messages before it, so
+        that an answer can go on with it.
+        """
+        tool, result = Tool("x"), Message("tool", "x", "x", result="call_x", place=0)
+        try:
+            return self.render_next([result], 0, [tool]) is not None
+        except WeirError:
+            return False
 
     @property
     def call_tokens(self) -> dict[str, int]:
