@@ -35,6 +35,10 @@ SECONDS = 120.0
 NICE = 5
 """By how much the processes give way to the one that answers."""
 PROCESSES = 2
+COLLECTED = (10_000, 10, 100)
+"""Thresholds of the collector of garbage; by default it looks at all that a large body has made
+several times while the body is parsed, which takes longer than to parse it.
+"""
 RATE = 1_000_000
 """Bytes for which a call waits a second longer than a small one of the same client."""
 holder_of_call: ContextVar[str] = ContextVar("holder_of_call", default="")
@@ -335,6 +339,7 @@ def _serve(pipe: Connection, inherited: Sequence[Connection]) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of a copied process are not there
     torch.set_num_threads(1)
     gc.freeze()
+    gc.set_threshold(*COLLECTED)
     with contextlib.suppress(EOFError, OSError):
         while True:
             pipe.send_bytes(_answer(pipe))
