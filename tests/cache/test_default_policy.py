@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import weir
 from weir.cache import find_model_policy, size_of
 from weir.errors import WeirError
-from weir.models import ASSETS, CACHE, fingerprint, loading
+from weir.loading import loading
+from weir.models import ASSETS, CACHE, fingerprint
 from weir.policies import format_policy_file
 
 HUB = Path(__file__).parents[2] / "hub" / "custom_generate" / "generate.py"
