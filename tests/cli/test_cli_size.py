@@ -152,7 +152,7 @@ def test_weights_that_cannot_be_read_are_not_said_to_be_elsewhere(capsys, model,
 
 
 def test_a_file_that_is_cut_off_is_not_said_to_be_elsewhere(capsys, tmp_path):
-    from models.test_gguf_loading import write_large  # skips the test without the package gguf
+    from loading.test_gguf_loading import write_large  # skips the test without the package gguf
 
     file = write_large(tmp_path / "some.gguf", 64, 1)
     assert run(capsys, "size", file).code == 0
