@@ -81,7 +81,7 @@ import sys, types
 import weir
 assert not {"torch", "transformers", "weir.models"} & set(sys.modules), "what nobody asked for"
 assert {*weir.__all__, "cache", "pools"} <= set(dir(weir))
-for room in ("cache", "kernels", "models", "policies", "pools", "slab", "stream"):
+for room in "cache kernels loading models native policies pools slab stream".split():
     assert isinstance(getattr(weir, room), types.ModuleType), room
 for missing in ("nothing", "cli", "Cache"):
     assert not hasattr(weir, missing), missing
@@ -90,7 +90,7 @@ exec("from weir import *", names)
 assert names.keys() >= set(weir.__all__)
 for name in ("load", "policy", "compile_steps"):
     assert isinstance(names[name], types.FunctionType), name
-assert weir.load is weir.models.load and weir.policy is weir.policies.policy
+assert weir.load is weir.loading.load and weir.policy is weir.policies.policy
 assert weir.Stream is names["Stream"] is weir.stream.Stream
 assert weir.StreamingCache is weir.cache.StreamingCache
 """

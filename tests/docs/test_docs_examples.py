@@ -20,7 +20,7 @@ from transformers.generation import stopping_criteria
 
 import weir
 from weir.cli import main
-from weir.models.loading import ASSETS
+from weir.loading.loader import ASSETS
 from weir.pools import POOLS, Pool
 from weir.pools.observed_attention import ObservedAttention
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from weir.errors import WeirError, suggest
-from weir.models import BITS
+from weir.native import BITS
 from weir_bench.peers.process import HOME, PeerProcess
 
 POLICY = "weir(budget={window})"

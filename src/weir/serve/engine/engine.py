@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 
 from weir.cache import Holding, StreamingCache
 from weir.errors import WeirError
-from weir.models import CACHE, compile_steps, input_device, transformers_model
+from weir.models import CACHE, input_device, transformers_model
+from weir.native import compile_steps
 from weir.policies import Policy
 from weir.pools import Marks
 from weir.serve.engine.prefixes import PrefixKey, PrefixState, PrefixStates
