@@ -19,7 +19,7 @@ from weir.serve.api.errors import APIError
 from weir.serve.engine.scheduler import Busy
 from weir.serve.messages import StrayResult
 from weir.serve.prompts import PromptRenderer
-from weir.serve.worker import RATE, Turn, Turns, Worker, WorkerProcess
+from weir.serve.worker import RATE, WaitingCall, Turns, Worker, WorkerProcess
 from weir.stream import PromptTooLong
 from weir_bench.serving.attackers import CHAT, IMPORT, RESPONSE, make_bodies
 
@@ -249,7 +249,7 @@ def test_clients_take_turns_and_a_small_call_goes_first():
 
 def test_a_large_call_does_not_wait_for_ever_behind_small_ones():
     turns = Turns([object()])
-    early, late = Turn("a", 0.0 + 2_000_000 / RATE), Turn("a", 3.0 + 10 / RATE)
+    early, late = WaitingCall("a", 0.0 + 2_000_000 / RATE), WaitingCall("a", 3.0 + 10 / RATE)
     turns._waiting = [late, early]
     assert turns._next() is early
 

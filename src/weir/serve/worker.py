@@ -123,7 +123,7 @@ class Turns:
     def __init__(self, processes: Iterable[WorkerOfMany]) -> None:
         self._free = list(processes)
         self._changed = threading.Condition()
-        self._waiting: list[Turn] = []
+        self._waiting: list[WaitingCall] = []
         self._working: set[str] = set()
         self._served: dict[str, int] = {}  # when a client had its last turn, on a clock of its own
         self._clock = 0
@@ -132,7 +132,7 @@ class Turns:
     @contextlib.contextmanager
     def take(self, holder: str, size: int) -> Iterator[WorkerOfMany]:
         """Wait for a process for a call with so many bytes; Busy if there will be none."""
-        turn = Turn(holder, time.monotonic() + size / RATE)
+        turn = WaitingCall(holder, time.monotonic() + size / RATE)
         with self._changed:
             self._waiting.append(turn)
             self._changed.wait_for(lambda: self._is_closed or (self._free and self._next() is turn))
@@ -160,13 +160,13 @@ class Turns:
             self._is_closed = True
             self._changed.notify_all()
 
-    def _next(self) -> Turn | None:
+    def _next(self) -> WaitingCall | None:
         able = (turn for turn in self._waiting if turn.holder not in self._working)
         return min(able, key=lambda one: (self._served.get(one.holder, 0), one.due), default=None)
 
 
 @dataclass(frozen=True, eq=False)
-class Turn:
+class WaitingCall:
     """A call that waits; of one client, what is `due` first goes first."""
 
     holder: str

@@ -1,4 +1,4 @@
-"""How long a client waits for the answer to a body that is refused, beside others that send such."""
+"""Measure how long a client waits until its refused body is answered, next to six attackers."""
 
 from __future__ import annotations
 
