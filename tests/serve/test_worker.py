@@ -19,7 +19,7 @@ from weir.serve.api.errors import APIError
 from weir.serve.engine.scheduler import Busy
 from weir.serve.messages import StrayResult
 from weir.serve.prompts import PromptRenderer
-from weir.serve.worker import RATE, WaitingCall, Turns, Worker, WorkerProcess
+from weir.serve.worker import RATE, Turns, WaitingCall, Worker, WorkerProcess
 from weir.stream import PromptTooLong
 from weir_bench.serving.attackers import CHAT, IMPORT, RESPONSE, make_bodies
 
