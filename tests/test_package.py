@@ -244,10 +244,13 @@ def test_the_pages_listed_are_the_pages_there_are() -> None:
     assert set(listed) == {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
 
 
-def test_every_page_says_first_whom_it_is_for() -> None:
+def test_every_page_begins_with_what_it_is_about() -> None:
+    """A page has one title, and the next thing is a sentence, not a list, a table or code."""
     for page in DOCS.rglob("*.md"):
-        first = page.read_text("utf-8").split("\n## ")[0].split("\n\n")[1]
-        assert first.startswith("For "), page
+        title, first = page.read_text("utf-8").split("\n\n")[:2]
+        assert title.startswith("# "), page
+        assert first[0].isalpha() or first[0] in "`*", page
+        assert first.rstrip().endswith((".", ":")), page
 
 
 def test_every_pool_and_policy_is_documented() -> None:
