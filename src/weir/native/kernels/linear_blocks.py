@@ -68,7 +68,7 @@ _AHEAD = 2**13
 """How many bytes ahead of its reading a single row prefetches, into the first cache. Compared with
 4 KB into the second cache, this is faster by a tenth from memory, and by a quarter from the third
 cache. Codes of 8 bits are not prefetched: the processor does so by itself, and reading them is
-slower by 6% where it is asked as well. Codes of fewer bits are slower by a tenth or more without."""
+slower by 6% where it is asked as well. Codes of fewer bits are read a tenth slower without."""
 
 
 _FEATURES = llvmlite.binding.get_host_cpu_features()
