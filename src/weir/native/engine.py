@@ -128,7 +128,7 @@ class NativeStep:
                     stack.program, stack.refused = None, (key, "its norm has another dtype")
                 return output
         hidden = program.run(self._embedded(given), rows)
-        rows.largest = program.largest.amax(2)
+        rows.largest = program.largest
         return BaseModelOutputWithPast(last_hidden_state=hidden, **{CACHE: given.get(CACHE)})
 
     def why_not(self, stack: Any) -> str | None:

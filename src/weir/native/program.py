@@ -114,6 +114,9 @@ class StepProgram:
         fields = form.norm.fields()
         self._last = table.add("norms", inputs=form.norm.width, x=self.hidden, **fields)
         table.finish()
+        # A step takes longer to make these than to use them.
+        self._embedded = self.hidden[:, None]
+        self._onto = table.operations["onto"][self._last :]
 
     def fits(self, watch: Watch, rows: Any) -> bool:
         """Return whether modules, slots and threads are those it was made for."""
@@ -129,12 +132,12 @@ class StepProgram:
 
     def run(self, embedded: Tensor, rows: Any) -> Tensor:
         """Return the hidden state [batch, 1, width] of one token of each row."""
-        self.hidden.copy_(embedded[:, 0])
+        self._embedded.copy_(embedded)
         self._spans[:], self._waiting[:], self._places[:] = rows.spans, rows.waiting, rows.places
-        out = torch.empty_like(self.hidden)[:, None]
-        self.table.operations[self._last]["onto"] = out.data_ptr()
+        out = torch.empty_like(self._embedded)
+        self._onto[0] = out.data_ptr()
         self.table.run()
-        return out.to(self.dtype)
+        return out if self.dtype == out.dtype else out.to(self.dtype)
 
     def run_attention(self, index: int, rows: Any, places: Tensor) -> None:
         """Run a layer's attention over `hidden`, with rows at places of the stream [batch]."""

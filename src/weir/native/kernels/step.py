@@ -508,6 +508,10 @@ class StepTable:
             for name, value in made.items():
                 at[name] = value
         self._private = self.memory(self.threads, self._needed)
+        # What a step needs of these: NumPy takes its time to look it up.
+        self._counters = self.operations["taken"], self.operations["done"]
+        self._start = self.operations.ctypes.data
+        self._memory = self._private.data_ptr(), self._private.shape[1]
 
     def __len__(self) -> int:
         """Return the number of operations so far."""
@@ -518,11 +522,11 @@ class StepTable:
 
         What lies before `first` must have run.
         """
-        some = self.operations[first:stop]
-        some["taken"] = some["done"] = 0
-        private = self._private
-        sizes = len(some), private.data_ptr(), private.shape[1]
-        _run_together(self.threads, some.ctypes.data, *sizes)
+        stop = len(self._made) if stop is None else stop
+        for counts in self._counters:
+            counts[first:stop] = 0
+        start = self._start + first * OPERATION_SIZE
+        _run_together(self.threads, start, stop - first, *self._memory)
 
 
 def _address(value: Any) -> Any:
