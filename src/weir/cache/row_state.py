@@ -356,7 +356,8 @@ def _check_weights(
 ) -> None:
     """Check log-weights: valid in slots in use, 0 in waiting slots, -inf in all others.
 
-    Of the `waiting` tokens in the tail, those that were dropped have -inf. `empty` says which slots before the tail hold no token [1, kv_heads, used].
+    Of the `waiting` tokens in the tail, those that were dropped have -inf. `empty` says which slots
+    before the tail hold no token [1, kv_heads, used].
     """
     kept = weights[:, :, :used]
     if not bool((kept <= MOST_WEIGHT).all()):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
-from weir.errors import WeirError
+from weir.errors import WeirError, quote
 from weir.models import StopTokens, sink_of, transformers_model
 from weir.policies import pinned_slots
 from weir.serve.after_thoughts import AfterThoughts, ThoughtTokens
@@ -43,7 +43,7 @@ from weir.serve.engine.sequence import Sequence, Stage
 from weir.serve.limits import Limits
 from weir.serve.messages import Message, call_id, hash_prefixes
 from weir.serve.prompts import Prompt, PromptMatcher, PromptRenderer
-from weir.serve.sessions.manager import SessionManager
+from weir.serve.sessions.manager import SessionManager, UnknownSession
 from weir.serve.sessions.records import StorageFull, TurnRecord, is_hidden, pack_ids
 from weir.serve.sessions.responses import ResponseStore
 from weir.serve.thoughts import OPEN, ThoughtParser
@@ -86,6 +86,34 @@ class GenerationRequest:
 
 class ServerClosing(WeirError):
     """The server ends before the answer does."""
+
+
+class NoOutput(WeirError):
+    """A session has no output of a call that could be dropped."""
+
+    def __init__(self, call: str) -> None:
+        super().__init__(
+            f"there is no output of the call {quote(call)} among the turns of this session that "
+            "are kept"
+        )
+
+
+class CannotDrop(WeirError):
+    """Outputs cannot be dropped with this policy, or by this server."""
+
+
+@dataclass(frozen=True)
+class DroppedOutput:
+    """An output of a tool that was dropped.
+
+    Attributes:
+        tokens: how many tokens it has; fewer may have been held.
+        again: whether it had been dropped before.
+    """
+
+    call: str
+    tokens: int
+    again: bool
 
 
 @dataclass(frozen=True)
@@ -415,6 +443,7 @@ class EngineClient:
             may_be_lost=prompt.session is not None and is_hidden(prompt.session),
             beginning=prompt.beginning,
             header=prompt.header,
+            dropped=prompt.dropped,
             record=None if prompt.session is None else partial(self._record, request, prompt),
             on_stop=partial(self._on_stop, request, prompt, processor) if request.own else None,
         )
@@ -568,6 +597,69 @@ class EngineClient:
                 for sequence in generation.sequences
             ]
         return next((sequence for sequence in sequences if sequence.is_running), None)
+
+    # --- outputs of tools
+
+    def drop_output(self, owner: str, session: str, call: str) -> DroppedOutput:
+        """Drop the output of a tool from a session, and from all histories that begin like it.
+
+        It is not read again, either. Dropping it again does nothing.
+
+        Raises:
+            UnknownSession: the owner has no such session.
+            NoOutput: the session has no such output, or it is not known where its tokens are.
+            CannotDrop: the policy cannot drop tokens, or the server cannot.
+        """
+        found = self.store.get_session(owner, session)
+        sequence = self.running_sequence(owner, session)
+        if sequence is not None:
+            prompt = self.prompt_of(sequence)
+            own = next((m for m in prompt.messages if m.result == call and m.where), None)
+            node = None if prompt.parent is None else prompt.parent.node
+        else:
+            own, node = None, None if found is None else found.head
+        if found is None and sequence is None:
+            raise UnknownSession
+        return self._drop_output(owner, node, own, call, sequence)
+
+    def _drop_output(
+        self,
+        owner: str,
+        node: str | None,
+        own: Message | None,
+        call: str,
+        sequence: Sequence | None,
+    ) -> DroppedOutput:
+        """Drop an output that a running sequence reads, or that the turns up to `node` have read.
+
+        Args:
+            own: its message, if the sequence reads it.
+        """
+        if self.is_replica:
+            raise CannotDrop("servers of a cluster cannot drop outputs yet")
+        if (why := self.engine.cache.why_not_drop()) is not None:
+            raise CannotDrop(
+                f"this server cannot drop outputs: {why}; start it with another --policy, such as "
+                "weir"
+            )
+        place, was_dropped = (own.where, False) if own is not None else (None, False)
+        if place is None and node is not None:
+            known = self.store.find_result(owner, node, call)
+            if known is not None:
+                place, was_dropped = known
+        if place is None:
+            raise NoOutput(call)
+        if not was_dropped:
+            self.store.drop_result(owner, place.chain)
+            if sequence is not None:
+                self.engine.drop(sequence, (place.start, place.stop))
+        return DroppedOutput(call, place.stop - place.start, was_dropped)
+
+    def prompt_of(self, sequence: Sequence) -> Prompt:
+        """The prompt of a sequence under way."""
+        with self._lock:
+            generations = list(self._generations)
+        return next(one.prompt for one in generations if sequence in one.sequences)
 
     # --- limits of owners
 
