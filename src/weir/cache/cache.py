@@ -35,7 +35,7 @@ from weir.cache.snapshot import (
     Contents,
     Holding,
     contents_of,
-    count_held,
+    held_places,
     layer_report,
     snapshot_row,
 )
@@ -458,7 +458,15 @@ class StreamingCache(Cache):
         It is `len(holding(row).tokens())` in a fraction of the time.
         """
         self._check_row(row)
-        return count_held(self.stack, row, self.rows.waiting[row])
+        return len(self.held_tokens(row))
+
+    def held_tokens(self, row: int = 0) -> Tensor:
+        """Return the tokens of a row that any layer and KV head still holds [tokens], int64.
+
+        They are counted from 0 on, and come in order.
+        """
+        self._check_row(row)
+        return held_places(self.stack, row, self.rows.waiting[row]) - self.origin
 
     @property
     def steps(self) -> dict[str, str | None]:

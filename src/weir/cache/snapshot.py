@@ -281,17 +281,17 @@ def snapshot_row(
     return _join_layers(parts, seen, waiting, origin)
 
 
-def count_held(layers: Iterable[Layer], row: int, waiting: int) -> int:
-    """Count the tokens of a row that are held in any layer and KV head."""
+def held_places(layers: Iterable[Layer], row: int, waiting: int) -> Tensor:
+    """Return the places of the tokens of a row that are held in any layer and KV head, in order."""
     held: list[Tensor] = []
     for layer in layers:
         slab = layer.state.slab
         if slab is None:
-            return 0
+            return torch.empty(0, dtype=torch.int64)
         end = lay_out(layer.spec.pipe, layer.state.lengths[row]).used + waiting
         place, a, b = (t[row][:, :end] for t in (slab.position, slab.a, slab.b))
         held.append(place[_counts(place, a, b)].unique().cpu())
-    return len(torch.cat(held).unique())
+    return torch.cat(held).unique()
 
 
 def _counts(position: Tensor, a: Tensor, b: Tensor) -> Tensor:

@@ -13,11 +13,11 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -40,15 +40,23 @@ from weir.serve.engine.output import (
 from weir.serve.engine.sampler import Sampler, SamplingParams, read_defaults
 from weir.serve.engine.scheduler import Busy
 from weir.serve.engine.sequence import Sequence, Stage
+from weir.serve.forgotten import describe_forgotten
 from weir.serve.limits import Limits
-from weir.serve.messages import Message, call_id, hash_prefixes
+from weir.serve.messages import Message, ResultPlace, call_id, hash_prefixes
 from weir.serve.prompts import Prompt, PromptMatcher, PromptRenderer
 from weir.serve.sessions.manager import SessionManager, UnknownSession
 from weir.serve.sessions.records import StorageFull, TurnRecord, is_hidden, pack_ids
 from weir.serve.sessions.responses import ResponseStore
 from weir.serve.thoughts import OPEN, ThoughtParser
 from weir.serve.tools.formats import Tool
-from weir.serve.tools.own import MAX_CALLS, OwnTool, OwnTools, ToolContext, clip_result
+from weir.serve.tools.own import (
+    DROP_TOOL_OUTPUT,
+    MAX_CALLS,
+    OwnTool,
+    OwnTools,
+    ToolContext,
+    clip_result,
+)
 from weir.serve.tools.parser import AnswerPart, CallParser, join_parts
 from weir.serve.worker import Worker
 from weir.stream import Detokenizer
@@ -100,6 +108,14 @@ class NoOutput(WeirError):
 
 class CannotDrop(WeirError):
     """Outputs cannot be dropped with this policy, or by this server."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """An output of a tool that a stream has read, and where its tokens are."""
+
+    call: str
+    place: ResultPlace
 
 
 @dataclass(frozen=True)
@@ -258,6 +274,8 @@ class EngineClient:
         self.stop_ids = frozenset(StopTokens.of(engine.model.generation_config).stops)
         self.failure: Exception | None = None
         self.own_tools: dict[str, OwnTool] = {}
+        if not is_replica and engine.cache.why_not_drop() is None:
+            self._add_tool(OwnTool(DROP_TOOL_OUTPUT, self._drop_tool_output))
         self._tool_threads = ThreadPoolExecutor(TOOL_THREADS, "weir-tools")
         sink = sink_of(transformers_model(engine.model).config)
         self.renderer = PromptRenderer(tokenizer, self.stop_ids, sink, limits.prompt)
@@ -375,6 +393,12 @@ class EngineClient:
         ]
         generation = Generation(request, prompt, sequences, queue, self, set(answers))
         self._submit(generation)
+        if prompt.parent is not None and self.store.dropped_chains(prompt.owner):
+            # What was dropped after the prompt was found.
+            gone = self.store.dropped_places(prompt.owner, prompt.parent.node)
+            for place in set(gone) - set(prompt.dropped):
+                for sequence in sequences:
+                    self.engine.drop(sequence, place)
         return generation
 
     def restart(self, generation: Generation, prompt: Prompt) -> None:
@@ -419,6 +443,7 @@ class EngineClient:
         """The sequence of one of the answers, with its output processor."""
         has_calls = request.tools or request.own
         special = self.renderer.call_tokens.values() if has_calls else ()
+        parent = None if prompt.parent is None else prompt.parent.node
         processor = OutputProcessor(
             answer,
             self.engine.cache,
@@ -426,13 +451,14 @@ class EngineClient:
             queue,
             self._sender,
             partial(self._trim, prompt),
+            partial(describe_forgotten, self.store, prompt.owner, parent),
         )
         constraint: GrammarConstraint | AfterThoughts | None = None
         if request.constraint:
             constraint = self._constrain(request.constraint(), prompt)
         processor.sequence = Sequence(
             id=name,
-            parent=None if prompt.parent is None else prompt.parent.node,
+            parent=parent,
             prompt_ids=prompt.ids,
             max_tokens=request.max_tokens,
             stop_ids=request.stop_ids,
@@ -600,6 +626,9 @@ class EngineClient:
 
     # --- outputs of tools
 
+    def _add_tool(self, tool: OwnTool) -> None:
+        self.own_tools[tool.tool.name] = tool
+
     def drop_output(self, owner: str, session: str, call: str) -> DroppedOutput:
         """Drop the output of a tool from a session, and from all histories that begin like it.
 
@@ -608,33 +637,30 @@ class EngineClient:
         Raises:
             UnknownSession: the owner has no such session.
             NoOutput: the session has no such output, or it is not known where its tokens are.
-            CannotDrop: the policy cannot drop tokens, or the server cannot.
+            CannotDrop: outputs cannot be dropped here.
         """
-        found = self.store.get_session(owner, session)
-        sequence = self.running_sequence(owner, session)
+        outputs, sequence = self.list_outputs(owner, session)
+        found = next((one for one in outputs if one.call == call), None)
+        if found is not None:
+            self._drop_output(owner, found)
+            return DroppedOutput(call, found.place.stop - found.place.start, again=False)
         if sequence is not None:
             prompt = self.prompt_of(sequence)
-            own = next((m for m in prompt.messages if m.result == call and m.where), None)
+            own = [one.where for one in prompt.messages if one.result == call and one.where]
             node = None if prompt.parent is None else prompt.parent.node
         else:
-            own, node = None, None if found is None else found.head
-        if found is None and sequence is None:
-            raise UnknownSession
-        return self._drop_output(owner, node, own, call, sequence)
+            summary, own = self.store.get_session(owner, session), []
+            node = None if summary is None else summary.head
+        places = own or [p for _, p in self.store.list_results(owner, node or "", call, 1)]
+        if not places:
+            raise NoOutput(call)
+        # It was dropped, or there are more outputs than are listed.
+        again = places[0].chain in self.store.dropped_chains(owner)
+        self._drop_output(owner, Output(call, places[0]))
+        return DroppedOutput(call, places[0].stop - places[0].start, again=again)
 
-    def _drop_output(
-        self,
-        owner: str,
-        node: str | None,
-        own: Message | None,
-        call: str,
-        sequence: Sequence | None,
-    ) -> DroppedOutput:
-        """Drop an output that a running sequence reads, or that the turns up to `node` have read.
-
-        Args:
-            own: its message, if the sequence reads it.
-        """
+    def check_drops(self) -> None:
+        """Raise CannotDrop if this server cannot drop outputs."""
         if self.is_replica:
             raise CannotDrop("servers of a cluster cannot drop outputs yet")
         if (why := self.engine.cache.why_not_drop()) is not None:
@@ -642,18 +668,57 @@ class EngineClient:
                 f"this server cannot drop outputs: {why}; start it with another --policy, such as "
                 "weir"
             )
-        place, was_dropped = (own.where, False) if own is not None else (None, False)
-        if place is None and node is not None:
-            known = self.store.find_result(owner, node, call)
-            if known is not None:
-                place, was_dropped = known
-        if place is None:
-            raise NoOutput(call)
-        if not was_dropped:
-            self.store.drop_result(owner, place.chain)
-            if sequence is not None:
+
+    def list_outputs(self, owner: str, session: str) -> tuple[list[Output], Sequence | None]:
+        """List the outputs of tools in a session that were read and not dropped, the newest first,
+        and the sequence of the session that runs; UnknownSession if there is neither.
+        """
+        sequence = self.running_sequence(owner, session)
+        if sequence is not None:
+            return self._outputs_of(self.prompt_of(sequence)), sequence
+        found = self.store.get_session(owner, session)
+        if found is None:
+            raise UnknownSession
+        return self._known_outputs(owner, found.head), None
+
+    def _outputs_of(self, prompt: Prompt) -> list[Output]:
+        """The outputs before an answer, the newest first."""
+        dropped = self.store.dropped_chains(prompt.owner)
+        own = [(one.result or "", one.where) for one in reversed(prompt.messages) if one.where]
+        new = [Output(call, place) for call, place in own if place.chain not in dropped]
+        node = None if prompt.parent is None else prompt.parent.node
+        return new if node is None else [*new, *self._known_outputs(prompt.owner, node)]
+
+    def _known_outputs(self, owner: str, node: str) -> list[Output]:
+        dropped = self.store.dropped_chains(owner)
+        found = self.store.list_results(owner, node)
+        return [Output(call, place) for call, place in found if place.chain not in dropped]
+
+    def _drop_output(self, owner: str, output: Output) -> None:
+        """Drop an output now, from the rows of all answers under way that have read it, too."""
+        self.check_drops()
+        place = output.place
+        self.store.drop_result(owner, place.chain)
+        with self._lock:
+            generations = [one for one in self._generations if one.prompt.owner == owner]
+        for generation in generations:
+            prompt = generation.prompt
+            read = [one.where for one in prompt.messages]
+            if prompt.parent is not None:
+                node = prompt.parent.node
+                read += [found for _, found in self.store.list_results(owner, node, output.call)]
+            for sequence in generation.sequences if place in read else ():
                 self.engine.drop(sequence, (place.start, place.stop))
-        return DroppedOutput(call, place.stop - place.start, was_dropped)
+
+    def _drop_tool_output(self, context: ToolContext, arguments: Mapping[str, Any]) -> str:
+        """Execute a call of `DROP_TOOL_OUTPUT`."""
+        back = arguments["back"]
+        outputs = self._outputs_of(context.prompt)
+        if len(outputs) < back:
+            raise WeirError(f"there are only {len(outputs)} outputs that could be dropped")
+        found = outputs[back - 1]
+        self._drop_output(context.prompt.owner, found)
+        return f"Dropped: {found.place.stop - found.place.start} tokens."
 
     def prompt_of(self, sequence: Sequence) -> Prompt:
         """The prompt of a sequence under way."""

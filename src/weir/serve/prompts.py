@@ -101,6 +101,21 @@ class Prompt:
         return len(self.ids) + (0 if self.parent is None else self.parent.seen)
 
 
+class UnknownOutput(WeirError):
+    """A history has no output of a call that is to be dropped.
+
+    Attributes:
+        number: the index of the call among those that are named.
+    """
+
+    def __init__(self, number: int, call: str) -> None:
+        super().__init__(
+            f"there is no output of the call {quote(call)} in this history; name the id of a call "
+            "whose output was sent"
+        )
+        self.number = number
+
+
 class PromptRenderer:
     """Renders messages for one model, to `most` tokens. Called from any thread.
 
@@ -314,14 +329,21 @@ class PromptMatcher:
         session: str | None,
         tools: Sequence[Tool] = (),
         variables: Mapping[str, Any] = NO_VARIABLES,
+        drops: Sequence[str] = (),
     ) -> Prompt:
         """Make a prompt that starts at the longest saved prefix of a history, of those that end
         with one of the newest `LOOKUPS` answers in it.
 
         With other tools described to the model, a history is another one.
+
+        `drops` are the ids of calls whose outputs are dropped, before anything is read
+        (UnknownOutput if the history does not have one).
         """
         held = messages if isinstance(messages, Handle) else self.hold(messages)
         root = self._root_of(tools)
+        if drops:
+            chains: dict[str, str] = held.call(_hash_results, root, tuple(drops))
+            self._drop_all(owner, drops, chains)
         prefixes: list[tuple[int, str]] = held.call(_hash_answers, root)
         refused = False
         outline = None if self._changes is None else held.call(_outline, root)
@@ -348,6 +370,14 @@ class PromptMatcher:
             owner=owner,
             session=session or f"sess_{secrets.token_hex(16)}",
         )
+
+    def _drop_all(self, owner: str, drops: Sequence[str], chains: Mapping[str, str]) -> None:
+        """Drop the outputs of some calls, given the hashes of the histories that end with them."""
+        for number, call in enumerate(drops):
+            if call not in chains:
+                raise UnknownOutput(number, call)
+        for call in drops:
+            self._store.drop_result(owner, chains[call])
 
     def _find_changed(
         self, owner: str, outline: Outline, known: int
@@ -411,11 +441,21 @@ class PromptMatcher:
         session: str | None = None,
         tools: Sequence[Tool] = (),
         variables: Mapping[str, Any] = NO_VARIABLES,
+        drops: Sequence[str] = (),
     ) -> Prompt | None:
         """Make a prompt that continues a saved turn, in its session if no other is named; None if
         the template cannot render these messages without those before.
+
+        `drops` are as for `match`.
         """
-        return self._extend(parent, self.hold(messages), 0, session, tools, variables)
+        held = self.hold(messages)
+        if drops:
+            chains: dict[str, str] = held.call(_hash_results, parent.chain, tuple(drops))
+            for call in drops:
+                for _, place in self._store.list_results(parent.owner, parent.node, call, 1):
+                    chains.setdefault(call, place.chain)
+            self._drop_all(parent.owner, drops, chains)
+        return self._extend(parent, held, 0, session, tools, variables)
 
     def _extend(
         self,
@@ -486,6 +526,15 @@ def _hash_answers(
     answers = [at for at, message in enumerate(messages[:-1]) if message.role == "assistant"]
     hashes = hash_prefixes(root, messages[: answers[-1] + 1]) if answers else []
     return [(at + 1, hashes[at]) for at in reversed(answers[-LOOKUPS:])]
+
+
+def _hash_results(
+    renderer: PromptRenderer, messages: Sequence[Message], root: str, calls: Sequence[str]
+) -> dict[str, str]:
+    """The hash of each history that ends with the newest result of one of some calls."""
+    hashes = hash_prefixes(root, messages)
+    pairs = zip(messages, hashes, strict=True)
+    return {one.result: hashed for one, hashed in pairs if one.result and one.result in calls}
 
 
 def _hash_all(renderer: PromptRenderer, messages: Sequence[Message], root: str) -> list[str]:

@@ -206,12 +206,17 @@ class SessionStore:
                     found, parent = before + found, further
         return found
 
-    def find_result(self, owner: str, node: str, call: str) -> tuple[ResultPlace, bool] | None:
-        """Where the newest result of a call is among the turns that lead to one, and whether it was
-        dropped; None if none of these has it.
+    def list_results(
+        self, owner: str, node: str, call: str | None = None, most: int = 256
+    ) -> list[tuple[str, ResultPlace]]:
+        """The newest results among the turns that lead to one, of all calls or of one: the id of
+        the call, and where it is.
         """
-        found = (place.find_result(owner, node, call) for place in reversed(self._places))
-        return next((each for each in found if each is not None), None)
+        return [
+            each
+            for place in reversed(self._places)
+            for each in place.list_results(owner, node, call, most)
+        ][:most]
 
     def drop_result(self, owner: str, chain: str) -> None:
         """Note that a result is not to be read again: that which ends a history of this hash.

@@ -359,22 +359,22 @@ class TurnTables:
 
     # --- results of tools that are dropped
 
-    def find_result(self, owner: str, node: str, call: str) -> tuple[ResultPlace, bool] | None:
-        """Where the newest result of a call is among the turns that lead to one, and whether it was
-        dropped; None if none of these has it.
+    def list_results(
+        self, owner: str, node: str, call: str | None, most: int
+    ) -> list[tuple[str, ResultPlace]]:
+        """The newest results among the turns that lead to one, of all calls or of one: the id of
+        the call, and where it is.
         """
-        row = self.db.first(
-            f"{_LINE} SELECT start, stop, results.chain, number FROM line JOIN results "
-            "ON results.node = line.node LEFT JOIN dropped ON dropped.owner = results.owner "
-            "AND dropped.chain = results.chain WHERE call = ?3 ORDER BY start DESC LIMIT 1",
+        rows = self.db.query(
+            f"{_LINE} SELECT call, start, stop, results.chain FROM line JOIN results "
+            "ON results.node = line.node WHERE ?3 IS NULL OR call = ?3 "
+            "ORDER BY start DESC LIMIT ?4",
             node,
             owner,
             call,
+            most,
         )
-        if row is None:
-            return None
-        place = ResultPlace(row["start"], row["stop"], row["chain"])
-        return place, row["number"] is not None
+        return [(row["call"], ResultPlace(row["start"], row["stop"], row["chain"])) for row in rows]
 
     def dropped_places(self, owner: str, node: str) -> list[tuple[int, int]]:
         """Where the dropped results are that the turns which lead to one have read."""
