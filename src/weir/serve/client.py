@@ -13,15 +13,15 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
-from weir.errors import WeirError
+from weir.errors import WeirError, quote
 from weir.models import StopTokens, sink_of, transformers_model
 from weir.policies import pinned_slots
 from weir.serve.after_thoughts import AfterThoughts, ThoughtTokens
@@ -40,15 +40,23 @@ from weir.serve.engine.output import (
 from weir.serve.engine.sampler import Sampler, SamplingParams, read_defaults
 from weir.serve.engine.scheduler import Busy
 from weir.serve.engine.sequence import Sequence, Stage
+from weir.serve.forgotten import describe_forgotten
 from weir.serve.limits import Limits
-from weir.serve.messages import Message, call_id, hash_prefixes
+from weir.serve.messages import Message, ResultPlace, call_id, hash_prefixes
 from weir.serve.prompts import Prompt, PromptMatcher, PromptRenderer
-from weir.serve.sessions.manager import SessionManager
+from weir.serve.sessions.manager import SessionManager, UnknownSession
 from weir.serve.sessions.records import StorageFull, TurnRecord, is_hidden, pack_ids
 from weir.serve.sessions.responses import ResponseStore
 from weir.serve.thoughts import OPEN, ThoughtParser
 from weir.serve.tools.formats import Tool
-from weir.serve.tools.own import MAX_CALLS, OwnTool, OwnTools, ToolContext, clip_result
+from weir.serve.tools.own import (
+    DROP_TOOL_OUTPUT,
+    MAX_CALLS,
+    OwnTool,
+    OwnTools,
+    ToolContext,
+    clip_result,
+)
 from weir.serve.tools.parser import AnswerPart, CallParser, join_parts
 from weir.serve.worker import Worker
 from weir.stream import Detokenizer
@@ -86,6 +94,42 @@ class GenerationRequest:
 
 class ServerClosing(WeirError):
     """The server ends before the answer does."""
+
+
+class NoOutput(WeirError):
+    """A session has no output of a call that could be dropped."""
+
+    def __init__(self, call: str) -> None:
+        super().__init__(
+            f"there is no output of the call {quote(call)} among the turns of this session that "
+            "are kept"
+        )
+
+
+class CannotDrop(WeirError):
+    """Outputs cannot be dropped with this policy, or by this server."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """An output of a tool that a stream has read, and where its tokens are."""
+
+    call: str
+    place: ResultPlace
+
+
+@dataclass(frozen=True)
+class DroppedOutput:
+    """An output of a tool that was dropped.
+
+    Attributes:
+        tokens: how many tokens it has; fewer may have been held.
+        again: whether it had been dropped before.
+    """
+
+    call: str
+    tokens: int
+    again: bool
 
 
 @dataclass(frozen=True)
@@ -230,6 +274,8 @@ class EngineClient:
         self.stop_ids = frozenset(StopTokens.of(engine.model.generation_config).stops)
         self.failure: Exception | None = None
         self.own_tools: dict[str, OwnTool] = {}
+        if not is_replica and engine.cache.why_not_drop() is None:
+            self._add_tool(OwnTool(DROP_TOOL_OUTPUT, self._drop_tool_output))
         self._tool_threads = ThreadPoolExecutor(TOOL_THREADS, "weir-tools")
         sink = sink_of(transformers_model(engine.model).config)
         self.renderer = PromptRenderer(tokenizer, self.stop_ids, sink, limits.prompt)
@@ -347,6 +393,12 @@ class EngineClient:
         ]
         generation = Generation(request, prompt, sequences, queue, self, set(answers))
         self._submit(generation)
+        if prompt.parent is not None and self.store.dropped_chains(prompt.owner):
+            # What was dropped after the prompt was found.
+            gone = self.store.dropped_places(prompt.owner, prompt.parent.node)
+            for place in set(gone) - set(prompt.dropped):
+                for sequence in sequences:
+                    self.engine.drop(sequence, place)
         return generation
 
     def restart(self, generation: Generation, prompt: Prompt) -> None:
@@ -391,6 +443,7 @@ class EngineClient:
         """The sequence of one of the answers, with its output processor."""
         has_calls = request.tools or request.own
         special = self.renderer.call_tokens.values() if has_calls else ()
+        parent = None if prompt.parent is None else prompt.parent.node
         processor = OutputProcessor(
             answer,
             self.engine.cache,
@@ -398,13 +451,14 @@ class EngineClient:
             queue,
             self._sender,
             partial(self._trim, prompt),
+            partial(describe_forgotten, self.store, prompt.owner, parent),
         )
         constraint: GrammarConstraint | AfterThoughts | None = None
         if request.constraint:
             constraint = self._constrain(request.constraint(), prompt)
         processor.sequence = Sequence(
             id=name,
-            parent=None if prompt.parent is None else prompt.parent.node,
+            parent=parent,
             prompt_ids=prompt.ids,
             max_tokens=request.max_tokens,
             stop_ids=request.stop_ids,
@@ -415,6 +469,7 @@ class EngineClient:
             may_be_lost=prompt.session is not None and is_hidden(prompt.session),
             beginning=prompt.beginning,
             header=prompt.header,
+            dropped=prompt.dropped,
             record=None if prompt.session is None else partial(self._record, request, prompt),
             on_stop=partial(self._on_stop, request, prompt, processor) if request.own else None,
         )
@@ -568,6 +623,108 @@ class EngineClient:
                 for sequence in generation.sequences
             ]
         return next((sequence for sequence in sequences if sequence.is_running), None)
+
+    # --- outputs of tools
+
+    def _add_tool(self, tool: OwnTool) -> None:
+        self.own_tools[tool.tool.name] = tool
+
+    def drop_output(self, owner: str, session: str, call: str) -> DroppedOutput:
+        """Drop the output of a tool from a session, and from all histories that begin like it.
+
+        It is not read again, either. Dropping it again does nothing.
+
+        Raises:
+            UnknownSession: the owner has no such session.
+            NoOutput: the session has no such output, or it is not known where its tokens are.
+            CannotDrop: outputs cannot be dropped here.
+        """
+        outputs, sequence = self.list_outputs(owner, session)
+        found = next((one for one in outputs if one.call == call), None)
+        if found is not None:
+            self._drop_output(owner, found)
+            return DroppedOutput(call, found.place.stop - found.place.start, again=False)
+        if sequence is not None:
+            prompt = self.prompt_of(sequence)
+            own = [one.where for one in prompt.messages if one.result == call and one.where]
+            node = None if prompt.parent is None else prompt.parent.node
+        else:
+            summary, own = self.store.get_session(owner, session), []
+            node = None if summary is None else summary.head
+        places = own or [p for _, p in self.store.list_results(owner, node or "", call, 1)]
+        if not places:
+            raise NoOutput(call)
+        # It was dropped, or there are more outputs than are listed.
+        again = places[0].chain in self.store.dropped_chains(owner)
+        self._drop_output(owner, Output(call, places[0]))
+        return DroppedOutput(call, places[0].stop - places[0].start, again=again)
+
+    def check_drops(self) -> None:
+        """Raise CannotDrop if this server cannot drop outputs."""
+        if self.is_replica:
+            raise CannotDrop("servers of a cluster cannot drop outputs yet")
+        if (why := self.engine.cache.why_not_drop()) is not None:
+            raise CannotDrop(
+                f"this server cannot drop outputs: {why}; start it with another --policy, such as "
+                "weir"
+            )
+
+    def list_outputs(self, owner: str, session: str) -> tuple[list[Output], Sequence | None]:
+        """List the outputs of tools in a session that were read and not dropped, the newest first,
+        and the sequence of the session that runs; UnknownSession if there is neither.
+        """
+        sequence = self.running_sequence(owner, session)
+        if sequence is not None:
+            return self._outputs_of(self.prompt_of(sequence)), sequence
+        found = self.store.get_session(owner, session)
+        if found is None:
+            raise UnknownSession
+        return self._known_outputs(owner, found.head), None
+
+    def _outputs_of(self, prompt: Prompt) -> list[Output]:
+        """The outputs before an answer, the newest first."""
+        dropped = self.store.dropped_chains(prompt.owner)
+        own = [(one.result or "", one.where) for one in reversed(prompt.messages) if one.where]
+        new = [Output(call, place) for call, place in own if place.chain not in dropped]
+        node = None if prompt.parent is None else prompt.parent.node
+        return new if node is None else [*new, *self._known_outputs(prompt.owner, node)]
+
+    def _known_outputs(self, owner: str, node: str) -> list[Output]:
+        dropped = self.store.dropped_chains(owner)
+        found = self.store.list_results(owner, node)
+        return [Output(call, place) for call, place in found if place.chain not in dropped]
+
+    def _drop_output(self, owner: str, output: Output) -> None:
+        """Drop an output now, from the rows of all answers under way that have read it, too."""
+        self.check_drops()
+        place = output.place
+        self.store.drop_result(owner, place.chain)
+        with self._lock:
+            generations = [one for one in self._generations if one.prompt.owner == owner]
+        for generation in generations:
+            prompt = generation.prompt
+            read = [one.where for one in prompt.messages]
+            if prompt.parent is not None:
+                node = prompt.parent.node
+                read += [found for _, found in self.store.list_results(owner, node, output.call)]
+            for sequence in generation.sequences if place in read else ():
+                self.engine.drop(sequence, (place.start, place.stop))
+
+    def _drop_tool_output(self, context: ToolContext, arguments: Mapping[str, Any]) -> str:
+        """Execute a call of `DROP_TOOL_OUTPUT`."""
+        back = arguments["back"]
+        outputs = self._outputs_of(context.prompt)
+        if len(outputs) < back:
+            raise WeirError(f"there are only {len(outputs)} outputs that could be dropped")
+        found = outputs[back - 1]
+        self._drop_output(context.prompt.owner, found)
+        return f"Dropped: {found.place.stop - found.place.start} tokens."
+
+    def prompt_of(self, sequence: Sequence) -> Prompt:
+        """The prompt of a sequence under way."""
+        with self._lock:
+            generations = list(self._generations)
+        return next(one.prompt for one in generations if sequence in one.sequences)
 
     # --- limits of owners
 

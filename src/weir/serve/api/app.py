@@ -27,6 +27,7 @@ from weir.serve.api import (
     anthropic,
     completions,
     conversations,
+    items,
     memory,
     models,
     ollama,
@@ -104,7 +105,7 @@ def make_app(
     of_others = ((anthropic, ANTHROPIC_ERRORS), (ollama, OLLAMA_ERRORS))
     for other, errors in of_others:
         app.include_router(other.router, dependencies=[Depends(authorize)], responses=errors)
-    for part in (completions, *stored, models, sessions, memory, operations):
+    for part in (completions, *stored, models, sessions, items, memory, operations):
         app.include_router(part.router, dependencies=[Depends(authorize)], responses=ERRORS)
     return RequestMiddleware(app, metrics, access)
 

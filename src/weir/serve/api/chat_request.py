@@ -17,6 +17,7 @@ from starlette.responses import Response
 from weir.serve.api.dependencies import run_in_thread
 from weir.serve.api.errors import APIError
 from weir.serve.api.generation import Renderer, make_request, send_answers
+from weir.serve.api.items import check_drops, unknown_output
 from weir.serve.api.models import check_model
 from weir.serve.api.output_format import add_constraint, add_own_tools, check_tools
 from weir.serve.api.requests import named_session
@@ -26,7 +27,7 @@ from weir.serve.api.thinking import find_variables
 from weir.serve.client import EngineClient, Generation
 from weir.serve.engine.output import AnswerEvent, FinishEvent, RoundEvent
 from weir.serve.messages import Message, StrayResult, link_results
-from weir.serve.prompts import Prompt
+from weir.serve.prompts import Prompt, UnknownOutput
 from weir.serve.thoughts import ThoughtDelta, ThoughtParser
 from weir.serve.tools.formats import Tool
 from weir.serve.tools.parser import AnswerPart, TextDelta
@@ -89,7 +90,8 @@ def _make_match(
     check_model(client, chat.body.model)
     check_tools(client, offer)
     variables = find_variables(client, chat.body)
-    match = partial(_match, client, chat.messages, owner, session, offer.tools, variables)
+    drops = check_drops(client, chat.body)
+    match = partial(_match, client, chat.messages, owner, session, offer.tools, variables, drops)
     return match, variables
 
 
@@ -100,10 +102,14 @@ def _match(
     session: str | None,
     tools: Sequence[Tool],
     variables: Mapping[str, Any],
+    drops: Sequence[str],
 ) -> Prompt:
     """Find the prompt of a chat."""
     held = messages if isinstance(messages, Handle) else client.matcher.hold(messages)
-    return client.matcher.match(owner, held.map(_link), session, tools, variables)
+    try:
+        return client.matcher.match(owner, held.map(_link), session, tools, variables, drops)
+    except UnknownOutput as error:
+        raise unknown_output(error) from None
 
 
 def _link(_: Any, messages: Sequence[Message]) -> Sequence[Message]:

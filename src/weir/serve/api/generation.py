@@ -328,6 +328,8 @@ def usage_of(generation: Generation, so_far: int | None = None) -> dict[str, Any
     prompt = generation.prompt
     answered = generation.tokens if so_far is None else so_far
     stats = [end.stats for end in generation.finished.values()]
+    ends = generation.finished.values()
+    lost = max((end.lost for end in ends), key=len, default=())
     used = [use for end in generation.finished.values() for use in end.used]
     return {
         "prompt_tokens": prompt.length,
@@ -344,6 +346,7 @@ def usage_of(generation: Generation, so_far: int | None = None) -> dict[str, Any
             "forgotten": max((one.forgotten for one in stats), default=0),
             **({} if prompt.reread is None else {"reread": prompt.reread.to_json()}),
             **({"noted": prompt.note} if prompt.note else {}),
+            **({"forgotten_turns": list(lost)} if lost else {}),
             **({"tools": [vars(use) for use in used]} if used else {}),
         },
     }

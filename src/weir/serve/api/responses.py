@@ -27,6 +27,7 @@ from weir.serve.api.generation import (
     usage_of,
     warn,
 )
+from weir.serve.api.items import check_drops, unknown_output
 from weir.serve.api.logprobs import LogprobFormatter
 from weir.serve.api.middleware import LOG, at_end
 from weir.serve.api.models import check_model
@@ -47,7 +48,7 @@ from weir.serve.api.thinking import find_variables
 from weir.serve.client import EngineClient, Generation
 from weir.serve.engine.output import AnswerEvent, RoundEvent
 from weir.serve.messages import StrayResult
-from weir.serve.prompts import Prompt
+from weir.serve.prompts import Prompt, UnknownOutput
 from weir.serve.response_turn import HistoryNotKept, PreviousNotFound, ResponseTurn, node_of
 from weir.serve.sessions.items import Item, new_id
 from weir.serve.sessions.responses import StoredResponse
@@ -207,6 +208,7 @@ async def _make_turn(
         offer.tools,
         find_variables(client, body),
         compacted is not None,
+        check_drops(client, body),
     )
 
 
@@ -246,6 +248,8 @@ def _match(turn: ResponseTurn) -> Prompt:
     except PreviousNotFound as error:
         code = named.replace("_id", "") + "_not_found"
         raise APIError(404, str(error), param=named, code=code) from None
+    except UnknownOutput as error:
+        raise unknown_output(error) from None
     except StrayResult as error:
         param = result_param("input", turn.items, error) or named
         raise APIError(400, str(error), param=param) from None

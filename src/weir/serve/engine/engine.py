@@ -147,8 +147,8 @@ class ModelRunner:
 class Engine:
     """Runs sequences.
 
-    `submit`, `cancel`, `resume`, `inspect`, `forget`, `stop`, `load` and `is_busy` may be called
-    from any thread. All else happens in the thread that calls `run`, or `step` in a test.
+    `submit`, `cancel`, `resume`, `drop`, `inspect`, `forget`, `stop`, `load` and `is_busy` may be
+    called from any thread. All else happens in the thread that calls `run`, or `step` in a test.
 
     Args:
         chunk: tokens between two folds; None for what the policy was measured with, or 64.
@@ -189,6 +189,7 @@ class Engine:
         self._inspections: dict[Sequence, Future[RowInspection | None]] = {}
         self._seen = self._calls = 0
         self._resumed: list[tuple[Sequence, Continuation | Exception]] = []
+        self._drops: list[tuple[Sequence, tuple[int, int]]] = []
         self._forgotten: list[str] = []  # checkpoints whose `PrefixState`s the next step drops
         self._stopping = False
         self._changed = threading.Condition()  # guards all of the above, and wakes `run`
@@ -228,6 +229,17 @@ class Engine:
         """
         with self._changed:
             self._resumed.append((sequence, found))
+            self._changed.notify()
+
+    def drop(self, sequence: Sequence, place: tuple[int, int]) -> None:
+        """Drop tokens from the row of a sequence that waits or runs, before its next step.
+
+        Args:
+            sequence: the sequence.
+            place: where they are in the stream, the first and the one after the last.
+        """
+        with self._changed:
+            self._drops.append((sequence, place))
             self._changed.notify()
 
     def inspect(self, sequence: Sequence) -> Future[RowInspection | None]:
@@ -275,7 +287,9 @@ class Engine:
                     self._changed.wait()
                 if not (self.scheduler or self._inspections):
                     return
-                if self.scheduler.all_calling and not (self._resumed or self._inspections):
+                if self.scheduler.all_calling and not (
+                    self._resumed or self._inspections or self._drops
+                ):
                     # Whatever changes wakes this, and a new sequence may find a free row.
                     self._changed.wait(IDLE_SECONDS)
             self.step()
@@ -284,6 +298,7 @@ class Engine:
     def step(self) -> None:
         """Admit sequences, decode a token of every answer, and prefill a chunk of a prompt."""
         self._cancel()
+        self._drop()
         self._go_on()
         self._admit()
         for batch in self.scheduler.decode_batches():
@@ -307,6 +322,23 @@ class Engine:
                 except WeirError as error:
                     LOG.warning("what was read of a prompt is not kept: %s", error)
             self._fail(sequence, Cancelled("the turn was cancelled"))
+
+    def _drop(self) -> None:
+        """Drop the tokens that `drop` was asked for."""
+        with self._changed:
+            drops, self._drops = self._drops, []
+        for sequence, place in drops:
+            sequence.dropped = (*sequence.dropped, place)
+            if sequence.is_running:
+                self._drop_from(sequence)
+
+    def _drop_from(self, sequence: Sequence) -> None:
+        """Drop from a sequence's row the tokens that it has read of those to be dropped."""
+        if sequence.row is None or not sequence.dropped:
+            return
+        seen = self.cache.origin + self.cache.seen[sequence.row]
+        read = [(start, min(stop, seen)) for start, stop in sequence.dropped if start < seen]
+        self.cache.drop(sequence.row, read)
 
     def _go_on(self) -> None:
         """Let the sequences go on whose calls are done."""
@@ -370,6 +402,7 @@ class Engine:
         elif not resident:
             # No check: a store returns what it was given, and one on disk has a checksum.
             self.cache.put_row(sequence.row, checkpoint.state, check=False)
+        self._drop_from(sequence)
         if checkpoint is not None:
             beginning = self.cache.marks[sequence.row].beginning
         answer = self.cache.origin + self.cache.seen[sequence.row] + len(sequence.unread)
@@ -449,6 +482,7 @@ class Engine:
             size = sizes[sequence]
             sequence.num_read += len(sequence.unread[:size])
             sequence.unread = sequence.unread[size:]
+            self._drop_from(sequence)
             if sequence.unread:
                 if sequence.num_read == sequence.beginning and self._shares_beginning(sequence):
                     self._keep_prefix(sequence)

@@ -11,8 +11,11 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
 
 from weir.cache import StreamingCache
 from weir.pools import Beginning
@@ -43,8 +46,10 @@ class StreamStats:
     forgotten: int
 
     @classmethod
-    def of(cls, cache: StreamingCache, row: int) -> StreamStats:
-        """The stats of a row whose last token is sampled and not fed yet."""
+    def of(cls, cache: StreamingCache, row: int, held: int) -> StreamStats:
+        """The stats of a row whose last token is sampled and not fed yet, and of whose tokens so
+        many are still held.
+        """
         report, seen = cache.report(row), cache.seen[row]
         pools = [pool for plan in cache.plans for pool in plan.spec.pipe.pools]
         slots = max((pool.n for pool in pools if isinstance(pool, Beginning)), default=0)
@@ -56,7 +61,7 @@ class StreamStats:
             folds=(seen - cache.waiting[row]) // cache.chunk,
             pinned=min(slots, beginning),
             beginning=beginning,
-            forgotten=seen - cache.count_held(row),
+            forgotten=seen - held,
         )
 
 
@@ -107,6 +112,7 @@ class FinishEvent:
         reason: "stop" or "length".
         tokens: that it has, an end token included.
         used: the calls of the server's tools in it.
+        lost: descriptions of the turns that have lost tokens (`describe_forgotten`).
     """
 
     answer: int
@@ -115,6 +121,7 @@ class FinishEvent:
     tokens: int
     stats: StreamStats
     used: tuple[ToolUse, ...] = ()
+    lost: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -218,7 +225,9 @@ class OutputProcessor:
 
     Attributes:
         on_saved: called when the answer is saved, before the client hears of its end.
+        describe: describes the turns that have lost tokens, given the tokens that are still held.
         stats: of its stream; set when the last token has come.
+        held: the tokens of the stream that are still held then.
         rounds: the parts of the answer before this one, each of which called one of the server's
             tools.
         used: these calls.
@@ -231,8 +240,10 @@ class OutputProcessor:
     queue: OutputQueue
     sender: EventSender
     on_saved: Callable[[], None]
+    describe: Callable[[Tensor], Iterable[dict[str, Any]]] = lambda held: ()
     sequence: Sequence = field(init=False)
     stats: StreamStats = field(init=False)
+    held: Tensor = field(init=False)
     detokenizer: Detokenizer = field(init=False)
     rounds: list[AnswerRound] = field(default_factory=list)
     used: list[ToolUse] = field(default_factory=list)
@@ -259,7 +270,8 @@ class OutputProcessor:
         if is_stop or self.detokenizer.stopped or done:
             # By the time the answer is saved, its row may belong to another sequence.
             assert sequence.row is not None
-            self.stats = StreamStats.of(self.cache, sequence.row)
+            self.held = self.cache.held_tokens(sequence.row)
+            self.stats = StreamStats.of(self.cache, sequence.row, len(self.held))
         return "stop" if self.detokenizer.stopped else None
 
     def finish(self) -> str:
@@ -292,11 +304,12 @@ class OutputProcessor:
         try:
             self.finish()
             self.on_saved()
+            lost = tuple(self.describe(self.held)) if self.stats.forgotten else ()
         except Exception as error:
             self.on_failure(error)
             return
         tokens, rest = self.sequence.num_sampled, self._rest or ""
-        end = FinishEvent(self.answer, rest, reason, tokens, self.stats, tuple(self.used))
+        end = FinishEvent(self.answer, rest, reason, tokens, self.stats, tuple(self.used), lost)
         self.sender.send_now(self.queue, end)
 
     def on_failure(self, error: Exception) -> None:

@@ -72,6 +72,7 @@ class Sequence:
         output_ids: the answer so far, with the tokens that `Engine.resume` has brought; the last
             of them has not been fed yet.
         num_brought: how many of `output_ids` were brought, and not sampled.
+        dropped: places in the stream of tokens that are dropped from the row (`Engine.drop`).
         prefilled: of a fork, the state and logits [vocabulary] at the end of the prompt.
     """
 
@@ -91,6 +92,7 @@ class Sequence:
     forks: list[Sequence] = field(default_factory=list)
     record: Callable[[Sequence, str], TurnRecord] | None = None
     on_stop: Callable[[], str | None] | None = None
+    dropped: tuple[tuple[int, int], ...] = ()
 
     stage: Stage = Stage.WAITING
     cancelled: bool = False

@@ -78,6 +78,31 @@ class OwnTools:
     variables: Mapping[str, Any] = field(default_factory=dict)
 
 
+DROP_TOOL_OUTPUT = Tool(
+    "drop_tool_output",
+    "Forget the output of a tool that is not needed any more, to make room in memory. It cannot be "
+    "read again.",
+    {
+        "type": "object",
+        "properties": {
+            "back": {
+                "type": "integer",
+                "minimum": 1,
+                "maximum": 256,
+                "description": "Which output: 1 is the newest that is still there, 2 the one "
+                "before it, and so on.",
+            }
+        },
+        "required": ["back"],
+        "additionalProperties": False,
+    },
+)
+"""Drops the output of one of the client's tools.
+
+Most chat templates do not show the ids of calls to the model, so it names an output by its age.
+"""
+
+
 def clip_result(text: str) -> str:
     """A result as a text that can be tokenized, cut if it is too long."""
     text = text.encode("utf-8", "replace").decode()

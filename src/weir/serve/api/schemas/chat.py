@@ -163,10 +163,17 @@ class WeirOptions(Strict):
     """What only this server does.
 
     `tools` are tools of the server that the model may call. The server executes such a call within
-    the answer.
+    the answer. `drop` has the ids of calls whose outputs are dropped before the answer.
     """
 
     tools: Annotated[ListOf[Name], Field(max_length=16)] | None = None
+    drop: (
+        Annotated[
+            ListOf[Annotated[str, StringConstraints(min_length=1, max_length=256)]],
+            Field(max_length=128),
+        ]
+        | None
+    ) = None
 
 
 class GenerationBody(Strict):
@@ -290,6 +297,11 @@ class GenerationBody(Strict):
     def note(self, what: str) -> None:
         """Name something in the warning that is not done as the client asks."""
         self._notes.append(what)
+
+    @property
+    def drops(self) -> list[str]:
+        """The ids of calls whose outputs are dropped."""
+        return [] if self.weir is None else list(self.weir.drop or ())
 
     @property
     def own_tools(self) -> list[str]:
