@@ -302,8 +302,14 @@ class SinkTurner:
         """Return a layer's attention that first rotates sinks which this very step has written."""
 
         def turn_and_attend(
-            layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: Any,
-            *args: Any, **kwargs: Any,
+            layer: Any,
+            query: Any,
+            key: Any,
+            value: Any,
+            kv_cache: Any,
+            attn_metadata: Any,
+            *args: Any,
+            **kwargs: Any,
         ) -> Any:
             late = getattr(attn_metadata, LATE, None)
             if late is not None:
@@ -410,12 +416,16 @@ def stack_caches(caches: list[torch.Tensor]) -> list[torch.Tensor]:
     first = caches[0]
     if len(caches) == 1:
         return [first[None]]
-    steps = {b.storage_offset() - a.storage_offset() for a, b in zip(caches, caches[1:], strict=False)}
+    steps = {
+        b.storage_offset() - a.storage_offset() for a, b in zip(caches, caches[1:], strict=False)
+    }
     together = len({c.untyped_storage().data_ptr() for c in caches}) == 1
     if not together or len(steps) != 1 or len({(c.shape, c.stride()) for c in caches}) != 1:
         return [cache[None] for cache in caches]
     (step,) = steps
     shape, stride = (len(caches), *first.shape), (step, *first.stride())
-    return [first.as_strided(shape, stride, first.storage_offset())] if step > 0 else [
-        cache[None] for cache in caches
-    ]
+    return (
+        [first.as_strided(shape, stride, first.storage_offset())]
+        if step > 0
+        else [cache[None] for cache in caches]
+    )
