@@ -18,6 +18,7 @@ for name, value in SETTINGS.items():
 os.environ.pop("WEIR_VLLM", None)
 
 import pytest  # noqa: E402
+
 import small_models  # noqa: E402
 
 

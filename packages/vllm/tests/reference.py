@@ -24,7 +24,7 @@ def weir_says(folder, policy, tokens, block=32):
 def allowed(folder):
     """Return how far apart two runs' log-probabilities may lie, by how roundings move this model.
 
-    A log-probability is a logit less the logarithm of a sum, and no logarithm moves further than the
+    A log-probability is a logit less the logarithm of a sum, which moves no further than the
     furthest logit.
     """
     return _process().submit(_allowed, str(folder)).result()

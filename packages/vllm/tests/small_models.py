@@ -45,9 +45,7 @@ CONFIGS = {
             "original_max_position_embeddings": 128,
         }
     ),
-    "mistral": lambda: tf.MistralConfig(
-        **COMMON, sliding_window=None, rope_parameters=dict(PLAIN)
-    ),
+    "mistral": lambda: tf.MistralConfig(**COMMON, sliding_window=None, rope_parameters=dict(PLAIN)),
     "qwen2": lambda: tf.Qwen2Config(
         **{k: v for k, v in COMMON.items() if k != "head_dim"}, rope_parameters=dict(PLAIN)
     ),
@@ -94,6 +92,7 @@ def save(name, folder):
             elif key.endswith("bias"):
                 weight.copy_(0.1 * torch.randn_like(weight))
     model.save_pretrained(folder)
+    save_tokenizer(folder)
 
 
 def hash_name(name):
@@ -104,3 +103,15 @@ def random_tokens(count, seed=0):
     """Return token numbers that are no special tokens."""
     made = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCABULARY, (count,), generator=made).tolist()
+
+
+def save_tokenizer(folder):
+    """Save a tokenizer with a word for each number, which servers ask for."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {f"w{number}": number for number in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tf.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="w0", bos_token="w1", eos_token="w2"
+    ).save_pretrained(folder)

@@ -1,6 +1,7 @@
 """What vLLM computes under the plug-in is what weir computes with a chunk of one block."""
 
 import pytest
+
 from engines import ask, engine
 from reference import allowed, weir_says
 from small_models import random_tokens
@@ -28,7 +29,15 @@ def test_prompts_and_steps_equal_weir(models, name):
         ((said, ours, _),) = ask(llm, [prompt], tokens=80, prompt_logprobs=0)
     theirs = weir_says(folder, POLICY, prompt + said)
     plain = weir_says(folder, "sink(31) | recent(129)", prompt + said)
-    print(name, "off", float((ours - theirs).abs().max()), "allowed", allowed(folder), "broken", float((plain - theirs).abs().max()))
+    print(
+        name,
+        "off",
+        float((ours - theirs).abs().max()),
+        "allowed",
+        allowed(folder),
+        "broken",
+        float((plain - theirs).abs().max()),
+    )
     assert len(ours) == len(theirs) == 1079
     assert (ours - theirs).abs().max() <= allowed(folder)
     assert (plain - theirs).abs().max() > 10 * allowed(folder)

@@ -1,9 +1,12 @@
 """Many requests at once: blocks, the prefix cache, preemption, aborts and forks."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm import SamplingParams
+
 from engines import BLOCK, ask, engine, greedy, held, pool_of, scheduler_of
 from reference import allowed, weir_says
 from small_models import random_tokens
@@ -61,9 +64,7 @@ def test_64_requests_stay_in_a_bounded_pool(models):
             for name, blocks in manager.req_to_blocks.items():
                 request = scheduler_of(llm).requests[name]
                 if request.num_computed_tokens > request.num_prompt_tokens + 1:
-                    most[name] = max(
-                        most.get(name, 0), sum(not block.is_null for block in blocks)
-                    )
+                    most[name] = max(most.get(name, 0), sum(not block.is_null for block in blocks))
 
         done = run(llm, requests, watch)
         assert len(done) == 64
@@ -101,10 +102,9 @@ def test_a_hit_in_the_prefix_cache_equals_a_cold_start(models):
         assert (warm - theirs).abs().max() <= allowed(folder)
         # A longer prompt goes on where the shorter one ended; so does one with its answer.
         ((more, longer, cached),) = ask(llm, [tokens[:1300] + again + tokens[1300:1700]])
-        assert cached == (1300 + 15) // BLOCK * BLOCK
-        theirs = weir_says(
-            folder, POLICY, tokens[:1300] + again + tokens[1300:1700] + more
-        )[-16:]
+        # vLLM looks for the block that the answer filled only if it was full a few steps ago.
+        assert cached in (1280, 1312)
+        theirs = weir_says(folder, POLICY, tokens[:1300] + again + tokens[1300:1700] + more)[-16:]
         assert (longer - theirs).abs().max() <= allowed(folder)
         # Several that share a prefix, at once.
         lengths = (100, 600, 1300)
@@ -121,6 +121,19 @@ def test_a_hit_in_the_prefix_cache_equals_a_cold_start(models):
         assert same == again
 
 
+def test_a_prefix_that_is_computed_in_the_same_step_is_shared(models):
+    """The second request finds blocks that the first one is about to write."""
+    folder = models("llama")
+    tokens = random_tokens(900)
+    prompts = [tokens[:800], tokens[:700] + random_tokens(90, seed=1), tokens[:40], tokens]
+    with engine(folder, POLICY, enable_prefix_caching=True, max_num_batched_tokens=2048) as llm:
+        answers = ask(llm, prompts)
+        assert [cached for *_, cached in answers] == [0, 672, 32, 800]
+    for prompt, (more, ours, _) in zip(prompts, answers, strict=True):
+        theirs = weir_says(folder, POLICY, prompt + more)[-16:]
+        assert (ours - theirs).abs().max() <= allowed(folder)
+
+
 def test_evicted_sinks_make_no_hit(models):
     """A window without its sinks is computed again."""
     folder = models("llama")
@@ -128,7 +141,7 @@ def test_evicted_sinks_make_no_hit(models):
     with engine(folder, POLICY, enable_prefix_caching=True) as llm:
         ((first, logs, _),) = ask(llm, [tokens])
         pool = pool_of(llm)
-        hashes = [key for key in pool.cached_block_hash_to_block._cache]
+        hashes = list(pool.cached_block_hash_to_block._cache)
         sink = min(
             (pool.cached_block_hash_to_block.get_one_block(key) for key in hashes),
             key=lambda block: block.block_hash_num_tokens,
@@ -180,27 +193,30 @@ def test_forks_and_aborts_give_their_blocks_back(models):
     folder = models("llama")
     prompt = random_tokens(500)
     with engine(folder, POLICY, enable_prefix_caching=True) as llm:
-        ((alone, _, _),) = ask(llm, [prompt], tokens=40)
-        parameters = greedy(40)
-        parameters.n = 3
+        parameters = SamplingParams(
+            n=3, temperature=1.0, max_tokens=80, ignore_eos=True, logprobs=0, detokenize=False
+        )
         (answer,) = llm.generate([{"prompt_token_ids": prompt}], parameters, use_tqdm=False)
-        assert [list(output.token_ids) for output in answer.outputs] == [alone] * 3
-        parameters = greedy(40)
-        parameters.temperature, parameters.n = 1.0, 3
-        (answer,) = llm.generate([{"prompt_token_ids": prompt}], parameters, use_tqdm=False)
-        assert len({tuple(output.token_ids) for output in answer.outputs}) == 3
+        forks = answer.outputs
+        assert len({tuple(output.token_ids) for output in forks}) == 3
         steps = [0]
 
         def abort(llm):
             steps[0] += 1
             if steps[0] in (2, 30):
-                names = [r.request_id for r in llm.llm_engine.output_processor.request_states.values()]
+                names = [
+                    r.request_id for r in llm.llm_engine.output_processor.request_states.values()
+                ]
                 llm.llm_engine.abort_request(names[:1], internal=True)
 
         done = run(llm, {str(n): (prompt[n:], greedy(60)) for n in range(3)}, abort)
         assert len(done) == 1
         assert held(llm) == 0
         assert llm.reset_prefix_cache()
+    for output in forks:
+        tokens, ours = said(SimpleNamespace(outputs=[output]))
+        theirs = weir_says(folder, POLICY, prompt + tokens)[-80:]
+        assert (ours - theirs).abs().max() <= allowed(folder)
 
 
 def test_1000_random_requests_leak_no_block(models):
@@ -213,7 +229,7 @@ def test_1000_random_requests_leak_no_block(models):
         enable_prefix_caching=True,
         max_num_seqs=12,
         max_num_batched_tokens=256,
-        num_gpu_blocks_override=100,
+        num_gpu_blocks_override=70,
         max_model_len=2000,
     ) as llm:
         pool, llm_engine = pool_of(llm), llm.llm_engine

@@ -5,8 +5,8 @@ changes nothing.
 """
 
 from weir_vllm.errors import StreamError, StreamPolicyError
-from weir_vllm.policy import StreamPolicy, parse_policy
 from weir_vllm.plugin import register
+from weir_vllm.policy import StreamPolicy, parse_policy
 
 __version__ = "0.1.0"
 __all__ = ["StreamError", "StreamPolicy", "StreamPolicyError", "parse_policy", "register"]

@@ -35,7 +35,7 @@ class BlockLayout:
     stride: tuple[int, ...]
 
     def view_keys(self, blocks: torch.Tensor) -> torch.Tensor:
-        """View the keys in flat copies of blocks: `[..., heads, tokens, dimensions]`, in factors."""
+        """View the keys in flat copies of blocks, in the order of `shape`."""
         assert blocks.is_contiguous()
         lead = blocks.shape[:-1]
         return blocks.as_strided(
@@ -101,8 +101,8 @@ def find_layout(layer: Any, cache: torch.Tensor, block: int, count: int, size: i
             if (described := _as_strides(split)) is not None:
                 return BlockLayout(axis, *described)
     raise StreamError(
-        f"the keys in a block of {name} are in an order that weir-vllm cannot describe; use another "
-        "--attention-backend"
+        f"the keys in a block of {name} are in an order that weir-vllm cannot describe; use "
+        "another --attention-backend"
     )
 
 

@@ -74,8 +74,8 @@ REASONS = {
     "tri": SINGLE,
     "uniform": SINGLE,
     "vase": SINGLE,
-    "weir": "its slots have 4 bits and its heads differ, and the plug-in serves exact slots that are "
-    "the same for all heads",
+    "weir": "its slots have 4 bits and its heads differ, and the plug-in serves exact slots that "
+    "are the same for all heads",
 }
 """Why a pool or policy of weir cannot be served, by name."""
 
@@ -167,7 +167,7 @@ def parse_policy(text: str) -> StreamPolicy:
     kept = {ends.recent is None for ends in layers}
     if len(kept) > 1:
         reader.refuse(
-            "recent(none) in some layers only would let their memory grow; give every layer a limit",
+            "recent(none) in some layers lets their memory grow; give every layer a limit",
             at=0,
         )
     return StreamPolicy(text, layers)

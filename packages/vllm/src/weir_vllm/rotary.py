@@ -96,7 +96,7 @@ class Endless:
     def find_table(
         self: Any, positions: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the table of a step, and the rows of its tokens; made once a step, not once a layer."""
+        """Return the table of a step, and the rows of its tokens. It is made once a step."""
         context = get_forward_context() if is_forward_context_available() else None
         step, given, table, places = self.known
         if context is None or step is not context or given is not positions:

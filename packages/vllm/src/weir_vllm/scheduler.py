@@ -124,7 +124,7 @@ class StreamManager(SlidingWindowManager):
         *args: Any,
         **kwargs: Any,
     ) -> list[bool] | None:
-        """Say which blocks the prefix cache keeps: those of windows that a hit can need, and sinks."""
+        """Say which blocks the prefix cache keeps: sinks, and windows that a hit can need."""
         mask = super().reachable_block_mask(
             start_block, end_block, alignment_tokens, kv_cache_spec, *args, **kwargs
         )

@@ -64,11 +64,11 @@ def read_settings(additional: Any, environment: Mapping[str, str] = os.environ) 
                 f"untested_models must be true or false, got {given['untested_models']!r}"
             )
         untested = untested or given.get("untested_models", False)
-    if text is not None and variable is not None:
-        if parse_policy(text).layers != parse_policy(variable).layers:
-            raise StreamError(
-                f"--additional-config says {text!r} and {VARIABLE} says {variable!r}; remove one"
-            )
+    both = text is not None and variable is not None
+    if both and parse_policy(text).layers != parse_policy(variable).layers:
+        raise StreamError(
+            f"--additional-config says {text!r} and {VARIABLE} says {variable!r}; remove one"
+        )
     text = variable if text is None else text
     if text is None:
         return None

@@ -1,7 +1,8 @@
 """What the plug-in knows of a model while vLLM makes it, and what it refuses.
 
-PyTorch calls `watch_modules` for every module that becomes part of another. Where a policy is given,
-attention layers get a backend that keeps sinks and a window, and rotary embeddings are made endless.
+PyTorch calls `watch_modules` for every module that becomes part of another. Where a policy is
+given, attention layers get a backend that keeps sinks and a window, and rotary embeddings are made
+endless.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ scheduler and of the process that answers, and in the table of the worker. The t
 
 
 def watch_modules(parent: Any, name: str, child: Any) -> None:
-    """Serve a module by the policy, if it is attention or a rotary embedding and there is a policy."""
+    """Serve attention and rotary embeddings by the policy, if there is one."""
     if isinstance(child, AttentionLayerBase):
         if (streams := find_streams()) is not None:
             streams.add_attention(parent, child)
@@ -102,9 +103,9 @@ class Streams:
             assert whole.recent is not None
             sinks, window = whole.sinks // size, whole.recent // size
             logger.warning(
-                "weir-vllm keeps %s in blocks of %d tokens%s. A stream holds %d blocks of sinks and "
-                "window and one that is being filled, and more only during a prompt. %d blocks are "
-                "reserved for rotated sinks.",
+                "weir-vllm keeps %s in blocks of %d tokens%s. A stream holds %d blocks of sinks "
+                "and window and one that is being filled, and more only during a prompt. %d blocks "
+                "are reserved for rotated sinks.",
                 whole, size, rounded, sinks + window,
                 sinks * count_rows(self.requests, self.tokens, size),
             )  # fmt: skip
@@ -196,7 +197,7 @@ class Streams:
             if alike.setdefault(ends, shape) != shape or layer.head_size_v != layer.head_size:
                 raise StreamError(
                     f"{layer.layer_name} has other heads than the layers before it; weir-vllm "
-                    "needs the same heads, and keys as wide as values, in all layers with one policy"
+                    "needs the same heads, and keys as wide as values, in all layers of a policy"
                 )
         windows = {ends.recent + 1 for ends in alike if ends.recent is not None}
         for layer in config.compilation_config.static_forward_context.values():
@@ -265,8 +266,8 @@ def check_features(config: Any, settings: Settings) -> None:
         )
     if odd:
         logger.warning(
-            "weir-vllm has not been tested with %s: compare its output with that of weir or of vLLM "
-            "without the plug-in.", ", ".join(odd),
+            "weir-vllm has not been tested with %s: compare its output with that of weir or of "
+            "vLLM without the plug-in.", ", ".join(odd),
         )  # fmt: skip
     if not current_platform.is_cpu():
         logger.warning(

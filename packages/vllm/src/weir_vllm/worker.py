@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -145,7 +146,7 @@ def make_builder(stock: Any) -> Any:
 
         @classmethod
         def get_cudagraph_support(cls, *args: Any, **kwargs: Any) -> AttentionCGSupport:
-            """Say that CUDA graphs cannot hold a step: the number of rows differs from step to step."""
+            """Say that CUDA graphs cannot hold a step, whose number of rows differs."""
             return AttentionCGSupport.NEVER
 
         def __init__(
@@ -206,19 +207,20 @@ def make_builder(stock: Any) -> Any:
             if self.sinks and len(moved):
                 if self.most_rows is not None and len(moved) > self.most_rows:
                     raise StreamError(
-                        f"a step has {len(moved)} rows with rotated sinks, and there is scratch for "
-                        f"{self.most_rows}; please report this"
+                        f"a step has {len(moved)} rows with rotated sinks, and there is scratch "
+                        f"for {self.most_rows}; please report this"
                     )
-                done = seen - np.diff(starts)
-                ready = done[rows.request[moved]] >= self.sinks * self.size
                 scratch = self.turner.scratch[: len(moved)]
                 table[put(moved), : self.sinks] = scratch.to(table.dtype)
                 masters = old[put(rows.request[moved]), : self.sinks].long()
                 turned = SinkRows(masters, scratch, put(rows.gap[moved] * self.size))
-                if ready.any():
-                    self.turner.turn_all(turned.part(put(np.flatnonzero(ready))))
-                if not ready.all():
-                    late = turned.part(put(np.flatnonzero(~ready)))
+                # A step may write sinks that its own rows need. Where requests share a prefix,
+                # these are also the sinks of others, so all rows wait for the layer's keys.
+                new = np.diff(starts)
+                if ((seen - new < self.sinks * self.size) & (new > 0)).any():
+                    late = turned
+                else:
+                    self.turner.turn_all(turned)
             length = rows.end - rows.gap * self.size
             new = np.diff(rows.start)
             changed = {
@@ -270,10 +272,6 @@ class SinkRows:
     masters: torch.Tensor
     scratch: torch.Tensor
     by: torch.Tensor
-
-    def part(self, rows: torch.Tensor) -> SinkRows:
-        """Return some of the rows."""
-        return SinkRows(self.masters[rows], self.scratch[rows], self.by[rows])
 
 
 class SinkTurner:
@@ -351,7 +349,6 @@ class SinkTurner:
             return  # vLLM tries the model out before there is a cache
         self.prepare()
         assert self.stacks is not None
-        rows = SinkRows(rows.masters, rows.scratch.to(rows.masters.device), rows.by)
         for stack, rotary in self.stacks:
             self.turn(stack, rotary, rows)
 
@@ -370,7 +367,8 @@ class SinkTurner:
             sin.repeat_interleave(each, 0),
             rotary.is_neox_style,
         )
-        stack.index_copy_(axis, rows.scratch.flatten(), copies.movedim(1, axis))
+        scratch = rows.scratch.flatten().to(stack.device)
+        stack.index_copy_(axis, scratch, copies.movedim(1, axis))
 
 
 def rotate_keys(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, neox: bool) -> None:
@@ -416,9 +414,7 @@ def stack_caches(caches: list[torch.Tensor]) -> list[torch.Tensor]:
     first = caches[0]
     if len(caches) == 1:
         return [first[None]]
-    steps = {
-        b.storage_offset() - a.storage_offset() for a, b in zip(caches, caches[1:], strict=False)
-    }
+    steps = {b.storage_offset() - a.storage_offset() for a, b in pairwise(caches)}
     together = len({c.untyped_storage().data_ptr() for c in caches}) == 1
     if not together or len(steps) != 1 or len({(c.shape, c.stride()) for c in caches}) != 1:
         return [cache[None] for cache in caches]
