@@ -53,3 +53,15 @@ def _allowed(folder):
     from roundings import nll_off
 
     return nll_off(_model(folder), tokens=1)
+
+
+def convert_smollm2(folder):
+    """Save SmolLM2-135M-Instruct as a folder of Hugging Face's format."""
+    _process().submit(_convert_smollm2, str(folder)).result()
+
+
+def _convert_smollm2(folder):
+    import weir
+
+    for part in weir.load("smollm2", dtype="float32"):
+        part.save_pretrained(folder)

@@ -190,7 +190,7 @@ def test_without_a_policy_nothing_changes(models):
 
 
 @pytest.mark.parametrize(
-    "policy", ["recent(128)", "[recent(64), sink(4) | recent(96), window(64)]"]
+    "policy", ["recent(128)", "[sink(4) | recent(96), window(64), sink(4) | recent(96)]"]
 )
 def test_other_policies_equal_weir(models, policy):
     """Without sinks; and windows that differ by layer, in several groups of blocks."""

@@ -17,6 +17,7 @@ VARIABLE = "WEIR_VLLM"
 UNTESTED_VARIABLE = "WEIR_VLLM_UNTESTED_MODELS"
 """The environment variable that admits models the plug-in has not been tested with."""
 FIELDS = ("policy", "untested_models")
+"""What users can write there; the plug-in adds its own `version`."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def read_settings(additional: Any, environment: Mapping[str, str] = os.environ) 
     untested = environment.get(UNTESTED_VARIABLE, "") not in ("", "0")
     text = given
     if isinstance(given, Mapping):
-        unknown = sorted(set(given) - set(FIELDS))
+        unknown = sorted(set(given) - {*FIELDS, "version"})
         if unknown or "policy" not in given:
             raise StreamError(
                 f"'{KEY}' in --additional-config must be a policy or an object with the fields "

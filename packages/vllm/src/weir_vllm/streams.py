@@ -82,8 +82,12 @@ class Streams:
         # was compiled without a policy, where the policy is in an environment variable.
         from weir_vllm import __version__
 
-        if isinstance(config.additional_config, dict):
-            config.additional_config[KEY] = settings.as_config() | {"version": __version__}
+        if not isinstance(config.additional_config, dict):
+            raise StreamError(
+                "additional_config must be a dictionary, for weir-vllm to note its policy there, "
+                f"got {type(config.additional_config).__name__}"
+            )
+        config.additional_config[KEY] = settings.as_config() | {"version": __version__}
         scheduler = config.scheduler_config
         self.requests = scheduler.max_num_seqs
         self.tokens = scheduler.max_num_batched_tokens

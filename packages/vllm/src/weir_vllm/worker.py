@@ -292,6 +292,7 @@ class SinkTurner:
         self.scratch = blocks.view(rows, -1) if rows else blocks.view(0, 0)
         self.stacks: list[tuple[torch.Tensor, Any]] | None = None
         self.layout: BlockLayout | None = None
+        self.source: torch.Tensor | None = None
         if sinks:
             for layer in layers:
                 layer.impl.forward = self.turn_before(layer.impl.forward)
@@ -319,9 +320,10 @@ class SinkTurner:
 
     def prepare(self) -> None:
         """Find out how the cache is laid out, as soon as there is one."""
-        if self.stacks is not None:
-            return
         first = self.layers[0]
+        if self.stacks is not None and self.source is first.kv_cache:
+            return
+        self.source = first.kv_cache  # vLLM can allocate another one later
         device = first.kv_cache.device
         self.scratch = self.scratch.to(device)
         streams = first.weir_streams
