@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+
 from reference import allowed, weir_says
 from small_models import random_tokens
 

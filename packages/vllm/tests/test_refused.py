@@ -130,6 +130,15 @@ def test_backends_are_refused_by_name():
         streams.check_attention(layer)
 
 
+def test_groups_take_scratch_blocks_one_after_the_other():
+    """In the order of the scheduler, behind the null block, and the same when asked again."""
+    made = streams.Streams(settings(), make_config())
+    assert made.take_scratch(("a", "b"), 5) == range(1, 6)
+    assert made.take_scratch(("c",), 3) == range(6, 9)
+    assert made.take_scratch(("a", "b"), 5) == range(1, 6)
+    assert made.take_scratch(("d",), 2) == range(9, 11)
+
+
 def test_host_memory_is_bounded_and_reported(monkeypatch):
     said = []
     monkeypatch.setattr(streams.logger, "warning", lambda text, *given: said.append(text % given))

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from engines import ask, engine
 from reference import allowed, convert_smollm2, weir_says
 
@@ -24,6 +25,7 @@ def smollm2(tmp_path_factory):
 @pytest.mark.slow
 def test_smollm2_equals_weir(smollm2):
     from transformers import AutoTokenizer
+
     from weir_vllm.bench import open_text
 
     text = open_text(str(BOOK))[:20_000]

@@ -92,7 +92,7 @@ class Streams:
         self.requests = scheduler.max_num_seqs
         self.tokens = scheduler.max_num_batched_tokens
         self.full = 0
-        self.scratch = 1  # block 0 is vLLM's null block
+        self.scratch: dict[tuple[str, ...], range] = {}
         self.layers: list[Any] = []
         self.checked = False
         self.report(config)
@@ -175,11 +175,16 @@ class Streams:
             )
         return found[0]
 
-    def take_scratch(self, count: int) -> range:
-        """Return the next scratch blocks, in the order in which the scheduler reserves them."""
-        start = self.scratch
-        self.scratch += count
-        return range(start, start + count)
+    def take_scratch(self, layers: tuple[str, ...], count: int) -> range:
+        """Return the scratch blocks of a group of layers.
+
+        Groups take blocks in the order in which the scheduler reserves them. A group that asks
+        again gets the same blocks.
+        """
+        if layers not in self.scratch:
+            start = max((taken.stop for taken in self.scratch.values()), default=1)  # 0 is null
+            self.scratch[layers] = range(start, start + count)
+        return self.scratch[layers]
 
     def check_layers(self, config: Any) -> None:
         """Refuse layers that do not belong together, once all are made."""

@@ -164,7 +164,7 @@ def make_builder(stock: Any) -> Any:
             self.size = kv_cache_spec.block_size
             self.sinks = kv_cache_spec.sink_blocks
             self.kept = self.sinks + (kv_cache_spec.sliding_window - 1) // self.size
-            scratch = streams.take_scratch(kv_cache_spec.scratch)
+            scratch = streams.take_scratch(tuple(layer_names), kv_cache_spec.scratch)
             self.turner = SinkTurner(layers, self.size, self.sinks, scratch, vllm_config)
             self.most_rows = kv_cache_spec.scratch // self.sinks if self.sinks else None
             self.places = torch.arange(self.kept + 1, device=device)
@@ -210,7 +210,7 @@ def make_builder(stock: Any) -> Any:
                         f"a step has {len(moved)} rows with rotated sinks, and there is scratch "
                         f"for {self.most_rows}; please report this"
                     )
-                scratch = self.turner.scratch[: len(moved)]
+                scratch = self.turner.scratch[: len(moved)].to(device)
                 table[put(moved), : self.sinks] = scratch.to(table.dtype)
                 masters = old[put(rows.request[moved]), : self.sinks].long()
                 turned = SinkRows(masters, scratch, put(rows.gap[moved] * self.size))
@@ -295,9 +295,12 @@ class SinkTurner:
         self.source: torch.Tensor | None = None
         if sinks:
             for layer in layers:
-                layer.impl.forward = self.turn_before(layer.impl.forward)
+                if not hasattr(layer, "weir_turner"):
+                    layer.impl.forward = self.turn_before(layer.impl.forward)
+                layer.weir_turner = self  # vLLM can make builders again, and with them turners
 
-    def turn_before(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    @staticmethod
+    def turn_before(forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return a layer's attention that first rotates sinks which this very step has written."""
 
         def turn_and_attend(
@@ -312,8 +315,9 @@ class SinkTurner:
         ) -> Any:
             late = getattr(attn_metadata, LATE, None)
             if late is not None:
-                self.prepare()
-                self.turn(kv_cache[None], layer.weir_streams.find_rotary(layer), late)
+                turner = layer.weir_turner
+                turner.prepare()
+                turner.turn(kv_cache[None], layer.weir_streams.find_rotary(layer), late)
             return forward(layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)
 
         return turn_and_attend
@@ -369,8 +373,7 @@ class SinkTurner:
             sin.repeat_interleave(each, 0),
             rotary.is_neox_style,
         )
-        scratch = rows.scratch.flatten().to(stack.device)
-        stack.index_copy_(axis, scratch, copies.movedim(1, axis))
+        stack.index_copy_(axis, rows.scratch.flatten(), copies.movedim(1, axis))
 
 
 def rotate_keys(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, neox: bool) -> None:
