@@ -48,7 +48,6 @@ ATTRIBUTES = {
         "build",
         "get_cudagraph_support",
         "supports_update_block_table",
-        "use_cascade_attention",
     ],
     "vllm.v1.attention.backend:CommonAttentionMetadata": ["replace"],
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl": [
@@ -94,7 +93,7 @@ SET_IN_INIT = {
         "speculative_config",
     ],
     "vllm.config:CacheConfig": ["block_size", "cache_dtype", "kv_sharing_fast_prefill"],
-    "vllm.config:ModelConfig": ["max_model_len", "runner"],
+    "vllm.config:ModelConfig": ["max_model_len"],
     "vllm.config:ParallelConfig": [
         "decode_context_parallel_size",
         "pipeline_parallel_size",
@@ -109,6 +108,7 @@ SET_IN_INIT = {
 }
 """Fields of dataclasses."""
 ASSIGNED = {
+    "vllm.config:ModelConfig": ["runner_type"],
     "vllm.model_executor.layers.attention:Attention": [
         "attn_backend",
         "attn_type",

@@ -170,7 +170,7 @@ def make_builder(stock: Any) -> Any:
             self.places = torch.arange(self.kept + 1, device=device)
 
         def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
-            """Say no: requests do not share what they see."""
+            """Say no, to releases before 0.32: requests do not share what they see."""
             return False
 
         def build(
