@@ -83,9 +83,7 @@ def _torch(name: str, bits: int, **given: Any) -> EngineSetup:
     return EngineSetup(name, "", "torch_side.py", bits, "Q4_1", given, main, ours)
 
 
-def _llamacpp(
-    kind: str, bits: int, *, flash: bool = True, model: str = "smollm2"
-) -> EngineSetup:
+def _llamacpp(kind: str, bits: int, *, flash: bool = True, model: str = "smollm2") -> EngineSetup:
     name = f"llama.cpp {kind}" + ("" if model == "smollm2" else f" {model}")
     name += "" if flash else ", no flash attention"
     main, given = flash and kind != "F32", {"flash": flash}
