@@ -149,7 +149,9 @@ class Attacker:
         self._notes.append((what, 0.0 if began is None else time.monotonic() - began))
 
     def _connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self._port), 120, source_address=(self._address, 0))
+        return socket.create_connection(
+            ("127.0.0.1", self._port), 120, source_address=(self._address, 0)
+        )
 
     def ask(self, what: str, method: str, path: str, *heads: str, body: bytes = b"") -> None:
         """Send a request as it stands, and note the status of its answer."""
@@ -168,6 +170,7 @@ class Attacker:
         self._note(f"{what} {status}", None if status == "closed" else began)
 
     def post(self, what: str, path: str, body: bytes, *heads: str) -> None:
+        """Send a request with a body and its length, and note the status of its answer."""
         self.ask(what, "POST", path, f"Content-Length: {len(body)}", *heads, body=body)
 
     def _send_body(self) -> None:

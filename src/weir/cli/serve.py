@@ -235,10 +235,9 @@ def serve(
         known = f"{len(accepted)} keys" if accepted else "no keys: for this machine only"
         if cluster is not None and data is not None:
             from weir.serve.cluster import running
+            from weir.serve.cluster.replica import Settings
 
-            address, number = bound.getsockname()[:2]
-            bound.close()  # Ray binds the port itself
-            settings = running.Settings(
+            settings = Settings(
                 model_name,
                 str(wanted),
                 chunk,
@@ -257,12 +256,12 @@ def serve(
             )
             with running.joined(cluster):
                 with waiting(f"{replicas} replicas on {cluster}"):
-                    running.deploy(settings, replicas, address, number)
+                    started = running.Replicas(settings, replicas)
                 say(
                     f"{replicas} replicas of that; ends of turns in {data}, {size(memory.row)} each"
                 )
-                say(f"{_url(address, number)} ({known})")
-                running.until_ended()
+                say(f"{_url(*bound.getsockname()[:2])} ({known})")
+                started.serve(bound, limits)
             return
         model, tokenizer = load_model(model_name, loading)
         say_window(model, wanted, chunk)

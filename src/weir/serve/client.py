@@ -184,7 +184,6 @@ class EngineClient:
     Args:
         engine: its thread is run by this client from `open` on.
         worker: works on large requests; by default in threads.
-        is_replica: whether other servers have the same sessions.
         aliases: further names of the model; "*" for all names.
         notes_changes: whether a conversation whose system messages have changed continues with a
             note that says how, in place of being read again.
@@ -204,7 +203,6 @@ class EngineClient:
         responses: ResponseStore | None = None,
         *,
         worker: Worker | None = None,
-        is_replica: bool = False,
         aliases: Iterable[str] = (),
         notes_changes: bool = False,
     ) -> None:
@@ -217,7 +215,6 @@ class EngineClient:
         self.limits = limits
         self.responses = responses or ResponseStore(most=limits.texts)
         self.locked: set[tuple[str, str]] = set()
-        self.is_replica = is_replica
         self.stop_ids = frozenset(StopTokens.of(engine.model.generation_config).stops)
         self.failure: Exception | None = None
         sink = sink_of(transformers_model(engine.model).config)

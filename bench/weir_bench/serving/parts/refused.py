@@ -1,4 +1,4 @@
-"""How long a client waits for the answer to a body that is refused, beside others that send such."""
+"""How long a client waits until its body is refused, while six others send such bodies."""
 
 from __future__ import annotations
 

@@ -99,12 +99,10 @@ def make_app(
         app.add_exception_handler(kind, _respond_to_error)
     for part in (operations, page):
         app.include_router(part.public, responses=ERRORS)
-    # Responses and conversations are stored by one server, and replicas do not share them.
-    stored = () if client.is_replica else (responses, conversations)
     of_others = ((anthropic, ANTHROPIC_ERRORS), (ollama, OLLAMA_ERRORS))
     for other, errors in of_others:
         app.include_router(other.router, dependencies=[Depends(authorize)], responses=errors)
-    for part in (completions, *stored, models, sessions, memory, operations):
+    for part in (completions, responses, conversations, models, sessions, memory, operations):
         app.include_router(part.router, dependencies=[Depends(authorize)], responses=ERRORS)
     return RequestMiddleware(app, metrics, access)
 
@@ -176,7 +174,13 @@ class _Server(uvicorn.Server):
             self._draining.start()
 
 
-def run_app(app: ASGIApp, bound: socket.socket, limits: Limits, drain: Callable[[], None]) -> None:
+def run_app(
+    app: ASGIApp,
+    bound: socket.socket,
+    limits: Limits,
+    drain: Callable[[], None],
+    connection: type[BoundedConnection] = BoundedConnection,
+) -> None:
     """Serve until SIGTERM or SIGINT, and close the bound socket.
 
     Then no more requests are taken and answers have `limits.drain` seconds to end. The others are
@@ -185,7 +189,7 @@ def run_app(app: ASGIApp, bound: socket.socket, limits: Limits, drain: Callable[
     server = _Server(
         uvicorn.Config(
             app,
-            http=BoundedConnection,
+            http=connection,
             ws="none",
             lifespan="on",
             access_log=False,
