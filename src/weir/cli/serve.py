@@ -163,6 +163,7 @@ def serve(
     )
     from weir.serve.api import Access, Keys, bind, log_event, log_json, make_app, run_app
     from weir.serve.sessions.disk_turns import DiskTurns
+    from weir.serve.sessions.prefix_folder import PrefixFolder
     from weir.serve.sessions.snapshot import RowFormat
     from weir.serve.sessions.store import SessionStore
 
@@ -265,12 +266,15 @@ def serve(
             return
         model, tokenizer = load_model(model_name, loading)
         say_window(model, wanted, chunk)
-        place = None
+        place = prefixes = None
         if data is not None:
             place = DiskTurns(Path(data), RowFormat.of(model, wanted, chunk), most)
             room_there = "" if most is None else f", at most {size(most)}"
             say(f"ends of turns in {data}, {size(memory.row)} each{room_there}")
         store = ending.enter_context(SessionStore(place, keep=memory.kept))
+        if place is not None:
+            prefixes = PrefixFolder(Path(data or "") / "prefixes", place.row_format)
+            ending.callback(prefixes.close)
         book = ResponseStore(None if data is None else Path(data) / "book.db", limits.texts)
         ending.callback(book.close)
         # The first native step is compared with the model's own, whose rounding the answer has.
@@ -284,6 +288,7 @@ def serve(
             queue=limits.queue,
             shared=len(accepted) > 1,
             deterministic=deterministic,
+            prefix_place=prefixes,
         )
         with waiting("reading a first text; kernels are compiled for this machine, once"):
             engine.warm_up()

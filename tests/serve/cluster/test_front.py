@@ -24,7 +24,7 @@ from weir.serve.api import Keys, bind, make_app
 from weir.serve.api.protocol import SMALL_CHUNKS, BoundedConnection
 from weir.serve.cluster import SharedTurns, open_storage
 from weir.serve.cluster import front as front_module
-from weir.serve.cluster.front import Front, FrontConnection, OnlyFront
+from weir.serve.cluster.front import Front, FrontConnection, OnlyFront, listen_for_front
 from weir.serve.sessions.snapshot import RowFormat
 from weir.serve.sessions.store import SessionStore
 
@@ -106,8 +106,7 @@ def _behind(place: Path, limits: Limits) -> Behind:
     store = SessionStore(SharedTurns(open_storage(str(place)), RowFormat.of(model, POLICY, 4)))
     engine = Engine(model, POLICY, 3, store, chunk=4)
     client = EngineClient(engine, tokenizer, "small", limits, ResponseStore(most=limits.texts))
-    bound = bind("127.0.0.1", 0, Keys())
-    bound.listen(100)
+    bound = listen_for_front("127.0.0.1")
     app = OnlyFront(make_app(client, Keys(map(_hash, KEYS))), "secret")
     return Behind(client, *_run(app, FrontConnection, bound), bound)
 
@@ -169,7 +168,7 @@ def test_responses_and_conversations_are_found_again(cluster):
         found = httpx.get(f"{cluster.url}{RESPONSE}/{first['id']}", headers=headers)
         assert found.json()["id"] == first["id"]
         stored = [one.client.responses for one in cluster.servers]
-        homes += [store.find_response(_hash(key), first["id"]) is not None for store in stored]
+        homes += [store.get_response(_hash(key), first["id"]) is not None for store in stored]
     # Each key has one home, and not all have the same.
     assert sum(homes) == len(KEYS)
     assert all(any(homes[at::2]) for at in range(2))

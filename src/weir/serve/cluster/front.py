@@ -11,8 +11,10 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import ipaddress
 import json
 import logging
+import socket
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
@@ -23,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from weir.errors import WeirError
 from weir.serve.api.errors import APIError, anthropic_error, ollama_error
 from weir.serve.api.middleware import refuse_framing
-from weir.serve.api.protocol import BoundedConnection
+from weir.serve.api.protocol import MAX_CONNECTIONS, BoundedConnection
 from weir.serve.api.sse import encode_event
 
 LOG = logging.getLogger("weir.serve")
@@ -40,6 +42,10 @@ CHECKED = 2.0
 PATIENCE = 10.0
 """Seconds in which a server must accept a connection, or say that it is well."""
 READ = 65_536
+BUFFER = 65_536
+"""Bytes that the system holds of an answer between a server and the front: a server must notice
+soon that a client does not read.
+"""
 
 
 class Locate(Protocol):
@@ -81,6 +87,16 @@ class OnlyFront:
             client = told.get(ADDRESS, b"").decode("latin-1"), 0
             scope = {**scope, "headers": rest, "client": client}
         await self._app(scope, receive, send)
+
+
+def listen_for_front(host: str) -> socket.socket:
+    """Listen at a free port of an address, for the front of a cluster."""
+    is_ipv6 = isinstance(ipaddress.ip_address(host), ipaddress.IPv6Address)
+    bound = socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
+    bound.bind((host, 0))
+    bound.listen(MAX_CONNECTIONS)  # the front may connect as soon as it knows the port
+    return bound
 
 
 class Lost(WeirError):
@@ -269,6 +285,7 @@ async def _connected(place: tuple[str, int]) -> AsyncIterator[Link]:
         streams = await asyncio.wait_for(asyncio.open_connection(*place), PATIENCE)
     except (OSError, TimeoutError) as error:
         raise Lost(f"{place[0]}:{place[1]} does not answer: {error}") from None
+    streams[1].get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER)
     link = Link(*streams)
     try:
         yield link

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import ipaddress
 import json
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import threading
@@ -167,7 +165,7 @@ def _serve(settings: Settings, number: int, worker: Any) -> None:
     from weir.models import choose_products, load
     from weir.serve import Engine, EngineClient, ResponseStore
     from weir.serve.api import Keys, log_event, log_json, make_app, run_app
-    from weir.serve.cluster.front import FrontConnection, OnlyFront
+    from weir.serve.cluster.front import FrontConnection, OnlyFront, listen_for_front
     from weir.serve.cluster.shared_turns import SharedTurns
     from weir.serve.cluster.storage import open_storage
     from weir.serve.sessions.snapshot import RowFormat
@@ -212,10 +210,7 @@ def _serve(settings: Settings, number: int, worker: Any) -> None:
     )
     keys = Keys(settings.keys)
     app = OnlyFront(make_app(client, keys, settings.hosts, settings.origins), settings.secret)
-    is_ipv6 = isinstance(ipaddress.ip_address(settings.host), ipaddress.IPv6Address)
-    bound = socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET, socket.SOCK_STREAM)
-    bound.bind((settings.host, 0))
-    bound.listen(1024)  # the front may connect as soon as it knows the port
+    bound = listen_for_front(settings.host)
     sys.stdout.write(json.dumps({"port": bound.getsockname()[1]}) + "\n")
     sys.stdout.flush()
     run_app(app, bound, limits, lambda: client.drain(limits.drain), FrontConnection)
