@@ -55,7 +55,7 @@ def ask(url: str, messages: list[dict[str, str]], session: str | None) -> httpx.
     """A turn, asked again as OpenAI's client does."""
     body = {"model": "nano", "messages": messages, "max_tokens": 8, "temperature": 0}
     headers = {} if session is None else {"x-session-id": session}
-    for _ in range(60):
+    for _ in range(400):  # a replica takes as long to start as `weir serve`
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=60)
         if answer.status_code not in (409, 500, 503):
             break
@@ -66,7 +66,7 @@ def ask(url: str, messages: list[dict[str, str]], session: str | None) -> httpx.
 
 def post(url: str, path: str, body: dict[str, Any]) -> Any:
     """The answer to a request; a replica may just be starting."""
-    for _ in range(120):
+    for _ in range(400):
         answer = httpx.post(f"{url}{path}", json=body, timeout=60)
         if answer.status_code != 503:
             break
@@ -96,7 +96,7 @@ def processes() -> list[int]:
 def test_the_session_of_a_killed_replica_goes_on_elsewhere(cluster):
     url, process = cluster
     said = [{"role": "user", "content": "Prince Andrew looked at the sky and said nothing."}]
-    seen, others = [], set(processes())
+    seen: list[dict[str, Any]] = []
     for turn in range(4):
         answer = ask(url, said, "one" if turn != 3 else None)
         whole = answer.json()
@@ -111,7 +111,6 @@ def test_the_session_of_a_killed_replica_goes_on_elsewhere(cluster):
     for before, after in itertools.pairwise(seen):
         assert after["prompt_tokens_details"]["cached_tokens"] == before["total_tokens"] - 1
     assert [session["turns"] for session in httpx.get(f"{url}/v1/sessions").json()["data"]] == [4]
-    assert others
     body = {"model": "nano", "input": "Prince Andrew", "max_output_tokens": 4}
     first = post(url, "/v1/responses", body)
     again = {**body, "previous_response_id": first["id"]}
