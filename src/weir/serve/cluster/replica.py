@@ -162,10 +162,10 @@ def main() -> None:
 def _serve(settings: Settings, number: int, worker: Any) -> None:
     import torch
 
-    from weir.models import choose_products, load
+    from weir.models import choose_products, compile_steps, load
     from weir.serve import Engine, EngineClient, ResponseStore
     from weir.serve.api import Keys, log_event, log_json, make_app, run_app
-    from weir.serve.cluster.front import FrontConnection, OnlyFront, listen_for_front
+    from weir.serve.api.front import FrontConnection, OnlyFront, listen_for_front
     from weir.serve.cluster.shared_turns import SharedTurns
     from weir.serve.cluster.storage import open_storage
     from weir.serve.sessions.snapshot import RowFormat
@@ -177,7 +177,10 @@ def _serve(settings: Settings, number: int, worker: Any) -> None:
     log_json()
     limits = settings.limits
     model, tokenizer = load(settings.model, **settings.loading)
-    choose_products(model)
+    if settings.deterministic:
+        choose_products(model)
+    else:
+        compile_steps(model, torch_compile=False, strict=True)
     row_format = RowFormat.of(model, settings.policy, settings.chunk)
     storage = open_storage(settings.place)
     store = SessionStore(SharedTurns(storage, row_format, most=settings.most))

@@ -22,7 +22,7 @@ import ray
 
 from weir.errors import WeirError
 from weir.serve.api import log_json, run_app
-from weir.serve.cluster.front import Front
+from weir.serve.api.front import Front
 from weir.serve.cluster.replica import ReplicaProcess, Settings
 from weir.serve.limits import Limits
 

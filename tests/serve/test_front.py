@@ -21,16 +21,17 @@ from servers import POLICY, make_model, make_tokenizer, raw
 from weir.errors import WeirError
 from weir.serve import Engine, EngineClient, Limits, ResponseStore
 from weir.serve.api import Keys, bind, make_app
+from weir.serve.api import front as front_module
+from weir.serve.api.front import Front, FrontConnection, OnlyFront, listen_for_front
 from weir.serve.api.protocol import SMALL_CHUNKS, BoundedConnection
 from weir.serve.cluster import SharedTurns, open_storage
-from weir.serve.cluster import front as front_module
-from weir.serve.cluster.front import Front, FrontConnection, OnlyFront, listen_for_front
 from weir.serve.sessions.snapshot import RowFormat
 from weir.serve.sessions.store import SessionStore
 
 CHAT, RESPONSE = "/v1/chat/completions", "/v1/responses"
 HELLO = [{"role": "user", "content": "Hello"}]
 KEYS = ("a-key", "b-key", "c-key", "d-key")
+SPARE = "another-key"
 LIMITS = Limits(body=200_000, bodies=400_000, stall=3.0)
 
 
@@ -83,6 +84,10 @@ class Cluster:
         return self.servers[number].address
 
     @property
+    def seen(self) -> list[int]:
+        return [one.client.engine.load().seen for one in self.servers]
+
+    @property
     def busy(self) -> int:
         return sum(one.client.engine.load().busy for one in self.servers)
 
@@ -107,7 +112,7 @@ def _behind(place: Path, limits: Limits) -> Behind:
     engine = Engine(model, POLICY, 3, store, chunk=4)
     client = EngineClient(engine, tokenizer, "small", limits, ResponseStore(most=limits.texts))
     bound = listen_for_front("127.0.0.1")
-    app = OnlyFront(make_app(client, Keys(map(_hash, KEYS))), "secret")
+    app = OnlyFront(make_app(client, Keys(map(_hash, (*KEYS, SPARE)))), "secret")
     return Behind(client, *_run(app, FrontConnection, bound), bound)
 
 
@@ -115,25 +120,40 @@ def _hash(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-@pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    monkeypatch.setattr(front_module, "CHECKED", 0.2)
+@contextlib.contextmanager
+def _serving(place: Path) -> Iterator[Cluster]:
     bound = bind("127.0.0.1", 0, Keys())
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
     port = bound.getsockname()[1]
-    made = Cluster(f"http://127.0.0.1:{port}", port, [_behind(tmp_path, LIMITS) for _ in range(2)])
+    made = Cluster(f"http://127.0.0.1:{port}", port, [_behind(place, LIMITS) for _ in range(2)])
     app = Front(2, lambda n, *, failed: made.locate(n, failed=failed), "secret")
-    server, thread = _run(app, BoundedConnection, bound)
-    yield made
-    server.should_exit = True
-    thread.join(30)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(front_module, "CHECKED", 0.2)
+        server, thread = _run(app, BoundedConnection, bound)
+        yield made
+        server.should_exit = True
+        thread.join(30)
     bound.close()
     for one in made.servers:
         one.end()
 
 
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Servers that no test ends."""
+    with _serving(tmp_path_factory.mktemp("shared")) as made:
+        yield made
+
+
+@pytest.fixture
+def passing(tmp_path: Path) -> Iterator[Cluster]:
+    """Servers that a test may end."""
+    with _serving(tmp_path) as made:
+        yield made
+
+
 def test_a_conversation_goes_on_at_any_server(cluster):
-    said = [*HELLO]
+    said = [{"role": "user", "content": "Good morning"}]
     for turn in range(4):
         answer = cluster.chat(said, headers={"x-session-id": "one"} if turn % 2 else {})
         cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -143,12 +163,14 @@ def test_a_conversation_goes_on_at_any_server(cluster):
 
 def test_a_session_stays_at_one_server(cluster):
     said = [*HELLO]
+    before = cluster.seen
     for _ in range(3):
-        answer = cluster.chat(said, headers={"x-session-id": "one"})
+        answer = cluster.chat(said, headers={"x-session-id": "stays"})
         said += [answer["choices"][0]["message"], {"role": "user", "content": "More"}]
-    seen = sorted(one.client.engine.load().seen for one in cluster.servers)
-    assert seen[0] == 0
-    assert seen[1] > 0
+    assert sorted(after > then for after, then in zip(cluster.seen, before, strict=True)) == [
+        False,
+        True,
+    ]
 
 
 def test_responses_and_conversations_are_found_again(cluster):
@@ -172,6 +194,18 @@ def test_responses_and_conversations_are_found_again(cluster):
     # Each key has one home, and not all have the same.
     assert sum(homes) == len(KEYS)
     assert all(any(homes[at::2]) for at in range(2))
+
+
+def test_sessions_are_known_everywhere(cluster):
+    body = {"model": "small", "max_tokens": 2, "messages": HELLO}
+    cluster.post(CHAT, body, SPARE, **{"x-session-id": "one"})
+    headers = {"authorization": f"Bearer {SPARE}"}
+    url = f"{cluster.url}/v1/sessions"
+    for _ in range(3):
+        assert [one["id"] for one in httpx.get(url, headers=headers).json()["data"]] == ["one"]
+        assert httpx.get(f"{url}/one/turns", headers=headers).json()["data"]
+    assert httpx.delete(f"{url}/one", headers=headers).status_code == 200
+    assert httpx.get(url, headers=headers).json()["data"] == []
 
 
 def test_a_server_answers_the_front_only(cluster):
@@ -280,16 +314,16 @@ def _body_of(path: str) -> dict[str, Any]:
         (RESPONSE, b"event: response.failed"),
     ],
 )
-def test_a_drained_server_tells_those_whom_it_answers(cluster, path, ended):
+def test_a_drained_server_tells_those_whom_it_answers(passing, path, ended):
     body = _body_of(path)
     headers = {"authorization": f"Bearer {KEYS[0]}"}
     with httpx.stream(
-        "POST", f"{cluster.url}{path}", json=body, headers=headers, timeout=60
+        "POST", f"{passing.url}{path}", json=body, headers=headers, timeout=60
     ) as answer:
         parts = answer.iter_raw()
         got = next(parts)
-        _wait_until(lambda: cluster.busy == 1)
-        for one in cluster.servers:
+        _wait_until(lambda: passing.busy == 1)
+        for one in passing.servers:
             one.client.drain(0.1)
         got += b"".join(parts)
     assert ended in got.replace(b'{"error":"the', b'{"error": "the')
@@ -320,35 +354,35 @@ def test_a_server_that_dies_ends_its_streams_with_an_error(cluster, path):
     assert b"[DONE]" not in got
 
 
-def test_a_request_is_answered_by_another_server_when_one_is_lost(cluster):
+def test_a_request_is_answered_by_another_server_when_one_is_lost(passing):
     said = [*HELLO]
-    first = cluster.chat(said, headers={"x-session-id": "one"})
-    home = max((0, 1), key=lambda n: cluster.servers[n].client.engine.load().seen)
-    cluster.down.add(home)
-    cluster.servers[home].end()
+    first = passing.chat(said, headers={"x-session-id": "one"})
+    home = max((0, 1), key=lambda n: passing.servers[n].client.engine.load().seen)
+    passing.down.add(home)
+    passing.servers[home].end()
     said += [first["choices"][0]["message"], {"role": "user", "content": "More"}]
-    second = cluster.chat(said, headers={"x-session-id": "one"})
+    second = passing.chat(said, headers={"x-session-id": "one"})
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-    assert cluster.servers[1 - home].client.engine.load().seen > 0
+    assert passing.servers[1 - home].client.engine.load().seen > 0
     # What only the lost one has cannot be answered, and clients are told to come again.
     body = {"model": "small", "input": "Hello", "max_output_tokens": 2}
-    statuses = {key: cluster.post(RESPONSE, body, key) for key in KEYS}
+    statuses = {key: passing.post(RESPONSE, body, key) for key in KEYS}
     assert {answer.status_code for answer in statuses.values()} == {200, 503}
     lost = next(answer for answer in statuses.values() if answer.status_code == 503)
     assert lost.headers["retry-after"] == "5"
     assert lost.json()["error"]["code"] == "server_closing"
 
 
-def test_without_any_server_there_is_an_answer(cluster):
-    cluster.down |= {0, 1}
-    for one in cluster.servers:
+def test_without_any_server_there_is_an_answer(passing):
+    passing.down |= {0, 1}
+    for one in passing.servers:
         one.end()
-    answer = cluster.post("/v1/messages", {"model": "small"})
+    answer = passing.post("/v1/messages", {"model": "small"})
     assert answer.status_code == 503
     assert answer.json()["error"]["type"] == "overloaded_error"
 
 
-def test_a_server_that_has_failed_is_replaced(cluster):
-    cluster.servers[0].client.failure = RuntimeError("broken")
-    _wait_until(lambda: (0, True) in cluster.asked)
-    assert (1, True) not in cluster.asked
+def test_a_server_that_has_failed_is_replaced(passing):
+    passing.servers[0].client.failure = RuntimeError("broken")
+    _wait_until(lambda: (0, True) in passing.asked)
+    assert (1, True) not in passing.asked

@@ -31,8 +31,11 @@ from weir.serve.api.sse import encode_event
 LOG = logging.getLogger("weir.serve")
 SECRET, ADDRESS = b"x-weir-front", b"x-weir-client"
 """Headers between the front and a server: that the front sends it, and for which address."""
-AT_HOME = ("/v1/responses", "/v1/conversations", "/v1/sessions")
-"""Paths of what one server keeps for a key: its responses and conversations."""
+AT_HOME = ("/v1/responses", "/v1/conversations")
+SESSIONS = "/v1/sessions"
+"""Paths of what one server keeps for a key, its responses and conversations, and of sessions. All
+servers know those, but to change one may change responses too.
+"""
 OF_HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"upgrade")
 )
@@ -187,9 +190,16 @@ class Front:
         headers = dict(scope["headers"])
         numbers = range(len(self._places))
         key = headers.get(b"authorization") or headers.get(b"x-api-key") or b""
-        if _is_at_home(scope["path"]):
-            return sorted(numbers, key=lambda n: _rank(key, n))[:1]
-        if (session := headers.get(b"x-session-id")) is not None:
+        path: str = scope["path"]
+        at_home = _is_below(path, *AT_HOME)
+        session = headers.get(b"x-session-id")
+        if _is_below(path, SESSIONS):
+            at_home = scope["method"] != "GET"
+            session = path.split("/")[3].encode() if path.count("/") > 2 else session
+        if at_home:
+            home = min(numbers, key=lambda n: _rank(key, n))
+            return [home] if self._places[home] is not None else []
+        if session is not None:
             chosen = sorted(numbers, key=lambda n: _rank(key + b"\0" + session, n))
         else:
             chosen = sorted(numbers, key=lambda n: self._busy[n])
@@ -360,8 +370,8 @@ def encode_failure(error: APIError, path: str) -> bytes:
     return encode_event(error.body)
 
 
-def _is_at_home(path: str) -> bool:
-    return any(path == one or path.startswith(f"{one}/") for one in AT_HOME)
+def _is_below(path: str, *places: str) -> bool:
+    return any(path == one or path.startswith(f"{one}/") for one in places)
 
 
 def _rank(what: bytes, number: int) -> bytes:
