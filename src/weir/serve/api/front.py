@@ -120,6 +120,7 @@ class Front:
         self._locate = locate
         self._secret = secret.encode()
         self._busy: Counter[int] = Counter()
+        self._is_ending = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, or run from the start of the front to its end."""
@@ -131,6 +132,10 @@ class Front:
                 error = await self._serve(scope, receive, send)
             if error is not None:
                 await error.response(scope["path"])(scope, receive, send)
+
+    def end(self) -> None:
+        """Look for no server any longer: all of them are ending."""
+        self._is_ending = True
 
     # --- servers
 
@@ -157,7 +162,7 @@ class Front:
                     continue  # it is busy
                 except (OSError, h11.ProtocolError):
                     self._places[number] = None
-            if status != 200:
+            if status != 200 and not self._is_ending:
                 await self._find(number, failed=status == 503)
 
     async def _find(self, number: int, *, failed: bool) -> None:
@@ -166,6 +171,8 @@ class Front:
         try:
             found = await asyncio.to_thread(self._locate, number, failed=failed)
         except WeirError as error:
+            if self._is_ending:
+                return
             LOG.error("replica %d cannot be reached: %s", number, error)
             return
         self._places[number] = found

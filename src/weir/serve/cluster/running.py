@@ -99,7 +99,12 @@ class Replicas:
         """Serve at a bound socket until SIGTERM or SIGINT; answers have `limits.drain` seconds."""
         log_json()
         front = Front(len(self.actors), self.locate, self.secret)
-        run_app(front, bound, limits, self._end)
+
+        def drain() -> None:
+            front.end()
+            self._end()
+
+        run_app(front, bound, limits, drain)
 
     def _end(self) -> None:
         with contextlib.suppress(Exception):  # actors that are lost have ended already
