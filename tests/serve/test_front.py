@@ -275,7 +275,7 @@ def _stream(tokens: int) -> bytes:
     return json.dumps(body).encode()
 
 
-def _wait_until(true: Any, seconds: float = 20.0) -> None:
+def _wait_until(true: Any, seconds: float = 60.0) -> None:
     until = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < until
