@@ -38,7 +38,7 @@ def serve(folder: Path, *, shared: bool) -> None:
     if shared:
         store = SessionStore(SharedTurns(open_storage(str(folder)), RowFormat.of(MODEL, POLICY, 4)))
         engine = Engine(MODEL, POLICY, 3, store, chunk=4)
-        client = EngineClient(engine, TOKENIZER, "small", Limits())
+        client = EngineClient(engine, TOKENIZER, "small", Limits(), is_replica=True)
     else:
         store = SessionStore(DiskTurns(folder, RowFormat.of(MODEL, POLICY, 4)))
         engine = Engine(MODEL, POLICY, 3, store, chunk=4)

@@ -171,7 +171,7 @@ class Attacker:
         self._note(f"{what} {status}", None if status == "closed" else began)
 
     def post(self, what: str, path: str, body: bytes, *heads: str) -> None:
-        """Send a request with a body and its length, and note the status of its answer."""
+        """Send a body whole, and note the answer."""
         self.ask(what, "POST", path, f"Content-Length: {len(body)}", *heads, body=body)
 
     def _send_body(self) -> None:

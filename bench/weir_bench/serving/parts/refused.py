@@ -1,4 +1,4 @@
-"""How long a client waits until its body is refused, while six others send such bodies."""
+"""Measure how long a client waits until its refused body is answered, next to six attackers."""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ from weir.serve.api import (
     anthropic,
     completions,
     conversations,
+    items,
     memory,
     models,
     ollama,
@@ -102,7 +103,8 @@ def make_app(
     of_others = ((anthropic, ANTHROPIC_ERRORS), (ollama, OLLAMA_ERRORS))
     for other, errors in of_others:
         app.include_router(other.router, dependencies=[Depends(authorize)], responses=errors)
-    for part in (completions, responses, conversations, models, sessions, memory, operations):
+    others = completions, responses, conversations, models, sessions, items, memory, operations
+    for part in others:
         app.include_router(part.router, dependencies=[Depends(authorize)], responses=ERRORS)
     return RequestMiddleware(app, metrics, access)
 

@@ -162,7 +162,8 @@ def main() -> None:
 def _serve(settings: Settings, number: int, worker: Any) -> None:
     import torch
 
-    from weir.models import choose_products, compile_steps, load
+    from weir.loading import load
+    from weir.native import choose_products, compile_steps
     from weir.serve import Engine, EngineClient, ResponseStore
     from weir.serve.api import Keys, log_event, log_json, make_app, run_app
     from weir.serve.api.front import FrontConnection, OnlyFront, listen_for_front
@@ -208,6 +209,7 @@ def _serve(settings: Settings, number: int, worker: Any) -> None:
         limits,
         responses,
         worker=worker,
+        is_replica=True,
         aliases=settings.aliases,
         notes_changes=settings.notes_changes,
     )
