@@ -19,7 +19,7 @@ from weir.serve.api.errors import APIError
 from weir.serve.engine.scheduler import Busy
 from weir.serve.messages import StrayResult
 from weir.serve.prompts import PromptRenderer
-from weir.serve.worker import RATE, Turns, WaitingCall, Worker, WorkerProcess
+from weir.serve.worker import RATE, CallQueue, WaitingCall, Worker, WorkerProcess
 from weir.stream import PromptTooLong
 from weir_bench.serving.attackers import CHAT, IMPORT, RESPONSE, make_bodies
 
@@ -209,7 +209,7 @@ class Calls:
     """Calls that wait for a process, which do nothing but note who has one."""
 
     def __init__(self, processes: int) -> None:
-        self.turns = Turns([object()] * processes)
+        self.queue = CallQueue([object()] * processes)
         self.order: list[str] = []
         self.most = 0
         self._working = 0
@@ -222,7 +222,7 @@ class Calls:
         for number, thread in enumerate(threads, 1):
             thread.start()
             until = time.monotonic() + 10
-            while len(self.turns._waiting) + len(self.order) < number:
+            while len(self.queue._waiting) + len(self.order) < number:
                 assert time.monotonic() < until
                 time.sleep(0.001)
         self._go_on.set()
@@ -231,7 +231,7 @@ class Calls:
             assert not thread.is_alive()
 
     def _call(self, holder: str, size: int) -> None:
-        with self.turns.take(holder, size):
+        with self.queue.take(holder, size):
             with self._lock:
                 self.order.append(f"{holder}{size}")
                 self._working += 1
@@ -248,10 +248,10 @@ def test_clients_take_turns_and_a_small_call_goes_first():
 
 
 def test_a_large_call_does_not_wait_for_ever_behind_small_ones():
-    turns = Turns([object()])
+    queue = CallQueue([object()])
     early, late = WaitingCall("a", 0.0 + 2_000_000 / RATE), WaitingCall("a", 3.0 + 10 / RATE)
-    turns._waiting = [late, early]
-    assert turns._next() is early
+    queue._waiting = [late, early]
+    assert queue._next() is early
 
 
 def test_a_client_has_one_process_and_leaves_the_other_to_everybody_else():
@@ -265,19 +265,19 @@ def test_a_client_has_one_process_and_leaves_the_other_to_everybody_else():
 
 
 def test_nobody_waits_for_processes_that_have_ended():
-    turns = Turns([])
+    queue = CallQueue([])
     failed: list[Exception] = []
 
     def wait() -> None:
         try:
-            with turns.take("a", 1):
+            with queue.take("a", 1):
                 pass
         except Busy as error:
             failed.append(error)
 
     thread = threading.Thread(target=wait)
     thread.start()
-    turns.close()
+    queue.close()
     thread.join(10)
     assert not thread.is_alive()
     assert "ending" in str(failed[0])

@@ -109,7 +109,7 @@ class Handle:
         return Handle(self._worker, self.call(function, *given))
 
 
-class Turns:
+class CallQueue:
     """Decides whose call is next.
 
     A client has one process at a time, so that there is another one for everybody else. Clients
@@ -132,11 +132,11 @@ class Turns:
     @contextlib.contextmanager
     def take(self, holder: str, size: int) -> Iterator[WorkerOfMany]:
         """Wait for a process for a call with so many bytes; Busy if there will be none."""
-        turn = WaitingCall(holder, time.monotonic() + size / RATE)
+        call = WaitingCall(holder, time.monotonic() + size / RATE)
         with self._changed:
-            self._waiting.append(turn)
-            self._changed.wait_for(lambda: self._is_closed or (self._free and self._next() is turn))
-            self._waiting.remove(turn)
+            self._waiting.append(call)
+            self._changed.wait_for(lambda: self._is_closed or (self._free and self._next() is call))
+            self._waiting.remove(call)
             if self._is_closed:
                 raise Busy("the server is ending")
             process = self._free.pop()
@@ -161,7 +161,7 @@ class Turns:
             self._changed.notify_all()
 
     def _next(self) -> WaitingCall | None:
-        able = (turn for turn in self._waiting if turn.holder not in self._working)
+        able = (call for call in self._waiting if call.holder not in self._working)
         return min(able, key=lambda one: (self._served.get(one.holder, 0), one.due), default=None)
 
 
@@ -189,7 +189,7 @@ class WorkerProcess(Worker):
         self._processes: list[WorkerOfMany] = []
         for _ in range(processes):
             self._processes.append(WorkerOfMany(method, [one.pipe for one in self._processes]))
-        self._turns = Turns(self._processes)
+        self._queue = CallQueue(self._processes)
 
     def open(self, given: Any) -> None:
         """Say what functions get before what they are called with."""
@@ -205,7 +205,7 @@ class WorkerProcess(Worker):
         """
         data, buffers = _pack(function, given)
         size = len(data) + sum(buffer.raw().nbytes for buffer in buffers)
-        with self._turns.take(holder_of_call.get(), size) as process:
+        with self._queue.take(holder_of_call.get(), size) as process:
             answer = process.ask(data, buffers)
         return _value_of(answer)
 
@@ -224,7 +224,7 @@ class WorkerProcess(Worker):
 
     def close(self) -> None:
         """End the processes."""
-        self._turns.close()
+        self._queue.close()
         for process in self._processes:
             process.close()
 
