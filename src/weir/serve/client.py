@@ -19,8 +19,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from weir.cache import holding_in
 from weir.errors import WeirError, quote
 from weir.models import StopTokens, sink_of, transformers_model
 from weir.policies import pinned_slots
@@ -40,7 +42,7 @@ from weir.serve.engine.output import (
 from weir.serve.engine.sampler import Sampler, SamplingParams, read_defaults
 from weir.serve.engine.scheduler import Busy
 from weir.serve.engine.sequence import Sequence, Stage
-from weir.serve.forgotten import describe_forgotten
+from weir.serve.forgotten import describe_forgotten, tell_forgotten
 from weir.serve.limits import Limits
 from weir.serve.messages import Message, ResultPlace, call_id, hash_prefixes
 from weir.serve.prompts import Prompt, PromptMatcher, PromptRenderer
@@ -451,7 +453,7 @@ class EngineClient:
             queue,
             self._sender,
             partial(self._trim, prompt),
-            partial(describe_forgotten, self.store, prompt.owner, parent),
+            partial(self._describe_lost, prompt, name),
         )
         constraint: GrammarConstraint | AfterThoughts | None = None
         if request.constraint:
@@ -719,6 +721,27 @@ class EngineClient:
         found = outputs[back - 1]
         self._drop_output(context.prompt.owner, found)
         return f"Dropped: {found.place.stop - found.place.start} tokens."
+
+    def _describe_lost(self, prompt: Prompt, name: str, held: Tensor) -> list[dict[str, Any]]:
+        """Describe the turns that have lost tokens by the end of one, which is saved by now."""
+        node: str | None = name
+        if prompt.session is None:
+            node = None if prompt.parent is None else prompt.parent.node
+        return describe_forgotten(self.store, prompt.owner, node, held)
+
+    def tell_forgotten(self, record: TurnRecord) -> str:
+        """Write a note for the model that says what has left the cache by the end of a turn; empty
+        if nothing has, or if the turn's state is not kept.
+        """
+        if not record.usage.get("forgotten"):
+            return ""
+        try:
+            holding = holding_in(self.engine.cache.plans, self.store.load(record.node).state)
+        except WeirError:
+            return ""
+        held = holding.token.unique()
+        turns = describe_forgotten(self.store, record.owner, record.node, held)
+        return tell_forgotten(turns, holding.seen - len(held))
 
     def prompt_of(self, sequence: Sequence) -> Prompt:
         """The prompt of a sequence under way."""
