@@ -722,12 +722,14 @@ class EngineClient:
         self._drop_output(context.prompt.owner, found)
         return f"Dropped: {found.place.stop - found.place.start} tokens."
 
-    def _describe_lost(self, prompt: Prompt, name: str, held: Tensor) -> list[dict[str, Any]]:
+    def _describe_lost(
+        self, prompt: Prompt, name: str, held: Tensor, read: int
+    ) -> list[dict[str, Any]]:
         """Describe the turns that have lost tokens by the end of one, which is saved by now."""
         node: str | None = name
         if prompt.session is None:
             node = None if prompt.parent is None else prompt.parent.node
-        return describe_forgotten(self.store, prompt.owner, node, held)
+        return describe_forgotten(self.store, prompt.owner, node, held, read)
 
     def tell_forgotten(self, record: TurnRecord) -> str:
         """Write a note for the model that says what has left the cache by the end of a turn; empty
@@ -740,7 +742,7 @@ class EngineClient:
         except WeirError:
             return ""
         held = holding.token.unique()
-        turns = describe_forgotten(self.store, record.owner, record.node, held)
+        turns = describe_forgotten(self.store, record.owner, record.node, held, holding.seen)
         return tell_forgotten(turns, holding.seen - len(held))
 
     def prompt_of(self, sequence: Sequence) -> Prompt:
