@@ -113,7 +113,7 @@ class CannotDrop(WeirError):
 
 
 @dataclass(frozen=True)
-class Output:
+class ToolOutput:
     """An output of a tool that a stream has read, and where its tokens are."""
 
     call: str
@@ -658,7 +658,7 @@ class EngineClient:
             raise NoOutput(call)
         # It was dropped, or there are more outputs than are listed.
         again = places[0].chain in self.store.dropped_chains(owner)
-        self._drop_output(owner, Output(call, places[0]))
+        self._drop_output(owner, ToolOutput(call, places[0]))
         return DroppedOutput(call, places[0].stop - places[0].start, again=again)
 
     def check_drops(self) -> None:
@@ -671,7 +671,7 @@ class EngineClient:
                 "weir"
             )
 
-    def list_outputs(self, owner: str, session: str) -> tuple[list[Output], Sequence | None]:
+    def list_outputs(self, owner: str, session: str) -> tuple[list[ToolOutput], Sequence | None]:
         """List the outputs of tools in a session that were read and not dropped, the newest first,
         and the sequence of the session that runs; UnknownSession if there is neither.
         """
@@ -683,20 +683,20 @@ class EngineClient:
             raise UnknownSession
         return self._known_outputs(owner, found.head), None
 
-    def _outputs_of(self, prompt: Prompt) -> list[Output]:
+    def _outputs_of(self, prompt: Prompt) -> list[ToolOutput]:
         """The outputs before an answer, the newest first."""
         dropped = self.store.dropped_chains(prompt.owner)
         own = [(one.result or "", one.where) for one in reversed(prompt.messages) if one.where]
-        new = [Output(call, place) for call, place in own if place.chain not in dropped]
+        new = [ToolOutput(call, place) for call, place in own if place.chain not in dropped]
         node = None if prompt.parent is None else prompt.parent.node
         return new if node is None else [*new, *self._known_outputs(prompt.owner, node)]
 
-    def _known_outputs(self, owner: str, node: str) -> list[Output]:
+    def _known_outputs(self, owner: str, node: str) -> list[ToolOutput]:
         dropped = self.store.dropped_chains(owner)
         found = self.store.list_results(owner, node)
-        return [Output(call, place) for call, place in found if place.chain not in dropped]
+        return [ToolOutput(call, place) for call, place in found if place.chain not in dropped]
 
-    def _drop_output(self, owner: str, output: Output) -> None:
+    def _drop_output(self, owner: str, output: ToolOutput) -> None:
         """Drop an output now, from the rows of all answers under way that have read it, too."""
         self.check_drops()
         place = output.place
