@@ -26,7 +26,7 @@ from weir.serve.api.schemas.responses import (
     ConversationBody,
     ItemsBody,
     MetadataBody,
-    SkippedItem,
+    items_of,
     result_param,
 )
 from weir.serve.client import EngineClient
@@ -42,7 +42,7 @@ PATH = "/v1/conversations/{name}"
 async def create(request: Request, client: Client, owner: Owner) -> dict[str, Any]:
     """Create a conversation."""
     body = await read_body(request, ConversationBody, owner)
-    items = [item.item() for item in body.items or () if not isinstance(item, SkippedItem)]
+    items = items_of(body.items or ())
     _check_results(items)
     create = client.responses.create_conversation
     return conversation_object(await run_in_thread(create, owner, body.metadata or {}, items))
@@ -87,7 +87,7 @@ async def add(name: str, request: Request, client: Client, owner: Owner) -> dict
     """Add items to a conversation, for the next response to process."""
     body = await read_body(request, ItemsBody, owner)
     await _lock(request, client, owner, name)
-    made = [item.item() for item in body.items if not isinstance(item, SkippedItem)]
+    made = items_of(body.items)
     if any(one["type"] == "function_call_output" for one in made):
         _check_results(made, await asyncio.to_thread(client.responses.list_items, owner, name))
     await run_in_thread(client.responses.add_items, owner, name, made)

@@ -164,9 +164,11 @@ class WeirOptions(Strict):
 
     `tools` are tools of the server that the model may call. The server executes such a call within
     the answer. `drop` has the ids of calls whose outputs are dropped before the answer.
+    `tell_forgotten` lets the model read a note that says what has left its cache.
     """
 
     tools: Annotated[ListOf[Name], Field(max_length=16)] | None = None
+    tell_forgotten: bool | None = None
     drop: (
         Annotated[
             ListOf[Annotated[str, StringConstraints(min_length=1, max_length=256)]],
@@ -297,6 +299,11 @@ class GenerationBody(Strict):
     def note(self, what: str) -> None:
         """Name something in the warning that is not done as the client asks."""
         self._notes.append(what)
+
+    @property
+    def tells_forgotten(self) -> bool:
+        """Whether the model is told what it has forgotten."""
+        return self.weir is not None and bool(self.weir.tell_forgotten)
 
     @property
     def drops(self) -> list[str]:
