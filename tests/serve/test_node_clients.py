@@ -1,8 +1,8 @@
 """Clients of Node against a server with nano: SDKs, and the agents Codex, Claude Code and opencode.
 
-They are skipped where they are not installed. To install them, at the versions of
-clients/package.json: `npm install --prefix tests/serve/clients`. `WEIR_NODE_CLIENTS` names another
-folder that has them. The agents run as docs/agents.md says, whose lines are used here.
+They are skipped where they are not installed. `make clients` installs them, at the versions of
+clients/package.json. `WEIR_NODE_CLIENTS` names another folder that has them. The agents run as
+docs/agents.md says, whose lines are used here.
 
 nano's answers mean nothing, and its window of 512 tokens is shorter than any agent's prompt. What
 is tested is that every request is answered in a form that the client accepts, and that nothing is
@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -29,8 +30,11 @@ from weir.loading.loader import ASSETS
 from weir.serve import Engine, EngineClient, Limits, ResponseStore, SessionStore
 
 HERE = Path(__file__).parent / "clients"
-FOLDER = Path(os.environ.get("WEIR_NODE_CLIENTS") or HERE)
-VERSIONS = json.loads((HERE / "package.json").read_text("utf-8"))["dependencies"]
+sys.path.insert(0, str(HERE))
+
+from environments import NODE as FOLDER  # noqa: E402
+from environments import missing_node  # noqa: E402
+
 PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text("utf-8")
 
 pytestmark = [
@@ -56,12 +60,8 @@ SDKS = {
 
 def needs(package: str) -> None:
     """Skip a test whose package is not installed at its version."""
-    found = FOLDER / "node_modules" / package / "package.json"
-    if not found.exists():
-        pytest.skip(f"{package} is not installed: npm install --prefix tests/serve/clients")
-    version = json.loads(found.read_text("utf-8"))["version"]
-    if version != VERSIONS[package]:
-        pytest.skip(f"{package} {version} is installed, and {VERSIONS[package]} is tested")
+    if missing := missing_node(package):
+        pytest.skip(missing)
 
 
 @pytest.fixture(scope="module")
