@@ -451,6 +451,23 @@ class ChatBody(CompletionBody):
     tools: Annotated[ListOf[AnyTool], Field(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_end(self) -> Self:
+        """Accept what other servers call the beginning of an answer where it is done anyway."""
+        continues = self.messages[-1].role == "assistant"
+        for name, asked in (
+            ("continue_final_message", self.continue_final_message),
+            ("add_generation_prompt", _opposite(self.add_generation_prompt)),
+        ):
+            if asked is not None and asked != continues:
+                raise unsupported(
+                    f"{name} asks for something else than is done: an assistant's message at the "
+                    "end is continued, and any other is answered; leave it out"
+                )
+        return self
 
     @property
     def skipped(self) -> list[str]:
@@ -502,6 +519,10 @@ class TextBody(CompletionBody):
         prompt: Any = self.prompt
         one: str | list[int] = prompt if isinstance(prompt, str) or _is_ids(prompt) else prompt[0]
         return one
+
+
+def _opposite(value: bool | None) -> bool | None:
+    return None if value is None else not value
 
 
 def _is_ids(prompt: list[Any]) -> bool:
