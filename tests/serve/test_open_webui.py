@@ -26,7 +26,10 @@ HEADERS = {
     "X-OpenWebUI-Chat-Id": "5f6c1d30-0000-4000-8000-000000000000",
     "X-OpenWebUI-Auth-Type": "jwt",
 }
-TASK = "### Task:\nGenerate a concise, 3-5 word title.\n### Chat History:\n<chat_history>\n{}\n</chat_history>"
+TASK = (
+    "### Task:\nGenerate a concise, 3-5 word title.\n"
+    "### Chat History:\n<chat_history>\n{}\n</chat_history>"
+)
 TOOL = {
     "type": "function",
     "function": {

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 import time
@@ -30,6 +31,7 @@ from weir.models.loading import ASSETS
 from weir.serve import Engine, EngineClient, Limits, ResponseStore, SessionStore
 
 HERE = Path(__file__).parent / "clients"
+PAGE = (Path(__file__).parents[2] / "docs" / "clients.md").read_text("utf-8")
 sys.path.insert(0, str(HERE))
 
 from environments import PYTHON, VERSIONS, missing_python, python_of  # noqa: E402
@@ -192,6 +194,25 @@ def test_a_client_holds_a_conversation(name: str, relay: Relay, log: ReadTokens)
     assert calls
     if not said["rewrites"]:
         check_reading(calls, log, new=40)
+
+
+def test_llm_continues_its_conversation(relay: Relay, log: ReadTokens, tmp_path: Path) -> None:
+    """Of the command line, with the lines of docs/clients.md."""
+    needs("llm")
+    text = PAGE.split("\n## llm\n")[1].split("```yaml\n")[1].split("```")[0]
+    models = text.replace("http://127.0.0.1:8000", relay.url)
+    (tmp_path / "extra-openai-models.yaml").write_text(models, "utf-8")
+    environment = {**os.environ, "LLM_USER_PATH": str(tmp_path)}
+    relay.exchanges.append(Exchange("/mark/fresh", {}, 204, "", ""))
+    for given in (["-m", "weir", "Prince Andrew went to the"], ["-c", "In winter he was a"]):
+        for more in ([], ["--no-stream"]):
+            if more and given[0] == "-m":
+                continue
+            run = [str(python_of("llm")), "-m", "llm", *more, *given]
+            subprocess.run(run, env=environment, check=True, timeout=300, capture_output=True)
+    (talk,) = histories(relay.take_all())
+    assert [one.status for one in talk] == [200] * 3
+    check_reading(talk, log, new=10)
 
 
 def test_every_client_has_its_version() -> None:
