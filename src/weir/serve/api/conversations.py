@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Request, Response
 
 from weir.errors import quote
 from weir.serve.api.dependencies import (
@@ -19,9 +19,11 @@ from weir.serve.api.dependencies import (
     run_in_thread,
 )
 from weir.serve.api.errors import APIError
+from weir.serve.api.generation import warn
 from weir.serve.api.openapi import describe_body
 from weir.serve.api.requests import read_body
 from weir.serve.api.responses import lock
+from weir.serve.api.schemas.base import unknown_fields
 from weir.serve.api.schemas.responses import (
     ConversationBody,
     ItemsBody,
@@ -39,9 +41,12 @@ PATH = "/v1/conversations/{name}"
 
 
 @router.post("/v1/conversations", openapi_extra=describe_body(ConversationBody))
-async def create(request: Request, client: Client, owner: Owner) -> dict[str, Any]:
+async def create(
+    request: Request, response: Response, client: Client, owner: Owner
+) -> dict[str, Any]:
     """Create a conversation."""
     body = await read_body(request, ConversationBody, owner)
+    response.headers.update(warn(request, [*unknown_fields(body.items, "items")]))
     items = items_of(body.items or ())
     _check_results(items)
     create = client.responses.create_conversation
@@ -83,9 +88,12 @@ async def items(
 
 
 @router.post(PATH + "/items", openapi_extra=describe_body(ItemsBody))
-async def add(name: str, request: Request, client: Client, owner: Owner) -> dict[str, Any]:
+async def add(
+    name: str, request: Request, response: Response, client: Client, owner: Owner
+) -> dict[str, Any]:
     """Add items to a conversation, for the next response to process."""
     body = await read_body(request, ItemsBody, owner)
+    response.headers.update(warn(request, [*unknown_fields(body.items, "items")]))
     await _lock(request, client, owner, name)
     made = items_of(body.items)
     if any(one["type"] == "function_call_output" for one in made):

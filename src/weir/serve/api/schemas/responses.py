@@ -23,6 +23,7 @@ from weir.serve.api.schemas.base import (
     ListOf,
     Noted,
     Only,
+    Skipped,
     Strict,
     Whole,
     bounded_dict,
@@ -73,7 +74,7 @@ AnyItemPart = Annotated[
 
 
 class MessageItem(Lenient):
-    """A message. Unknown fields are ignored, so that output items can be sent back."""
+    """A message."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -255,7 +256,7 @@ class CompactionItem(Lenient):
         return {"type": "compaction", "turn": self.encrypted_content.removeprefix(COMPACTED)}
 
 
-class SkippedItem(Lenient):
+class SkippedItem(Skipped):
     """An item that can be left out: thoughts, and searches whose results are in the answer."""
 
     type: Annotated[str, StringConstraints(max_length=64)]
@@ -494,6 +495,8 @@ class ResponseBody(GenerationBody):
         included = [f"include ({show_name(one)})" for one in self.include or () if one != LOGPROBS]
         if self.text is not None and self.text.verbosity is not None:
             included.append("text.verbosity")
+        if self.text is not None and self.text.format is not None and self.text.format.description:
+            included.append("text.format.description")
         if self.reasoning is not None:
             included += self.reasoning.skipped_in("reasoning")
         return [*super().skipped, *skipped_tools(self.tools), *included]
