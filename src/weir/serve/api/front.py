@@ -287,6 +287,7 @@ class Link:
                 continue
             if isinstance(event, h11.ConnectionClosed):
                 raise ConnectionResetError
+            assert isinstance(event, h11.Event)  # PAUSED is only for servers
             yield event
             if isinstance(event, h11.EndOfMessage):
                 return
