@@ -112,7 +112,7 @@ VERSION_TESTS ?= \
 	tests/cache/test_model_sinks.py tests/models/test_head_facts.py tests/models/test_model_spec.py \
 	tests/cache/test_row_states.py tests/cache/test_cache.py tests/stream/test_stream.py \
 	tests/models/test_cache_name.py tests/models/test_hooks.py \
-	tests/cache/test_compiled.py $(wildcard tests/loading/test_*.py) \
+	tests/models/test_compiled_step.py $(wildcard tests/loading/test_*.py) \
 	$(wildcard tests/models/test_gguf*.py) tests/native/test_native_engine.py \
 	tests/native/test_native_families.py tests/native/test_check.py tests/native/test_proof.py
 

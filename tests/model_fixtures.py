@@ -21,7 +21,7 @@ from reference.naive import VOCABULARY, Naive, make_llama, pipe_of, recent_of, s
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import weir
-from weir.models import compiling
+from weir.models import notices as written
 
 
 @pytest.fixture(scope="session")
@@ -60,8 +60,8 @@ def notices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     still run in a thread of an earlier test, puts back the one that it found there.
     """
     said: list[str] = []
-    monkeypatch.setattr(compiling, "say", said.append)
-    monkeypatch.setattr(compiling, "_SAID", set())
+    monkeypatch.setattr(written, "write", said.append)
+    monkeypatch.setattr(written, "_SAID", set())
     return said
 
 

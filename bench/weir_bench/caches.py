@@ -175,7 +175,7 @@ def full_compiled(
 ) -> Weir | None:
     """As `full`, with compiled steps, of which one has been made; None where none can be."""
     setting.say(f"compiling a step of {policy}")
-    compile_steps(model, strict=True, backend=setting.sizes.backend)
+    compile_steps(model, strict=True)
     cache = full(setting, model, policy, slots, more)
     try:
         with torch.no_grad():

@@ -7,11 +7,12 @@ from itertools import chain
 
 import pytest
 import torch
+from engines import compiled
 from reference.naive import VOCABULARY, make_llama
 from roundings import close_runs
 
 import weir
-from weir import StreamingCache, WeirError, compile_steps
+from weir import StreamingCache, WeirError
 from weir.pools import Marks
 
 CHUNK, N, SINKS, RECENT, HEADER = 4, 8, 2, 10, 3
@@ -115,13 +116,11 @@ def test_rows_keep_what_a_loop_over_lists_keeps():
 def test_a_compiled_step_sees_the_same():
     usual = StreamingCache(MODEL, POLICY, chunk=CHUNK, batch=len(BEGINNINGS))
     rows = talk(usual)
-    compile_steps(MODEL, backend="eager")
-    try:
-        compiled = StreamingCache(MODEL, POLICY, chunk=CHUNK, batch=len(BEGINNINGS))
-        again = talk(compiled)
-        last = feed(compiled, again, [1] * len(again))
-    finally:
-        compile_steps(MODEL, on=False)
+    with compiled(MODEL) as taken:
+        cache = StreamingCache(MODEL, POLICY, chunk=CHUNK, batch=len(BEGINNINGS))
+        again = talk(cache)
+        last = feed(cache, again, [1] * len(again))
+    assert taken
     close_runs(last, feed(usual, rows, [1] * len(rows)), MODEL)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import compiled
 from model_runs import fed
 from reference.models import make, tokens
 from reference.naive import make_llama
@@ -156,16 +157,12 @@ def test_images_on_three_axes(lossless, name, pipe):
 @pytest.mark.slow
 def test_compiled_steps(llama, ids, lossless, pipe):
     text = ids(2, 60)
-    usual, compiled = (StreamingCache(llama, pipe, chunk=CHUNK) for _ in range(2))
+    usual, other = (StreamingCache(llama, pipe, chunk=CHUNK) for _ in range(2))
     wanted = fed(llama, usual, text, [40, *[1] * 20])
-    torch.compiler.reset()
-    weir.compile_steps(llama, backend="eager")
-    try:
-        close_runs(fed(llama, compiled, text, [40, *[1] * 20]), wanted, llama)
-    finally:
-        weir.compile_steps(llama, on=False)
-        torch.compiler.reset()
-    check_same(usual, compiled, llama)
+    with compiled(llama) as taken:
+        close_runs(fed(llama, other, text, [40, *[1] * 20]), wanted, llama)
+    assert len(taken) == 20
+    check_same(usual, other, llama)
 
 
 # --- what is lost, and when

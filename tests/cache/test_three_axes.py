@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import compiled
 from reference.heavy import heavy_of
 from reference.models import shared
 from reference.naive import pipe_of, recent_of, sink_of
@@ -26,7 +27,7 @@ from roundings import close_runs
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from weir import Stream, StreamingCache, WeirError, compile_steps
+from weir import Stream, StreamingCache, WeirError
 from weir.models import embed, offsets
 
 pytestmark = pytest.mark.thinned(4, least=2)
@@ -282,12 +283,9 @@ def test_compiled_steps_after_images() -> None:
         return torch.cat(parts, dim=1)
 
     usual = read()
-    compile_steps(model, backend="eager")
-    try:
+    with compiled(model) as taken:
         close_runs(read(), usual, model)
-    finally:
-        compile_steps(model, on=False)
-        torch.compiler.reset()
+    assert taken
 
 
 def test_models_with_one_axis_and_policies_that_move_nothing_pay_nothing() -> None:

@@ -435,7 +435,7 @@ def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(model, tmp_path):
 
 def test_steps_are_native_and_compiled_if_that_is_asked_for(chat, monkeypatch):
     asked: list[object] = []
-    monkeypatch.setattr(weir.models, "compile_steps", lambda model, **given: asked.append(given))
+    monkeypatch.setattr(weir.native, "compile_steps", lambda model, **given: asked.append(given))
     chat("Hello")
     assert chat("Hello", words=("--compile",)).code == 0
     assert asked == [{"torch_compile": compiled, "strict": False} for compiled in (False, True)]

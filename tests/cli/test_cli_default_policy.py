@@ -137,7 +137,7 @@ def test_a_server_takes_native_steps_unless_answers_are_to_be_the_same(
     capsys, measured, monkeypatch
 ):
     asked: list[object] = []
-    monkeypatch.setattr(weir.models, "compile_steps", lambda model, **given: asked.append(given))
+    monkeypatch.setattr(weir.native, "compile_steps", lambda model, **given: asked.append(given))
     monkeypatch.setattr("weir.serve.api.run_app", lambda *given: None)
     # Its handler would outlive what `capsys` has put in the place of standard error.
     monkeypatch.setattr("weir.serve.api.log_json", lambda: None)

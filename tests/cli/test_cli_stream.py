@@ -286,7 +286,7 @@ def test_steps_are_compiled_and_a_token_is_read_in_each(capsys, monkeypatch, mod
         read.append(ids.shape[1])
         return own(stream, ids)
 
-    monkeypatch.setattr(weir.models, "compile_steps", lambda model, **_: compiled.append(model))
+    monkeypatch.setattr(weir.native, "compile_steps", lambda model, **_: compiled.append(model))
     monkeypatch.setattr(weir.Stream, "score", score)
     words = ("stream", "--text", text, "--model", model, "--tokens", 8, "--policy", SMALL, "--json")
     plain, in_steps = run(capsys, *words), run(capsys, *words, "--compile")

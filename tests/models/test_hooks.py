@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import compiled
 from reference.models import make, tokens
 from roundings import close_runs
 from torch import Tensor, nn
@@ -23,7 +24,6 @@ from transformers import DynamicCache, PreTrainedModel
 
 import weir
 from weir import Stream, StreamingCache, WeirError
-from weir.models.compiling import Compiling
 
 pytestmark = pytest.mark.thinned(3, least=2)
 
@@ -258,13 +258,10 @@ def test_a_cache_made_during_a_call_reads_the_model_and_not_the_call() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_steps_in_threads(monkeypatch) -> None:
-    monkeypatch.setattr(Compiling, "wait", True)
+def test_compiled_steps_in_threads() -> None:
     model, ids = make("llama"), tokens(1, 50)
     usual = stepped(model, ids)
-    torch.compiler.reset()
-    weir.compile_steps(model, backend="eager")
-    try:
+    with compiled(model):
         alone = stepped(model, ids)
         torch.compiler.reset()
         found = together(
@@ -273,19 +270,16 @@ def test_compiled_steps_in_threads(monkeypatch) -> None:
         for answer in found[:2]:
             assert torch.equal(answer, alone)
         close_runs(alone, usual, model)
-    finally:
-        weir.compile_steps(model, on=False)
-        torch.compiler.reset()
 
 
 @pytest.mark.slow
-def test_compiling_is_switched_on_and_off_while_a_thread_runs() -> None:
+def test_the_engine_is_switched_on_and_off_while_a_thread_runs() -> None:
     model, ids = make("llama"), tokens(1, 36)
     usual, done = stepped(model, ids), threading.Event()
 
     def switch() -> None:
         while not done.is_set():
-            weir.compile_steps(model, backend="eager")
+            weir.compile_steps(model)
             done.wait(0.01)  # a step or two, else nothing but compiling would be done
             weir.compile_steps(model, on=False)
 
@@ -295,12 +289,10 @@ def test_compiling_is_switched_on_and_off_while_a_thread_runs() -> None:
         finally:
             done.set()
 
-    torch.compiler.reset()
     try:
         close_runs(together(run, switch)[0], usual, model)
     finally:
         weir.compile_steps(model, on=False)
-        torch.compiler.reset()
 
 
 def test_weights_are_moved_when_no_call_reads_them(monkeypatch) -> None:

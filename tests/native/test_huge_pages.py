@@ -44,7 +44,7 @@ def offered(monkeypatch, tmp_path):
 def choose(offered, monkeypatch, tmp_path):
     """`choose_products` where there is a kernel, which is never the faster."""
     monkeypatch.setattr(dispatch, "linear", lambda device: nn.functional.linear)
-    monkeypatch.setattr(linear_kernels, "_gains", lambda *_: (0.5, 0.5))
+    monkeypatch.setattr(linear_kernels, "_gain", lambda *_: 0.5)
     return partial(linear_kernels.choose_products, remembered=tmp_path / "products.json")
 
 

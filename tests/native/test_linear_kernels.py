@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from roundings import off, within
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
@@ -19,10 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import weir
 from weir import kernels
 from weir.native import dispatch, linear_kernels
-from weir.native.linear_kernels import LOOPED, ROWS, choose_products
-
-PRODUCTS = [*ROWS, *(rows for rows in ROWS if rows <= LOOPED)]
-"""Of a shape, those that are called and those in a loop."""
+from weir.native.linear_kernels import ROWS, choose_products
 
 
 @dataclass
@@ -45,14 +41,14 @@ def kernel(monkeypatch):
 
 @pytest.fixture
 def gains(monkeypatch):
-    """What timings find, by rows, and of loops by "loop"; and how many there were."""
-    found = {**dict.fromkeys(ROWS, 2.0), "loop": 2.0, "timed": 0}
+    """What timings find, by rows; and how many there were."""
+    found = {**dict.fromkeys(ROWS, 2.0), "timed": 0}
 
     def timed(modules, rows, kernel):
         found["timed"] += 1
-        return found[rows], found["loop"]
+        return found[rows]
 
-    monkeypatch.setattr(linear_kernels, "_gains", timed)
+    monkeypatch.setattr(linear_kernels, "_gain", timed)
     return found
 
 
@@ -79,7 +75,7 @@ def test_rows_go_the_way_of_the_next_larger_number_that_was_timed(layer, kernel,
     gains.update({1: 2.0, 2: 1.0, 4: 1.06, 8: 1.04, 16: 1.0, 32: 1.5})
     told = choose_products(layer, remembered=file)
     assert told["float32 4 x [6, 8] + bias"] == 1.06
-    assert len(told) == len(PRODUCTS)
+    assert len(told) == len(ROWS)
     there = [rows for rows in (*range(1, 40), 100) if through(layer, kernel, rows)]
     assert there == [1, 3, 4, *range(17, 33)]
     assert not through(layer, kernel, 0)
@@ -99,55 +95,6 @@ def test_all_else_goes_the_usual_way(layer, kernel, gains, file):
     assert len(kernel.rows) == 1
     with pytest.raises(RuntimeError, match="dtype"):
         through(layer, kernel, 1, torch.bfloat16)
-
-
-@pytest.fixture
-def compiled(layer, monkeypatch):
-    """The layer in one graph, and how many rows each loop in it has."""
-    rows, own = [], linear_kernels.in_a_loop
-
-    def noting(x, *others):
-        rows.append(x.numel() // x.shape[-1])
-        return own(x, *others)
-
-    monkeypatch.setattr(linear_kernels, "in_a_loop", noting)
-    torch.compiler.reset()
-    yield torch.compile(layer, backend="eager", fullgraph=True, dynamic=False), rows
-    torch.compiler.reset()
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_compiled_step_of_few_rows_is_a_loop(layer, kernel, gains, file, compiled, dtype):
-    layer.to(dtype)
-    gains.update(dict.fromkeys(ROWS, 1.0))  # whatever is true of calls
-    choose_products(layer, remembered=file)
-    step, loops = compiled
-    for rows in (1, LOOPED):
-        x = torch.randn(rows, 1, 8, dtype=dtype)
-        wanted = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
-        found = step(x)
-        assert found.dtype == dtype
-        # A sum of nine terms, and one rounding more of what it comes to.
-        size = float(x.double().abs().max() * layer.weight.double().abs().sum(1).max()) + 1
-        within(found, wanted, (off(9) + torch.finfo(dtype).eps / 2) * size)
-        assert set(loops) == {rows}
-        loops.clear()
-    assert not kernel.rows
-
-
-@torch.no_grad()
-def test_a_compiled_step_of_more_rows_calls_the_kernel(layer, kernel, gains, file, compiled):
-    gains["loop"] = 1.0
-    choose_products(layer, remembered=file)
-    step, loops = compiled
-    x = torch.randn(LOOPED + 1, 1, 8)
-    assert torch.equal(step(x), kernel(x, layer.weight, layer.bias))
-    assert kernel.rows == [LOOPED + 1] * 2
-    step(torch.randn(1, 1, 8))  # neither: a call in a graph is nothing that was timed
-    step(torch.randn(1, LOOPED + 1, 8))  # a prompt
-    assert len(kernel.rows) == 2
-    assert not loops
 
 
 def test_weights_may_change_move_and_turn_into_others(layer, kernel, gains, file):
@@ -251,7 +198,7 @@ def test_a_timing_draws_nothing_from_the_global_generator():
     modules = [nn.Linear(8, 6)]
     before = torch.get_rng_state()
     with torch.no_grad():
-        linear_kernels._gains(modules, 1, nn.functional.linear)
+        linear_kernels._gain(modules, 1, nn.functional.linear)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -267,7 +214,7 @@ def test_layers_of_others_are_left_as_they_are(kernel, gains, file):
     model = nn.Sequential(
         Another(8, 8), changed, double, turned, nn.Conv1d(1, 1, 1), nn.Linear(0, 4), tied
     )
-    assert len(choose_products(model, remembered=file)) == len(PRODUCTS)  # of the one that can
+    assert len(choose_products(model, remembered=file)) == len(ROWS)  # of the one that can
     for each in (model[0], changed, turned):
         assert not through(each, kernel, 1)
     assert through(tied, kernel, 1)
@@ -339,8 +286,8 @@ def test_the_smallest_weights_take_no_longer_to_time_than_others(monkeypatch):
         calls += 1
 
     monkeypatch.setattr(nn.functional, "linear", counted)
-    linear_kernels._gains([nn.Linear(3, 3)], 1, counted)
-    assert calls <= 3 * (1 + linear_kernels.CALLS * linear_kernels.ROUNDS.stop)
+    linear_kernels._gain([nn.Linear(3, 3)], 1, counted)
+    assert calls <= 2 * (1 + linear_kernels.CALLS * linear_kernels.ROUNDS.stop)
 
 
 def test_what_is_no_model_is_refused():
@@ -348,14 +295,14 @@ def test_what_is_no_model_is_refused():
         choose_products("nano")
 
 
-def test_of_a_timing_the_shortest_rounds_count_and_a_loop_is_without_the_call(monkeypatch):
+def test_of_a_timing_the_shortest_rounds_count(monkeypatch):
     clock, calls = 0.0, 0
 
     def way(takes):
         def multiply(x, weight, bias):
             nonlocal clock, calls
             calls += 1
-            disturbed = 10 if calls % 2 else 1
+            disturbed = 10 if (calls - 1) // 2 % 2 else 1  # every other round
             clock += disturbed * takes(weight.numel() / modules[0].weight.numel())
 
         return multiply
@@ -363,9 +310,7 @@ def test_of_a_timing_the_shortest_rounds_count_and_a_loop_is_without_the_call(mo
     modules = [nn.Linear(2048, 1024)]  # so large that a round reads it once
     monkeypatch.setattr(linear_kernels, "time", SimpleNamespace(perf_counter=lambda: clock))
     monkeypatch.setattr(nn.functional, "linear", way(lambda part: 4.0))
-    call, loop = linear_kernels._gains(modules, 2, way(lambda part: 1.0 + part))
-    assert call == 4.0 / 2.0
-    assert loop == round(4.0 / (1.0 - 1 / 1024), 3)
+    assert linear_kernels._gain(modules, 2, way(lambda part: 1.0 + part)) == 4.0 / 2.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -410,4 +355,4 @@ def test_what_else_a_machine_does_is_not_counted(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(nn.functional, "linear", usual)
     monkeypatch.setattr(linear_kernels.time, "perf_counter", lambda: clock[0])
     layer = nn.Linear(2048, 1024, bias=False)  # large enough for one call a round
-    assert linear_kernels._gains([layer], 1, ours) == (2.0, 2.0)
+    assert linear_kernels._gain([layer], 1, ours) == 2.0

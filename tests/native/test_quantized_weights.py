@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
+from engines import compiled
 from reference.models import CONFIGS, make, tokens
 from roundings import close, close_runs
 from torch import nn
@@ -84,14 +86,13 @@ def test_few_rows_get_what_many_get(few, rows, way, monkeypatch):
 def test_compiled_steps_are_the_usual_ones(fresh_llama, ids, weights):
     few, text, found = fresh_llama(layers=1), ids(1, 32), []
     quantize_weights(few, weights)
-    for compiled in (False, True):
-        compile_steps(few, on=compiled, backend="eager")
+    for way in (nullcontext(), compiled(few)):
         cache = StreamingCache(few, POLICY, chunk=4)
-        with torch.no_grad():
+        with torch.no_grad(), way as taken:
             parts = [text[:, :20], *text[:, 20:].split(1, dim=1)]
             logits = [few(input_ids=part, past_key_values=cache).logits for part in parts]
         found.append((torch.cat(logits, dim=1), cache.slots(0)))
-    compile_steps(few, on=False)
+    assert taken == [1] * 12
     (usual, slots), (other, its) = found
     close_runs(other, usual, dense(few))
     assert torch.equal(its.position, slots.position)
@@ -102,7 +103,7 @@ def test_compiled_steps_are_the_usual_ones(fresh_llama, ids, weights):
 def test_a_model_is_moved_after_it_was_compiled(fresh_llama, ids, weights):
     few = fresh_llama(layers=1)
     quantize_weights(few, weights)
-    compile_steps(few, backend="eager")
+    compile_steps(few)
     kept = weir.Stream(few, POLICY, chunk=4)
     kept.feed(ids(1, 20)[0])
     kept.feed([7])
@@ -119,25 +120,6 @@ def test_a_model_is_moved_after_it_was_compiled(fresh_llama, ids, weights):
         for part in (ids(1, 20)[0], [7]):
             close_runs(*(stream.feed(part) for stream in streams), twin)
     compile_steps(few, on=False)
-
-
-def test_what_quantizes_its_inputs_is_not_compiled(fresh_llama, ids, notices):
-    quantization = pytest.importorskip("torchao.quantization")
-    model = fresh_llama(layers=1)
-    config = quantization.Int8DynamicActivationInt8WeightConfig(set_inductor_config=False)
-    quantization.quantize_(model, config)
-    text = ids(1, 21)[0]
-    found = []
-    for compiled in (False, True):
-        compile_steps(model, on=compiled)
-        stream = weir.Stream(model, POLICY, chunk=4)
-        stream.feed(text[:20])
-        found.append(stream.feed(text[20:]))
-    compile_steps(model, on=False)
-    assert torch.equal(*found)
-    assert "quantize what they multiply" in notices[-1]
-    with pytest.raises(WeirError, match="quantize what they multiply"):
-        compile_steps(model, strict=True)
 
 
 def test_a_session_goes_on(few, ids, tmp_path):

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from engines import compiled
 from reference.models import make
 from reference.naive import VOCABULARY, make_llama
 
 from weir import compile_steps
 from weir.cli.serve import compile_or_say
 from weir.errors import WeirError
-from weir.models.compiling import Compiled, Compiling
 from weir.serve import (
     Engine,
     SampledToken,
@@ -46,26 +46,7 @@ class Heard:
 
 @pytest.fixture
 def model():
-    made = make_llama(layers=1)
-    yield made
-    compile_steps(made, on=False)
-    torch.compiler.reset()
-
-
-@pytest.fixture
-def steps(monkeypatch) -> list[int]:
-    """The rows of every call that went the compiled way, 0 for those that did not."""
-    monkeypatch.setattr(Compiling, "wait", True)
-    made: list[int] = []
-    call = Compiled.__call__
-
-    def noting(self, step, given):
-        out = call(self, step, given)
-        made.append(0 if out is None else len(step.waiting))
-        return out
-
-    monkeypatch.setattr(Compiled, "__call__", noting)
-    return made
+    return make_llama(layers=1)
 
 
 def engine_of(model, rows: int, **given) -> Engine:
@@ -95,44 +76,35 @@ def test_there_are_few_sizes_and_the_last_is_all_rows(model, rows, sizes):
 
 
 @pytest.mark.slow
-def test_answers_are_the_same_and_every_step_is_compiled(model, steps):
+def test_answers_are_the_same_and_every_step_is_compiled(model):
     limits = [22, 3, 9, 30, 5, 12]  # so that rows are free in between, and one is left alone
     usual = answers(engine_of(model, 6), limits)
     engine = engine_of(model, 6)
-    compile_engine(engine, backend="eager")
-    assert answers(engine, limits) == usual
-    assert set(steps) == {1, 4, 6}
-    assert len(steps) == engine.load().calls
+    with compiled(model) as taken:
+        engine.runner.sizes = sizes_of(engine)
+        assert answers(engine, limits) == usual
+    assert set(taken) == {1, 4, 6}
+    assert len(taken) == engine.load().calls
 
 
-def test_each_row_by_itself_has_one_program(model, steps):
+def test_each_row_by_itself_has_one_program(model):
     usual = answers(engine_of(model, 3), [4, 6, 5])
     engine = engine_of(model, 3, deterministic=True)
-    compile_engine(engine, backend="eager")
-    assert answers(engine, [4, 6, 5]) == usual
-    assert set(steps) == {1}
+    with compiled(model) as taken:
+        engine.runner.sizes = sizes_of(engine)
+        assert answers(engine, [4, 6, 5]) == usual
+    assert set(taken) == {1}
 
 
-@pytest.mark.slow
-def test_without_a_compiler_the_engine_answers_as_before(model, steps, notices):
-    def none(graph, inputs):
-        raise RuntimeError("no compiler here")
-
+def test_a_server_on_a_cpu_says_that_steps_are_native_there(model, notices, capsys):
     engine = engine_of(model, 3)
-    compile_engine(engine, backend=none)
-    assert answers(engine, [4, 6, 5]) == answers(engine_of(model, 3), [4, 6, 5])
-    assert set(steps) == {0}
-    assert sum("no compiler here; they go the usual way" in notice for notice in notices) == 1
-
-
-@pytest.mark.slow
-def test_a_server_says_it_where_no_steps_are_compiled(notices):
-    engine = engine_of(make("mpt"), 3)
-    compile_or_say(engine)
+    assert compile_engine(engine) is False
     assert engine.runner.sizes == ()
-    assert notices == [
-        "the steps of this model cannot be compiled here: the attention of mpt is code of its own; "
-        "they go the usual way"
-    ]
-    with pytest.raises(WeirError, match="the attention of mpt is code of its own"):
-        compile_steps(engine.model, strict=True)
+    compile_or_say(engine)
+    assert "--compile is for a GPU" in capsys.readouterr().err
+    compile_steps(model, on=False)
+
+
+def test_who_is_strict_hears_which_model_has_no_native_steps():
+    with pytest.raises(WeirError, match=r"cannot be compiled here: .*MptModel.*no `?embed_tokens"):
+        compile_steps(make("mpt"), strict=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass, replace
 
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from weir.slab.attention import (
     AttentionParams,
-    attend_in_loops,
     attention_mass,
     fused_attention,
     observed_attention,
@@ -246,27 +244,7 @@ def split(case: Case) -> Tensor:
     return split_attention(case.queries, case.keys, case.values, *weights, case.form, case.bias)
 
 
-def by_loops(case: Case) -> Tensor:
-    """`attend_in_loops` of a case: a query a head at a time, a head where there is a bias."""
-    mask, *factors = split_weights(case.a, case.b)
-    batch, kv_heads, group, length, _ = case.queries.shape
-    out = case.values.new_zeros(batch, kv_heads, group, length, case.values.shape[3])
-    some = [slice(0, group)] if case.bias is None else [slice(g, g + 1) for g in range(group)]
-    bias = torch.zeros(1) if case.bias is None else case.bias
-    bias = bias.expand(batch, kv_heads, group, length, mask.shape[2])
-    for heads, one in itertools.product(some, range(length)):
-        asked = case.queries[:, :, heads, one : one + 1]
-        seen = mask + bias[:, :, heads.start, one]
-        form = case.form
-        if form.sinks is not None:
-            form = replace(form, sinks=form.sinks[:, heads])
-        out[:, :, heads, one : one + 1] = attend_in_loops(
-            asked, case.keys, case.values, seen, form, factors
-        )
-    return out
-
-
-WAYS = {"readable": reference, "split": split, "by loops": by_loops}
+WAYS = {"readable": reference, "split": split}
 
 
 def bound(case: Case, wanted: Tensor, size: Tensor) -> Tensor:
@@ -280,19 +258,6 @@ def bound(case: Case, wanted: Tensor, size: Tensor) -> Tensor:
 def test_split_sums_are_the_formula(case):
     wanted, size, _, _ = looped(case)
     assert_within(split(case), wanted, bound(case, wanted, size))
-
-
-@given(cases())
-def test_loops_over_the_slots_are_the_formula(case):
-    wanted, size, _, _ = looped(case)
-    assert_within(by_loops(case), wanted, bound(case, wanted, size))
-
-
-def test_one_weight_needs_no_factors():
-    case = one_of_the_numerator(3.0)
-    got = attend_in_loops(case.queries, case.keys, case.values, case.b, case.form)
-    wanted = replace(case, a=case.b)
-    assert_within(got, reference(wanted), bound(wanted, reference(wanted), torch.tensor(7.0)))
 
 
 @st.composite

@@ -94,7 +94,7 @@ def rows(setting: Setting) -> Iterator[Row]:
     for whose, ((plain, twin), slots) in models.items():
         where = f"{whose}, {slots:,} slots"
         yield from _sixteen(plain, where, slots, setting)
-        compile_steps(twin, strict=True, backend=setting.sizes.backend)
+        compile_steps(twin, strict=True)
         setting.say(f"compiling steps of {ROWS} rows")
         try:
             found = list(_sixteen(twin, f"{where}, compiled", slots, setting))

@@ -473,9 +473,10 @@ class StreamingCache(Cache):
         """How decode steps of this cache run now.
 
         "run" is "native", "compiled" or "eager"; "reason" says why they are not native, and is None
-        if they are. While the kernel or a program is still being compiled, steps are "eager".
+        if they are; of "compiled" steps, which a GPU has, it is None too. While the kernel is still
+        being compiled, steps are "eager".
         """
-        return self.attachment.describe_steps(self.stack)
+        return self.attachment.describe_steps(self.stack.slots, len(self.rows.seen))
 
     def report(self, row: int = 0) -> dict[str, Any]:
         """Report bytes, tokens seen, how steps run, and per layer its bytes and the slots of one

@@ -58,7 +58,7 @@ Compile = Annotated[
     bool,
     Option(
         "--compile",
-        help="Compile decode steps; the first takes seconds to minutes, and needs a C++ compiler.",
+        help="Run decode steps by an engine: native on a CPU, torch.compile on a GPU.",
     ),
 ]
 AsJson = Annotated[bool, Option("--json", help="Print one JSON object and nothing else.")]

@@ -69,9 +69,7 @@ def serve(
     ] = False,
     compiled: Annotated[
         bool,
-        Option(
-            "--compile", help="Compile decode steps while the server answers; needs a C++ compiler."
-        ),
+        Option("--compile", help="On a GPU, run decode steps under torch.compile."),
     ] = False,
     keep: Annotated[
         int | None,
@@ -365,6 +363,8 @@ def compile_or_say(engine: Engine) -> None:
     if compiles:
         sizes = ", ".join(map(str, sizes_of(engine)))
         say(f"decode steps are compiled while the server answers, for {sizes} rows at a time")
+    elif engine.model.device.type == "cpu":
+        say("--compile is for a GPU; on a CPU decode steps are native, or the model's own")
 
 
 def _url(address: str, port: int) -> str:

@@ -1,11 +1,5 @@
 """Optional kernels that are faster than their readable references, and which one is taken."""
 
-from weir.kernels.compiled_ops import (
-    dot_products,
-    materialize,
-    register_kernel,
-    weighted_sums,
-)
 from weir.kernels.dispatch import (
     ALIKE,
     LEAST_LANES,

@@ -15,13 +15,13 @@ from weir.models.attention_sinks import (
     zero_sink_attention,
 )
 from weir.models.cache_name import CACHE, cache_of, with_one_name
-from weir.models.compiling import Compiling, say_once
+from weir.models.compiled_step import CompiledStep
 from weir.models.embedding import embed
 from weir.models.few_bits import FewBits, has_few_bits
 from weir.models.fingerprints import fingerprint, weights_of
 from weir.models.gates import Gate, features, load_gates, save_gates
 from weir.models.head_facts import find_head_facts, measure_heads
-from weir.models.hooks import attach, choose_steps, detach
+from weir.models.hooks import NOT_ASKED, Chosen, attach, attention_name, choose_engine, detach
 from weir.models.images import MOST_OFFSET, OFFSETS, PICTURES, Images, images_of, offsets
 from weir.models.interception import MethodPatch, forward_lock_of, has_class_forward, has_hooks
 from weir.models.kept_files import cache_folder, read_json, write_json
@@ -43,10 +43,11 @@ from weir.models.model_spec import (
     transformers_model,
     window_of,
 )
+from weir.models.notices import say, say_once
 from weir.models.o_proj import OutputProjection, output_weight
 from weir.models.places import ASSETS, sidecar_path
 from weir.models.rotary_watch import RotaryWatch, rotary_of
-from weir.models.step_engine import UNFINISHED, StepEngine
+from weir.models.step_engine import Given, MakeEngine, OwnForward, StepEngine
 
 __all__ = [
     "ModelSink",

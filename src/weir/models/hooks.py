@@ -21,20 +21,21 @@ import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from weir.errors import WeirError
 from weir.kernels import note_missing_kernels
 from weir.models.attention_sinks import SUNK_ATTENTION
 from weir.models.cache_name import CACHE, with_one_name
-from weir.models.compiling import Compiled, Compiling, layers_of
 from weir.models.embedding import mismatch
 from weir.models.generate_calls import GenerateHook
 from weir.models.images import OFFSETS, note_sizes, offsets, pictures_in
@@ -47,11 +48,29 @@ from weir.models.model_spec import (
     input_device,
     transformers_model,
 )
-from weir.models.step_engine import UNFINISHED, StepEngine
-from weir.slab import AttentionParams
+from weir.models.step_engine import Given, MakeEngine, OwnForward, StepEngine
+from weir.models.streamed_call import Attending, StreamedCache, StreamedCall
+from weir.slab import AttentionParams, StepSlots
 
-_COMPILED: weakref.WeakKeyDictionary[nn.Module, Compiling] = weakref.WeakKeyDictionary()
-"""How to compile decode steps, by decoder."""
+
+@dataclass(frozen=True)
+class Chosen:
+    """What runs the decode steps of a model.
+
+    Attributes:
+        make: makes the engine; None for the model's own steps.
+        reason: why there is no engine.
+    """
+
+    make: MakeEngine | None
+    reason: str = ""
+
+
+NOT_ASKED = Chosen(None, "weir.compile_steps(model) has not been called")
+"""The choice for a model of which nobody has asked for an engine."""
+
+_CHOSEN: weakref.WeakKeyDictionary[nn.Module, Chosen] = weakref.WeakKeyDictionary()
+"""What runs decode steps, by decoder."""
 
 _ATTACHED: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
 """Attachments by decoder."""
@@ -66,16 +85,15 @@ class Attachment:
     Attributes:
         facts: the model's description.
         caches: the caches that are alive.
+        engine: runs decode steps; None for the model's own.
     """
 
     def __init__(self, facts: ModelSpec) -> None:
         self.facts = facts
-        self.caches: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._running: Any = None
+        self.caches: weakref.WeakSet[StreamedCache] = weakref.WeakSet()
+        self._running: StreamedCall | None = None
         self._lock = forward_lock_of(facts.config)
-        self._attention: str | None = "weir" if facts.sink.kind != "zero" else SUNK_ATTENTION
-        if facts.kind in OWN_FAMILIES:
-            self._attention = None  # their attention modules are patched, and read the name
+        self._attention = attention_name(facts)
         self._alibi = any(layer.positions.alibi is not None for layer in facts.layers)
         self._signature = inspect.signature(facts.decoder.forward)
         self._forward = MethodPatch(facts.decoder, "forward", self._call)
@@ -83,10 +101,9 @@ class Attachment:
         self._rotary: tuple[nn.Module, MethodPatch] | None = None
         for rotary in facts.rotaries:
             self.hook_rotary(rotary)
-        self._compiled: Compiled | None = None
-        self._native: StepEngine | None = None
-        self._asked: Compiling | None = None
-        self.compile(_COMPILED.get(facts.decoder), facts.attentions)
+        self.engine: StepEngine | None = None
+        self._no_engine = ""
+        self.choose_engine(_CHOSEN.get(facts.decoder, NOT_ASKED))
         if facts.images is not None and facts.images.axes:
             for kind in ("image", "video"):
                 name = f"get_{kind}_features"
@@ -96,7 +113,7 @@ class Attachment:
         self._patches += install(*mine, lambda: self.running)
 
     @property
-    def running(self) -> Any:
+    def running(self) -> StreamedCall | None:
         """The call under way in this thread; None between calls, and in calls of other threads that
         began before the model had hooks.
         """
@@ -117,7 +134,7 @@ class Attachment:
         self._rotary = module, MethodPatch(module, "forward", self._rotate)
         self._patches.append(self._rotary[1])
 
-    def _has(self, cache: Any) -> bool:
+    def _has(self, cache: object) -> bool:
         return getattr(cache, "attachment", None) is self
 
     def wait(self) -> None:
@@ -125,55 +142,28 @@ class Attachment:
         with self._lock:
             pass
 
-    def compile(self, compiling: Compiling | None, attentions: Sequence[nn.Module]) -> None:
-        """Compile decode steps from now on; None stops compiling them. No call may be under way.
+    def choose_engine(self, chosen: Chosen) -> None:
+        """Let an engine run decode steps from now on, or none. No call may be under way."""
+        self.engine = None if chosen.make is None else chosen.make(self.facts)
+        self._no_engine = chosen.reason
 
-        `attentions` are the decoder's modules of now, which may be others than when it was made.
-        """
-        if self._compiled is not None:
-            self._compiled.remove()
-        self._compiled = None
-        if compiling is not None and compiling.programs:
-            layers = layers_of(self.facts.decoder, attentions)
-            self._compiled = Compiled(self._forward.own, layers, compiling)
-        self._native = None
-        if compiling is not None and compiling.native is not None:
-            self._native = compiling.native(self.facts, compiling.wait)
-        self._asked = compiling
-
-    def describe_steps(self, stack: Any) -> dict[str, str | None]:
-        """Return how steps over a cache's layers run now, and why they are not native.
+    def describe_steps(self, slots: StepSlots, rows: int) -> dict[str, str | None]:
+        """Return how steps over a cache's slots run now, and why they are the model's own.
 
         Args:
-            stack: the layers, `cache.forward.LayerStack`.
+            slots: of the cache.
+            rows: of the cache.
         """
-        if self._asked is None:
-            reason: str | None = "weir.compile_steps(model) has not been called"
-        elif self._asked.native is None:
-            reason = "options for torch.compile were given"
-        elif self._native is None:
-            reason = "numba is not installed, or WEIR_KERNELS chooses other kernels"
-        else:
-            if not self._native.is_prepared():
-                with self._lock, self._lock.attention(self._attention):
-                    self._native.prepare()
-            reason = self._native.why_not(stack)
-        if reason is None:
-            return {"run": "native", "reason": None}
-        # While native steps wait for their kernel, the model's own steps run, and no program.
-        if self._compiled is None or self._asked is None or reason == UNFINISHED:
-            return {"run": "eager", "reason": reason}
-        if stack.why_not_constant() is not None:
-            return {"run": "eager", "reason": reason}
-        why = self._asked.why_not_now(stack.asked)
-        if why is None:
-            return {"run": "compiled", "reason": reason}
-        return {"run": "eager", "reason": f"{reason}; {why}"}
+        engine = self.engine
+        if engine is None:
+            return {"run": "eager", "reason": self._no_engine}
+        with self._lock, self._lock.attention(self._attention):
+            engine.prepare()
+        reason = engine.why_not(slots, rows)
+        return {"run": engine.run if reason is None else "eager", "reason": reason}
 
     def leave(self) -> None:
         """Remove all hooks and restore the model."""
-        if self._compiled is not None:
-            self._compiled.remove()
         for patch in (self._forward, *self._patches):
             patch.remove()
         for hook in self._generates:
@@ -182,8 +172,8 @@ class Attachment:
     def _call(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the decoder's forward, with or without a weir cache."""
         with self._lock:
-            given = with_one_name(self._named(args, kwargs))
-            cache: Any = given.get(CACHE)
+            given: Given = with_one_name(self._named(args, kwargs))
+            cache: StreamedCache = cast(StreamedCache, given.get(CACHE))
             attachment = getattr(cache, "attachment", None)
             kwargs = with_one_name(kwargs)  # transformers would blame weir for an old name
             if self.running is not None or not isinstance(attachment, Attachment):
@@ -210,26 +200,28 @@ class Attachment:
             cache.end()
             return output
 
-    def _finish(self, own: Callable[..., Any], running: Any) -> Any:
+    def _finish(self, own: OwnForward, running: StreamedCall) -> BaseModelOutputWithPast:
         """Run a call that has begun, again and again without the rows that fail."""
         while True:
             self._running = running
             try:
                 output = self._answer(own, running)
             except BaseException as error:
-                running = running.abandon(error)
-                if running is not None:
+                again = running.abandon(error)
+                if again is not None:
+                    running = again
                     continue
                 refusal = mismatch(error)
                 if refusal is not None:
                     raise refusal from None
                 raise
-            running = running.finish()
-            if running is None:
+            again = running.finish()
+            if again is None:
                 return output
+            running = again
 
-    def _answer(self, own: Callable[..., Any], running: Any) -> Any:
-        """Run the decoder, by a compiled step where possible."""
+    def _answer(self, own: OwnForward, running: StreamedCall) -> BaseModelOutputWithPast:
+        """Run the decoder, a step by an engine where possible."""
         given = {**running.given, **self._replaced(running.given)}
         given.pop(OFFSETS, None)
         config = self.facts.config
@@ -237,28 +229,16 @@ class Attachment:
         for name in _MORE:
             asked = given.get(name)
             plain |= bool(getattr(config, name, False) if asked is None else asked)
-        compiled, native = self._compiled, self._native
-        rows = None if native is None or plain else running.step_rows()
-        if native is not None and rows is not None:
-            output = native.step(rows, given, lambda: own(**given))
+        step = None if self.engine is None or plain else running.step()
+        if self.engine is not None and step is not None:
+            output = self.engine.step(step, given, own)
             if output is not None:
-                if rows.largest is not None:
-                    running.commit_step(rows)
-                return output
-        step = None if compiled is None or plain else running.step()
-        if compiled is not None and step is not None:
-            self._running = step
-            try:
-                output = compiled(step, given)
-            finally:
-                self._running = running
-                running.stack.asked = compiled.asked
-            if output is not None:
-                running.commit_step(step)
+                if step.largest is not None:
+                    running.commit_step(step)
                 return output
         return own(**given)
 
-    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _named(self, args: tuple[Any, ...], kwargs: Given) -> Given:
         """Return a call's arguments by name; some families pass the token ids by position."""
         if not args:
             return dict(kwargs)
@@ -268,7 +248,7 @@ class Attachment:
                 given.update(given.pop(name, {}))
         return given
 
-    def _replaced(self, given: dict[str, Any]) -> dict[str, Any]:
+    def _replaced(self, given: Given) -> Given:
         """Return replacements for the mask and positions, which would be as long as the stream.
 
         Most decoders ask their attention implementation for a mask and get none. MPT uses a 4D mask
@@ -276,7 +256,7 @@ class Attachment:
         """
         ids = given.get("input_ids")
         tokens = given["inputs_embeds"] if ids is None else ids
-        replaced: dict[str, Any] = {"attention_mask": None}
+        replaced: Given = {"attention_mask": None}
         whole: dict[str, Any] = {"dtype": torch.int64, "device": tokens.device}
         if self.facts.kind == "mpt":
             replaced["attention_mask"] = torch.ones(1, 1, 1, 1, device=tokens.device).bool()
@@ -287,6 +267,7 @@ class Attachment:
             replaced["position_ids"] = torch.zeros(1, tokens.shape[1], **whole)
         return replaced
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _rotate(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return cosines and sines [batch or 1, length, the model's width], float32 in any model,
         so that only the rotated key is rounded to half precision.
@@ -304,7 +285,7 @@ class Attachment:
 
 
 _MORE = ("output_hidden_states", "output_attentions")
-"""Outputs that a compiled step does not return."""
+"""Outputs that an engine does not return."""
 
 
 def _refuse(decoder: Any) -> None:
@@ -319,7 +300,14 @@ def _refuse(decoder: Any) -> None:
         input_device(decoder)  # raises unless the weights are offloaded
 
 
-def attach(model: PreTrainedModel, cache: Any) -> Attachment:
+def attention_name(facts: ModelSpec) -> str | None:
+    """Return the name of the attention in calls with a weir cache; None for the model's own."""
+    if facts.kind in OWN_FAMILIES:
+        return None  # their attention modules are patched, and read the name
+    return "weir" if facts.sink.kind != "zero" else SUNK_ATTENTION
+
+
+def attach(model: PreTrainedModel, cache: StreamedCache) -> Attachment:
     """Attach a cache to a model and return the attachment of the model's decoder."""
     facts = describe(model)
     note_missing_kernels(model.device.type)
@@ -335,22 +323,14 @@ def attach(model: PreTrainedModel, cache: Any) -> Attachment:
     return held
 
 
-def choose_steps(
-    decoder: nn.Module, compiling: Compiling | None, attentions: Sequence[nn.Module]
-) -> None:
-    """Choose how a decoder's steps run, with caches of now and of later; None for its own steps.
-
-    `attentions` are its modules of now.
-    """
+def choose_engine(decoder: nn.Module, chosen: Chosen) -> None:
+    """Choose what runs a decoder's steps, with caches of now and of later."""
     with _MAKING:
-        if compiling is None:
-            _COMPILED.pop(decoder, None)
-        else:
-            _COMPILED[decoder] = compiling
+        _CHOSEN[decoder] = chosen
         held = _ATTACHED.get(decoder)
     if held is not None:
         with forward_lock_of(held.facts.config):
-            held.compile(compiling, attentions)
+            held.choose_engine(chosen)
 
 
 def detach(cache: Any) -> None:
@@ -389,9 +369,10 @@ def weir_attention(
 
     Takes queries rotated to their positions [batch, heads, length, key_dim], and keys and values of
     the new tokens only [batch, kv_heads, length, dim]. `key` carries the cache and layer as a mark
-    left by `StreamingCache.update`, or in a tuple (`Step.update`), since a module does not know the
-    cache of its call. Returns ([batch, length, heads, value_dim], None).
+    left by `StreamingCache.update`, or in a tuple (`StepCache.update`), since a module does not
+    know the cache of its call. Returns ([batch, length, heads, value_dim], None).
     """
+    cache: Attending
     if isinstance(key, tuple):  # from a compiled step, which cannot mark a tensor
         cache, layer, key = key
     else:
@@ -422,6 +403,7 @@ def _plain_attention(module: nn.Module) -> Callable[..., Any]:
     return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def weir_mask(*args: Any, config: Any = None, **options: Any) -> Tensor | None:
     """Mask function for transformers: weir's attention needs none; a call of another thread that
     began before the model had hooks gets the mask that it would have had.

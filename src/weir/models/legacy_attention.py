@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weir.models.interception import MethodPatch
+from weir.models.streamed_call import Attending
 from weir.slab import AttentionParams
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, AttentionParams], Tensor]
@@ -77,7 +78,10 @@ def merge_heads(out: Tensor) -> Tensor:
 
 
 def install(
-    kind: str, decoder: nn.Module, attentions: tuple[nn.Module, ...], running: Callable[[], Any]
+    kind: str,
+    decoder: nn.Module,
+    attentions: tuple[nn.Module, ...],
+    running: Callable[[], Attending | None],
 ) -> list[MethodPatch]:
     """Replace the forwards of a model's attention modules, for types in `FORWARDS`.
 

@@ -1,54 +1,60 @@
-"""Interface of engines that run decode steps in place of the model."""
+"""Interface of engines that run decode steps in place of the model.
+
+One kind of machine has one engine: a CPU native steps, of a room above these, a GPU steps under
+`torch.compile`. Hooks and caches know this interface alone, and `weir.compile_steps` chooses.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
+
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from weir.models.model_spec import ModelSpec
+from weir.slab import Step, StepSlots
 
-UNFINISHED = "the kernel is still being compiled; steps are native once it is"
-"""Reason why steps are not native yet."""
+Given = dict[str, Any]
+"""A decoder's arguments by name; transformers decides what they are."""
+OwnForward = Callable[..., BaseModelOutputWithPast]
+"""A decoder's own forward."""
 
 
 class StepEngine(Protocol):
-    """Runs steps of one token a row over a cache's slots, where it is proved to compute the same.
+    """Runs steps of one token a row over a cache's slots, where it computes what the model does."""
 
-    `weir.native` has one for CPUs.
-    """
-
-    def is_prepared(self) -> bool:
-        """Return whether `prepare` was called, and nothing of the model was replaced since."""
+    run: Literal["native", "compiled"]
+    """How its steps run, as `StreamingCache.steps` says it."""
 
     def prepare(self) -> None:
-        """Prove that the engine computes what the model computes, as far as modules go.
+        """Find out whether the engine computes what the model computes, as far as modules go; does
+        nothing where that is known, and nothing of the model was replaced since.
 
         The attention of the model's configuration is weir's, as during a call, and no other thread
         calls the model.
         """
 
-    def step(self, rows: Any, given: dict[str, Any], usual: Callable[[], Any]) -> Any:
+    def step(self, step: Step, given: Given, own: OwnForward) -> BaseModelOutputWithPast | None:
         """Run a step.
 
         Args:
-            rows: the cache's rows, `cache.forward.StepRows`; `largest` is set where the step took
-                effect in the slots.
+            step: the token of each row; `largest` is set where the step took effect in the slots.
             given: the decoder's arguments by name.
-            usual: the model's own step.
+            own: the model's own forward.
 
         Returns:
             The decoder's output; None where the step has to be the model's own.
         """
 
-    def why_not(self, stack: Any) -> str | None:
-        """Return why steps over a cache's layers are the model's own now, as far as is known since
-        `prepare` and the last step; None if nothing speaks against the engine's.
+    def why_not(self, slots: StepSlots, rows: int) -> str | None:
+        """Return why steps are the model's own now, as far as is known since `prepare` and the last
+        step; None if nothing speaks against the engine's.
 
         Args:
-            stack: the layers, `cache.forward.LayerStack`.
+            slots: of the cache.
+            rows: of the cache.
         """
 
 
-MakeEngine = Callable[[ModelSpec, bool], StepEngine | None]
-"""Makes the engine of a model, None where this machine has none; the flag says whether the first
-step waits for its kernel."""
+MakeEngine = Callable[[ModelSpec], StepEngine]
+"""Makes the engine of a model."""

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from weir import kernels
 from weir.errors import WeirError
 from weir.native import dispatch
 from weir.native.block_formats import BLOCK, BLOCK_TYPES, PANEL, QUADS, SHARED, BlockFormat
@@ -273,13 +272,10 @@ class BlockLinear(_InBlocks, nn.Linear):  # type: ignore[override]  # read only
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply as `nn.Linear` does: [..., in_features] to [..., out_features]."""
-        if torch.compiler.is_compiling():
-            out = _by_kernel(input, self.codes, self.scales, self.out_features, self.kind)
-        else:
-            kernel = dispatch.linear_blocks(input)
-            if kernel is None or not self.codes.is_cpu:
-                return nn.functional.linear(input, self.weight.to(input.dtype), self.bias)
-            out = kernel(input, self.codes, self.scales, self.out_features, self.kind)
+        kernel = dispatch.linear_blocks(input)
+        if kernel is None or not self.codes.is_cpu:
+            return nn.functional.linear(input, self.weight.to(input.dtype), self.bias)
+        out: Tensor = kernel(input, self.codes, self.scales, self.out_features, self.kind)
         return out if self.bias is None else out + self.bias
 
 
@@ -377,20 +373,3 @@ def check_stored(path: Path | None, name: str) -> Path:
             f"{', '.join(BLOCK_FORMATS)}, int8 or int4"
         )
     return path
-
-
-def _kernel(x: Tensor, codes: Tensor, scales: Tensor, outputs: int, kind: str) -> Tensor:
-    """Call weir's kernel from within a compiled program."""
-    kernel = dispatch.linear_blocks(x)
-    if kernel is None:
-        return nn.functional.linear(x, write_out(codes, scales, kind, outputs).to(x.dtype))
-    out: Tensor = kernel(x, codes, scales, outputs, kind)
-    return out
-
-
-_by_kernel = kernels.register_kernel(
-    "linear_blocks",
-    "(Tensor x, Tensor codes, Tensor scales, int outputs, str kind) -> Tensor",
-    _kernel,
-    lambda x, codes, scales, outputs, kind: x.new_empty(*x.shape[:-1], outputs),
-)

@@ -34,6 +34,7 @@ from weir.native.form import (
 from weir.native.module_trials import activate, is_rounding
 from weir.native.program import LayerOperations, StepProgram
 from weir.native.proof import normalized, rotated
+from weir.slab import Step
 
 PLACES = (7, 1_000_003)
 """How much further than in the stream rows are tried; the second is beyond any model's window."""
@@ -43,14 +44,14 @@ _EPS = torch.finfo(torch.float32).eps
 
 
 def check_program(
-    program: StepProgram, form: DecoderForm, rows: Any, embedded: Tensor, whole: bool
+    program: StepProgram, form: DecoderForm, step: Step, embedded: Tensor, whole: bool
 ) -> None:
     """Compare the operations of a program with PyTorch's; the last run is at the rows' own places.
 
     Args:
         program: the table.
         form: what it was made of.
-        rows: the rows of the step (`cache.forward.StepRows`).
+        step: the step that the program is for.
         embedded: its embeddings [batch, 1, width].
         whole: check all layers; if false one of each kind.
 
@@ -64,19 +65,19 @@ def check_program(
         kind = _kind(layer, program.layers[index])
         first = kind not in known
         known.add(kind)
-        trial = _Trial(f"layers.{index}", layer, program.layers[index], rows)
+        trial = _Trial(f"layers.{index}", layer, program.layers[index], step)
         own = program.hidden.clone()
         if first:
             for further in PLACES:
                 program.hidden.copy_(torch.randn(own.shape, generator=draw))
-                trial.run(program, index, torch.from_numpy(rows.places) + further)
+                trial.run(program, index, torch.from_numpy(step.places) + further)
             program.hidden.copy_(own)
         if first or whole:
-            trial.run(program, index, torch.from_numpy(rows.places))
+            trial.run(program, index, torch.from_numpy(step.places))
         else:
-            program.run_attention(index, rows, torch.from_numpy(rows.places))
+            program.run_attention(index, step, torch.from_numpy(step.places))
             program.run_mlp(index)
-    hidden, out = program.hidden[rows.busy].double(), program.run_norm()[rows.busy]
+    hidden, out = program.hidden[step.busy].double(), program.run_norm()[step.busy]
     if not is_rounding(out, form.norm(hidden), form.norm.width):
         raise NotNative("the native norm computes something else than the model's")
 
@@ -96,14 +97,14 @@ def _kind(form: LayerForm, layer: LayerOperations) -> Hashable:
 class _Trial:
     """One layer's operations beside PyTorch's."""
 
-    def __init__(self, name: str, form: LayerForm, layer: LayerOperations, rows: Any) -> None:
-        self._name, self._form, self._layer, self._rows = name, form, layer, rows
+    def __init__(self, name: str, form: LayerForm, layer: LayerOperations, step: Step) -> None:
+        self._name, self._form, self._layer, self._step = name, form, layer, step
 
     def run(self, program: StepProgram, index: int, places: Tensor) -> None:
         """Run the layer over the program's hidden state, and compare."""
-        form, layer, busy = self._form, self._layer, self._rows.busy
+        form, layer, busy = self._form, self._layer, self._step.busy
         before = program.hidden.clone()
-        program.run_attention(index, self._rows, places)
+        program.run_attention(index, self._step, places)
         middle = program.hidden.clone()
         program.run_mlp(index)
         y = self._normalize(program, form.before_attention, before)
@@ -128,7 +129,7 @@ class _Trial:
 
     def _compare_sums(self, got: Tensor, wanted: Tensor) -> None:
         """Compare hidden states, to which a product was added."""
-        if not is_rounding(got[self._rows.busy], wanted[self._rows.busy], wanted.shape[1]):
+        if not is_rounding(got[self._step.busy], wanted[self._step.busy], wanted.shape[1]):
             raise NotNative(f"{self._name}: the native sum is another than the model's")
 
     def _normalize(self, program: StepProgram, norm: Norm | None, x: Tensor) -> Tensor:
@@ -137,7 +138,7 @@ class _Trial:
         """
         found = program.normalize(norm, x)
         wanted = normalized(norm, x.double())
-        if not is_rounding(found[self._rows.busy], wanted[self._rows.busy], x.shape[1]):
+        if not is_rounding(found[self._step.busy], wanted[self._step.busy], x.shape[1]):
             raise NotNative(f"{self._name}: a native norm computes something else than the model's")
         return found
 
@@ -171,7 +172,7 @@ class _Trial:
             off += flips / 127 / math.sqrt(inputs)
         bound = part(signs).norm() * off * x.norm(dim=1) * scale
         over = (got - wanted).norm(dim=1) > bound
-        if bool(over[self._rows.busy].any()) or not bool(got[self._rows.busy].isfinite().all()):
+        if bool(over[self._step.busy].any()) or not bool(got[self._step.busy].isfinite().all()):
             raise NotNative(f"the native product of {part.name} is another than the model's")
 
     def _answers(self, places: Tensor) -> Tensor:
@@ -179,7 +180,7 @@ class _Trial:
 
         Compares them, and the keys and values that were stored, with PyTorch's.
         """
-        form, layer, rows = self._form, self._layer, self._rows
+        form, layer, step = self._form, self._layer, self._step
         heads = sum(part.slots.keys.shape[1] for part in layer.parts)
         dim, batch = layer.parts[0].slots.keys.shape[3], len(places)
         width = form.o.module.in_features // heads
@@ -196,7 +197,7 @@ class _Trial:
             queries, keys = made
             values = layer.v.double().view(batch, heads, -1)[:, numbers]
             first = 0 if slots.quantized is None else len(slots.quantized)
-            ends = torch.from_numpy(rows.spans[span, 1:].copy())
+            ends = torch.from_numpy(step.spans[span, 1:].copy())
             stored = [
                 t[torch.arange(batch), :, ends - first].float() for t in (slots.keys, slots.values)
             ]
@@ -204,7 +205,7 @@ class _Trial:
                 eps = torch.finfo(slots.keys.dtype).eps
                 size = want.abs().flatten(1).amax(1)[:, None, None]
                 off = eps * want.abs() + _EPS * (32 + 4 * dim**0.5) * size
-                if not bool(((got - want).abs() <= off)[rows.busy].all()):
+                if not bool(((got - want).abs() <= off)[step.busy].all()):
                     raise NotNative(f"{self._name}: native steps store other {what}")
             wide: dict[str, Any] = {"keys": slots.keys.float(), "values": slots.values.float()}
             if slots.quantized is not None:
@@ -213,7 +214,7 @@ class _Trial:
                 wide["quantized"] = kind(quantized.format, quantized.buffers, torch.float32)
             held = dataclasses.replace(slots, queries=None, **wide)
             given = queries[:, :, None].float(), stored[0][:, :, None], stored[1][:, :, None]
-            waiting = torch.from_numpy(rows.waiting)
+            waiting = torch.from_numpy(step.waiting)
             answers = held.attend(*given, part.params, ends, waiting, torch.zeros(batch))
             answers = answers.view(batch, len(numbers), -1)
             found[:, numbers] = answers
@@ -224,7 +225,7 @@ class _Trial:
             apart += share * longest * queries.shape[1] ** 0.5
         got = self._merged(heads)
         over = (got - found).flatten(1).norm(dim=1) > apart
-        if bool(over[rows.busy].any()) or not bool(got[rows.busy].isfinite().all()):
+        if bool(over[step.busy].any()) or not bool(got[step.busy].isfinite().all()):
             raise NotNative(f"{self._name}: native attention answers something else")
         return got.flatten(1)
 

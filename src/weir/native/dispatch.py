@@ -47,7 +47,7 @@ def linear_blocks(x: torch.Tensor) -> Callable[..., Any] | None:
     """
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
         return None
-    if x.requires_grad or is_compiling():
+    if is_compiling() or x.requires_grad:
         return None
     return _TABLE.find("linear_blocks", x.device)
 

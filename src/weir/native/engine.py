@@ -13,22 +13,22 @@ understood is refused by name, and the model's own steps run.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from weir import kernels
-from weir.models import CACHE, UNFINISHED, ModelSpec, attention_modules, has_hooks, say_once
+from weir.models import CACHE, Given, ModelSpec, OwnForward, attention_modules, has_hooks, say_once
 from weir.native import dispatch
 from weir.native.check import check_program
 from weir.native.form import DecoderForm, NotNative, read_decoder
 from weir.native.program import OutOfDate, StepProgram
 from weir.native.proof import prove
 from weir.native.watch import Watch
-from weir.slab import AttentionParams
+from weir.slab import AttentionParams, Step, StepSlots
 
 PATIENCE = 1.0
 """Seconds that the first step or report waits for the kernel: enough where numba has kept it."""
@@ -36,6 +36,8 @@ WAITING = (
     "compiling the decode step for this machine, which takes half a minute, once; until then "
     "tokens come uncompiled"
 )
+UNFINISHED = "the kernel is still being compiled; steps are native once it is"
+"""Reason why steps are not native yet."""
 MOST_ROWS = 16
 """Rows from which on a step is many products, for which PyTorch is made."""
 
@@ -51,6 +53,7 @@ class NativeStep:
         wait: see the attribute.
     """
 
+    run: Literal["native", "compiled"] = "native"
     wait = False
 
     def __init__(self, spec: ModelSpec, wait: bool = False) -> None:
@@ -71,12 +74,10 @@ class NativeStep:
             return
         self._start_compiling()
 
-    def is_prepared(self) -> bool:
-        """Return whether nothing changed since `prepare`; see `StepEngine.is_prepared`."""
-        return self._watch is not None and self._watch.holds()
-
     def prepare(self) -> None:
-        """Read the decoder's form and prove it; see `StepEngine.prepare`."""
+        """Read the decoder's form and prove it, unless that holds; see `StepEngine.prepare`."""
+        if self._watch is not None and self._watch.holds():
+            return
         self._watch = Watch(self._decoder)
         self._form, self._reason, self._proved = None, None, set()
         try:
@@ -90,64 +91,72 @@ class NativeStep:
         except Exception as error:  # whatever others' modules raise when they are tried
             self._reason = f"trying its modules failed: {_first_line(error)}"
 
-    def step(self, rows: Any, given: dict[str, Any], usual: Callable[[], Any]) -> Any:
+    @property
+    def reason(self) -> str | None:
+        """Why no step of the decoder is native, as far as its modules go; None if nothing speaks
+        against it.
+        """
+        return self._reason
+
+    def step(self, step: Step, given: Given, own: OwnForward) -> BaseModelOutputWithPast | None:
         """Return the decoder's output for one token of each row; see `StepEngine.step`."""
-        batch, stack = len(rows.waiting), rows.stack
+        batch, slots = len(step.waiting), step.slots
         if batch > MOST_ROWS or kernels.is_compiling() or torch.is_autocast_enabled("cpu"):
             return None
-        if not self.is_prepared():
-            self.prepare()
-        form, watch, program = self._form, self._watch, stack.program
+        self.prepare()
+        form, watch = self._form, self._watch
         if form is None or watch is None:
             return None
         if not self._is_compiled():
             say_once(WAITING)
-            return usual()
-        if program is None or not program.fits(watch, rows):
-            stack.program = None
-            key = watch, batch, *(len(slab) for slab in rows.slabs)
-            if stack.refused is not None and stack.refused[0] == key:
+            return own(**given)
+        program = slots.program if isinstance(slots.program, StepProgram) else None
+        if program is None or not program.fits(watch, step):
+            slots.program = None
+            key = watch, batch, *(len(slab) for slab in slots.slabs)
+            if slots.refused is not None and slots.refused[0] == key:
                 return None
             try:
-                program = StepProgram(form, self._params, watch, rows)
+                program = StepProgram(form, self._params, watch, step)
                 if program.sizes not in self._proved:
                     embedded, whole = self._trial_embedding(given, batch), not self._proved
-                    check_program(program, form, rows, embedded, whole)
+                    check_program(program, form, step, embedded, whole)
             except OutOfDate:
-                return usual()
+                return own(**given)
             except Exception as error:
                 known = isinstance(error, NotNative)
                 reason = str(error) if known else f"making the step failed: {_first_line(error)}"
-                stack.refused = key, reason
-                return usual()
-            stack.program, stack.refused = program, None
+                slots.refused = key, reason
+                return own(**given)
+            slots.program, slots.refused = program, None
             if program.sizes not in self._proved:  # the usual step overwrites what trials wrote
                 self._proved.add(program.sizes)
-                output = usual()
-                if output.last_hidden_state.dtype != program.dtype:
-                    stack.program, stack.refused = None, (key, "its norm has another dtype")
+                output = own(**given)
+                hidden = output.last_hidden_state
+                if hidden is None or hidden.dtype != program.dtype:
+                    slots.program, slots.refused = None, (key, "its norm has another dtype")
                 return output
-        hidden = program.run(self._embedded(given), rows)
-        rows.largest = program.largest
+        hidden = program.run(self._embedded(given), step)
+        step.largest = program.largest
         return BaseModelOutputWithPast(last_hidden_state=hidden, **{CACHE: given.get(CACHE)})
 
-    def why_not(self, stack: Any) -> str | None:
-        """Return why steps over a cache's layers are the model's own; see `StepEngine.why_not`."""
+    def why_not(self, slots: StepSlots, rows: int) -> str | None:
+        """Return why steps over a cache's slots are the model's own; see `StepEngine.why_not`."""
         if self._reason is not None:
             return self._reason
-        if (reason := stack.why_not_constant()) is not None:
-            return reason
-        if len(stack.rows.seen) > MOST_ROWS:
-            return f"it has {len(stack.rows.seen)} rows, and native steps have {MOST_ROWS} at most"
-        if stack.refused is not None:
-            return str(stack.refused[1])
+        if slots.reason is not None:
+            return slots.reason
+        if rows > MOST_ROWS:
+            return f"it has {rows} rows, and native steps have {MOST_ROWS} at most"
+        if slots.refused is not None:
+            return slots.refused[1]
         # Where the first step waits for the kernel, no step runs without it.
         return None if self.wait or self._is_compiled() else UNFINISHED
 
     def _attentions(self) -> list[nn.Module]:
         return attention_modules(self._decoder) if hasattr(self._decoder, "layers") else []
 
-    def _trial_embedding(self, given: dict[str, Any], batch: int) -> Tensor:
+    def _trial_embedding(self, given: Given, batch: int) -> Tensor:
         """Return the step's embeddings, or random ones where a user's hook would be called."""
         module = self._decoder.embed_tokens
         hooked = has_hooks(module._forward_hooks, module._forward_pre_hooks)
@@ -170,7 +179,7 @@ class NativeStep:
         self._compiling.start()
         return self._compiling
 
-    def _embedded(self, given: dict[str, Any]) -> Tensor:
+    def _embedded(self, given: Given) -> Tensor:
         """Return embeddings as the first layer gets them."""
         embedded: Tensor | None = given.get("inputs_embeds")
         if embedded is None:

@@ -1,7 +1,7 @@
 """The table of a native step: a decoder's form, and a cache's slots, as operations for a kernel.
 
 Weights and slots are in the table by address, so a table serves until a module, a weight or a slab
-is replaced. Knows nothing about caches but what a call hands over, `cache.forward.StepRows`.
+is replaced. Knows nothing about caches but what a call hands over, `slab.Step`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weir.native import dispatch
 from weir.native.form import DecoderForm, LayerForm, Norm, NotNative, Projection
 from weir.native.linear_kernels import is_plain
 from weir.native.watch import Watch
-from weir.slab import AttentionParams, block_size
+from weir.slab import AttentionParams, DecodeSlots, HeldPart, Rotary, Step, block_size
 
 
 class OutOfDate(Exception):
@@ -36,7 +36,7 @@ class LayerOperations:
     Attributes:
         first, mlp, stop: operations in the table: of attention from the first, of the MLP from the
             second on.
-        parts: the layer's slots (`cache.forward.HeldPart`).
+        parts: the layer's slots (`slab.HeldPart`).
         spans: of each part, the row in the program's spans.
         q, k, v, o, gate, up, down: products [rows, outputs], of q and k normalized if all heads are
             together.
@@ -47,7 +47,7 @@ class LayerOperations:
     first: int
     mlp: int
     stop: int
-    parts: Sequence[Any]
+    parts: Sequence[HeldPart]
     spans: Sequence[int]
     q: Tensor
     k: Tensor
@@ -75,7 +75,7 @@ class StepProgram:
         form: of the decoder.
         params: how each layer attends.
         watch: notices when modules are replaced.
-        rows: the cache's rows of a step.
+        step: a step over the cache's slots.
 
     Raises:
         NotNative: no table can be made of these slots.
@@ -83,20 +83,18 @@ class StepProgram:
     """
 
     def __init__(
-        self, form: DecoderForm, params: Sequence[AttentionParams], watch: Watch, rows: Any
+        self, form: DecoderForm, params: Sequence[AttentionParams], watch: Watch, step: Step
     ) -> None:
-        make, held = dispatch.decode_step(torch.device("cpu")), rows.held()
+        make, held = dispatch.decode_step(torch.device("cpu")), step.held()
         if make is None:
             raise NotNative("there is no kernel for steps here")
-        if held is None:
-            raise NotNative("its policy has slots that no step of constant shape reads")
-        self._watch, self._slabs, self._threads = watch, rows.slabs, torch.get_num_threads()
+        self._watch, self._slabs, self._threads = watch, step.slots.slabs, torch.get_num_threads()
         parts = [part for layer in held for part in layer]
         self.sizes = tuple((part.slots.sizes, part.heads) for part in parts)
-        batch = len(rows.waiting)
+        batch = len(step.waiting)
         self.table = table = make(batch, self._threads)
         self._spans, self._waiting, self._places = (
-            np.zeros_like(t) for t in (rows.spans, rows.waiting, rows.places)
+            np.zeros_like(t) for t in (step.spans, step.waiting, step.places)
         )
         self.dtype = form.norm.module.weight.dtype
         self.hidden = table.memory(batch, form.norm.width)
@@ -118,30 +116,30 @@ class StepProgram:
         self._embedded = self.hidden[:, None]
         self._onto = table.operations["onto"][self._last :]
 
-    def fits(self, watch: Watch, rows: Any) -> bool:
+    def fits(self, watch: Watch, step: Step) -> bool:
         """Return whether modules, slots and threads are those it was made for."""
         if watch is not self._watch or torch.get_num_threads() != self._threads:
             return False
-        if rows.slabs is not self._slabs:  # another list, after a fold
-            if len(rows.slabs) != len(self._slabs):
+        if step.slots.slabs is not self._slabs:  # another list, after a fold
+            if len(step.slots.slabs) != len(self._slabs):
                 return False
-            if not all(map(operator.is_, rows.slabs, self._slabs)):
+            if not all(map(operator.is_, step.slots.slabs, self._slabs)):
                 return False
-            self._slabs = rows.slabs
+            self._slabs = step.slots.slabs
         return True
 
-    def run(self, embedded: Tensor, rows: Any) -> Tensor:
+    def run(self, embedded: Tensor, step: Step) -> Tensor:
         """Return the hidden state [batch, 1, width] of one token of each row."""
         self._embedded.copy_(embedded)
-        self._spans[:], self._waiting[:], self._places[:] = rows.spans, rows.waiting, rows.places
+        self._spans[:], self._waiting[:], self._places[:] = step.spans, step.waiting, step.places
         out = torch.empty_like(self._embedded)
         self._onto[0] = out.data_ptr()
         self.table.run()
         return out if self.dtype == out.dtype else out.to(self.dtype)
 
-    def run_attention(self, index: int, rows: Any, places: Tensor) -> None:
+    def run_attention(self, index: int, step: Step, places: Tensor) -> None:
         """Run a layer's attention over `hidden`, with rows at places of the stream [batch]."""
-        self._spans[:], self._waiting[:] = rows.spans, rows.waiting
+        self._spans[:], self._waiting[:] = step.spans, step.waiting
         self._places[:] = places.numpy()
         self.table.run(0, self._before_layers)
         layer = self.layers[index]
@@ -173,7 +171,7 @@ class StepProgram:
         self.table.run(self._last)
         return out
 
-    def _add_angles(self, rotaries: Sequence[Any]) -> list[dict[str, Any]]:
+    def _add_angles(self, rotaries: Sequence[Rotary | None]) -> list[dict[str, Any]]:
         """Add tables of angles, one for each rotary embedding; returns each layer's fields."""
         known: dict[int, dict[str, Any]] = {}
         for rotary in rotaries:
@@ -188,7 +186,7 @@ class StepProgram:
             known[id(rotary)] = fields
         return [{} if rotary is None else known[id(rotary)] for rotary in rotaries]
 
-    def _add_layer(self, form: LayerForm, first: int, parts: Sequence[Any]) -> LayerOperations:
+    def _add_layer(self, form: LayerForm, first: int, parts: Sequence[HeldPart]) -> LayerOperations:
         """Add a layer; `first` is the number of its first part among all."""
         start = len(self.table)
         attention = self._add_attention(form, first, parts)
@@ -197,7 +195,9 @@ class StepProgram:
         numbers = range(first, first + len(parts))
         return LayerOperations(start, middle, len(self.table), parts, numbers, *attention, *mlp)
 
-    def _add_attention(self, form: LayerForm, first: int, parts: Sequence[Any]) -> list[Tensor]:
+    def _add_attention(
+        self, form: LayerForm, first: int, parts: Sequence[HeldPart]
+    ) -> list[Tensor]:
         """Add a layer's attention; returns the memory of q, k, v, o and partial answers."""
         table = self.table
         asked = form.q, form.k, form.v
@@ -284,7 +284,7 @@ class StepProgram:
         self.table.multiply([part.weight()], [out], **fields)
         self.table.add("norms", x=out, inputs=part.outputs, **add, **norm.fields())
 
-    def _hold(self, slots: Any, params: AttentionParams, group: int) -> Any:
+    def _hold(self, slots: DecodeSlots, params: AttentionParams, group: int) -> Any:
         """Describe a layer's slots for the kernel."""
         coded, blocks, quantized = None, (0, 0), slots.quantized
         if not all(t.is_contiguous() for t in slots.tensors()) or not is_plain(slots.keys):

@@ -35,7 +35,7 @@ from weir.native.block_weights import (
     warn_without_kernel,
 )
 from weir.native.huge_pages import move_to_huge_pages
-from weir.native.linear_kernels import LOOPED, choose_products, in_a_loop
+from weir.native.linear_kernels import choose_products
 from weir.native.stored_blocks import shrink_to_stored
 
 BITS = ("int8", "int4")
@@ -195,14 +195,6 @@ def _bits(model: PreTrainedModel, weights: str) -> dict[str, int]:
     return bits
 
 
-def quantizes_inputs(model: nn.Module) -> bool:
-    """Return whether layers quantize their inputs too: torchao's dynamic or static activations."""
-    names = ("act_quant_kwargs", "act_quant_scale")
-    return any(
-        getattr(weight, name, None) is not None for weight in model.parameters() for name in names
-    )
-
-
 class QuantizedLinear(nn.Linear):
     """Linear layer with a torchao weight that can be moved after it was compiled."""
 
@@ -242,8 +234,7 @@ class Int8Linear(QuantizedLinear):
     """Linear layer with a torchao weight of 8 bits, which is not dequantized for few rows.
 
     For every product, torchao dequantizes the whole weight to the dtype of its input. That pays off
-    for a prompt, but would take most of a decode step on a CPU. The weight is also not unpacked in
-    a step: a compiled step would do that for every layer before it begins.
+    for a prompt, but would take most of a decode step on a CPU.
 
     Attributes:
         numbers: the weight's integers [out_features, in_features], int8; None for another kind of
@@ -261,17 +252,12 @@ class Int8Linear(QuantizedLinear):
         numbers, scales = self.numbers, self.scales
         rows = input.numel() // self.in_features
         few = 0 < rows <= FEW and input.device.type == "cpu" and not input.requires_grad
-        if numbers is None or scales is None or not few:
+        if numbers is None or scales is None or not few or kernels.is_compiling():
             return super().forward(input)
-        if torch.compiler.is_compiling():
-            if rows <= LOOPED:
-                return in_a_loop(input, numbers, self.bias, scales)
-            out = _by_kernel(input, numbers, scales)
-        else:
-            kernel = dispatch.linear_int8(input.device)
-            if kernel is None or not numbers.is_cpu or kernels.is_compiling():
-                return super().forward(input)
-            out = kernel(input, numbers, scales)
+        kernel = dispatch.linear_int8(input.device)
+        if kernel is None or not numbers.is_cpu:
+            return super().forward(input)
+        out: Tensor = kernel(input, numbers, scales)
         return out if self.bias is None else out + self.bias
 
     def dequantized(self) -> Tensor:
@@ -295,23 +281,6 @@ class Int8Linear(QuantizedLinear):
         super().__setattr__(name, value)
         if name == "weight":
             self.take_apart()
-
-
-def _kernel(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
-    """Call weir's 8-bit kernel from within a compiled program."""
-    kernel = dispatch.linear_int8(x.device)
-    if kernel is None:
-        return nn.functional.linear(x, numbers.to(x.dtype) * scale.to(x.dtype)[:, None])
-    out: Tensor = kernel(x, numbers, scale)
-    return out
-
-
-_by_kernel = kernels.register_kernel(
-    "linear_int8",
-    "(Tensor x, Tensor numbers, Tensor scale) -> Tensor",
-    _kernel,
-    lambda x, numbers, _: x.new_empty(*x.shape[:-1], numbers.shape[0]),
-)
 
 
 def _four_bits(device: torch.device) -> Any:

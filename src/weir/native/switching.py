@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,20 +10,22 @@ from transformers import PreTrainedModel
 
 from weir.errors import WeirError
 from weir.models import (
+    NOT_ASKED,
     OWN_FAMILIES,
-    Compiling,
+    Chosen,
+    CompiledStep,
     ModelSpec,
-    StepEngine,
-    choose_steps,
+    attention_name,
+    choose_engine,
     describe,
     forward_lock_of,
     input_device,
+    say,
     transformers_model,
 )
 from weir.native import dispatch
 from weir.native.engine import NativeStep
 from weir.native.linear_kernels import choose_products
-from weir.native.quantized_weights import quantizes_inputs
 
 
 def compile_steps(
@@ -33,70 +36,91 @@ def compile_steps(
     torch_compile: bool = True,
     **options: Any,
 ) -> bool:
-    """Compile decode steps of a model with weir caches, present and future ones.
+    """Run decode steps of a model with weir caches, present and future ones, by an engine.
 
-    A decode step is one token for each row. The first step compiles, reports that on standard
-    error, takes as long as `torch.compile` takes for the model, and needs a C++ compiler. Without a
-    compiler, or without disk space for its output, steps run uncompiled after one sentence there.
-    Each batch size and cache size is compiled separately, and so are policies that keep different
-    data beside keys and values. Rows may be at different positions of their streams. On a CPU,
-    matrix products are those of `choose_products`, which is called here. Outputs differ by rounding
-    only.
+    A decode step is one token for each row. On a CPU, a step is one call of a kernel where weir
+    knows what the decoder computes, and the model's own step elsewhere; `stream.report()["steps"]`
+    says which and why. The kernel is compiled once for a machine, in a thread. Matrix products are
+    those of `choose_products`, which is called here.
 
-    Weights are not packed or frozen: after loading, training or moving them to another dtype, a
-    step is compiled anew. The same holds after modules of the model are replaced, but not after a
-    program replaces functions of libraries: call this function again then.
+    On a GPU, a step runs under `torch.compile`, which compiles each batch size and cache size when
+    it is met, up to PyTorch's limit. The first step waits for it, and standard error says so. Where
+    it fails, steps run uncompiled after one sentence there.
+
+    Rows may be at different positions of their streams. Outputs differ by rounding only. After
+    loading, training or moving weights, or after modules of the model are replaced, an engine finds
+    out again what it can run.
 
     Args:
         model: the causal language model.
-        on: False stops compiling; the chosen products stay.
-        strict: raise a WeirError where a step cannot be compiled, and write nothing to standard
-            error; for callers that report the waiting themselves.
-        torch_compile: False leaves `torch.compile` out: steps of decoders of Llama's form on a CPU
-            are one call of a kernel, with no compiler installed, and others stay as they are.
-        options: for `torch.compile`: `mode`, `backend`, `options`.
+        on: False leaves steps to the model; the chosen products stay.
+        strict: raise a WeirError where steps cannot be compiled, wait for the CPU's kernel, and
+            write nothing to standard error; for callers that report the waiting themselves.
+        torch_compile: False leaves `torch.compile` out on a GPU, and `strict` does not raise on a
+            CPU.
+        options: for `torch.compile`: `mode`, `backend`, `options`; on a GPU only.
 
     Returns:
-        Whether `torch.compile` is used; not for models whose steps it cannot make, as standard
-        error then says.
+        Whether `torch.compile` is used.
 
     Raises:
-        WeirError: weir cannot serve the model, `torch.compile` has no such option, or is left out
-            and given options.
+        WeirError: weir cannot serve the model, `torch.compile` has no such option, is left out or
+            not used on this device and given options.
     """
     if not on:
         # Also a model that was changed so that weir cannot serve it.
-        choose_steps(transformers_model(model).get_decoder(), None, ())
+        choose_engine(transformers_model(model).get_decoder(), NOT_ASKED)
         return False
-    facts = describe(model)
+    spec = describe(model)
     if options and not torch_compile:
         raise WeirError(f"torch_compile=False leaves out what {', '.join(options)} is for")
-    compiling = Compiling(options, strict, torch_compile, make_engine)
-    inductor = options.get("backend", "inductor") == "inductor"
-    if inductor:
-        # Products are written as loops, which only inductor generates. Weights are moved, so no
-        # other thread may be in a call, which would go on reading their old memory.
-        with forward_lock_of(facts.config):
-            choose_products(model)
-    if torch_compile:
-        if facts.kind in OWN_FAMILIES:
-            compiling.give_up(f"the attention of {facts.kind} is code of its own")
-        elif inductor and input_device(model).type == "cpu" and quantizes_inputs(model):
-            compiling.give_up(
-                "its layers quantize what they multiply, of which PyTorch's compiler gives wrong "
-                "numbers for one row on a CPU"
-            )
-    choose_steps(facts.decoder, compiling, facts.attentions)
-    return torch_compile and compiling.failed is None
+    on_cpu = input_device(model).type == "cpu"
+    if options and on_cpu:
+        raise WeirError(
+            f"{', '.join(options)} is for torch.compile, which weir uses on a GPU; this model is "
+            "on a CPU, where steps are native or the model's own: leave the options out"
+        )
+    # Weights are moved, so no other thread may be in a call, which would read their old memory.
+    with forward_lock_of(spec.config):
+        choose_products(model)
+    if on_cpu:
+        _choose_native(spec, strict, torch_compile)
+        return False
+    return torch_compile and _choose_compiled(spec, options, strict)
 
 
-def make_engine(spec: ModelSpec, wait: bool) -> StepEngine | None:
-    """Make the native engine of a model; None where no kernel runs its steps.
+def _choose_native(spec: ModelSpec, wait: bool, required: bool) -> None:
+    """Let the CPU engine run steps; with both `wait` and `required` a WeirError where it cannot."""
+    kernel = dispatch.decode_step(torch.device("cpu"))
+    chosen = Chosen(None, NO_KERNEL) if kernel is None else Chosen(partial(NativeStep, wait=wait))
+    choose_engine(spec.decoder, chosen)
+    if not (wait and required):
+        return
+    reason: str | None = NO_KERNEL
+    if kernel is not None:
+        engine, lock = NativeStep(spec, wait), forward_lock_of(spec.config)
+        with lock, lock.attention(attention_name(spec)):
+            engine.prepare()
+        reason = engine.reason
+    if reason is not None:
+        choose_engine(spec.decoder, NOT_ASKED)
+        raise WeirError(f"the steps of this model cannot be compiled here: {reason}")
 
-    Args:
-        spec: of the model.
-        wait: the first step waits until the kernel is compiled, however long that takes.
-    """
-    if dispatch.decode_step(torch.device("cpu")) is None:
-        return None
-    return NativeStep(spec, wait)
+
+def _choose_compiled(spec: ModelSpec, options: dict[str, Any], strict: bool) -> bool:
+    """Let steps run under `torch.compile`; returns whether the decoder can be compiled."""
+    engine = CompiledStep(options, strict)  # refuses options
+    if spec.kind in OWN_FAMILIES:
+        reason = f"the attention of {spec.kind} is code of its own"
+        choose_engine(spec.decoder, Chosen(None, reason))
+        failed = f"the steps of this model cannot be compiled here: {reason}"
+        if strict:
+            raise WeirError(failed)
+        say(f"{failed}; they go the usual way")
+        return False
+    choose_engine(spec.decoder, Chosen(lambda _: engine))
+    return True
+
+
+NO_KERNEL = "numba is not installed, or WEIR_KERNELS chooses other kernels"
+"""Reason why no step is native."""

@@ -3,7 +3,6 @@
 from weir.slab.attention import (
     AttentionParams,
     AttentionResult,
-    attend_in_loops,
     attention_mass,
     attention_shares,
     attention_softmax,
@@ -12,8 +11,8 @@ from weir.slab.attention import (
     fused_attention,
     split_weights,
     two_weight_attention,
-    uses_loops,
 )
+from weir.slab.head_split import Answer, HeadSplit
 from weir.slab.positions import (
     Alibi,
     LayerPositions,
@@ -47,5 +46,6 @@ from weir.slab.slots import (
     quantized_buffers,
 )
 from weir.slab.spec import STATE, Heads, SlabSpec
+from weir.slab.step import DecodeSlots, HeldPart, Step, StepSlots
 
 __all__ = ["Slots"]

@@ -11,15 +11,12 @@ kv_heads, slots], and a bias broadcasts with [batch, kv_heads, group, length, sl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from weir.kernels import dot_products, weighted_sums
 
 
 @dataclass(frozen=True)
@@ -282,51 +279,6 @@ def split_attention(
     if bias is not None:
         out.masked_fill_(logits.amax(dim=-1, keepdim=True).isneginf(), 0.0)
     return out.view(batch, kv_heads, group, length, -1).to(values.dtype)
-
-
-SHARING = 8
-"""Most query heads of a KV head for loops: as many sums as fit into registers."""
-
-
-def uses_loops(queries: Tensor) -> bool:
-    """Return whether queries of a compiled step are answered by `attend_in_loops`."""
-    compiling: bool = torch.compiler.is_compiling()
-    return compiling and queries.device.type == "cpu" and queries.shape[2] <= SHARING
-
-
-def attend_in_loops(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    params: AttentionParams,
-    factors: Sequence[Tensor] | None = None,
-) -> Tensor:
-    """`two_weight_attention` of one query a head in a compiled step on a CPU, in float32.
-
-    PyTorch's fused attention is made for many queries; with one, a call takes several times as long
-    as to read keys and values. Here the heads of a group share one loop over the keys and one over
-    the values.
-
-    Args:
-        mask: log-weights of both sums [batch, kv_heads, slots], -inf for slots left out.
-        factors: those of numerator and denominator, as in `split_attention`; None for 1.
-    """
-    logits = dot_products(queries[:, :, :, 0].float() * params.scale, keys)
-    if params.softcap is not None:
-        logits = (logits / params.softcap).tanh() * params.softcap
-    logits = logits + mask[:, :, None]
-    top = logits.amax(dim=-1, keepdim=True)
-    if params.sinks is not None:
-        top = torch.maximum(top, params.sinks[..., None])
-    top = top.masked_fill(top.isneginf(), 0.0)
-    weights = (logits - top).exp()
-    upper, lower = (weights * f[:, :, None] for f in factors) if factors else (weights, weights)
-    total = lower.sum(dim=-1, keepdim=True)
-    if params.sinks is not None:
-        total = total + (params.sinks[..., None] - top).exp()
-    out = weighted_sums(upper, values) / total.masked_fill(total == 0, torch.inf)
-    return out.to(values.dtype)[:, :, :, None]
 
 
 def _flat_logits(

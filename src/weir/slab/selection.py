@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,6 @@ from weir import kernels
 from weir.slab.attention import (
     AttentionParams,
     AttentionResult,
-    attend_in_loops,
     fused_attention,
     observed_attention,
     split_attention,
@@ -123,7 +122,7 @@ def compute_attention(
     *,
     causal: bool = False,
     observe: Observe = "",
-    by: Literal["kernels", "torch", "loops"] = "kernels",
+    by: Literal["kernels", "torch"] = "kernels",
 ) -> AttentionResult:
     """Answer queries [batch, kv_heads, group, length, key_dim] over slots.
 
@@ -133,12 +132,12 @@ def compute_attention(
         causal: the queries are of the last slots, and each sees all slots up to its own.
         observe: asked for beside the answers. The result has it where that takes no longer than to
             ask for it later, and holds no more than `AT_ONCE` logits.
-        by: what may compute: kernels of weir's own beside PyTorch, PyTorch alone, or compiled
-            loops, for compiled steps, which have masked their weights and know no bias.
+        by: what may compute: kernels of weir's own beside PyTorch, or PyTorch alone, as in a step
+            under `torch.compile`.
     """
     uncapped = params.softcap is None
     weighted = slots.split is not None and not slots.plain
-    if by != "loops" and slots.reads_rotated and queries.shape[3] > 1:
+    if slots.reads_rotated and queries.shape[3] > 1:
         # Queries, answers and the few exact slots are rotated in place of all quantized ones.
         wide = torch.promote_types(queries.dtype, torch.float32)
         queries, slots = hadamard(queries.to(wide)).to(queries.dtype), slots.rotated()
@@ -147,8 +146,6 @@ def compute_attention(
         )
         answers = hadamard(found.answers.to(wide)).to(found.answers.dtype)
         return found._replace(answers=answers)
-    if by == "loops" and (uncapped or not weighted):
-        return AttentionResult(_in_loops(queries, slots, params))
     if by == "kernels" and queries.dtype != torch.float64:  # which no kernel computes in
         if uncapped and params.sinks is None:
             result = _observed(queries, slots, params, bias, causal, observe)
@@ -277,52 +274,3 @@ def _mask_of(slots: AttendedSlots, bias: Tensor | None) -> Tensor | None:
         return None
     mask = slots.b[:, :, : slots.stop]
     return mask if bias is None else mask + bias[:, :, 0, 0]
-
-
-# --- compiled steps
-
-
-def _in_loops(queries: Tensor, slots: AttendedSlots, params: AttentionParams) -> Tensor:
-    mask, *factors = slots.split or (slots.b,)
-    rotated = slots.quantized is not None and slots.quantized.format.rotated
-    plain = not factors and params.softcap is None and params.sinks is None
-    sizes = queries.shape[4], slots.values.shape[3]
-    if rotated and plain and _has_int4_kernel(queries.device.type, *sizes):
-        return _by_rotated_kernel(_decode_int4_in_step, queries, slots, params)
-    if rotated:  # the few exact slots, in place of all the others at every step
-        queries, slots = hadamard(queries.float()), slots.rotated()
-    out = attend_in_loops(queries, *slots.read(), mask, params, factors or None)
-    return hadamard(out.float()).to(out.dtype) if rotated else out
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # nothing to trace
-def _has_int4_kernel(device: str, dim: int, width: int) -> bool:
-    return kernels.decode_int4(torch.empty(dim, device=device), width) is not None
-
-
-def _decode_int4_in_step(
-    queries: Tensor, coded: _Stored, blocks: tuple[int, int], *others: Any
-) -> Tensor:
-    """The kernel `decode_int4` as an operator of a compiled step."""
-    *exact, mask, scale, span = others
-    return _DECODE_INT4(queries, *coded[0], *coded[1], *blocks, *exact, mask, scale, *span)
-
-
-def _call_decode_int4(queries: Tensor, *flat: Any) -> Tensor:
-    coded, blocks, (keys, values, mask, scale, *span) = (flat[:3], flat[3:6]), flat[6:8], flat[8:]
-    kernel = kernels.decode_int4(queries, values.shape[3])
-    assert kernel is not None
-    out: Tensor = kernel(queries, coded, blocks, keys, values, mask, scale, tuple(span))
-    return out
-
-
-_DECODE_INT4 = kernels.register_kernel(
-    "decode_int4",
-    "(Tensor queries, Tensor of_keys, Tensor peaks, int levels, Tensor of_values, "
-    "Tensor value_peaks, int value_levels, int key_block, int value_block, Tensor keys, "
-    "Tensor values, Tensor mask, float scale, int start, int stop) -> Tensor",
-    _call_decode_int4,
-    lambda queries, *flat: queries.new_empty(
-        (*queries.shape[:4], flat[9].shape[3]), dtype=torch.float32
-    ),
-)

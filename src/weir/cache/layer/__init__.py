@@ -1,6 +1,5 @@
 """One layer's stream: append, attend, fold."""
 
-from weir.cache.layer.decode import DecodeSlots
 from weir.cache.layer.fold import states_of
 from weir.cache.layer.layer import Layer, RowsNotFinite
 from weir.cache.layer.layer_state import LayerSpec, LayerState, Layout, lay_out

@@ -28,14 +28,15 @@ from weir.cache.layer.attention import (
     store_last_queries,
     store_queries,
 )
-from weir.cache.layer.decode import DecodeSlots
 from weir.cache.layer.fold import Pending, fold_rows
 from weir.cache.layer.layer_state import LayerSpec, LayerState
 from weir.cache.plan import ForwardPlan, Segment, plan_forward
 from weir.errors import WeirError
 from weir.slab import (
     AttentionParams,
+    DecodeSlots,
     Heads,
+    HeldPart,
     Observe,
     Slab,
     compute_attention,
@@ -58,8 +59,8 @@ class Layer:
     Attributes:
         spec: the layer's fixed facts.
         state: the slots, and how each row of the batch uses them.
-        params: the parameters of the last attention call; None before the first token. A compiled
-            step has them in its graph, and its fold reads them here.
+        params: the parameters of the last attention call; None before the first token. An engine
+            has read them before its steps, and the fold reads them here.
         unchecked: tensors of the last forward, [batch, ...] each, whose numbers must be finite (or
             true). One check of all layers at the end of a step is cheaper than one a layer.
     """
@@ -219,16 +220,23 @@ class Layer:
                 "cache serves one model only"
             )
 
-    # --- a compiled step
+    # --- a step that an engine runs
 
-    def decode_slots(self) -> DecodeSlots | None:
-        """Return the slots that a compiled step reads and writes; None if it cannot be compiled."""
-        if self.state.slab is None or self.params is None:
-            return None
-        return DecodeSlots.of(self.state.slab, self.spec)
+    def held(self) -> HeldPart:
+        """Return what a step of constant shape reads and writes; the layer holds tokens already."""
+        assert self.state.slab is not None
+        assert self.params is not None
+        pipe, positions = self.spec.pipe, self.spec.positions
+        slots = DecodeSlots.of(
+            self.state.slab,
+            two_weights=pipe.two_weights,
+            unasked=self.spec.chunk - self.spec.keeps_queries,
+            window=positions.window,
+        )
+        return HeldPart(slots, self.params, positions.rotary, self.spec.heads)
 
     def commit_step(self, segment: Segment, largest: Tensor | None) -> None:
-        """Note that a compiled step has stored and answered a segment, as `attend` would have.
+        """Note that an engine has stored and answered a segment, as `attend` would have.
 
         `largest` is the largest absolute number among each row's keys and values [batch]; None if
         all are known to be finite.

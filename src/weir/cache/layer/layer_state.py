@@ -151,6 +151,18 @@ class LayerSpec:
         held = tokens if window is None else min(tokens, window - 1)
         return held * heads.token_bytes
 
+    def why_not_constant(self) -> str | None:
+        """Return why steps of this layer cannot be of constant shape; None if they can."""
+        if self.pipe.slots is None:
+            return "its policy has no fixed number of slots"
+        if self.pipe.log_n:
+            return "its policy scales queries by the number of tokens"
+        if self.positions.alibi is not None:
+            return "its attention has linear biases"
+        if self.positions.rotary is not None and not self.positions.placed:
+            return "its attention is code of its own, and leaves rotations to weir"
+        return None
+
     @property
     def front_moves(self) -> bool:
         """Whether tokens of the front move closer to the present at each fold."""

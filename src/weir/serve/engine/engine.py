@@ -638,11 +638,10 @@ def sizes_of(engine: Engine) -> tuple[int, ...]:
 
 
 def compile_engine(engine: Engine, **options: Any) -> bool:
-    """Compile the decode steps of an engine, each number of rows when a call first has it.
+    """Let an engine's decode steps be native on a CPU, and run under `torch.compile` on a GPU.
 
-    Answers differ by rounding only. Until a program is ready, and where none can be made, steps run
-    uncompiled; WeirError if the model cannot be compiled, whatever the compiler. Returns whether
-    there may be programs; if not, standard error has said why.
+    Answers differ by rounding only. On a GPU each number of rows is compiled when a call first has
+    it. Returns whether there may be such programs.
     """
     compiles = compile_steps(engine.model, **options)
     if compiles:

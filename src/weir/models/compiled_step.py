@@ -1,0 +1,179 @@
+"""Decode steps under `torch.compile`, the engine of GPUs.
+
+The decoder's forward is compiled as PyTorch documents it, with a stand-in for the cache. Its slots
+are buffers that keep their shape and their memory, so one program serves an endless stream.
+PyTorch's guards notice what is replaced in the model. It compiles a program for each size of batch
+and cache, and leaves those beyond its own limit uncompiled.
+
+What Python alone can do, the positions of the stream and the masks that weir does not need, is
+marked with `torch.compiler.disable` where it is defined (`hooks`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import FunctionType
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from weir.errors import WeirError
+from weir.models.cache_name import CACHE
+from weir.models.notices import say, say_once
+from weir.models.step_engine import Given, OwnForward
+from weir.slab import AttentionParams, HeadSplit, HeldPart, Step, StepSlots
+
+WAITING = (
+    "torch.compile compiles the decode step of this model, which takes from seconds to minutes for "
+    "each size of batch and cache"
+)
+"""Notice written before a model's first compiled step."""
+
+
+class CompiledStep:
+    """A decoder's steps under `torch.compile`: a `StepEngine`.
+
+    Args:
+        options: for `torch.compile`.
+        strict: raise a WeirError where a step cannot be compiled, and write no notices.
+
+    Raises:
+        WeirError: `torch.compile` does not take these options.
+    """
+
+    run: Literal["native", "compiled"] = "compiled"
+
+    def __init__(self, options: Mapping[str, Any], strict: bool = False) -> None:
+        self._strict = strict
+        self._failed: str | None = None
+        # PyTorch keeps and counts programs by the code of a function. With a copy of the code, the
+        # sizes of one model do not use up the limit of the others.
+        code = _run_decoder.__code__.replace()
+        function: Any = FunctionType(code, globals(), "decoder")
+        try:  # `torch.compile` takes apart what it is given
+            self._run: Any = torch.compile(function, dynamic=False, **copy.deepcopy(dict(options)))
+        except Exception as error:  # of several types, one of them private
+            reason = str(error).strip().splitlines()[0]
+            raise WeirError(f"torch.compile does not take these options: {reason}") from None
+
+    def prepare(self) -> None:
+        """Do nothing: PyTorch's guards notice what is replaced."""
+
+    def step(self, step: Step, given: Given, own: OwnForward) -> BaseModelOutputWithPast | None:
+        """Run a step; see `StepEngine.step`."""
+        if self._failed is not None or torch.compiler.is_compiling():
+            return None
+        if not self._strict:
+            say_once(WAITING)
+        cache = StepCache(step)
+        try:
+            output = cast(BaseModelOutputWithPast, self._run(own, {**given, CACHE: cache}))
+        except WeirError:
+            raise
+        except Exception as error:
+            self._failed = f"the steps of this model cannot be compiled here: {_reason(error)}"
+            if self._strict:
+                raise WeirError(self._failed) from error
+            say(f"{self._failed}; they go the usual way")
+            return None
+        step.largest = cache.largest
+        return output
+
+    def why_not(self, slots: StepSlots, rows: int) -> str | None:
+        """Return why steps are the model's own; see `StepEngine.why_not`."""
+        return self._failed if slots.reason is None else slots.reason
+
+
+def _run_decoder(own: OwnForward, given: Given) -> BaseModelOutputWithPast:
+    """Call a decoder's forward; each engine has a copy of this, with programs of its own."""
+    return own(**given)
+
+
+class StepCache(Cache):
+    """The cache in a compiled forward of one token a row.
+
+    Attributes:
+        largest: output, as in `Step`.
+    """
+
+    def __init__(self, step: Step) -> None:
+        super().__init__(layers=[])
+        layers = step.held()
+        device = layers[0][0].slots.keys.device
+        ends = torch.from_numpy(step.spans[:, 1:]).to(device)
+        self._waiting = torch.from_numpy(step.waiting).to(device)
+        self.largest = torch.zeros(ends.shape, device=device)
+        self._layers: list[_LayerParts] = []
+        stop = 0
+        for parts in layers:
+            start, stop = stop, stop + len(parts)
+            rows = ends[start:stop].unbind(), self.largest[start:stop].unbind()
+            self._layers.append(_LayerParts(parts, *rows))
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Tensor]:
+        """Pass new keys and values on to weir's attention, which asks for answers here."""
+        return (self, layer_idx, key_states), value_states
+
+    def attend(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
+    ) -> Tensor:
+        """Store one token of each row and answer its queries [batch, heads, 1, key_dim]."""
+        return self._layers[layer].attend(queries, keys, values, params, self._waiting)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return 0: positions come from weir."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Return sizes for a mask that is never read."""
+        return query_length, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Return 0, for a mask that is never read."""
+        return 0
+
+
+class _LayerParts:
+    """The parts of one layer in a compiled step.
+
+    Args:
+        parts: of the layer.
+        ends: of each part, the slot of each row's token [batch], int64.
+        largest: of each part, where the largest numbers go [batch], float32.
+    """
+
+    def __init__(
+        self, parts: Sequence[HeldPart], ends: Sequence[Tensor], largest: Sequence[Tensor]
+    ) -> None:
+        self._parts = [part.slots for part in parts]
+        self._ends, self._largest = ends, largest
+        self._split = HeadSplit.of([part.heads for part in parts], ends[0].device)
+
+    def attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        params: AttentionParams,
+        waiting: Tensor,
+    ) -> Tensor:
+        calls = [
+            partial(part.attend, ends=ends, waiting=waiting, largest=largest)
+            for part, ends, largest in zip(self._parts, self._ends, self._largest, strict=True)
+        ]
+        if self._split is None:
+            return calls[0](queries, keys, values, params)
+        return self._split.answer(calls, queries, keys, values, params)
+
+
+def _reason(error: Exception) -> str:
+    """Return the reason in one line; a backend's error has its name in the line before."""
+    first, *others = str(error).strip().splitlines() or [type(error).__name__]
+    return others[0] if others and first.endswith("raised:") else first

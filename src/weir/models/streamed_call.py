@@ -1,0 +1,61 @@
+"""What hooks on a model need of a cache and of a call under way with it.
+
+`cache.StreamingCache` and `cache.Forward`, of a room above, are the ones there are.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from weir.models.step_engine import Given
+from weir.slab import AttentionParams, Step
+
+
+class Attending(Protocol):
+    """Stores what is new in a layer, and answers its queries."""
+
+    def attend(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
+    ) -> Tensor:
+        """Store keys and values [batch, kv_heads, length, dim] and answer the queries [batch,
+        heads, length, key_dim] of a layer.
+        """
+
+
+class StreamedCall(Attending, Protocol):
+    """One call of the model through all layers, which takes effect when it has finished."""
+
+    given: Given
+    """The decoder's arguments by name."""
+
+    def rotations(
+        self, kind: str | None, width: int, device: torch.device
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return cosines and sines [batch or 1, length, width], float32, for a layer type at the
+        positions of the call; None where no layer rotates.
+        """
+
+    def step(self) -> Step | None:
+        """Return the call as a decode step; None if it cannot be one."""
+
+    def commit_step(self, step: Step) -> None:
+        """Note that an engine has run the step."""
+
+    def finish(self) -> StreamedCall | None:
+        """Finish a successful call; return the call to repeat without rows that failed, if any."""
+
+    def abandon(self, error: BaseException) -> StreamedCall | None:
+        """Undo a call that failed; return the call to repeat without rows that failed, if any."""
+
+
+class StreamedCache(Protocol):
+    """A cache of weir's."""
+
+    def begin(self, given: Given) -> StreamedCall:
+        """Begin a call with the decoder's arguments by name."""
+
+    def end(self) -> None:
+        """Do what is left to do after a call that has finished."""

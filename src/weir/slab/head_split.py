@@ -1,0 +1,67 @@
+"""KV heads of a layer that are kept apart: who holds which, and answers put back in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from weir.slab.attention import AttentionParams
+
+Answer = Callable[[Tensor, Tensor, Tensor, AttentionParams], Tensor]
+"""Attention of a part: queries, keys, values and parameters to answers [batch, heads, ...]."""
+
+
+@dataclass(frozen=True)
+class HeadSplit:
+    """Assignment of a layer's KV heads to its parts.
+
+    Attributes:
+        heads: of each part, its KV heads [n], int64.
+        order: the place of each KV head among those of all parts [kv_heads], int64.
+    """
+
+    heads: tuple[Tensor, ...]
+    order: Tensor
+
+    @classmethod
+    def of(cls, heads: Sequence[Sequence[int] | None], device: torch.device) -> HeadSplit | None:
+        """Make the assignment of parts with these heads; None for one part, which has all."""
+        if len(heads) == 1:
+            return None
+        held = tuple(torch.tensor(each, device=device) for each in heads)
+        return cls(held, torch.cat(held).argsort())
+
+    def on(self, device: torch.device) -> HeadSplit:
+        """Return the same on a device."""
+        if self.order.device == device:
+            return self
+        return HeadSplit(tuple(t.to(device) for t in self.heads), self.order.to(device))
+
+    def answer(
+        self,
+        parts: Sequence[Answer],
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        params: AttentionParams,
+    ) -> Tensor:
+        """Let each part answer the queries of its heads.
+
+        Args:
+            parts: what answers for each part.
+            queries: [batch, heads, length, key_dim].
+            keys, values: of the new tokens [batch, kv_heads, length, dim].
+            params: of the whole layer.
+        """
+        queries = queries.unflatten(1, (keys.shape[1], -1))
+        answers = []
+        for part, heads in zip(parts, self.heads, strict=True):
+            q, k, v = (t.index_select(1, heads) for t in (queries, keys, values))
+            own = params
+            if params.sinks is not None:
+                own = replace(params, sinks=params.sinks.index_select(0, heads))
+            answers.append(part(q.flatten(1, 2), k, v, own).unflatten(1, q.shape[1:3]))
+        return torch.cat(answers, dim=1).index_select(1, self.order).flatten(1, 2)

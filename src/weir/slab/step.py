@@ -1,0 +1,194 @@
+"""One token of each row, as engines that run whole decode steps read and write it.
+
+A token of each row goes into the slot that waits for it, and attention reads the whole slab through
+a mask that ends at that slot. All buffers keep their shapes and their memory between two folds, and
+most of them beyond, so one program serves an endless stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weir.slab.attention import AttentionParams
+from weir.slab.positions import Rotary
+from weir.slab.selection import AttendedSlots, compute_attention
+from weir.slab.slab import Slab, merge_groups, put_lines, slot_lines
+from weir.slab.slots import QuantizedStorage
+
+
+@dataclass
+class DecodeSlots:
+    """The slots of a layer, as a decode step of constant shape uses them.
+
+    Attributes:
+        keys, values: all exact slots [batch, kv_heads, slots, dim].
+        quantized: quantized slots, which come first; None for none.
+        a, b: log-weights [batch, kv_heads, slots]; a is None if it equals b everywhere.
+        split: both as `split_attention` reads them; None if a equals b.
+        queries: the buffer of queries that wait for the fold; None if none do.
+        unasked: number of tokens of a tail whose queries share the first place of that buffer;
+            below 0 if queries of older tokens are in front.
+        window: how many tokens a query sees; None for all.
+    """
+
+    keys: Tensor
+    values: Tensor
+    quantized: QuantizedStorage | None
+    a: Tensor | None
+    b: Tensor
+    split: tuple[Tensor, Tensor, Tensor] | None
+    queries: Tensor | None
+    unasked: int
+    window: int | None
+
+    @classmethod
+    def of(cls, slab: Slab, *, two_weights: bool, unasked: int, window: int | None) -> DecodeSlots:
+        """Take the slots of a slab; arguments as the attributes."""
+        a = slab.a if two_weights else None
+        held = slab.keys, slab.values, slab.quantized, a, slab.b, slab.split, slab.queries
+        return cls(*held, unasked, window)
+
+    @property
+    def sizes(self) -> Hashable:
+        """What a program of a step depends on: shapes, types, which tensors are present, and
+        constants.
+        """
+        stored = (
+            None if self.quantized is None else (self.quantized.format.name, len(self.quantized))
+        )
+        constants = stored, self.a is None, self.queries is None, self.unasked, self.window
+        return self.keys.shape, self.values.shape, self.keys.dtype, self.keys.device, constants
+
+    def tensors(self) -> list[Tensor]:
+        """Return all that a step may read or write."""
+        stored = () if self.quantized is None else self.quantized.buffers.values()
+        held = self.keys, self.values, *stored, self.a, self.b, *(self.split or ()), self.queries
+        return [t for t in held if t is not None]
+
+    def attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        params: AttentionParams,
+        ends: Tensor,
+        waiting: Tensor,
+        largest: Tensor,
+    ) -> Tensor:
+        """Store one token of each row and answer its queries [batch, heads, 1, key_dim].
+
+        Args:
+            keys, values: [batch, kv_heads, 1, dim].
+            ends: the slot of each row's token [batch], int64.
+            waiting: tokens in each row's tail before it [batch], int64.
+            largest: output; the largest absolute key or value of each row [batch], float32.
+        """
+        largest.copy_(torch.maximum(keys.abs().amax((1, 2, 3)), values.abs().amax((1, 2, 3))))
+        batch, kv_heads, _, dim = keys.shape
+        queries = queries.view(batch, kv_heads, -1, 1, dim)
+        first = 0 if self.quantized is None else len(self.quantized)
+        lines = slot_lines(ends - first, kv_heads, self.keys.shape[2])
+        put_lines(self.keys, keys, lines)
+        put_lines(self.values, values, lines)
+        if self.queries is not None:
+            place = (waiting - self.unasked).clamp_min(0)
+            asked = slot_lines(place, kv_heads, self.queries.shape[2])
+            put_lines(self.queries, merge_groups(queries), asked)
+        slot = torch.arange(self.b.shape[2], device=ends.device)
+        seen = slot <= ends[:, None]
+        if self.window is not None:
+            seen &= slot > ends[:, None] - self.window
+        unseen = ~seen[:, None]
+        below = self.b.masked_fill(unseen, -torch.inf)
+        above = below if self.a is None else self.a.masked_fill(unseen, -torch.inf)
+        split = self.split
+        if split is not None:
+            split = split[0].masked_fill(unseen, -torch.inf), *split[1:]
+        held = self.keys, self.values, self.quantized
+        slots = AttendedSlots(*held, above, below, split, 0, self.b.shape[2])
+        return compute_attention(queries, slots, params, by="torch").answers.flatten(1, 2)
+
+
+@dataclass(frozen=True, eq=False)
+class HeldPart:
+    """A part of a layer, as a step reads it.
+
+    Attributes:
+        slots: of its KV heads.
+        params: how it attends.
+        rotary: how queries and keys are rotated; None if they are not.
+        heads: its KV heads among those of the layer; None for all.
+    """
+
+    slots: DecodeSlots
+    params: AttentionParams
+    rotary: Rotary | None
+    heads: tuple[int, ...] | None
+
+
+@dataclass(eq=False)
+class StepSlots:
+    """The slots of all steps of a cache, and what an engine keeps beside them.
+
+    Attributes:
+        reason: why steps over these slots cannot be of constant shape; None if they can.
+        version: of all layers' lengths; the rest is read again when it changes.
+        slabs: of each part of a layer; others after a restored session or more rows.
+        spans: of each part the first slot that is read, and each row's first slot of the tail
+            [parts, 1 + batch], int64.
+        program: what the engine has made for these slots; None for nothing yet.
+        refused: what the engine's last step was refused for, and why; None if it was not.
+    """
+
+    reason: str | None
+    version: int = -1
+    slabs: list[Slab] = field(default_factory=list)
+    spans: np.ndarray = field(default_factory=lambda: np.zeros((0, 1), np.int64))
+    program: object = None
+    refused: tuple[object, str] | None = None
+
+
+class Step:
+    """One token of each row, over the slots of all layers.
+
+    Attributes:
+        slots: what steps of this cache have in common.
+        spans: of each part of a layer the first slot that is read, and the slot of each row's
+            token [parts, 1 + batch], int64.
+        waiting: tokens in each row's tail before it [batch], int64.
+        places: each row's place in the stream [batch], int64.
+        busy: the rows that have a token.
+        largest: output; the largest absolute key or value of each part of a layer and row, or of
+            each head of these [parts, batch] or [parts, batch, heads], float32. None until the step
+            has taken effect in the slots.
+
+    Args:
+        slots: see the attribute.
+        waiting, places, busy: see the attributes.
+        hold: returns what each layer's parts hold.
+    """
+
+    largest: Tensor | None = None
+
+    def __init__(
+        self,
+        slots: StepSlots,
+        waiting: Sequence[int],
+        places: np.ndarray,
+        busy: list[int],
+        hold: Callable[[], list[list[HeldPart]]],
+    ) -> None:
+        self.slots = slots
+        self.spans, self.waiting = slots.spans.copy(), np.array(waiting)
+        self.spans[:, 1:] += self.waiting
+        self.places, self.busy = places, busy
+        self._hold = hold
+
+    def held(self) -> list[list[HeldPart]]:
+        """Return what each layer's parts hold."""
+        return self._hold()
