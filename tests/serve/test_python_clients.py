@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 from relay import Exchange, Relay, relaying
 from servers import Server, serving
-from weir.models.loading import ASSETS
+from weir.models import ASSETS
 
 import weir
 from weir.serve import Engine, EngineClient, Limits, ResponseStore, SessionStore
