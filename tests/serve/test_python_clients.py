@@ -25,9 +25,9 @@ from typing import Any
 import pytest
 from relay import Exchange, Relay, relaying
 from servers import Server, serving
-from weir.models import ASSETS
 
 import weir
+from weir.models import ASSETS
 from weir.serve import Engine, EngineClient, Limits, ResponseStore, SessionStore
 
 HERE = Path(__file__).parent / "clients"
