@@ -12,10 +12,11 @@ if TYPE_CHECKING:
     from weir.cache import StreamingCache, generate
     from weir.models import choose_products, compile_steps, load
     from weir.policies import policy
-    from weir.stream import Stream
+    from weir.stream import Archive, Stream
 
 __version__ = "0.1.0"
 __all__ = [
+    "Archive",
     "PolicyError",
     "Stream",
     "StreamingCache",
@@ -29,6 +30,7 @@ __all__ = [
 ]
 
 _HANDED_OUT_BY = {
+    "Archive": "stream",
     "Stream": "stream",
     "StreamingCache": "cache",
     "choose_products": "models",

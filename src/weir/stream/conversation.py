@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+import warnings
 from array import array
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -12,14 +13,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from weir.errors import WeirError
 from weir.models import sink_of, transformers_model
 from weir.pools import Marks
+from weir.stream.archive import Archive, ArchiveProblem, Excerpt, write_quotes
 from weir.stream.chat_template import ChatTemplate
 from weir.stream.detokenizer import Detokenizer
+from weir.stream.held import HeldPlaces
 from weir.stream.stream import Stream
 from weir.stream.transcript import Transcript, Turn, repeats
 
 UNTIMED = 2
 """Tokens of an answer that its rate leaves out where it has more: the first comes from the prompt's
 logits, the second from the first step, which may be compiled."""
+RECALL = 256
+"""Tokens of recalled text that are put into a turn at most."""
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=3)
 
 
 class Conversation:
@@ -34,8 +43,15 @@ class Conversation:
         stream: the stream; a restored one continues its conversation.
         system: the system message; it stays for good only under a policy that keeps the beginning.
         transcript: takes every turn as it is said; None for none.
+        archive: keeps what is said, and is searched for what a turn asks. Found text that has left
+            the cache is put in front of the user's words, as a quotation; None for no recall.
+        recall: tokens of recalled text in a turn at most; 0 only fills the archive.
+        warn: called with a text, once, if the archive cannot be used any more; by default it is a
+            Python warning. The conversation goes on without the archive.
 
     Attributes:
+        recalled: what was brought back for the last turn, the best first.
+        recalled_tokens: how many tokens that took.
         repeats: the tokens that the last answer repeated over and over at its end; 0 for none.
         rate: tokens per second of the last answer, after its first step, which may be compiled.
     """
@@ -46,11 +62,19 @@ class Conversation:
         tokenizer: PreTrainedTokenizerBase,
         system: str | None = None,
         transcript: Transcript | None = None,
+        archive: Archive | None = None,
+        recall: int = RECALL,
+        warn: Callable[[str], None] = _warn,
     ) -> None:
         self.stream = stream
         self.tokenizer = tokenizer
         self.system = system
         self.transcript = transcript
+        self.archive, self.recall = archive, recall
+        self.recalled: list[Excerpt] = []
+        self.recalled_tokens = 0
+        self._warn = warn
+        self._resumed = False
         self.rate, self.repeats = 0.0, 0
 
     def say(
@@ -62,11 +86,16 @@ class Conversation:
         Sampling is as for `Stream.generate`. Raises WeirError if the text makes no tokens, or
         cannot be written in UTF-8.
         """
-        ids = self.turn(text)
-        if not ids:
+        plain = self.turn(text)
+        if not plain:
             raise WeirError("that makes no tokens; say something")
+        quoted = self._recall(text)
+        ids = self.turn(text, quoted) if quoted else plain
+        self.recalled_tokens = len(ids) - len(plain)
         self._note(Turn(True, self.stream.seen, text, array("I", ids)))
-        self._feed(text, ids)
+        self._feed(quoted + text, ids)
+        # The quotation comes first, and is not archived again.
+        self._keep("user", text, self.stream.seen - len(plain))
         answer = Turn(False, self.stream.seen)
         try:
             yield from self._answer(answer, max_new_tokens, **sampling)
@@ -75,6 +104,46 @@ class Conversation:
                 answer.ids.append(self.stream.last[0] or 0)
             self.repeats = repeats(answer.ids)
             self._note(answer)
+            self._keep("assistant", answer.text, answer.start)
+
+    # --- the archive
+
+    def _recall(self, text: str) -> str:
+        """Find what a turn asks in text that has left the cache, and write it as a quotation; empty
+        if there is nothing.
+        """
+        self.recalled = []
+        if self.archive is None:
+            return ""
+        try:
+            if not self._resumed:
+                self.archive.resume(self.stream.seen)
+                self._resumed = True
+            if self.recall <= 0:
+                return ""
+            found = self.archive.search(text, is_held=HeldPlaces(self.stream))
+        except ArchiveProblem as error:
+            self._lose_archive(error)
+            return ""
+        bare = len(self.turn(text))
+        quoted, self.recalled = write_quotes(
+            found, self.recall, lambda quotes: len(self.turn(text, quotes)) - bare
+        )
+        return quoted
+
+    def _keep(self, role: str, text: str, start: int) -> None:
+        """Add what was just said to the archive; it ends where the stream does."""
+        if self.archive is None:
+            return
+        try:
+            self.archive.add(role, text, start=max(0, start), stop=self.stream.seen)
+        except ArchiveProblem as error:
+            self._lose_archive(error)
+
+    def _lose_archive(self, error: ArchiveProblem) -> None:
+        """Go on without the archive, and say so once."""
+        self.archive = None
+        self._warn(f"{error} The conversation goes on, but recalls nothing from here on.")
 
     def _answer(self, answer: Turn, limit: int, **sampling: Any) -> Generator[str, None, None]:
         """Generate an answer into its turn, and yield it piece by piece."""
@@ -110,14 +179,15 @@ class Conversation:
             else:
                 self.stream.feed(turn.ids.tolist())
 
-    def turn(self, text: str) -> list[int]:
-        """Return the ids of a turn of the user, up to the model's answer; WeirError if it is not
-        UTF-8.
+    def turn(self, text: str, quoted: str = "") -> list[int]:
+        """Return the ids of a turn of the user, up to the model's answer, with recalled text in
+        front of the user's words; WeirError if it is not UTF-8.
         """
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise WeirError(f"character {error.start + 1} of that is not UTF-8") from None
+        text = quoted + text
         said = [{"role": "user", "content": text}]
         if self.stream.seen == 0:
             return _opened(self.stream.model, self._turns.whole(_opening(self.system, text)))

@@ -204,9 +204,11 @@ class Transcript:
 
 def held_shares(holding: Holding) -> np.ndarray[Any, np.dtype[np.float64]]:
     """The share of pairs of a layer and KV head that hold each token of a stream [seen]."""
-    held = np.zeros(holding.seen)
-    for token in holding.tokens():
-        held[token.token] = token.pairs / holding.pairs
+    pair = holding.layer * (int(holding.head.max()) + 1 if len(holding.head) else 1) + holding.head
+    # A token may hold several slots of one pair, which count as one.
+    places = int(pair.max()) + 1 if len(pair) else 1
+    token = np.unique((holding.token * places + pair).numpy()) // places
+    held = np.bincount(token, minlength=holding.seen) / holding.pairs
     return held
 
 
