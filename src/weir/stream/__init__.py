@@ -1,6 +1,6 @@
 """Endless streams: tokens in, logits out, on disk, as a conversation."""
 
-from weir.stream.archive import Archive
+from weir.stream.archive import Archive, ArchiveProblem
 from weir.stream.chat_template import (
     BrokenTemplate,
     ChatTemplate,

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from weir.errors import WeirError
 from weir.models import sink_of, transformers_model
 from weir.pools import Marks
-from weir.stream.archive import Archive, ArchiveProblem, Excerpt, write_quotes
+from weir.stream.archive import Archive, ArchiveProblem, Excerpt, IsHeld, write_quotes
 from weir.stream.chat_template import ChatTemplate
 from weir.stream.detokenizer import Detokenizer
 from weir.stream.held import HeldPlaces
@@ -25,6 +25,9 @@ UNTIMED = 2
 logits, the second from the first step, which may be compiled."""
 RECALL = 256
 """Tokens of recalled text that are put into a turn at most."""
+RECALL_SHARE = 4
+"""They are also at most one part in this many of the cache's slots: what is brought back must not
+push out all the rest."""
 
 
 def _warn(text: str) -> None:
@@ -52,6 +55,7 @@ class Conversation:
     Attributes:
         recalled: what was brought back for the last turn, the best first.
         recalled_tokens: how many tokens that took.
+        held: tells which places of the archive's stream are held; None asks the stream's cache.
         repeats: the tokens that the last answer repeated over and over at its end; 0 for none.
         rate: tokens per second of the last answer, after its first step, which may be compiled.
     """
@@ -73,6 +77,7 @@ class Conversation:
         self.archive, self.recall = archive, recall
         self.recalled: list[Excerpt] = []
         self.recalled_tokens = 0
+        self.held: IsHeld | None = None
         self._warn = warn
         self._resumed = False
         self.rate, self.repeats = 0.0, 0
@@ -108,6 +113,16 @@ class Conversation:
 
     # --- the archive
 
+    def use_archive(self, archive: Archive | None) -> None:
+        """Go on with another archive, that of another stream; None for none."""
+        self.archive, self._resumed = archive, False
+
+    @property
+    def most_recalled(self) -> int:
+        """Tokens of recalled text that a turn may have."""
+        slots = self.stream.capacity
+        return self.recall if slots is None else min(self.recall, slots // RECALL_SHARE)
+
     def _recall(self, text: str) -> str:
         """Find what a turn asks in text that has left the cache, and write it as a quotation; empty
         if there is nothing.
@@ -115,21 +130,29 @@ class Conversation:
         self.recalled = []
         if self.archive is None:
             return ""
+        self._resume()
+        if self.archive is None or (most := self.most_recalled) <= 0:
+            return ""
         try:
-            if not self._resumed:
-                self.archive.resume(self.stream.seen)
-                self._resumed = True
-            if self.recall <= 0:
-                return ""
-            found = self.archive.search(text, is_held=HeldPlaces(self.stream))
+            found = self.archive.search(text, is_held=self.held or HeldPlaces(self.stream))
         except ArchiveProblem as error:
             self._lose_archive(error)
             return ""
         bare = len(self.turn(text))
         quoted, self.recalled = write_quotes(
-            found, self.recall, lambda quotes: len(self.turn(text, quotes)) - bare
+            found, most, lambda quotes: len(self.turn(text, quotes)) - bare
         )
         return quoted
+
+    def _resume(self) -> None:
+        """Tell the archive, before the first turn, where the stream goes on."""
+        if self.archive is None or self._resumed:
+            return
+        try:
+            self.archive.resume(self.stream.seen)
+            self._resumed = True
+        except ArchiveProblem as error:
+            self._lose_archive(error)
 
     def _keep(self, role: str, text: str, start: int) -> None:
         """Add what was just said to the archive; it ends where the stream does."""
@@ -144,6 +167,27 @@ class Conversation:
         """Go on without the archive, and say so once."""
         self.archive = None
         self._warn(f"{error} The conversation goes on, but recalls nothing from here on.")
+
+    def take_in(self, text: str, answer: str) -> None:
+        """Feed a turn of the user and the model's answer, which is known, as if it had been
+        generated.
+
+        Nothing is recalled. WeirError as for `say`.
+        """
+        ids = self.turn(text)
+        if not ids:
+            raise WeirError("that makes no tokens; say something")
+        self._resume()
+        self._note(Turn(True, self.stream.seen, text, array("I", ids)))
+        self._feed(text, ids)
+        self._keep("user", text, self.stream.seen - len(ids))
+        said = list(self.tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"])
+        said += sorted(self.stream.ends)[:1] if self._turns.templated else []
+        start = self.stream.seen
+        if said:
+            self.stream.feed(said)
+        self._note(Turn(False, start, answer, array("I", said)))
+        self._keep("assistant", answer, start)
 
     def _answer(self, answer: Turn, limit: int, **sampling: Any) -> Generator[str, None, None]:
         """Generate an answer into its turn, and yield it piece by piece."""

@@ -136,6 +136,19 @@ class Transcript:
         said = {"user": turn.by_user, "at": turn.start, "text": turn.text, "ids": turn.ids.tolist()}
         self._append(said)
 
+    def whole_turns(self) -> Iterator[Turn]:
+        """Return all turns with all of their text, which is read from the file."""
+        if self.path is None:
+            yield from self.turns
+            return
+        known = {turn.start: turn for turn in self.turns}
+        with open(self.path, "rb") as file:
+            next(file)
+            for line in file:
+                said = json.loads(line)
+                if (turn := known.get(said["at"])) is not None and turn.by_user == said["user"]:
+                    yield replace(turn, text=said["text"])
+
     @property
     def end(self) -> int:
         """The place in the stream after the last token."""

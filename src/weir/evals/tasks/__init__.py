@@ -15,6 +15,7 @@ from weir.evals.tasks import (
     natural_facts,
     needle,
     ppl,
+    recalled_facts,
     ruler,
     streameval,
     summary,

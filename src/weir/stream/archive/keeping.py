@@ -146,6 +146,12 @@ class Archive:
             if (end := self._find_end()) is not None:
                 self._tables.unplace(db, self._owner, end.tree, seen)
 
+    def rewind(self, seen: int) -> None:
+        """Delete what the session has at positions of a stream from `seen` on."""
+        with self._refusing(), self._writing() as db:
+            if (end := self._find_end()) is not None:
+                self._tables.rewind(db, self._owner, self.session, end, seen)
+
     def fork(self, session: str) -> Archive:
         """Begin another session that sees everything up to here; what either adds from now on, the
         other does not see.

@@ -337,6 +337,24 @@ class ArchiveTables:
             db.execute("DELETE FROM archived_turns WHERE number = ? AND owner = ?", (turn, owner))
         db.execute("DELETE FROM archived_owners WHERE bytes <= 0 AND owner = ?", (owner,))
 
+    def rewind(
+        self, db: sqlite3.Connection, owner: str, name: str, end: ArchiveEnd, start: int
+    ) -> None:
+        """Let a session end before the first turn of its branch at a position or after it, and
+        delete the turns from there on that no other end is behind.
+        """
+        first = db.execute(
+            "SELECT min(turn) FROM archived_passages WHERE tree = ? AND branch = ? AND start >= ? "
+            "AND owner = ?",
+            (end.tree, end.branch, start, owner),
+        ).fetchone()[0]
+        if first is not None:
+            db.execute(
+                "UPDATE archived_ends SET turn = ? WHERE owner = ? AND name = ?",
+                (min(end.turn, first - 1), owner, name),
+            )
+            self._prune(db, owner, end.tree)
+
     def unplace(self, db: sqlite3.Connection, owner: str, tree: int, start: int) -> None:
         """Note that turns from a position on are in no stream any more."""
         db.execute(
