@@ -644,6 +644,46 @@ class StreamingCache(Cache):
                 limits = {"chunk": self.chunk, "origin": self.origin}
                 check_state(plans, state, vocabulary=vocabulary, **limits)
 
+    def why_not_drop(self) -> str | None:
+        """Return why tokens cannot be dropped from this cache (`drop`); None if they can."""
+        for plan in self.plans:
+            if plan.spec.pipe.slots is None:
+                return f"{self.policy} keeps every token as the model computes it"
+            for pool in plan.spec.pipe.pools:
+                if not pool.drops and not pool.needs_second_reading:
+                    return f"the slots of the pool {pool.name} may stand for several tokens"
+        if self._twice:
+            return "a policy with reconstruct reads each chunk twice"
+        return None
+
+    def drop(self, row: int, ranges: Iterable[tuple[int, int]]) -> None:
+        """Drop tokens of a row: no attention reads them any more, and no pool keeps them.
+
+        No other token moves. Dropping a token that has left its slots does nothing.
+
+        Args:
+            row: the row.
+            ranges: places in the stream, from the first token to the one after the last.
+
+        Raises:
+            WeirError: there is no such row, a range is none of tokens that were fed, or a pool of
+                the policy has slots that stand for several tokens.
+        """
+        self._check_whole()
+        self._check_row(row)
+        if (why := self.why_not_drop()) is not None:
+            raise WeirError(f"no token can be dropped: {why}")
+        given = list(ranges)
+        last = self.origin + self.rows.seen[row]
+        for start, stop in given:
+            if not (fits(start, int) and fits(stop, int) and self.origin <= start <= stop <= last):
+                raise WeirError(
+                    f"the tokens of row {row} are at the places {self.origin} to {last}, and "
+                    f"{quote(start)} to {quote(stop)} cannot be dropped"
+                )
+        for layer in self.stack:
+            layer.state.drop(row, given, self.rows.waiting[row])
+
     def reset_row(self, row: int, *, seed: int | None = None) -> None:
         """Empty a row, for a new stream; the others stay as they are.
 

@@ -14,26 +14,28 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
-from weir.errors import WeirError
+from weir.errors import WeirError, quote
 from weir.models import StopTokens, sink_of, transformers_model
 from weir.policies import pinned_slots
 from weir.serve.after_thoughts import AfterThoughts, ThoughtTokens
 from weir.serve.changes import ChangedPrefixes
-from weir.serve.engine.engine import Engine
+from weir.serve.engine.engine import Continuation, Engine
 from weir.serve.engine.output import (
+    AnswerEvent,
     EventSender,
     FailureEvent,
     FinishEvent,
     OutputEvent,
     OutputProcessor,
     OutputQueue,
-    TokenEvent,
+    ToolUse,
 )
 from weir.serve.engine.sampler import Sampler, SamplingParams, read_defaults
 from weir.serve.engine.scheduler import Busy
@@ -41,12 +43,13 @@ from weir.serve.engine.sequence import Sequence, Stage
 from weir.serve.limits import Limits
 from weir.serve.messages import Message, call_id, hash_prefixes
 from weir.serve.prompts import Prompt, PromptMatcher, PromptRenderer
-from weir.serve.sessions.manager import SessionManager
+from weir.serve.sessions.manager import SessionManager, UnknownSession
 from weir.serve.sessions.records import StorageFull, TurnRecord, is_hidden, pack_ids
 from weir.serve.sessions.responses import ResponseStore
 from weir.serve.thoughts import OPEN, ThoughtParser
 from weir.serve.tools.formats import Tool
-from weir.serve.tools.parser import CallParser, join_parts
+from weir.serve.tools.own import MAX_CALLS, OwnTool, OwnTools, ToolContext, clip_result
+from weir.serve.tools.parser import AnswerPart, CallParser, join_parts
 from weir.serve.worker import Worker
 from weir.stream import Detokenizer
 
@@ -54,6 +57,8 @@ if TYPE_CHECKING:
     from weir.serve.structured import GrammarConstraint
 
 LOG = logging.getLogger("weir.serve")
+TOOL_THREADS = 2
+"""Calls of the server's tools that are executed at once."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,8 @@ class GenerationRequest:
         match: finds the prompt; called in a thread, and again if the turn that the prompt continues
             is dropped before it starts.
         constraint: makes for each answer the format that it is held to; None for any text.
+        tools: the client's functions that the model may call.
+        own: the server's tools that the model may call; None if there are none.
     """
 
     match: Callable[[], Prompt]
@@ -74,10 +81,39 @@ class GenerationRequest:
     constraint: Callable[[], GrammarConstraint] | None = None
     tools: tuple[Tool, ...] = ()
     calls_only: bool = False
+    own: OwnTools | None = None
 
 
 class ServerClosing(WeirError):
     """The server ends before the answer does."""
+
+
+class NoOutput(WeirError):
+    """A session has no output of a call that could be dropped."""
+
+    def __init__(self, call: str) -> None:
+        super().__init__(
+            f"there is no output of the call {quote(call)} among the turns of this session that "
+            "are kept"
+        )
+
+
+class CannotDrop(WeirError):
+    """Outputs cannot be dropped with this policy, or by this server."""
+
+
+@dataclass(frozen=True)
+class DroppedOutput:
+    """An output of a tool that was dropped.
+
+    Attributes:
+        tokens: how many tokens it has; fewer may have been held.
+        again: whether it had been dropped before.
+    """
+
+    call: str
+    tokens: int
+    again: bool
 
 
 @dataclass(frozen=True)
@@ -127,11 +163,11 @@ class Generation:
         first = self._first[0]
         return first.error if isinstance(first, FailureEvent) else None
 
-    async def events(self) -> AsyncIterator[list[TokenEvent | FinishEvent]]:
+    async def events(self) -> AsyncIterator[list[AnswerEvent]]:
         """Events until all answers have ended; raises what one of them failed with."""
         events = self._first
         while True:
-            good: list[TokenEvent | FinishEvent] = []
+            good: list[AnswerEvent] = []
             for event in events:
                 if event.answer in self.finished:
                     continue  # a failure of the whole server came after its end
@@ -191,6 +227,7 @@ class EngineClient:
 
     Attributes:
         defaults: how answers are sampled where a request does not say.
+        own_tools: the tools that the server executes itself, by name.
         locked: conversations that requests are using, by owner; only the event loop changes it.
         failure: why the engine has stopped by itself, if it did.
     """
@@ -220,6 +257,8 @@ class EngineClient:
         self.is_replica = is_replica
         self.stop_ids = frozenset(StopTokens.of(engine.model.generation_config).stops)
         self.failure: Exception | None = None
+        self.own_tools: dict[str, OwnTool] = {}
+        self._tool_threads = ThreadPoolExecutor(TOOL_THREADS, "weir-tools")
         sink = sink_of(transformers_model(engine.model).config)
         self.renderer = PromptRenderer(tokenizer, self.stop_ids, sink, limits.prompt)
         # Turns saved with one model and policy are of no use to another.
@@ -268,6 +307,7 @@ class EngineClient:
         """Take no more requests, and wait up to so many seconds for those that run."""
         self.engine.stop()
         self._thread.join(seconds)
+        self._tool_threads.shutdown(wait=False)
 
     def drain(self, seconds: float) -> None:
         """Close, and then fail and cancel what still runs."""
@@ -377,21 +417,19 @@ class EngineClient:
         name: str,
     ) -> Sequence:
         """The sequence of one of the answers, with its output processor."""
-        special = self.renderer.call_tokens.values() if request.tools else ()
+        has_calls = request.tools or request.own
+        special = self.renderer.call_tokens.values() if has_calls else ()
         processor = OutputProcessor(
             answer,
             self.engine.cache,
-            Detokenizer(self.tokenizer, request.stops, special),
+            partial(Detokenizer, self.tokenizer, request.stops, special),
             queue,
             self._sender,
             partial(self._trim, prompt),
         )
         constraint: GrammarConstraint | AfterThoughts | None = None
         if request.constraint:
-            constraint = request.constraint()
-            if self.renderer.may_think(prompt):
-                is_open = self.renderer.opens_thoughts(prompt)
-                constraint = AfterThoughts(constraint, self._thought_tokens, is_open=is_open)
+            constraint = self._constrain(request.constraint(), prompt)
         processor.sequence = Sequence(
             id=name,
             parent=None if prompt.parent is None else prompt.parent.node,
@@ -405,9 +443,76 @@ class EngineClient:
             may_be_lost=prompt.session is not None and is_hidden(prompt.session),
             beginning=prompt.beginning,
             header=prompt.header,
+            dropped=prompt.dropped,
             record=None if prompt.session is None else partial(self._record, request, prompt),
+            on_stop=partial(self._on_stop, request, prompt, processor) if request.own else None,
         )
         return processor.sequence
+
+    def _on_stop(
+        self, request: GenerationRequest, prompt: Prompt, processor: OutputProcessor
+    ) -> str | None:
+        """Let a call of one of the server's tools be executed, if a part of an answer ended with
+        one (`Sequence.on_stop`).
+        """
+        sequence, text = processor.sequence, processor.finish()
+        parser = self.make_parser(request)
+        assert parser is not None
+        if self.renderer.thinks:
+            is_open = processor.opens_thoughts
+            thoughts = ThoughtParser(
+                is_open=self.renderer.opens_thoughts(prompt) if is_open is None else is_open
+            )
+            text = thoughts.feed(text)[1] + thoughts.finish()[1]
+        parser.feed(text)
+        if not parser.own_calls or parser.num_complete:
+            return "stop"
+        if sequence.num_sampled >= sequence.max_tokens:
+            return "length"
+        name, arguments = parser.own_calls[0]
+        self._tool_threads.submit(self._execute, request, prompt, processor, name, arguments)
+        return None
+
+    def _execute(
+        self,
+        request: GenerationRequest,
+        prompt: Prompt,
+        processor: OutputProcessor,
+        name: str,
+        arguments: str,
+    ) -> None:
+        """Execute a call of one of the server's tools, and let the answer go on with the result."""
+        assert request.own is not None
+        sequence = processor.sequence
+        try:
+            context = ToolContext(self.engine, self.tokenizer, prompt, sequence)
+            result = clip_result(_call_tool(request.own.tools[name], context, arguments))
+            called = call_id(sequence.id, -1 - len(processor.used))
+            message = Message("tool", result, name, result=called, place=0)
+            own = request.own
+            rendered = self.renderer.render_next(
+                [message], sequence.output_ids[-1], own.described, own.variables
+            )
+            if rendered is None:
+                raise WeirError("the chat template cannot render the result of a call")
+            use = ToolUse(name, arguments, result, len(rendered.ids))
+            is_last = len(processor.used) + 1 >= MAX_CALLS
+            constraint = self._constrain((own.last if is_last else own.again)(), rendered)
+            opens = self.renderer.opens_thoughts(rendered)
+            processor.next_round(use, opens_thoughts=opens)
+            found = Continuation(rendered.ids, rendered.header, constraint)
+            self.engine.resume(sequence, found)
+        except Exception as error:
+            self.engine.resume(sequence, error)
+
+    def _constrain(
+        self, constraint: GrammarConstraint, prompt: Prompt
+    ) -> GrammarConstraint | AfterThoughts:
+        """The format of an answer to a prompt: it begins after the thoughts, if there are any."""
+        if not self.renderer.may_think(prompt):
+            return constraint
+        is_open = self.renderer.opens_thoughts(prompt)
+        return AfterThoughts(constraint, self._thought_tokens, is_open=is_open)
 
     def _record(
         self, request: GenerationRequest, prompt: Prompt, sequence: Sequence, reason: str
@@ -415,16 +520,24 @@ class EngineClient:
         """The record of a turn that has ended."""
         assert prompt.session is not None
         assert isinstance(sequence.listener, OutputProcessor)
-        text, stats = sequence.listener.finish(), sequence.listener.stats
+        rounds, stats = sequence.listener.all_rounds(), sequence.listener.stats
         before = OPEN if self.renderer.opens_thoughts(prompt) else prompt.prefill
-        answer = Message("assistant", before + text)
+        answer = Message("assistant", before + rounds[-1].text)
         if parser := self.make_parser(request):
-            if self.renderer.thinks:  # text in the thoughts that looks like a call is not one
-                thoughts = ThoughtParser(is_open=before == OPEN)
-                said = thoughts.feed(text)[1] + thoughts.finish()[1]
-                before += text[: len(text) - len(said)]
-                text = said
-            parts = [*parser.feed(text), *parser.finish(cut=reason == "length")]
+            parts: list[AnswerPart] = []
+            for number, one in enumerate(rounds):
+                text, is_first = one.text, number == 0
+                if self.renderer.thinks:  # text in the thoughts that looks like a call is not one
+                    is_open = before == OPEN if is_first else bool(one.opens_thoughts)
+                    thoughts = ThoughtParser(is_open=is_open)
+                    said = thoughts.feed(text)[1] + thoughts.finish()[1]
+                    before += text[: len(text) - len(said)] if is_first else ""
+                    text = said
+                is_last = number == len(rounds) - 1
+                parts += parser.feed(text)
+                parts += parser.finish(cut=reason == "length") if is_last else parser.next_round()
+            # What the server's tools were asked and said is part of the stream, but not of the
+            # history that the client sends back.
             answer = join_parts(parts, partial(call_id, sequence.id))
             answer = replace(answer, content=before + answer.content)
         if self._changes is not None and prompt.outline:
@@ -442,7 +555,8 @@ class EngineClient:
             usage={
                 "prompt_tokens": prompt.length,
                 "cached_tokens": prompt.cached + sequence.reused,
-                "completion_tokens": len(sequence.output_ids),
+                "completion_tokens": sequence.num_sampled,
+                **({"tool_tokens": sequence.num_brought} if sequence.num_brought else {}),
                 **{name: value for name, value in vars(stats).items() if name != "seen"},
             },
             ids=pack_ids([*prompt.ids, *sequence.output_ids]),
@@ -450,8 +564,11 @@ class EngineClient:
 
     def make_parser(self, request: GenerationRequest) -> CallParser | None:
         """A parser of the calls in one answer; None if there are no tools to call."""
-        names = {tool.name for tool in request.tools}
-        return CallParser(self.renderer.call_format, names, request.calls_only) if names else None
+        own = set(request.own.tools) if request.own else set()
+        names = {tool.name for tool in request.tools} | own
+        if not names:
+            return None
+        return CallParser(self.renderer.call_format, names, request.calls_only, own)
 
     def _trim(self, prompt: Prompt) -> None:
         """Drop the owner's oldest session if a turn that is saved has begun one too many."""
@@ -481,6 +598,69 @@ class EngineClient:
             ]
         return next((sequence for sequence in sequences if sequence.is_running), None)
 
+    # --- outputs of tools
+
+    def drop_output(self, owner: str, session: str, call: str) -> DroppedOutput:
+        """Drop the output of a tool from a session, and from all histories that begin like it.
+
+        It is not read again, either. Dropping it again does nothing.
+
+        Raises:
+            UnknownSession: the owner has no such session.
+            NoOutput: the session has no such output, or it is not known where its tokens are.
+            CannotDrop: the policy cannot drop tokens, or the server cannot.
+        """
+        found = self.store.get_session(owner, session)
+        sequence = self.running_sequence(owner, session)
+        if sequence is not None:
+            prompt = self.prompt_of(sequence)
+            own = next((m for m in prompt.messages if m.result == call and m.where), None)
+            node = None if prompt.parent is None else prompt.parent.node
+        else:
+            own, node = None, None if found is None else found.head
+        if found is None and sequence is None:
+            raise UnknownSession
+        return self._drop_output(owner, node, own, call, sequence)
+
+    def _drop_output(
+        self,
+        owner: str,
+        node: str | None,
+        own: Message | None,
+        call: str,
+        sequence: Sequence | None,
+    ) -> DroppedOutput:
+        """Drop an output that a running sequence reads, or that the turns up to `node` have read.
+
+        Args:
+            own: its message, if the sequence reads it.
+        """
+        if self.is_replica:
+            raise CannotDrop("servers of a cluster cannot drop outputs yet")
+        if (why := self.engine.cache.why_not_drop()) is not None:
+            raise CannotDrop(
+                f"this server cannot drop outputs: {why}; start it with another --policy, such as "
+                "weir"
+            )
+        place, was_dropped = (own.where, False) if own is not None else (None, False)
+        if place is None and node is not None:
+            known = self.store.find_result(owner, node, call)
+            if known is not None:
+                place, was_dropped = known
+        if place is None:
+            raise NoOutput(call)
+        if not was_dropped:
+            self.store.drop_result(owner, place.chain)
+            if sequence is not None:
+                self.engine.drop(sequence, (place.start, place.stop))
+        return DroppedOutput(call, place.stop - place.start, was_dropped)
+
+    def prompt_of(self, sequence: Sequence) -> Prompt:
+        """The prompt of a sequence under way."""
+        with self._lock:
+            generations = list(self._generations)
+        return next(one.prompt for one in generations if sequence in one.sequences)
+
     # --- limits of owners
 
     def begin_request(self, owner: str) -> None:
@@ -507,3 +687,18 @@ class EngineClient:
         """Number of requests of an owner's that have begun and not ended."""
         with self._lock:
             return self._requests[owner]
+
+
+def _call_tool(tool: OwnTool, context: ToolContext, arguments: str) -> str:
+    """The result of a call of one of the server's tools, which may be why there is none."""
+    try:
+        given = json.loads(arguments)
+    except ValueError:
+        return "Error: the arguments are not JSON"
+    try:
+        return tool.run(context, given)
+    except WeirError as error:
+        return f"Error: {error}"
+    except Exception:
+        LOG.exception("the tool %s has failed", tool.tool.name)
+        return "Error: the tool has failed"

@@ -175,6 +175,10 @@ class ResponseTurn:
             Tool(tool["name"], tool["description"], tool["parameters"])
             for tool in found.body["tools"]
         ]
+        own = [self.client.own_tools.get(name) for name in found.own_tools]
+        if None in own:
+            return False  # a tool that this server does not have any more
+        theirs += [each.tool for each in own if each is not None]
         same_tools = describe_tools(self.tools) == describe_tools(theirs)
         return same_tools and found.instructions == self.instructions
 

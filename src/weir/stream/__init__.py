@@ -6,6 +6,8 @@ from weir.stream.chat_template import (
     ChatTemplate,
     PromptEncoder,
     PromptTooLong,
+    TextPlace,
+    mark_text,
     render_chat,
 )
 from weir.stream.conversation import RECALL, Conversation, count_beginning
