@@ -309,7 +309,7 @@ def test_a_conversation_is_kept_and_continued(chat, chats, model):
     whole = chat("Hello", "And you?", "/report", words=("--temperature", 0, "--no-keep"))
     assert not chats.exists()
     first = chat("Hello", words=("--temperature", 0))
-    assert len(list(chats.iterdir())) == 2 and chats.stat().st_mode & 0o077 == 0
+    assert len(list(chats.iterdir())) == 3 and chats.stat().st_mode & 0o077 == 0
     ended = chat("And you?", "/report", words=("--continue", "--temperature", 0))
     assert first.out + ended.out == whole.out
     assert ended.err.splitlines()[-1] == whole.err.splitlines()[-1]

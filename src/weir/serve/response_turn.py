@@ -57,6 +57,8 @@ class ResponseTurn:
     compacted: bool = False
 
     # Set by `match`: the response before this one, and the items that are new since then.
+    recall: int = 0
+
     _after: str | None = None
     _new: list[Item] = field(default_factory=list)
 
@@ -238,14 +240,16 @@ class ResponseTurn:
                 raise error from None
         _check(messages)
         session = session or self.session
-        return self.client.matcher.extend(record, messages, session, self.tools, self.variables)
+        how = (session, self.tools, self.variables, self.recall)
+        return self.client.matcher.extend(record, messages, *how)
 
     def _from_start(self, before: list[Message], items: list[Item], session: str | None) -> Prompt:
         """The prompt of a whole history, from the longest prefix of it that is saved."""
         system = [] if self.instructions is None else [Message("system", self.instructions)]
         messages = link_results([*system, *before, *messages_of(items)])
         _check(messages)
-        return self.client.matcher.match(self.owner, messages, session, self.tools, self.variables)
+        how = (session, self.tools, self.variables, self.recall)
+        return self.client.matcher.match(self.owner, messages, *how)
 
     def _history(self, name: str) -> list[Message]:
         """All messages up to the end of a response, without instructions."""

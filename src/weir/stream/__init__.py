@@ -10,7 +10,7 @@ from weir.stream.chat_template import (
     mark_text,
     render_chat,
 )
-from weir.stream.conversation import RECALL, Conversation, count_beginning
+from weir.stream.conversation import RECALL, RECALL_SHARE, Conversation, count_beginning
 from weir.stream.detokenizer import Detokenizer, count_stop_prefix, cut_at_stop, describe_tokens
 from weir.stream.held import HeldPlaces, HeldRanges, held_ranges
 from weir.stream.inputs import Tokens

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from weir.cache import Holding
-from weir.policies import Recompute
-from weir.stream.stream import Stream
+from weir.policies import Policy, Recompute
 from weir.stream.transcript import held_shares
 
 HELD = 0.5
@@ -17,10 +16,25 @@ HELD = 0.5
 held: then it is not brought back."""
 
 
+class HoldsTokens(Protocol):
+    """A stream: what it has seen, under which policy, and what its cache holds."""
+
+    @property
+    def policy(self) -> Policy:
+        """The policy of its cache."""
+
+    @property
+    def seen(self) -> int:
+        """Tokens of the stream so far."""
+
+    def holding(self) -> Holding:
+        """The tokens that its cache holds."""
+
+
 class HeldPlaces:
     """The places of a stream that are held, found when the first is asked for."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: HoldsTokens) -> None:
         self._stream = stream
 
     def __call__(self, start: int, stop: int) -> bool:

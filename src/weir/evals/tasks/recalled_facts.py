@@ -131,8 +131,8 @@ class Recalled(Task):
             wrong = [word for word in getattr(self, name).split() if word not in known]
             if wrong:
                 raise WeirError(
-                    f"{name} of recalled has {wrong[0]!r}; it takes {', '.join(known)}, with spaces "
-                    "between them"
+                    f"{name} of recalled has {wrong[0]!r}; it takes {', '.join(known)}, with "
+                    "spaces between them"
                 )
         if not self.tokens_back:
             raise WeirError("distances of recalled are numbers of tokens with spaces between them")
@@ -265,7 +265,7 @@ def _values(text: str, kind: str) -> set[str]:
 
 
 @dataclass
-class _Progress:
+class _RunState:
     """How far a run has come, as JSON holds it."""
 
     statements: int = 0
@@ -309,7 +309,7 @@ class _Run:
             *(later[at] for at in rng.permutation(len(later))),
         ]
         self._pages = _pages(task.text)
-        self._done = _Progress()
+        self._done = _RunState()
         self._tallies: dict[tuple[str, int, str], _Tally] = {}
         stream: Stream | None = None
         path: Path | None = None
@@ -487,7 +487,7 @@ class _Run:
         if (of := found.pop("task")) != str(self._task):
             raise WeirError(f"{folder} has the state of {of}; give another state, or remove it")
         stream = Stream.restore(self._subject.model, folder / found.pop("stream"))
-        self._done = _Progress(**found)
+        self._done = _RunState(**found)
         self._tallies = {
             (form, distance, way): _Tally(**values)
             for form, distance, way, values in self._done.tallies

@@ -89,7 +89,8 @@ def _make_match(
     check_model(client, chat.body.model)
     check_tools(client, offer)
     variables = find_variables(client, chat.body)
-    match = partial(_match, client, chat.messages, owner, session, offer.tools, variables)
+    recall = client.recall_of(chat.body.recall)
+    match = partial(_match, client, chat.messages, owner, session, offer.tools, variables, recall)
     return match, variables
 
 
@@ -100,10 +101,11 @@ def _match(
     session: str | None,
     tools: Sequence[Tool],
     variables: Mapping[str, Any],
+    recall: int,
 ) -> Prompt:
     """Find the prompt of a chat."""
     held = messages if isinstance(messages, Handle) else client.matcher.hold(messages)
-    return client.matcher.match(owner, held.map(_link), session, tools, variables)
+    return client.matcher.match(owner, held.map(_link), session, tools, variables, recall)
 
 
 def _link(_: Any, messages: Sequence[Message]) -> Sequence[Message]:

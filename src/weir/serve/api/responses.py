@@ -207,6 +207,7 @@ async def _make_turn(
         offer.tools,
         find_variables(client, body),
         compacted is not None,
+        recall=client.recall_of(body.recall),
     )
 
 

@@ -8,7 +8,7 @@ is rendered.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from weir.stream.archive.passages import cut_sentences
 from weir.stream.archive.ranking import Excerpt
@@ -41,10 +41,10 @@ def write_quotes(
     return (_whole(parts), used) if parts else ("", [])
 
 
-def quote_excerpt(excerpt: Excerpt, text: str) -> str:
+def quote_excerpt(excerpt: Excerpt, text: str, speakers: Mapping[str, str] = SPEAKERS) -> str:
     """Write one excerpt: a line with who said it and when, and then its quoted lines."""
     when = time.strftime("%d %B %Y at %H:%M", time.localtime(excerpt.time)).lstrip("0")
-    speaker = SPEAKERS.get(excerpt.role, excerpt.role)
+    speaker = speakers.get(excerpt.role, excerpt.role)
     if excerpt.role == "tool" and excerpt.name:
         speaker = f"The tool {' '.join(excerpt.name.split())[:64]} returned"
     lines = [f"> {line}" for line in text.splitlines() if line.strip()]

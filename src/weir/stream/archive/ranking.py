@@ -38,7 +38,7 @@ logarithm of one over the expected number of such passages."""
 NEAR = 0.12
 """Scores as near to each other as this are equal, and the later statement comes first."""
 ASKED = 0.5
-"""Factor on the score of a passage that only asks: it seldom has the answer."""
+"""Factor on the score of a passage that only asks, in a text or in what the model has said."""
 ANSWERED = 0.85
 """Factor on the score of what the model has said: where it contradicts the user, it is wrong."""
 
@@ -149,6 +149,20 @@ class ArchiveSearch:
                     seen.add(said)
                     excerpts.append(self._excerpt(one))
         return excerpts
+
+    def count_turns(self) -> int:
+        """Count the turns that are seen from the end."""
+        counts = (
+            self._query(
+                "SELECT count(*) FROM archived_turns WHERE branch = ? AND number <= ? "
+                "AND owner = ?",
+                branch,
+                turn,
+                self._owner,
+            )[0][0]
+            for branch, turn in self._line.items()
+        )
+        return sum(counts)
 
     # --- one question
 
@@ -288,7 +302,8 @@ class ArchiveSearch:
                 continue
             one.score = (weight / whole + best[place]) / 2
             if _asks(one.sentence):
-                one.score *= ASKED
+                # What the user has asked before has no answer in it.
+                one.score *= 0.0 if one.row["role"] == "user" else ASKED
             if one.row["role"] == "assistant":
                 one.score *= ANSWERED
 

@@ -178,7 +178,10 @@ class ArchiveTables:
         if after is None:
             made = db.execute(f"{columns} (?, 0, NULL, NULL, 0, 0)", (owner,)).lastrowid
             assert made is not None
-            db.execute("UPDATE archived_branches SET tree = number WHERE number = ?", (made,))
+            db.execute(
+                "UPDATE archived_branches SET tree = number WHERE number = ? AND owner = ?",
+                (made, owner),
+            )
             return ArchiveEnd(made, made, 0)
         later = "SELECT 1 FROM archived_turns WHERE branch = ? AND number > ? AND owner = ? LIMIT 1"
         place = (after.branch, after.turn, owner)

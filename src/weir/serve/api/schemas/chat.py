@@ -159,13 +159,19 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
+MAX_RECALL = 8192
+"""Tokens of recalled text that a request may ask for."""
+
+
 class WeirOptions(Strict):
     """What only this server does.
 
     `tools` are tools of the server that the model may call. The server executes such a call within
-    the answer.
+    the answer. `recall` is how many tokens of earlier text the server may put before the message if
+    it asks for text that has left the cache; 0 for none. Left out, the server decides.
     """
 
+    recall: Annotated[Whole, Field(ge=0, le=MAX_RECALL)] | None = None
     tools: Annotated[ListOf[Name], Field(max_length=16)] | None = None
 
 
@@ -290,6 +296,11 @@ class GenerationBody(Strict):
     def note(self, what: str) -> None:
         """Name something in the warning that is not done as the client asks."""
         self._notes.append(what)
+
+    @property
+    def recall(self) -> int | None:
+        """Tokens of recalled text that are asked for; None if the request does not say."""
+        return None if self.weir is None else self.weir.recall
 
     @property
     def own_tools(self) -> list[str]:
