@@ -68,8 +68,8 @@ async def memory(
 def _archive_of(
     client: EngineClient, owner: str, node: str | None, session: str, recalled: int | None = None
 ) -> dict[str, Any]:
-    """Report what is archived of a session, and how many tokens its newest turn has recalled; nothing
-    without an archive.
+    """Report what is archived of a session, and how many tokens its newest turn has recalled;
+    nothing without an archive.
     """
     archive = client.store.archive
     if archive is None:

@@ -26,9 +26,7 @@ LONGEST = 600
 _MARK = re.compile(r"[?？؟;]\s*[\"'”’»」』)]*\s*$")
 _ASKS = re.compile(
     r"""^\W*(?:(?:please|and|but|so|now|ok(?:ay)?|also|then|hey|hi|hello|well)\b\W*)*
-    (?:what|which|who|whom|whose|where|when|why|how|is|are|was|were|do|does|did|has|have|had|can
-    |could|will|would|should|tell|remind|recall|repeat|recite|look\ up|find|search|give\ me|show
-    |list|name|quote|summari[sz]e)\b""",
+    (?:tell\ (?:me|us)|remind|recall|repeat|recite|look\ up|search\ for|quote)\b""",
     re.VERBOSE | re.IGNORECASE,
 )
 _QUOTES = "\"'“‘«„»「『>"
@@ -39,10 +37,16 @@ _NUMBER = 3
 
 @dataclass(frozen=True)
 class Term:
-    """A word to search for; it is `strong` if it is written as a name or a number."""
+    """A word to search for, or a name of several words.
+
+    Attributes:
+        strong: whether it is written as a name or a number.
+        part: whether it is a part of a name that is a term, too.
+    """
 
     word: str
     strong: bool = False
+    part: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,9 +59,9 @@ class Inquiry:
 
 def find_inquiries(text: str) -> list[Inquiry]:
     """Find what a turn asks: its last questions, the last one first; none if nothing is asked."""
-    if len(text) > 3 * EDGE:
-        # The sentences that are cut are left out.
-        sentences = [*cut_sentences(text[:EDGE])[:-1], *cut_sentences(text[-EDGE:])[1:]]
+    if len(text) > LONGEST:
+        # Before or after a pasted text is where one asks. Sentences that are cut are left out.
+        sentences = [*cut_sentences(text[:EDGE])[:-1][:1], *cut_sentences(text[-EDGE:])[1:][-1:]]
     else:
         sentences = cut_sentences(text)
     sentences = [one.strip() for one in sentences]
@@ -85,17 +89,37 @@ def find_inquiries(text: str) -> list[Inquiry]:
 def find_terms(sentence: str) -> tuple[Term, ...]:
     """The words of a sentence that say what it is about, each once; names and numbers are strong.
 
-    The first word has a capital letter whatever it is, so it is not taken for a name.
+    Words with capital letters that follow each other are one name: "Alice Moreau" is nobody else
+    who is called Alice. The first word of the sentence has a capital letter whatever it is, so it
+    is not taken for a name.
     """
-    found: dict[str, bool] = {}
+    found: dict[str, Term] = {}
+    name: list[str] = []
+
+    def close_name() -> None:
+        if len(name) > 1:
+            whole = " ".join(name)
+            found[whole] = Term(whole, strong=True)
+            found.update({word: Term(word, part=True) for word in name})
+        name.clear()
+
+    before = ""  # a word such as "Will", which a name may begin with
     for place, word in enumerate(split_words(sentence)):
         plain = word.casefold()
         if plain in FUNCTION_WORDS or (len(plain) == 1 and plain.isascii()):
+            close_name()
+            before = plain if place and word[0].isupper() and len(word) > 1 else ""
             continue
         named = word[0].isupper() and (place > 0 or (len(word) > 1 and word.isupper()))
         strong = named or (has_number(word) and len(word) >= _NUMBER)
-        found[plain] = found.get(plain, False) or strong
-    terms = [Term(word, strong) for word, strong in found.items()]
+        if strong:
+            name += [before, plain] if before else [plain]
+        else:
+            close_name()
+        before = ""
+        if plain not in found or (strong and not found[plain].part):
+            found[plain] = Term(plain, strong)
+    close_name()
     # Of too many words, names and numbers are the ones to keep.
-    terms.sort(key=lambda term: not term.strong)
+    terms = sorted(found.values(), key=lambda term: not term.strong)
     return tuple(terms[:MOST_TERMS])

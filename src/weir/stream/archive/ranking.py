@@ -28,8 +28,13 @@ CANDIDATES = 24
 BACKGROUND = 1000
 """Passages without any of a question's words that count as read before the first: in a short
 conversation a word that was said twice is still a rare one."""
-NAME_BOOST = 2.0
+NAME_BOOST = 3.0
 """How much more names and numbers count than other words."""
+PART = 0.5
+"""How much a part of a name counts beside the whole."""
+UNSEEN = 0.6
+"""How much a word counts that the archive does not have, unless it is a name: the question may say
+in other words what was said."""
 COVERAGE = 0.55
 """Share of the weight of a question's words that a passage must have."""
 SURPRISE = 2.0
@@ -197,7 +202,13 @@ class ArchiveSearch:
     def _weigh(self, term: Term, hits: _Hits) -> float:
         """How much a word counts: by its rarity, and more if it is a name."""
         rarity = math.log((self._total + BACKGROUND) / (hits.count + 0.5))
-        return max(0.0, rarity) * (NAME_BOOST if term.strong else 1.0)
+        if term.strong:
+            rarity *= NAME_BOOST
+        elif term.part:
+            rarity *= PART
+        elif not hits.count:
+            rarity *= UNSEEN
+        return max(0.0, rarity)
 
     def _hits(self, word: str) -> _Hits:
         if word not in self._known:
