@@ -8,6 +8,7 @@ from weir.evals.tasks import (
     docqa,
     efficiency,
     exercises,
+    found_facts,
     lines,
     longbench,
     loop,

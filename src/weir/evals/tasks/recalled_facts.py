@@ -163,7 +163,11 @@ class Recalled(Task):
             folder = None if self.state is None else Path(self.state) / str(number)
             count = min(self.per_stream, self.samples - number * self.per_stream)
             one = _Run(self, subject, count, np.random.default_rng([subject.seed, number]), folder)
-            one.go(lambda share, at=number: progress((at + share) / streams))
+
+            def tell_share(share: float, done: int = number) -> None:
+                progress((done + share) / streams)
+
+            one.go(tell_share)
             for key, tally in one.tallies.items():
                 into = whole.setdefault(key, _Tally())
                 for name, value in vars(tally).items():
@@ -308,7 +312,7 @@ class _Run:
             *(statements[at] for at in rng.permutation(len(statements))),
             *(later[at] for at in rng.permutation(len(later))),
         ]
-        self._pages = _pages(task.text)
+        self._pages = read_pages(task.text)
         self._done = _RunState()
         self._tallies: dict[tuple[str, int, str], _Tally] = {}
         stream: Stream | None = None
@@ -495,7 +499,7 @@ class _Run:
         return stream
 
 
-def _pages(path: str | None) -> list[str]:
+def read_pages(path: str | None) -> list[str]:
     """The pages of a book that turns read out, of whole sentences."""
     from weir.stream import BOOK
 
