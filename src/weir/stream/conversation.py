@@ -14,7 +14,7 @@ from weir.errors import WeirError
 from weir.models import sink_of, transformers_model
 from weir.pools import Marks
 from weir.stream.archive import Archive, ArchiveProblem, Excerpt, IsHeld, write_quotes
-from weir.stream.chat_template import ChatTemplate
+from weir.stream.chat_template import ChatTemplate, PromptEncoder
 from weir.stream.detokenizer import Detokenizer
 from weir.stream.held import HeldPlaces
 from weir.stream.stream import Stream
@@ -25,6 +25,8 @@ UNTIMED = 2
 logits, the second from the first step, which may be compiled."""
 RECALL = 256
 """Tokens of recalled text that are put into a turn at most."""
+JOINT = 2
+"""Tokens by which a quotation and the words after it may take more together than apart."""
 RECALL_SHARE = 4
 """They are also at most one part in this many of the cache's slots: what is brought back must not
 push out all the rest."""
@@ -138,9 +140,11 @@ class Conversation:
         except ArchiveProblem as error:
             self._lose_archive(error)
             return ""
-        bare = len(self.turn(text))
+        if not found:
+            return ""
+        encoder = PromptEncoder(self.tokenizer)
         quoted, self.recalled = write_quotes(
-            found, most, lambda quotes: len(self.turn(text, quotes)) - bare
+            found, most - JOINT, lambda quotes: len(encoder.encode(encoder.mark(quotes)))
         )
         return quoted
 

@@ -18,6 +18,7 @@ from weir.evals.tasks import (
     ppl,
     recalled_facts,
     ruler,
+    ruler_recalled,
     streameval,
     summary,
 )

@@ -28,7 +28,7 @@ CHARACTERS = 4
 
 @task("found")
 @dataclass(frozen=True)
-class Found(Task):
+class FoundFacts(Task):
     """Facts told in chat turns and searched for in an archive, after some distances.
 
     Attributes:
