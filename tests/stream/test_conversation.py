@@ -375,16 +375,16 @@ def test_recalled_text_is_not_archived_again(model):
     assert sum(CODE in text for text in texts) == 1 and ASK in texts
 
 
-@pytest.mark.parametrize("most", [0, 10, 40, 70, 100, 256])
+@pytest.mark.parametrize("most", [0, 10, 40, 70, 100, 200, 300])
 def test_no_more_tokens_are_recalled_than_asked_for(model, most):
-    talk = Recalling(model, "streaming_llm(1200)", recall=most)
+    talk = Recalling(model, "streaming_llm(1400)", recall=most)
     for n in range(6):
         talk.hear(f"The secret access code of Alice Moreau was {n}7{n}31. It was long ago.")
     forget(talk)
     fed = talk.hear(ASK)
     assert talk.recalled_tokens <= most
     assert ("Quoted" in fed) == bool(talk.recalled) == (talk.recalled_tokens > 0)
-    assert most < 256 or len(talk.recalled) > 1
+    assert most < 300 or len(talk.recalled) > 1
 
 
 def test_recalled_text_takes_a_quarter_of_the_cache_at_most(model):

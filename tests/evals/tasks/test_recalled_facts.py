@@ -12,6 +12,7 @@ import weir
 from weir.errors import WeirError
 from weir.evals.task import Subject
 from weir.evals.tasks.found_facts import FoundFacts
+from weir.evals.tasks.lines import ADJECTIVES, NOUNS
 from weir.evals.tasks.recalled_facts import Recalled, RecalledFact, draw_recalled, judge
 from weir.stream.archive.questions import find_terms
 
@@ -45,7 +46,7 @@ def subject_of(nano, policy="sink(4) | recent(500)"):
         ("animal", " otter", "A unicorn.", "unsaid"),
         ("city", " Oslo", "He lives in Oslo.", "right"),
         ("city", " Oslo", "In Rome, or Lima.", "wrong"),
-        ("words", " red barn", "Under the Red Barn", "right"),
+        ("words", f" {ADJECTIVES[3]} {NOUNS[5]}", f"The {ADJECTIVES[3]} {NOUNS[5]}!", "right"),
     ],
 )
 def test_answers_are_judged(kind, answer, said, verdict):

@@ -48,7 +48,7 @@ PARAPHRASES = (
     "At which door do I have to ring to visit {}?",
     "Which creature does {} like best?",
     "Where is {} at home?",
-    "To which place do I have to go for my talk to {}?",
+    "Where do I have to go for my talk to {}?",
     "What do I have to dig below to find the gold of {}?",
     "When was the ship of {} made?",
 )
