@@ -120,16 +120,39 @@ def test_words_are_found_in_other_forms():
     assert found(archive, "Where did the bridge engineer walk?") != []
 
 
-def test_the_later_of_two_statements_comes_first():
-    now = "The secret access code of Alice Moreau is now 99999."
+@pytest.mark.parametrize(
+    "now",
+    [
+        "The secret access code of Alice Moreau is now 99999.",
+        "The secret access code of Alice Moreau is 99999.",
+        "Sorry, Alice Moreau's secret access code was changed: 99999.",
+    ],
+)
+def test_a_later_statement_takes_the_place_of_the_earlier_one(now):
     archive = fill(weir.Archive(), CODE, ANIMAL, now, "The weather is fine today.")
-    assert found(archive, "What is the secret access code of Alice Moreau?") == [now, CODE]
+    assert found(archive, "What is the secret access code of Alice Moreau?") == [now]
+
+
+def test_a_statement_that_adds_to_an_earlier_one_comes_before_it():
+    more = "Alice Moreau also has the secret access code 99999."
+    archive = fill(weir.Archive(), CODE, ANIMAL, more, "The weather is fine today.")
+    assert found(archive, "What is the secret access code of Alice Moreau?") == [more, CODE]
+
+
+def test_values_of_one_turn_and_of_tools_are_all_found():
+    both = f"{CODE} {'And so on and so on. ' * 20}The secret access code of Alice Moreau is 11111."
+    archive = fill(weir.Archive(), both)
+    texts = " ".join(found(archive, "What is the secret access code of Alice Moreau?"))
+    assert "48213" in texts and "11111" in texts
+    archive = weir.Archive()
+    fill(archive, CODE, "The secret access code of Alice Moreau is 11111.", role="tool")
+    assert len(found(archive, "What is the secret access code of Alice Moreau?")) == 2
 
 
 def test_what_the_model_said_does_not_come_before_what_the_user_said():
     archive = fill(weir.Archive(), CODE)
     fill(archive, "The secret access code of Alice Moreau is 11111.", role="assistant")
-    assert found(archive, "What is the secret access code of Alice Moreau?")[0] == CODE
+    assert found(archive, "What is the secret access code of Alice Moreau?") == [CODE]
 
 
 def test_duplicates_are_found_once():

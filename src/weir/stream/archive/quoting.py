@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from weir.stream.archive.passages import cut_sentences
 from weir.stream.archive.ranking import Excerpt
 
-OPENING = "Quoted from earlier in this conversation:"
-CLOSING = "My message now:"
+OPENING = "Earlier in this conversation:"
 SPEAKERS = {"user": "I said", "assistant": "You said", "tool": "A tool returned", "text": "I read"}
 """Who said it, in words of the user whose turn the quotation is part of."""
 
@@ -52,4 +51,4 @@ def quote_excerpt(excerpt: Excerpt, text: str, speakers: Mapping[str, str] = SPE
 
 
 def _whole(parts: Sequence[str]) -> str:
-    return "\n".join([OPENING, *parts, "", CLOSING, ""])
+    return "\n".join([OPENING, *parts, "", ""])

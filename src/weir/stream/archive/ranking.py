@@ -8,6 +8,7 @@ meet by chance. `weir bench recall` measures both thresholds.
 from __future__ import annotations
 
 import math
+import re
 import sqlite3
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -42,6 +43,10 @@ SURPRISE = 2.0
 logarithm of one over the expected number of such passages."""
 NEAR = 0.12
 """Scores as near to each other as this are equal, and the later statement comes first."""
+SAME = 0.6
+"""Share of the words of a statement that one which takes its place has, too."""
+_ADDS = re.compile(r"\b(?:also|too|another|as well|in addition|one of|besides)\b", re.IGNORECASE)
+"""Words of a statement that adds to an earlier one."""
 ASKED = 0.5
 """Factor on the score of a passage that only asks, in a text or in what the model has said."""
 ANSWERED = 0.85
@@ -140,7 +145,7 @@ class ArchiveSearch:
         """
         if not self._total:
             return []
-        found = [self._answer(question, is_held) for question in questions]
+        found = [_without_superseded(self._answer(one, is_held)) for one in questions]
         excerpts: list[Excerpt] = []
         seen: set[tuple[str, ...]] = set()
         for rank in range(max(map(len, found), default=0)):
@@ -350,6 +355,34 @@ class ArchiveSearch:
             round(one.score, 3),
             row["turn"],
         )
+
+
+def _without_superseded(found: list[_Candidate]) -> list[_Candidate]:
+    """Leave out what a later turn of the user says otherwise.
+
+    A small model that reads both says the old one as often as not.
+    """
+    left: list[_Candidate] = []
+    for one in found:
+        if not any(_supersedes(later, one) for later in left):
+            left.append(one)
+    return left
+
+
+def _supersedes(later: _Candidate, earlier: _Candidate) -> bool:
+    """Whether one statement takes the place of another: it is a later one of the user, as good an
+    answer, in nearly the same words, and adds nothing to the other.
+    """
+    if later.row["role"] != "user" or earlier.row["role"] not in ("user", "assistant"):
+        return False
+    if earlier.row["role"] == "user" and (
+        later.row["turn"] <= earlier.row["turn"] or not is_near(later.score, earlier.score)
+    ):
+        return False
+    if _ADDS.search(later.sentence):
+        return False
+    one, other = set(_content(later.sentence)), set(_content(earlier.sentence))
+    return len(one & other) >= SAME * min(len(one), len(other))
 
 
 def is_near(score: float, other: float) -> bool:
