@@ -1,11 +1,11 @@
-"""Follow a log, point at the lines that surprise, and see which of them the cache remembers.
+"""Follow a log, point at the lines that surprise, and ask about a line that was read long ago.
 
-    python examples/watch_a_log.py [MODEL] [FILE]
+    python examples/watch_a_log.py [MODEL] [FILE] [QUESTION]
 
-Every line is read once. What it is worth is how surprising its tokens are, given all before it:
-the odd ones stand out. In the cache `kcenter` keeps tokens whose keys lie far from all others, so
-that of odd lines more is left at the end than of the many like one another. Without a file it
-makes up a log, with three odd lines in it.
+Every line is read once, in a cache of fixed size. What it is worth is how surprising its tokens
+are, given all before it: the odd ones stand out. The text goes into an archive, so that `recall`
+finds a line again however long ago it was read. Without a file it makes up a log, with odd lines in
+it.
 """
 
 import random
@@ -24,8 +24,15 @@ else:
     lines[30] = "kernel: out of memory, killed process postgres"
     lines[50] = "10.0.0.3 GET /../../etc/passwd 403"
     lines[70] = "the old prince was here and asked for his carriage"
+question = sys.argv[3] if len(sys.argv) > 3 else "Which process was killed by the kernel?"
 
-stream = weir.Stream(model, "sink(4) | recent(124) | kcenter(128)", chunk=32)
+stream = weir.Stream(
+    model,
+    "sink(4) | recent(124) | kcenter(128)",
+    chunk=32,
+    archive=weir.Archive(),  # or a path, to keep it
+    tokenizer=tokenizer,
+)
 stream.feed(tokenizer("The log:\n").input_ids)
 places, nats = [], []  # where each line stands in the stream, and how surprising it was
 for line in lines:
@@ -46,3 +53,7 @@ if odd:
     print(
         f"still held: {mean(kept[n] for n in odd):.0%} of odd lines, {mean(others):.0%} of others"
     )
+
+print(question)
+for excerpt in stream.recall(question, most=2):
+    print(f"  read {stream.seen - excerpt.stop:,} tokens ago: {excerpt.text}")

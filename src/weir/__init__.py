@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     from weir.loading import load
     from weir.native import choose_products, compile_steps
     from weir.policies import policy
-    from weir.stream import Stream
+    from weir.stream import Archive, Stream
 
 __version__ = "0.1.0"
 __all__ = [
+    "Archive",
     "PolicyError",
     "Stream",
     "StreamingCache",
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 _HANDED_OUT_BY = {
+    "Archive": "stream",
     "Stream": "stream",
     "StreamingCache": "cache",
     "choose_products": "native",

@@ -309,7 +309,7 @@ def test_a_conversation_is_kept_and_continued(chat, chats, model):
     whole = chat("Hello", "And you?", "/report", words=("--temperature", 0, "--no-keep"))
     assert not chats.exists()
     first = chat("Hello", words=("--temperature", 0))
-    assert len(list(chats.iterdir())) == 2 and chats.stat().st_mode & 0o077 == 0
+    assert len(list(chats.iterdir())) == 3 and chats.stat().st_mode & 0o077 == 0
     ended = chat("And you?", "/report", words=("--continue", "--temperature", 0))
     assert first.out + ended.out == whole.out
     assert ended.err.splitlines()[-1] == whole.err.splitlines()[-1]
@@ -439,3 +439,48 @@ def test_steps_are_native_and_compiled_if_that_is_asked_for(chat, monkeypatch):
     chat("Hello")
     assert chat("Hello", words=("--compile",)).code == 0
     assert asked == [{"torch_compile": compiled, "strict": False} for compiled in (False, True)]
+
+
+# --- recall
+
+ROOMY = ("--policy", "sink(4) | recent(1200)", "--chunk", 8)
+CODE = "The secret access code of Alice Moreau is 48213."
+ASK = "What is the secret access code of Alice Moreau?"
+FILLER = "Filler without any meaning. " * 50
+
+
+def test_what_was_said_is_recalled_and_told(chat, chats):
+    ended = chat(CODE, FILLER, ASK, words=ROOMY)
+    (line,) = [one for one in ended.err.splitlines() if one.startswith("recalled")]
+    assert re.fullmatch(rf"recalled from you, \d+ \w+ \d{{4}} \d\d:\d\d: {re.escape(CODE)}", line)
+    assert "questions bring them back" in ended.err
+    assert len(list(chats.glob("*.archive"))) == 1
+
+
+def test_without_recall_nothing_is_brought_back(chat):
+    ended = chat(CODE, FILLER, ASK, words=(*ROOMY, "--recall", 0))
+    assert "recalled" not in ended.err and "bring them back" not in ended.err
+    assert chat(words=("--recall", -1)).code == 2
+
+
+def test_a_conversation_that_is_continued_recalls_what_was_said_before(chat, chats):
+    chat(CODE, FILLER, words=ROOMY)
+    assert f": {CODE}" in chat(ASK, words=("--continue",)).err
+    # The archive is made again from the transcript.
+    for path in chats.glob("*.archive*"):
+        path.unlink()
+    assert f": {CODE}" in chat(ASK, words=("--continue",)).err
+
+
+def test_a_conversation_that_is_not_kept_recalls_from_memory(chat, chats):
+    assert f": {CODE}" in chat(CODE, FILLER, ASK, words=(*ROOMY, "--no-keep")).err
+    assert not list(chats.rglob("*.archive"))
+
+
+def test_a_damaged_archive_is_told_once_and_the_chat_goes_on(chat, chats):
+    chat(CODE, words=ROOMY)
+    (path,) = chats.glob("*.archive")
+    path.write_bytes(b"nothing like a database" * 1000)
+    ended = chat("Hello", ASK, words=("--continue",))
+    assert ended.code == 0 and len(re.findall(r"\d+ tokens seen, ", ended.err)) == 2
+    assert ended.err.count("is damaged") == 1 and "recalls nothing" in ended.err

@@ -121,6 +121,8 @@ def make_client(
     worker: Worker | None = None,
     aliases: Iterable[str] = (),
     notes_changes: bool = False,
+    archive: int | None = None,
+    recall: int = 0,
     **disk: Any,
 ) -> EngineClient:
     """A client of an engine of a small model, whose turns are in memory or in a folder."""
@@ -130,6 +132,8 @@ def make_client(
     store: SessionStore = SessionStore(keep=most)
     if data is not None:
         store = SessionStore(DiskTurns(data, RowFormat.of(model, policy, 4), limit), **disk)
+    if archive is not None:
+        store.place.open_archive(archive)
     engine = Engine(model, policy, rows, store, chunk=4, queue=limits.queue, shared=shared)
     book = ResponseStore(None if data is None else data / "book.db", limits.texts)
     return EngineClient(
@@ -141,6 +145,7 @@ def make_client(
         worker=worker,
         aliases=aliases,
         notes_changes=notes_changes,
+        recall=recall,
     )
 
 

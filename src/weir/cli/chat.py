@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ from weir.cli.common import (
     size,
     waiting,
 )
-from weir.cli.kept_chats import Keeper, begin, find_newest, session_of
+from weir.cli.kept_chats import Keeper, begin, find_newest, open_archive, session_of
 from weir.cli.loading import Loading, load_model, loads_model
 from weir.cli.runtime import Interrupt, Terminated, interruptible
 from weir.errors import WeirError
@@ -59,6 +60,8 @@ MOST_LINES = 12
 """Most lines of an answer to /forgotten, /remembers and /report."""
 PREVIEW = 48
 """Characters shown of a turn."""
+RECALLED = 120
+"""Characters shown of a passage that is recalled."""
 SHARE = 4
 """A conversation takes at most one part in this many of the free memory."""
 
@@ -109,13 +112,22 @@ def chat(
     keep: Annotated[
         bool, Option("--keep/--no-keep", help="Keep what is said, for --continue.")
     ] = True,
+    recall: Annotated[
+        int,
+        Option(
+            min=0,
+            help="Most tokens of earlier text that are put before a message which asks for it, "
+            "once that text has left the cache; 0 for none. At most a quarter of the cache.",
+        ),
+    ] = 256,
     compiled: options.Compile = False,
     *,
     loading: Loading,
 ) -> None:
     """Talk to a model for as long as you like; the cache stays as large as it is.
 
-    What is said is kept as it goes, below ~/.local/state/weir/chats: --continue goes on with it.
+    What is said is kept as it goes, below ~/.local/state/weir/chats: --continue goes on with it,
+    and --recall finds it again when it has left the cache.
     """
     from weir.policies import parse_policy, resolve_chunk, with_slots
 
@@ -169,7 +181,8 @@ def chat(
         name = str(Path(model_name).absolute()) if Path(model_name).exists() else model_name
         facts = {"policy": str(stream.policy), "chunk": chunk, "seed": stream.seed}
         kept = begin({"model": name, "loading": loading, **facts, "system": system})
-    conversation = Conversation(stream, tokenizer, system, kept)
+    archive = open_archive(kept)
+    conversation = Conversation(stream, tokenizer, system, kept, archive, recall, _say_lost)
     keeper = Keeper(conversation, stream.seen if go_on else -1)
     if begun:
         left = list(kept.after(stream.seen)) if go_on and kept is not None else []
@@ -186,6 +199,8 @@ def chat(
             keeper.save(last=True)
             if conversation.transcript is not None:
                 conversation.transcript.close()
+            if conversation.archive is not None:
+                conversation.archive.close()
 
 
 def _talk(conversation: Conversation, keeper: Keeper, interrupt: Interrupt, **how: Any) -> None:
@@ -210,6 +225,7 @@ def _talk(conversation: Conversation, keeper: Keeper, interrupt: Interrupt, **ho
                     say(
                         "from here on parts of this conversation are forgotten: /forgotten shows "
                         "which, /remembers TEXT whether something is still held"
+                        f"{'; questions bring them back' if _recalls(conversation) else ''}"
                     )
                 keeper.save()
         except WeirError as error:
@@ -387,8 +403,26 @@ def _write(answer: Iterator[str], interrupt: Interrupt, waits: str) -> None:
     sys.stdout.flush()
 
 
+def _say_lost(text: str) -> None:
+    """Say why the archive is not used any more."""
+    say(f"weir: {text}")
+
+
+def _recalls(conversation: Conversation) -> bool:
+    """Whether text that has left the cache is brought back."""
+    return conversation.archive is not None and conversation.most_recalled > 0
+
+
 def _tell_state(conversation: Conversation) -> None:
-    """Print the figures of an answer, and a remedy where it repeated itself."""
+    """Print what was recalled, the figures of an answer, and a remedy where it repeated itself."""
+    for one in conversation.recalled:
+        who = {"user": "you", "assistant": "the model"}.get(one.role, one.role)
+        when = time.strftime("%d %b %Y %H:%M", time.localtime(one.time)).lstrip("0")
+        words = " ".join(one.text.split())
+        shown = f"{words[:RECALLED]}…" if len(words) > RECALLED else words
+        messages().print(
+            f"recalled from {who}, {when}: {shown}", style="dim", highlight=False, markup=False
+        )
     report = conversation.stream.report()
     held = [layer["held"] for layer in report.get("layers", ())]
     slots = f"{max(held):,} slots, " if held else ""
@@ -451,6 +485,9 @@ def _load(conversation: Conversation, file: Path) -> None:
         before.close()
         same = {"policy": str(stream.policy), "chunk": stream.cache.chunk, "seed": stream.seed}
         conversation.transcript = begin({**before.facts, **same})
+    if conversation.archive is not None:
+        conversation.archive.close()
+    conversation.use_archive(open_archive(conversation.transcript))
     say(f"{stream.seen:,} tokens seen before")
 
 

@@ -1,8 +1,9 @@
-"""Conversations that `weir chat` keeps as they go: a transcript each, and a saved stream.
+"""Conversations that `weir chat` keeps as they go: a transcript, an archive and a saved stream.
 
 The transcript is a line of JSON for every turn, written as it is said, so that nothing is lost with
 the process. The saved stream spares `--continue` from reading it again; it is written whenever that
-takes little of the time, and at the end.
+takes little of the time, and at the end. The archive is what `--recall` searches; it is made again
+from the transcript where it is missing.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from weir.cli.common import say
 from weir.errors import WeirError
 
 if TYPE_CHECKING:
-    from weir.stream import Conversation, Transcript
+    from weir.stream import Archive, Conversation, Transcript
 
 SAVED = 8
 """How many of the newest conversations keep a saved stream; the others are read again."""
@@ -34,6 +35,30 @@ def folder() -> Path:
 def session_of(transcript: Path) -> Path:
     """The file of the saved stream that belongs to a transcript."""
     return transcript.with_suffix(".safetensors")
+
+
+def archive_of(transcript: Path) -> Path:
+    """The file of the archive that belongs to a transcript."""
+    return transcript.with_suffix(".archive")
+
+
+def open_archive(transcript: Transcript | None) -> Archive | None:
+    """Open the archive of a conversation, in memory if nothing is kept; what is missing in it is
+    taken from the transcript. None if it cannot be used, and that is said.
+    """
+    from weir.stream import Archive, ArchiveProblem
+
+    path = None if transcript is None else transcript.path
+    try:
+        archive = Archive(None if path is None else archive_of(path))
+        if transcript is not None and transcript.turns and not archive.turns:
+            for turn in transcript.whole_turns():
+                role = "user" if turn.by_user else "assistant"
+                archive.add(role, turn.text, start=turn.start, stop=turn.end)
+        return archive
+    except ArchiveProblem as error:
+        say(f"weir: {error} The conversation goes on, but recalls nothing.")
+        return None
 
 
 def begin(facts: dict[str, Any]) -> Transcript:

@@ -128,6 +128,21 @@ def serve(
             "continue the conversation with a note that says how, instead of reading it again.",
         ),
     ] = False,
+    archive: Annotated[
+        str | None,
+        Option(
+            help="Keep the text of conversations, in at most so many bytes, such as 10GB, so that "
+            "what has left the cache is found again; in --data, or in memory."
+        ),
+    ] = None,
+    recall: Annotated[
+        int | None,
+        Option(
+            min=0,
+            help="With --archive: most tokens of earlier text that are put before a message which "
+            "asks for it; 0 for none, unless a request asks [default: 256]",
+        ),
+    ] = None,
     max_prompt: Annotated[
         int, Option(min=1, help="Most tokens that one request may feed.")
     ] = 1_000_000,
@@ -164,6 +179,7 @@ def serve(
     from weir.serve.sessions.prefix_folder import PrefixFolder
     from weir.serve.sessions.snapshot import RowFormat
     from weir.serve.sessions.store import SessionStore
+    from weir.stream import RECALL
 
     model_name = options.one_model(argument, model_name)
     if budget is not None:
@@ -183,7 +199,14 @@ def serve(
             "--keep is for memory, and with --data turns are there only while the disk is full: "
             "that needs --disk, which lets old turns go"
         )
+    if archive is not None and cluster is not None:
+        raise WeirError("--archive is for one server; leave it out with --cluster")
+    if recall is not None and archive is None:
+        raise WeirError(
+            "--recall needs --archive, which keeps what can be recalled. Use --archive 10GB."
+        )
     most = None if disk is None else read_bytes(disk)
+    archived = None if archive is None else read_bytes(archive)
 
     given = policy is not None or slots is not None
     beside = None if given else find_model_policy(model_name, loading.get("revision"))
@@ -273,6 +296,16 @@ def serve(
         if place is not None:
             prefixes = PrefixFolder(Path(data or "") / "prefixes", place.row_format)
             ending.callback(prefixes.close)
+        if archived is not None:
+            tokens = RECALL if recall is None else recall
+            opened = store.place.open_archive(archived)
+            where = "memory" if data is None else str(Path(data) / "archive.db")
+            say(
+                f"weir: {opened.problem}; nothing is recalled"
+                if opened.problem
+                else f"text of conversations in {where}, at most {size(archived)}; up to "
+                f"{tokens} tokens of it are recalled in a turn"
+            )
         book = ResponseStore(None if data is None else Path(data) / "book.db", limits.texts)
         ending.callback(book.close)
         # The first native step is compared with the model's own, whose rounding the answer has.
@@ -301,6 +334,7 @@ def serve(
             worker=worker,
             aliases=aliases,
             notes_changes=note_changes,
+            recall=0 if archived is None else RECALL if recall is None else recall,
         )
         say_sampling(client)
         log_json()

@@ -60,8 +60,9 @@ from weir.serve.tools.own import (
     clip_result,
 )
 from weir.serve.tools.parser import AnswerPart, CallParser, join_parts
+from weir.serve.tools.recalling import make_recall_tool
 from weir.serve.worker import Worker
-from weir.stream import Detokenizer
+from weir.stream import RECALL_SHARE, Detokenizer, held_ranges
 
 if TYPE_CHECKING:
     from weir.serve.structured import GrammarConstraint
@@ -242,6 +243,8 @@ class EngineClient:
         aliases: further names of the model; "*" for all names.
         notes_changes: whether a conversation whose system messages have changed continues with a
             note that says how, in place of being read again.
+        recall: tokens of text that has left the cache which are put before a message that asks for
+            it, if the store has an archive; 0 for none unless a request asks for them.
 
     Attributes:
         defaults: how answers are sampled where a request does not say.
@@ -262,8 +265,13 @@ class EngineClient:
         is_replica: bool = False,
         aliases: Iterable[str] = (),
         notes_changes: bool = False,
+        recall: int = 0,
     ) -> None:
         self.aliases = frozenset(aliases)
+        self.recall = recall
+        if (archive := engine.store.archive) is not None:
+            plans = engine.cache.plans
+            archive.find_held = lambda state: held_ranges(holding_in(plans, state))
         self.defaults, self.unused_defaults = read_defaults(engine.model.generation_config)
         self.engine = engine
         self.store = engine.store
@@ -278,6 +286,9 @@ class EngineClient:
         self.own_tools: dict[str, OwnTool] = {}
         if not is_replica and engine.cache.why_not_drop() is None:
             self._add_tool(OwnTool(DROP_TOOL_OUTPUT, self._drop_tool_output))
+        if engine.store.archive is not None:
+            tool = make_recall_tool()
+            self.own_tools[tool.tool.name] = tool
         self._tool_threads = ThreadPoolExecutor(TOOL_THREADS, "weir-tools")
         sink = sink_of(transformers_model(engine.model).config)
         self.renderer = PromptRenderer(tokenizer, self.stop_ids, sink, limits.prompt)
@@ -303,6 +314,14 @@ class EngineClient:
         self._generations: set[Generation] = set()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="weir-engine", daemon=True)
+
+    def recall_of(self, asked: int | None) -> int:
+        """Tokens of recalled text that a request may get: what it asks for, or the server's number,
+        and at most a quarter of the slots.
+        """
+        slots = [n for n in self.engine.cache.slots_by_layer if n is not None]
+        most = self.recall if asked is None else asked
+        return min(most, *(n // RECALL_SHARE for n in slots)) if slots else most
 
     @property
     def pinned(self) -> int | None:
@@ -586,6 +605,7 @@ class EngineClient:
                 "completion_tokens": sequence.num_sampled,
                 **({"tool_tokens": sequence.num_brought} if sequence.num_brought else {}),
                 **{name: value for name, value in vars(stats).items() if name != "seen"},
+                **({} if prompt.recalled is None else {"recalled": prompt.recalled.tokens}),
             },
             ids=pack_ids([*prompt.ids, *sequence.output_ids]),
         )
@@ -614,6 +634,12 @@ class EngineClient:
     def _cancel(self, generation: Generation) -> None:
         for sequence in generation.sequences:
             self.engine.cancel(sequence)
+
+    def running_prompt(self, owner: str, session: str) -> Prompt | None:
+        """The prompt of a session that is being read or answered now."""
+        with self._lock:
+            prompts = [generation.prompt for generation in self._generations]
+        return next((one for one in prompts if (one.owner, one.session) == (owner, session)), None)
 
     def running_sequence(self, owner: str, session: str) -> Sequence | None:
         """A sequence of a session that has a row now."""

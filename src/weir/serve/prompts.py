@@ -40,6 +40,7 @@ from weir.stream import (
     mark_text,
     render_chat,
 )
+from weir.stream.archive import Excerpt, write_quotes
 
 LONG = 65_536
 """Characters of a history that is worked on apart from short ones."""
@@ -53,6 +54,35 @@ Tell = Callable[[TurnRecord], str]
 """Writes a note for the model about the turn that a prompt continues."""
 BESIDE = 64
 """Characters that a message counts for beside its own."""
+
+
+@dataclass(frozen=True)
+class RecalledText:
+    """Text that has left the cache, as it is quoted in front of a user's message.
+
+    Attributes:
+        text: the quotations as they are fed.
+        excerpts: what they quote, the best first.
+        tokens: of the text.
+    """
+
+    text: str
+    excerpts: tuple[Excerpt, ...]
+    tokens: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `usage.weir.recalled` tells of it."""
+        told = [
+            {
+                "role": one.role,
+                **({"name": one.name} if one.name else {}),
+                "at": round(one.time),
+                "text": one.text,
+                "score": one.score,
+            }
+            for one in self.excerpts
+        ]
+        return {"tokens": self.tokens, "excerpts": told}
 
 
 @dataclass(frozen=True)
@@ -74,6 +104,7 @@ class Prompt:
         outline: hash of what the history says apart from those; empty if it is not to be known.
         places: where the results among `messages` are in `ids`, by the index of their message.
         dropped: places in the stream of results that were read and then dropped.
+        recalled: what was brought back for the last message; None if nothing was.
     """
 
     ids: list[int]
@@ -91,6 +122,7 @@ class Prompt:
     outline: str = ""
     places: tuple[TextPlace, ...] = ()
     dropped: tuple[tuple[int, int], ...] = ()
+    recalled: RecalledText | None = None
 
     @property
     def cached(self) -> int:
@@ -245,6 +277,15 @@ class PromptRenderer:
         header = prompt.header + len(ids) if prompt.header else 0
         return replace(prompt, ids=[*prompt.ids, *ids], header=header, prefill=text)
 
+    def quote(self, excerpts: Sequence[Excerpt], most: int) -> RecalledText | None:
+        """Write excerpts as quotations of at most so many tokens; None if none fits."""
+        text, used = write_quotes(excerpts, most, self._count_quoted)
+        return RecalledText(text, tuple(used), self._count_quoted(text)) if used else None
+
+    def _count_quoted(self, text: str) -> int:
+        """Count the tokens of a text that may not have control tokens."""
+        return len(self._encoder.encode(self._encoder.mark(text)))
+
     @property
     def thinks(self) -> bool:
         """Whether the model's chat template knows thoughts in front of answers."""
@@ -313,6 +354,7 @@ class PromptMatcher:
         self._vocabulary = vocabulary
         self._long, self._short = worker, Worker()
         self._short.open(renderer)
+        self._quote = renderer.quote
 
     def hold(self, messages: Sequence[Message]) -> Handle:
         """Hold a history to be worked on.
@@ -333,6 +375,7 @@ class PromptMatcher:
         variables: Mapping[str, Any] = NO_VARIABLES,
         drops: Sequence[str] = (),
         tell: Tell | None = None,
+        recall: int = 0,
     ) -> Prompt:
         """Make a prompt that starts at the longest saved prefix of a history, of those that end
         with one of the newest `LOOKUPS` answers in it.
@@ -359,7 +402,7 @@ class PromptMatcher:
                 continue
             if tell is not None:
                 note = join_notes(note, tell(parent))
-            how = (session, tools, variables)
+            how = (session, tools, variables, recall)
             prompt = self._extend(parent, held, known, *how, chain=chain, note=note)
             if prompt is not None:
                 prompt = _with_outline(prompt, outline)
@@ -449,6 +492,7 @@ class PromptMatcher:
         variables: Mapping[str, Any] = NO_VARIABLES,
         drops: Sequence[str] = (),
         tell: Tell | None = None,
+        recall: int = 0,
     ) -> Prompt | None:
         """Make a prompt that continues a saved turn, in its session if no other is named; None if
         the template cannot render these messages without those before.
@@ -463,7 +507,7 @@ class PromptMatcher:
                     chains.setdefault(call, place.chain)
             self._drop_all(parent.owner, drops, chains)
         note = "" if tell is None else tell(parent)
-        return self._extend(parent, held, 0, session, tools, variables, note=note)
+        return self._extend(parent, held, 0, session, tools, variables, recall, note=note)
 
     def _extend(
         self,
@@ -473,17 +517,20 @@ class PromptMatcher:
         session: str | None,
         tools: Sequence[Tool],
         variables: Mapping[str, Any],
+        recall: int,
         *,
         chain: str | None = None,
         note: str = "",
     ) -> Prompt | None:
         """Make a prompt of what comes after the `known` messages of a history, whose hash is
-        `chain`, with a note in front.
+        `chain`, with a note in front, and with at most `recall` tokens of what they ask for.
         """
         chain = parent.chain if chain is None else chain
         dropped = self._store.dropped_chains(parent.owner)
         before = (known, chain, parent.last, parent.seen, dropped)
-        prompt = held.call(_render_rest, *before, tools, dict(variables), note)
+        recalled = self._recall(parent, held, known, recall)
+        quoted = "" if recalled is None else recalled.text
+        prompt = held.call(_render_rest, *before, tools, dict(variables), note, quoted)
         if prompt is None:
             return None
         if dropped:
@@ -494,7 +541,18 @@ class PromptMatcher:
             owner=parent.owner,
             parent=parent,
             session=session or _visible(parent.session),
+            recalled=recalled,
         )
+
+    def _recall(
+        self, parent: TurnRecord, held: Handle, known: int, most: int
+    ) -> RecalledText | None:
+        """Find what the last of some messages asks in text that has left the cache."""
+        if most < 1 or self._store.archive is None:
+            return None
+        asked: str = held.call(_asked_in, known)
+        found = self._store.archive.search(parent.owner, parent.node, asked)
+        return self._quote(found, most) if found else None
 
     def complete(self, owner: str, text: str | Sequence[int] | Handle) -> Prompt:
         """Make a prompt of a text, or of tokens; its turn is not saved."""
@@ -634,11 +692,15 @@ def _render_rest(
     tools: Sequence[Tool],
     variables: Mapping[str, Any],
     note: str = "",
+    quoted: str = "",
 ) -> Prompt | None:
     """The prompt of what comes after the `known` messages, of which the last ends with a token."""
     rest, prefill = _split_prefill(messages[known:])
     hashes = hash_prefixes(chain, rest)
     shown = _without_dropped(rest, hashes, dropped)
+    if quoted:
+        # Only what is fed has it: the history that the client sends back does not.
+        shown = [*shown[:-1], replace(shown[-1], content=quoted + shown[-1].content)]
     noted = [Message("system", note), *shown] if note else shown
     rendered = renderer.render_next(noted, last, tools, variables)
     if rendered is None:
@@ -647,6 +709,12 @@ def _render_rest(
     messages = _with_places(rest, hashes, rendered, start, dropped, len(noted) - len(rest))
     rendered = renderer.begin_answer(rendered, prefill)
     return renderer.check(replace(rendered, hash=hashes[-1], messages=messages, note=note))
+
+
+def _asked_in(renderer: PromptRenderer, messages: Sequence[Message], known: int) -> str:
+    """The user's message that is to be answered; empty if the last message is another's."""
+    last = _split_prefill(messages[known:])[0][-1:]
+    return last[0].content if last and last[0].role == "user" else ""
 
 
 def _split_prefill(messages: Sequence[Message]) -> tuple[Sequence[Message], str]:

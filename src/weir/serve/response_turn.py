@@ -59,6 +59,7 @@ class ResponseTurn:
     compacted: bool = False
     drops: Sequence[str] = ()
     tells_forgotten: bool = False
+    recall: int = 0
 
     # Set by `match`: the response before this one, and the items that are new since then.
     _after: str | None = None
@@ -246,7 +247,7 @@ class ResponseTurn:
                 raise error from None
         _check(messages)
         session = session or self.session
-        how = (session, self.tools, self.variables, self.drops, self._tell)
+        how = (session, self.tools, self.variables, self.drops, self._tell, self.recall)
         return self.client.matcher.extend(record, messages, *how)
 
     def _from_start(self, before: list[Message], items: list[Item], session: str | None) -> Prompt:
@@ -254,7 +255,7 @@ class ResponseTurn:
         system = [] if self.instructions is None else [Message("system", self.instructions)]
         messages = link_results([*system, *before, *messages_of(items)])
         _check(messages)
-        how = (session, self.tools, self.variables, self.drops, self._tell)
+        how = (session, self.tools, self.variables, self.drops, self._tell, self.recall)
         return self.client.matcher.match(self.owner, messages, *how)
 
     def _history(self, name: str) -> list[Message]:

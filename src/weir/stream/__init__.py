@@ -1,5 +1,6 @@
 """Endless streams: tokens in, logits out, on disk, as a conversation."""
 
+from weir.stream.archive import Archive, ArchiveProblem
 from weir.stream.chat_template import (
     BrokenTemplate,
     ChatTemplate,
@@ -9,8 +10,9 @@ from weir.stream.chat_template import (
     mark_text,
     render_chat,
 )
-from weir.stream.conversation import Conversation, count_beginning
+from weir.stream.conversation import RECALL, RECALL_SHARE, Conversation, count_beginning
 from weir.stream.detokenizer import Detokenizer, count_stop_prefix, cut_at_stop, describe_tokens
+from weir.stream.held import HeldPlaces, HeldRanges, held_ranges
 from weir.stream.inputs import Tokens
 from weir.stream.sampling import RepetitionPenalty, Sampling, check_penalty
 from weir.stream.session import replace_atomically
@@ -19,4 +21,4 @@ from weir.stream.template_bounds import make_way
 from weir.stream.text import BOOK, STANDARD_INPUT, Books, encode, read_books, read_stream, read_text
 from weir.stream.transcript import Transcript, Turn, held_shares, repeats
 
-__all__ = ["Stream"]
+__all__ = ["Archive", "Stream"]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+import warnings
 from array import array
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -12,14 +13,27 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from weir.errors import WeirError
 from weir.models import sink_of, transformers_model
 from weir.pools import Marks
-from weir.stream.chat_template import ChatTemplate
+from weir.stream.archive import Archive, ArchiveProblem, Excerpt, IsHeld, write_quotes
+from weir.stream.chat_template import ChatTemplate, PromptEncoder
 from weir.stream.detokenizer import Detokenizer
+from weir.stream.held import HeldPlaces
 from weir.stream.stream import Stream
 from weir.stream.transcript import Transcript, Turn, repeats
 
 UNTIMED = 2
 """Tokens of an answer that its rate leaves out where it has more: the first comes from the prompt's
 logits, the second from the first step, which may be compiled."""
+RECALL = 256
+"""Tokens of recalled text that are put into a turn at most."""
+JOINT = 2
+"""Tokens by which a quotation and the words after it may take more together than apart."""
+RECALL_SHARE = 4
+"""They are also at most one part in this many of the cache's slots: what is brought back must not
+push out all the rest."""
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=3)
 
 
 class Conversation:
@@ -34,8 +48,16 @@ class Conversation:
         stream: the stream; a restored one continues its conversation.
         system: the system message; it stays for good only under a policy that keeps the beginning.
         transcript: takes every turn as it is said; None for none.
+        archive: keeps what is said, and is searched for what a turn asks. Found text that has left
+            the cache is put in front of the user's words, as a quotation; None for no recall.
+        recall: tokens of recalled text in a turn at most; 0 only fills the archive.
+        warn: called with a text, once, if the archive cannot be used any more; by default it is a
+            Python warning. The conversation goes on without the archive.
 
     Attributes:
+        recalled: what was brought back for the last turn, the best first.
+        recalled_tokens: how many tokens that took.
+        held: tells which places of the archive's stream are held; None asks the stream's cache.
         repeats: the tokens that the last answer repeated over and over at its end; 0 for none.
         rate: tokens per second of the last answer, after its first step, which may be compiled.
     """
@@ -46,11 +68,20 @@ class Conversation:
         tokenizer: PreTrainedTokenizerBase,
         system: str | None = None,
         transcript: Transcript | None = None,
+        archive: Archive | None = None,
+        recall: int = RECALL,
+        warn: Callable[[str], None] = _warn,
     ) -> None:
         self.stream = stream
         self.tokenizer = tokenizer
         self.system = system
         self.transcript = transcript
+        self.archive, self.recall = archive, recall
+        self.recalled: list[Excerpt] = []
+        self.recalled_tokens = 0
+        self.held: IsHeld | None = None
+        self._warn = warn
+        self._resumed = False
         self.rate, self.repeats = 0.0, 0
 
     def say(
@@ -62,11 +93,16 @@ class Conversation:
         Sampling is as for `Stream.generate`. Raises WeirError if the text makes no tokens, or
         cannot be written in UTF-8.
         """
-        ids = self.turn(text)
-        if not ids:
+        plain = self.turn(text)
+        if not plain:
             raise WeirError("that makes no tokens; say something")
+        quoted = self._recall(text)
+        ids = self.turn(text, quoted) if quoted else plain
+        self.recalled_tokens = len(ids) - len(plain)
         self._note(Turn(True, self.stream.seen, text, array("I", ids)))
-        self._feed(text, ids)
+        self._feed(quoted + text, ids)
+        # The quotation comes first, and is not archived again.
+        self._keep("user", text, self.stream.seen - len(plain))
         answer = Turn(False, self.stream.seen)
         try:
             yield from self._answer(answer, max_new_tokens, **sampling)
@@ -75,6 +111,87 @@ class Conversation:
                 answer.ids.append(self.stream.last[0] or 0)
             self.repeats = repeats(answer.ids)
             self._note(answer)
+            self._keep("assistant", answer.text, answer.start)
+
+    # --- the archive
+
+    def use_archive(self, archive: Archive | None) -> None:
+        """Go on with another archive, that of another stream; None for none."""
+        self.archive, self._resumed = archive, False
+
+    @property
+    def most_recalled(self) -> int:
+        """Tokens of recalled text that a turn may have."""
+        slots = self.stream.capacity
+        return self.recall if slots is None else min(self.recall, slots // RECALL_SHARE)
+
+    def _recall(self, text: str) -> str:
+        """Find what a turn asks in text that has left the cache, and write it as a quotation; empty
+        if there is nothing.
+        """
+        self.recalled = []
+        if self.archive is None:
+            return ""
+        self._resume()
+        if self.archive is None or (most := self.most_recalled) <= 0:
+            return ""
+        try:
+            found = self.archive.search(text, is_held=self.held or HeldPlaces(self.stream))
+        except ArchiveProblem as error:
+            self._lose_archive(error)
+            return ""
+        if not found:
+            return ""
+        encoder = PromptEncoder(self.tokenizer)
+        quoted, self.recalled = write_quotes(
+            found, most - JOINT, lambda quotes: len(encoder.encode(encoder.mark(quotes)))
+        )
+        return quoted
+
+    def _resume(self) -> None:
+        """Tell the archive, before the first turn, where the stream goes on."""
+        if self.archive is None or self._resumed:
+            return
+        try:
+            self.archive.resume(self.stream.seen)
+            self._resumed = True
+        except ArchiveProblem as error:
+            self._lose_archive(error)
+
+    def _keep(self, role: str, text: str, start: int) -> None:
+        """Add what was just said to the archive; it ends where the stream does."""
+        if self.archive is None:
+            return
+        try:
+            self.archive.add(role, text, start=max(0, start), stop=self.stream.seen)
+        except ArchiveProblem as error:
+            self._lose_archive(error)
+
+    def _lose_archive(self, error: ArchiveProblem) -> None:
+        """Go on without the archive, and say so once."""
+        self.archive = None
+        self._warn(f"{error} The conversation goes on, but recalls nothing from here on.")
+
+    def take_in(self, text: str, answer: str) -> None:
+        """Feed a turn of the user and the model's answer, which is known, as if it had been
+        generated.
+
+        Nothing is recalled. WeirError as for `say`.
+        """
+        ids = self.turn(text)
+        if not ids:
+            raise WeirError("that makes no tokens; say something")
+        self._resume()
+        self._note(Turn(True, self.stream.seen, text, array("I", ids)))
+        self._feed(text, ids)
+        self._keep("user", text, self.stream.seen - len(ids))
+        said = list(self.tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"])
+        said += sorted(self.stream.ends)[:1] if self._turns.templated else []
+        start = self.stream.seen
+        if said:
+            self.stream.feed(said)
+        self._note(Turn(False, start, answer, array("I", said)))
+        self._keep("assistant", answer, start)
 
     def _answer(self, answer: Turn, limit: int, **sampling: Any) -> Generator[str, None, None]:
         """Generate an answer into its turn, and yield it piece by piece."""
@@ -110,14 +227,15 @@ class Conversation:
             else:
                 self.stream.feed(turn.ids.tolist())
 
-    def turn(self, text: str) -> list[int]:
-        """Return the ids of a turn of the user, up to the model's answer; WeirError if it is not
-        UTF-8.
+    def turn(self, text: str, quoted: str = "") -> list[int]:
+        """Return the ids of a turn of the user, up to the model's answer, with recalled text in
+        front of the user's words; WeirError if it is not UTF-8.
         """
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise WeirError(f"character {error.start + 1} of that is not UTF-8") from None
+        text = quoted + text
         said = [{"role": "user", "content": text}]
         if self.stream.seen == 0:
             return _opened(self.stream.model, self._turns.whole(_opening(self.system, text)))

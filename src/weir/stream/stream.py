@@ -10,16 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weir.cache import Contents, Holding, Positions, Prefill, StreamingCache, choose_policy
 from weir.errors import NotFiniteError, WeirError
 from weir.models import CACHE, StopTokens, images_of, input_device, transformers_model
 from weir.policies import Policy, Recompute
 from weir.stream import session
+from weir.stream.archive import Archive, Excerpt
+from weir.stream.held import HeldPlaces
 from weir.stream.inputs import Inputs, Tokens, is_count, pieces_of, read_inputs, read_stops
 from weir.stream.recomputation import Recomputation
 from weir.stream.sampling import RepetitionPenalty, Sampling, check_penalty
+from weir.stream.stream_text import StreamText
 
 PIECE = 1024
 """Tokens per forward. Memory grows with it; smaller pieces take longer, as layers that keep a
@@ -36,6 +39,8 @@ class Stream:
         policy: as for `StreamingCache`; `recompute(budget=...)` works here too.
         chunk, positions, prefill, origin, slots: as for `StreamingCache`.
         seed: of all random draws, the policy's and those of sampling.
+        archive: keeps the text that the stream reads, for `recall`; it needs the `tokenizer`. The
+            stream must have one row. A copy of the stream has no archive.
 
     Attributes:
         policy: the policy.
@@ -57,6 +62,8 @@ class Stream:
         prefill: Prefill = "chunked",
         origin: int = 0,
         slots: str | None = None,
+        archive: Archive | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         self._served = served = transformers_model(model)
         if served.get_output_embeddings() is None:  # a base model
@@ -87,6 +94,52 @@ class Stream:
         self._last: list[int | None] = []
         # On the CPU whatever the model's device: a saved stream may go on elsewhere.
         self._generator = torch.Generator().manual_seed(seed % 2**63)
+        self._text: StreamText | None = None
+        if archive is not None:
+            self.use_archive(archive, tokenizer)
+
+    def use_archive(self, archive: Archive, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Keep the text that the stream reads from here on in an archive, which `recall` searches.
+
+        Raises:
+            WeirError: there is no tokenizer, or the stream has several rows.
+        """
+        if tokenizer is None:
+            raise WeirError(
+                "archive needs the tokenizer, which makes text of what is fed: "
+                "Stream(..., archive=archive, tokenizer=tokenizer)"
+            )
+        if len(self._last) > 1:
+            raise WeirError(
+                f"an archive is for one stream, and this is a batch of {len(self._last)}. Use a "
+                "Stream for each."
+            )
+        self._text = StreamText(archive, tokenizer, self.seen)
+
+    def recall(self, text: str, most: int = 8) -> list[Excerpt]:
+        """Find what answers a question among the text that has left the cache.
+
+        Nothing is fed: to let the model read what was found, feed it.
+
+        Args:
+            text: a question; its names, numbers and rare words are searched for.
+            most: number of excerpts.
+
+        Returns:
+            The excerpts, the best first; none where nothing matches well enough.
+
+        Raises:
+            WeirError: the stream has no archive.
+        """
+        if self._text is None:
+            raise WeirError(
+                "this stream has no archive: make it with Stream(..., archive=weir.Archive(path), "
+                "tokenizer=tokenizer)"
+            )
+        self._text.flush()
+        if (archive := self._text.archive) is None:
+            return []
+        return archive.search(text, is_held=HeldPlaces(self), most=most)
 
     def __repr__(self) -> str:
         return f"<weir.Stream {self._held.summary()}>"
@@ -388,6 +441,11 @@ class Stream:
         logits = self._logits
         if logits is not None and logits.shape[0] != inputs.rows:
             raise WeirError(f"this stream has {logits.shape[0]} rows, {inputs.rows} were fed")
+        if self._text is not None and inputs.rows > 1:
+            raise WeirError(
+                f"a stream with an archive has one row, {inputs.rows} were fed. Use a Stream for "
+                "each."
+            )
         return inputs.to(self._device)
 
     def _forward(self, inputs: Inputs, all_logits: bool) -> Iterator[Tensor]:
@@ -492,6 +550,10 @@ class Stream:
                 after[row] = before[row]
                 last[row] = self._last[row] if self._last else 0
         self._logits, self._last = after, last
+        if self._text is not None:
+            ids = piece.ids[0].tolist()
+            # An image has one token for each of its pieces, and no text.
+            self._text.add(ids)
         return logits
 
 

@@ -136,6 +136,19 @@ class Transcript:
         said = {"user": turn.by_user, "at": turn.start, "text": turn.text, "ids": turn.ids.tolist()}
         self._append(said)
 
+    def whole_turns(self) -> Iterator[Turn]:
+        """Return all turns with all of their text, which is read from the file."""
+        if self.path is None:
+            yield from self.turns
+            return
+        known = {turn.start: turn for turn in self.turns}
+        with open(self.path, "rb") as file:
+            next(file)
+            for line in file:
+                said = json.loads(line)
+                if (turn := known.get(said["at"])) is not None and turn.by_user == said["user"]:
+                    yield replace(turn, text=said["text"])
+
     @property
     def end(self) -> int:
         """The place in the stream after the last token."""
@@ -204,9 +217,11 @@ class Transcript:
 
 def held_shares(holding: Holding) -> np.ndarray[Any, np.dtype[np.float64]]:
     """The share of pairs of a layer and KV head that hold each token of a stream [seen]."""
-    held = np.zeros(holding.seen)
-    for token in holding.tokens():
-        held[token.token] = token.pairs / holding.pairs
+    pair = holding.layer * (int(holding.head.max()) + 1 if len(holding.head) else 1) + holding.head
+    # A token may hold several slots of one pair, which count as one.
+    places = int(pair.max()) + 1 if len(pair) else 1
+    token = np.unique((holding.token * places + pair).numpy()) // places
+    held = np.bincount(token, minlength=holding.seen) / holding.pairs
     return held
 
 

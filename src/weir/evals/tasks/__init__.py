@@ -8,6 +8,7 @@ from weir.evals.tasks import (
     docqa,
     efficiency,
     exercises,
+    found_facts,
     lines,
     longbench,
     loop,
@@ -15,7 +16,9 @@ from weir.evals.tasks import (
     natural_facts,
     needle,
     ppl,
+    recalled_facts,
     ruler,
+    ruler_recalled,
     streameval,
     summary,
 )

@@ -85,7 +85,8 @@ NUMBERS = {"code": (10_000, 100_000), "number": (100, 1000), "year": (1700, 1900
 WORDS = {"name": NAMES, "animal": ANIMALS, "city": CITIES}
 
 
-def _draw_answer(kind: str, rng: np.random.Generator) -> str:
+def draw_answer(kind: str, rng: np.random.Generator) -> str:
+    """Draw an answer of a kind, with the space before it."""
     if kind in NUMBERS:
         return f" {rng.integers(*NUMBERS[kind])}"
     if kind in WORDS:
@@ -114,7 +115,7 @@ def draw_facts(count: int, times: int, rng: np.random.Generator) -> list[Natural
         begun, question, answer = KINDS[kind]
         answers: dict[str, None] = {}
         while len(answers) < times:
-            answers[_draw_answer(answer, rng)] = None
+            answers[draw_answer(answer, rng)] = None
         begun, earlier = begun.format(name), begun.format(name)
         if times > 1:
             earlier = earlier.replace(" now", "")
@@ -129,7 +130,7 @@ def draw_rule(count: int, rng: np.random.Generator) -> tuple[str, list[NaturalFa
     facts: list[NaturalFact] = []
     for kind in rng.permutation(len(RULES))[:count]:
         told, begun, question, answer = RULES[kind]
-        facts.append(NaturalFact(begun, question, (_draw_answer(answer, rng),)))
+        facts.append(NaturalFact(begun, question, (draw_answer(answer, rng),)))
         sentences.append(f"{told}{facts[-1].answers[0]}.")
     return " ".join(sentences), facts
 

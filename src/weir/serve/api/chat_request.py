@@ -92,7 +92,8 @@ def _make_match(
     variables = find_variables(client, chat.body)
     drops = check_drops(client, chat.body)
     tell = client.tell_forgotten if chat.body.tells_forgotten else None
-    how = (owner, session, offer.tools, variables, drops, tell)
+    recall = client.recall_of(chat.body.recall)
+    how = (owner, session, offer.tools, variables, drops, tell, recall)
     match = partial(_match, client, chat.messages, *how)
     return match, variables
 
@@ -106,11 +107,12 @@ def _match(
     variables: Mapping[str, Any],
     drops: Sequence[str],
     tell: Tell | None,
+    recall: int,
 ) -> Prompt:
     """Find the prompt of a chat."""
     held = messages if isinstance(messages, Handle) else client.matcher.hold(messages)
     try:
-        how = (session, tools, variables, drops, tell)
+        how = (session, tools, variables, drops, tell, recall)
         return client.matcher.match(owner, held.map(_link), *how)
     except UnknownOutput as error:
         raise unknown_output(error) from None

@@ -276,6 +276,8 @@ async def _events(http: Request, generation: Generation, param: str) -> Events:
     if (reread := generation.prompt.reread) is not None:
         # Without the detail, which quotes the messages.
         add_log_fields(http.scope, reread=reread.why, reread_from=reread.start)
+    if (recalled := generation.prompt.recalled) is not None:
+        add_log_fields(http.scope, recalled=recalled.tokens)  # without what they say
     if generation.prompt.note:
         add_log_fields(http.scope, noted=len(generation.prompt.note))
     async for events in _observe(generation, metrics):
@@ -347,6 +349,7 @@ def usage_of(generation: Generation, so_far: int | None = None) -> dict[str, Any
             **({} if prompt.reread is None else {"reread": prompt.reread.to_json()}),
             **({"noted": prompt.note} if prompt.note else {}),
             **({"forgotten_turns": list(lost)} if lost else {}),
+            **({} if prompt.recalled is None else {"recalled": prompt.recalled.to_json()}),
             **({"tools": [vars(use) for use in used]} if used else {}),
         },
     }

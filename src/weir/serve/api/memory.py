@@ -52,20 +52,42 @@ async def memory(
         if sequence is not None and inspection is not None:
             doing = "reading" if sequence.stage is Stage.PREFILL else "answering"
             turns = running_turns(store, owner, sequence, inspection)
-            return recaller.recall(inspection.holding, turns, most, latest, doing, names)
-        found = store.get_session(owner, name)
-        if found is None:
+            parent = sequence.parent
+            found = recaller.recall(inspection.holding, turns, most, latest, doing, names)
+            return {**found, **_archive_of(client, owner, parent, name)}
+        session = store.get_session(owner, name)
+        if session is None:
             raise not_found("session")
-        holding = holding_in(client.engine.cache.plans, store.load(found.head).state)
-        holding = without_tokens(holding, store.dropped_places(owner, found.head))
-        turns = store.ancestry(owner, found.head)
-        return recaller.recall(holding, turns, most, latest, None, names)
+        holding = holding_in(client.engine.cache.plans, store.load(session.head).state)
+        holding = without_tokens(holding, store.dropped_places(owner, session.head))
+        turns = store.ancestry(owner, session.head)
+        found = recaller.recall(holding, turns, most, latest, None, names)
+        recalled = session.usage.get("recalled", 0)
+        return {**found, **_archive_of(client, owner, session.head, name, recalled)}
 
     try:
         recalled = await asyncio.to_thread(recall)
     except WeirError:  # its newest turn has been dropped meanwhile
         raise not_found("session") from None
     return {"id": name, "object": "session.memory", **recalled}
+
+
+def _archive_of(
+    client: EngineClient, owner: str, node: str | None, session: str, recalled: int | None = None
+) -> dict[str, Any]:
+    """Report what is archived of a session, and how many tokens its newest turn has recalled;
+    nothing without an archive.
+    """
+    archive = client.store.archive
+    if archive is None:
+        return {}
+    if recalled is None:
+        running = client.running_prompt(owner, session)
+        text = None if running is None else running.recalled
+        recalled = 0 if text is None else text.tokens
+    turns = 0 if node is None else archive.count_turns(owner, node)
+    working = archive.problem is None
+    return {"archive": {"working": working, "turns": turns, "recalled_tokens": recalled}}
 
 
 async def inspect(client: EngineClient, sequence: Sequence) -> RowInspection | None:

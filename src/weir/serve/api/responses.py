@@ -210,6 +210,7 @@ async def _make_turn(
         compacted is not None,
         check_drops(client, body),
         body.tells_forgotten,
+        recall=client.recall_of(body.recall),
     )
 
 

@@ -42,6 +42,9 @@ class Database:
         tables: SQL that makes the tables of a new database.
         version: version of the tables (`PRAGMA user_version`).
         create: whether the file may be missing.
+
+    Attributes:
+        lost: why an attached database was given up, by its name.
     """
 
     def __init__(
@@ -49,6 +52,8 @@ class Database:
     ) -> None:
         self._name = "the database in memory" if path is None else str(path)
         self._writing = threading.RLock()
+        self._attached: set[str] = set()
+        self.lost: dict[str, str] = {}
         self._reading: Any = self._writing if path is None else threading.Lock()
         if path is None:
             self._writer = self._reader = _connected(":memory:")
@@ -89,6 +94,30 @@ class Database:
                 db.execute(statement)
             db.execute(f"PRAGMA user_version = {version}")
 
+    def attach(self, path: Path | None, name: str) -> None:
+        """Attach another database, in a file or memory, that is written in the same transactions.
+
+        Its tables must have other names than those here. An `sqlite3.Error` if it cannot be opened.
+        """
+        if path is not None:
+            flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+            os.close(os.open(path, flags, 0o600))
+        connections = {id(one): one for one in (self._writer, self._reader)}
+        self._attached.add(name)
+        with self._writing:
+            for one in connections.values():
+                where = ":memory:" if path is None else str(path)
+                one.execute(f"ATTACH DATABASE ? AS {name}", (where,))
+                if path is not None:
+                    one.execute(f"PRAGMA {name}.journal_mode = WAL")
+
+    def detach(self, name: str) -> None:
+        """Detach another database, as far as it is attached."""
+        self._attached.discard(name)
+        for one in {id(one): one for one in (self._writer, self._reader)}.values():
+            with contextlib.suppress(sqlite3.Error):
+                one.execute(f"DETACH DATABASE {name}")
+
     def close(self) -> None:
         """Close the file."""
         with self._reading:
@@ -106,7 +135,7 @@ class Database:
         """Open a transaction, for one thread at a time: all of it is written, or nothing."""
         with self._writing:
             try:
-                self._writer.execute("BEGIN IMMEDIATE")
+                self._begin()
                 yield self._writer
                 self._writer.execute("COMMIT")
             except BaseException as error:
@@ -117,6 +146,18 @@ class Database:
                 if isinstance(error, sqlite3.Error | UnicodeEncodeError):
                     raise refusal(error) from None
                 raise
+
+    def _begin(self) -> None:
+        """Begin a transaction; an attached database that another process has locked is given up."""
+        try:
+            self._writer.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError as error:
+            if not self._attached or error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+                raise
+            for name in tuple(self._attached):
+                self.lost[name] = "it is locked by another process"
+                self.detach(name)
+            self._writer.execute("BEGIN IMMEDIATE")
 
     def query(self, query: str, *values: Any) -> list[sqlite3.Row]:
         """The rows of a query, by column name, of what was committed last."""

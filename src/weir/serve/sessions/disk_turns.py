@@ -116,6 +116,9 @@ class DiskTurns(TurnTables):
         self._files.delete_parts()
         self._discard([name for name in self._files.list_names() if name not in kept])
 
+    def _archive_path(self) -> Path:
+        return self.folder / "archive.db"
+
     # --- snapshots
 
     def _keep(self, checkpoint: Checkpoint) -> tuple[str, int, str]:

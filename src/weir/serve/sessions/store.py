@@ -31,6 +31,7 @@ from weir.serve.sessions.records import (
     TurnTokens,
     describe_full,
 )
+from weir.serve.sessions.turn_archive import TurnArchive
 from weir.serve.sessions.turn_tables import TurnTables
 
 _log = logging.getLogger(__name__)
@@ -78,6 +79,11 @@ class SessionStore:
             with contextlib.suppress(WeirError):
                 self._write_remembered()
         self.place.close()
+
+    @property
+    def archive(self) -> TurnArchive | None:
+        """What was said in the turns of the place; None if that is not kept."""
+        return self.place.archive
 
     # --- saving
 

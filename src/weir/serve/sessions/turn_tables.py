@@ -28,6 +28,7 @@ from weir.serve.sessions.records import (
     TurnTokens,
 )
 from weir.serve.sessions.snapshot_folder import new_name
+from weir.serve.sessions.turn_archive import TurnArchive
 
 _log = logging.getLogger(__name__)
 
@@ -139,8 +140,10 @@ WITH RECURSIVE above (ancestor) AS (
 )
 SELECT node FROM records JOIN above ON node = ancestor WHERE owner = ?2 ORDER BY number"""
 
+_OWNER = "(SELECT owner FROM records WHERE node = name) AS owner"
+
 LEAVING = """
-SELECT name, file, bytes, NOT EXISTS (
+SELECT name, file, bytes, (SELECT owner FROM records WHERE node = name) AS owner, NOT EXISTS (
     SELECT 1 FROM members WHERE node = name AND (owner, session) != (?2, ?3)
 ) AS alone FROM nodes WHERE name IN (SELECT value FROM json_each(?1)) AND (?2 IS NULL OR EXISTS (
     SELECT 1 FROM members WHERE node = name AND (owner, session) = (?2, ?3)
@@ -155,11 +158,13 @@ class TurnTables:
 
     Attributes:
         nbytes: bytes of all snapshots; in memory, their number.
+        archive: of what was said in the turns; None for none.
         exclusive: excludes other changes inside a `with` block.
         scratch: a folder on the disk of the snapshots; None for the system's own.
     """
 
     unit = "turns"  # of `limit`, for errors
+    archive: TurnArchive | None = None
     scratch: Path | None = None
 
     def __init__(self, limit: int) -> None:
@@ -181,6 +186,15 @@ class TurnTables:
         )
 
     # --- what other places than memory do in their own way
+
+    def open_archive(self, limit: int | None) -> TurnArchive:
+        """Keep what is said from now on, in at most so many bytes, to be found again."""
+        self.archive = TurnArchive(self.db, self._archive_path(), limit)
+        return self.archive
+
+    def _archive_path(self) -> Path | None:
+        """The file of the archive; None for memory."""
+        return None
 
     def _keep(self, checkpoint: Checkpoint) -> tuple[str, int, str]:
         """Keep a snapshot; return its file, its bytes and their SHA-256."""
@@ -311,19 +325,25 @@ class TurnTables:
             with self.exclusive:
                 with self.changing() as db:
                     gone = db.execute(
-                        "SELECT name, file, bytes FROM nodes WHERE name IN "
+                        f"SELECT name, file, bytes, {_OWNER} FROM nodes WHERE name IN "
                         "(SELECT value FROM json_each(?))",
                         (names,),
                     ).fetchall()
+                    if self.archive is not None:
+                        self.archive.forget(db, [(row["owner"], row["name"]) for row in gone])
                     for snapshot, (checkpoint, record) in zip(kept, turns, strict=True):
                         self._insert(db, record, snapshot, json.dumps(checkpoint.pending))
+                        if self.archive is not None:
+                            self.archive.add(db, record, checkpoint)
                     held = self.nbytes + size - sum(row["bytes"] for row in gone)
                     while self._limit is not None and held > self._limit:
                         oldest = db.execute(
-                            "SELECT name, file, bytes FROM nodes WHERE name NOT IN "
+                            f"SELECT name, file, bytes, {_OWNER} FROM nodes WHERE name NOT IN "
                             "(SELECT value FROM json_each(?)) ORDER BY used LIMIT 1",
                             (names,),
                         ).fetchone()
+                        if self.archive is not None:
+                            self.archive.forget(db, [(oldest["owner"], oldest["name"])])
                         db.execute("DELETE FROM nodes WHERE name = ?", (oldest["name"],))
                         gone.append(oldest)
                         held -= oldest["bytes"]
@@ -426,6 +446,8 @@ class TurnTables:
             if not rows:
                 return []
             with self.changing() as db:
+                if self.archive is not None:
+                    self.archive.forget(db, [(row["owner"], row["name"]) for row in gone])
                 db.executemany("DELETE FROM nodes WHERE name = ?", [(r["name"],) for r in gone])
                 db.executemany(
                     "DELETE FROM members WHERE node = ? AND owner = ? AND session = ?",

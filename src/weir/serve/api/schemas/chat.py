@@ -173,14 +173,21 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
+MAX_RECALL = 8192
+"""Tokens of recalled text that a request may ask for."""
+
+
 class WeirOptions(Strict):
     """What only this server does.
 
     `tools` are tools of the server that the model may call. The server executes such a call within
     the answer. `drop` has the ids of calls whose outputs are dropped before the answer.
-    `tell_forgotten` lets the model read a note that says what has left its cache.
+    `tell_forgotten` lets the model read a note that says what has left its cache. `recall` is how
+    many tokens of earlier text the server may put before the message if it asks for text that has
+    left the cache; 0 for none. Left out, the server decides.
     """
 
+    recall: Annotated[Whole, Field(ge=0, le=MAX_RECALL)] | None = None
     tools: Annotated[ListOf[Name], Field(max_length=16)] | None = None
     tell_forgotten: bool | None = None
     drop: (
@@ -336,6 +343,11 @@ class GenerationBody(Strict):
     def drops(self) -> list[str]:
         """The ids of calls whose outputs are dropped."""
         return [] if self.weir is None else list(self.weir.drop or ())
+
+    @property
+    def recall(self) -> int | None:
+        """Tokens of recalled text that are asked for; None if the request does not say."""
+        return None if self.weir is None else self.weir.recall
 
     @property
     def own_tools(self) -> list[str]:

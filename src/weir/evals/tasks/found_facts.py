@@ -1,0 +1,147 @@
+"""`found`: whether an archive finds the passages that answer a question, without asking a model.
+
+The same facts as in `recalled`, in an archive that goes on with a book. It tells how good the
+search is at any distance within seconds, and is what its thresholds are measured with.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, ClassVar
+
+import numpy as np
+
+from weir.errors import WeirError
+from weir.evals.records import read_records
+from weir.evals.scores import wilson
+from weir.evals.task import Better, Progress, Subject, Task, task
+from weir.evals.tasks.recalled_facts import THANKS, RecalledFact, draw_recalled, read_pages
+from weir.pools import Count
+from weir.stream.archive import Archive, Excerpt
+
+CHARACTERS = 4
+"""Characters of English for a token, about."""
+
+
+@task("found")
+@dataclass(frozen=True)
+class FoundFacts(Task):
+    """Facts told in chat turns and searched for in an archive, after some distances.
+
+    Attributes:
+        distances: tokens after the last statement, with spaces between them; four characters count
+            as one.
+        samples: facts of each form.
+        turns: MT-Bench's `mt_bench.jsonl`, whose first turns ask for nothing earlier.
+        half: which half of those turns: `first` was used to choose the thresholds.
+        pages: another book, whose pages ask for nothing earlier when they are read out.
+    """
+
+    distances: str | int = "1000 10000 100000"
+    samples: Count = 64
+    turns: str | None = None
+    half: str = "second"
+    text: str | None = None
+    pages: str | None = None
+
+    metrics: ClassVar[dict[str, Better]] = {"found": "higher", "false_recalls": "lower"}
+
+    def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
+        """Fill archives and search them.
+
+        Returns:
+            "found", the share of told facts whose newest statement came first; "cells", for each
+            form and distance how often the right passage came "first", "other" ones did, or "none";
+            "false_recalls" over the turns of others, with "false_by"; "search_ms", the median
+            processor time of a search, and "search_ms_most"; "archive_bytes" a token.
+        """
+        words = str(self.distances).split()
+        if not words or not all(word.isdecimal() for word in words):
+            raise WeirError("distances of found are numbers of tokens with spaces between them")
+        told, others = draw_recalled(self.samples, np.random.default_rng(subject.seed))
+        cells: list[dict[str, Any]] = []
+        false = Counter[str]()
+        took: list[float] = []
+        size = 0.0
+        for at, distance in enumerate(map(int, words)):
+            archive = self._fill(told, distance, subject.seed)
+            rows = archive.nbytes * CHARACTERS
+            size = rows / archive.characters
+            tally: dict[str, Counter[str]] = {}
+            for fact in [*told, *others]:
+                began = time.thread_time()
+                excerpts = archive.search(fact.question)
+                took.append(1e3 * (time.thread_time() - began))
+                tally.setdefault(fact.form, Counter())[_judge(fact, excerpts)] += 1
+            cells += [
+                {"form": form, "distance": distance, **_cell(counts)}
+                for form, counts in sorted(tally.items())
+            ]
+            self._search_others(archive, false)
+            archive.close()
+            progress((at + 1) / len(words))
+        known = [cell for cell in cells if cell["form"] != "never"]
+        turns = sum(count for name, count in false.items() if name.endswith("turns"))
+        brought = sum(count for name, count in false.items() if name.endswith("recalls"))
+        return {
+            "found": sum(cell["first"] for cell in known) / sum(cell["asked"] for cell in known),
+            "cells": cells,
+            "false_recalls": brought / turns if turns else None,
+            "false_by": dict(false),
+            "search_ms": median(took),
+            "search_ms_most": max(took),
+            "archive_bytes": size,
+        }
+
+    def _fill(self, told: list[RecalledFact], distance: int, seed: int) -> Archive:
+        """Make an archive of all statements with pages between them, and then of a book."""
+        rng = np.random.default_rng([seed, distance])
+        first = list(dict.fromkeys(fact.told[0] for fact in told))
+        later = [fact.told[1] for fact in told if len(fact.told) > 1]
+        statements = [*rng.permutation(first).tolist(), *rng.permutation(later).tolist()]
+        pages = read_pages(self.text)
+        turns: list[tuple[str, str]] = []
+        page = read = 0
+        while statements or read < CHARACTERS * distance:
+            text = pages[page % len(pages)]
+            page += 1
+            turns += [("user", text), ("assistant", THANKS)]
+            if statements:
+                said = statements.pop(0)
+                turns += [("user", f"Please remember this: {said}")]
+                turns += [("assistant", "I will remember this.")]
+            else:
+                read += len(text)
+        archive = Archive()
+        archive.add_all(turns)
+        return archive
+
+    def _search_others(self, archive: Archive, false: Counter[str]) -> None:
+        """Search for turns that ask for nothing earlier."""
+        said: list[tuple[str, str]] = []
+        if self.turns is not None:
+            records = list(read_records(self.turns))
+            middle = len(records) // 2
+            records = records[:middle] if self.half == "first" else records[middle:]
+            said += [("MT-Bench", one.texts("turns", least=1)[0]) for one in records]
+        if self.pages is not None:
+            said += [("page", page) for page in read_pages(self.pages)[500:800]]
+        for name, text in said:
+            false[f"{name} turns"] += 1
+            false[f"{name} recalls"] += bool(archive.search(text))
+
+
+def _judge(fact: RecalledFact, excerpts: list[Excerpt]) -> str:
+    if not excerpts:
+        return "none"
+    statement = fact.told[-1] if fact.told else None
+    return "first" if statement is not None and statement in excerpts[0].text else "other"
+
+
+def _cell(counts: Counter[str]) -> dict[str, Any]:
+    low, high = wilson(counts["first"], counts.total())
+    found = {name: counts[name] for name in ("first", "other", "none")}
+    return {**found, "asked": counts.total(), "low": low, "high": high}

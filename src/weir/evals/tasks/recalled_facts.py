@@ -1,0 +1,515 @@
+"""`recalled`: facts told in chat turns, and asked for when they have left the cache.
+
+All facts are told on one stream, which then reads a book, so that a million tokens are read once.
+Questions are asked beside the stream and leave nothing there. A long run saves its state now and
+then, and goes on from there when it is started again.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+
+from weir.errors import WeirError
+from weir.evals.answers import check_template
+from weir.evals.records import read_records
+from weir.evals.scores import wilson
+from weir.evals.task import Better, Progress, Subject, Task, task
+from weir.evals.tasks.lines import ADJECTIVES, NOUNS
+from weir.evals.tasks.natural_facts import ANIMALS, CHANGE, CITIES, KINDS, draw_answer
+from weir.pools import Count
+from weir.stream import Conversation, HeldPlaces, Stream, read_books
+from weir.stream.archive import Archive, cut_sentences
+from weir.train import NAMES
+
+Way = Literal["recall", "none", "plain"]
+FORMS = ("once", "changed", "several", "paraphrased", "never")
+"""Told once; told again with another answer; three in one sentence; asked for in other words, which
+share only the name; never told."""
+WAYS = ("recall", "none", "plain")
+"""The cache with recall, the cache alone, and the found passages with the newest turns on an empty
+cache, all of it computed again."""
+SURNAMES = """Abbott Barlow Carver Denholm Ellery Fairfax Gadsby Hollis Ingram Jessop Kendrick
+    Lomax Marlow Norbury Ogilvie Pembroke Quimby Redfern Selwyn Thackray Underhill Vickers
+    Whitlock Yardley""".split()
+PARAPHRASES = (
+    "Which digits must I type in for {}?",
+    "With what words can I log in as {}?",
+    "At which door do I have to ring to visit {}?",
+    "Which creature does {} like best?",
+    "Where is {} at home?",
+    "Where do I have to go for my talk to {}?",
+    "What do I have to dig below to find the gold of {}?",
+    "When was the ship of {} made?",
+)
+"""Questions for each of `KINDS` that share no word with the fact but the name."""
+TOGETHER = 3
+FILLER = 700
+"""Characters of the book that a turn reads out."""
+THANKS = "Thank you. Please go on."
+LONGEST_ANSWER = 40
+"""Tokens of an answer."""
+NEWEST = 512
+"""Tokens of the newest turns that the way `plain` computes again."""
+SAVED = 20_000
+"""Tokens between two states that are saved."""
+
+
+class RecalledFact(NamedTuple):
+    """A fact: its statement, its question, the right answer, and the one it had before."""
+
+    form: str
+    kind: str
+    told: tuple[str, ...]
+    question: str
+    answer: str
+    before: str = ""
+
+
+@dataclass
+class _Tally:
+    """What became of the questions of one form, distance and way."""
+
+    right: int = 0
+    wrong: int = 0
+    unsaid: int = 0
+    stale: int = 0
+    found: int = 0
+    tokens: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        asked = self.right + self.wrong + self.unsaid
+        low, high = wilson(self.right, asked)
+        share = self.right / asked if asked else None
+        return {**vars(self), "asked": asked, "accuracy": share, "low": low, "high": high}
+
+
+@task("recalled")
+@dataclass(frozen=True)
+class Recalled(Task):
+    """Facts told in chat turns, asked for after some distances, with and without recall.
+
+    Attributes:
+        distances: tokens from a statement to its question, with spaces between them.
+        samples: facts of each form.
+        per_stream: facts of each form on one stream; fewer than `samples` for a policy that keeps
+            everything.
+        forms: the forms that are asked for, with spaces between them; all are told.
+        ways: how questions are answered, with spaces between them: `recall`, `none`, `plain`.
+        most: tokens of recalled text in a turn.
+        every: tokens of book between two statements.
+        turns: MT-Bench's `mt_bench.jsonl`, whose first turns ask for nothing earlier; of them the
+            second half counts.
+        state: a folder in which a long run keeps its state; None for none.
+    """
+
+    distances: str | int = "1000 10000"
+    samples: Count = 64
+    per_stream: Count = 64
+    forms: str = " ".join(FORMS)
+    ways: str = "recall none"
+    most: Count = 256
+    every: Count = 100
+    turns: str | None = None
+    text: str | None = None
+    state: str | None = None
+
+    metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher", "false_recalls": "lower"}
+
+    def __post_init__(self) -> None:
+        for name, known in (("forms", FORMS), ("ways", WAYS)):
+            wrong = [word for word in getattr(self, name).split() if word not in known]
+            if wrong:
+                raise WeirError(
+                    f"{name} of recalled has {wrong[0]!r}; it takes {', '.join(known)}, with "
+                    "spaces between them"
+                )
+        if not self.tokens_back:
+            raise WeirError("distances of recalled are numbers of tokens with spaces between them")
+
+    @property
+    def tokens_back(self) -> tuple[int, ...]:
+        """The distances as numbers; empty if they are no numbers."""
+        words = str(self.distances).split()
+        return tuple(map(int, words)) if all(word.isdecimal() for word in words) else ()
+
+    def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
+        """Tell, read and ask.
+
+        Returns:
+            "accuracy", the share of right answers to told facts with the first way; "cells", for
+            each form, distance and way the answers that are "right", "wrong" and "unsaid", those
+            that gave an answer which has changed ("stale"), the questions for which something was
+            recalled ("found") and the "tokens" of all of it; "false_recalls", the share of turns
+            that ask for nothing earlier and got something, with "false_by"; medians of the
+            "search_ms" and, by way, of the "first_ms" to the first token; "archive_bytes" a token;
+            "archived_turns", "tokens", "kv_bytes".
+        """
+        check_template(subject.tokenizer)
+        streams = -(-self.samples // self.per_stream)
+        whole: dict[tuple[str, int, str], _Tally] = {}
+        sums: list[dict[str, Any]] = []
+        for number in range(streams):
+            folder = None if self.state is None else Path(self.state) / str(number)
+            count = min(self.per_stream, self.samples - number * self.per_stream)
+            one = _Run(self, subject, count, np.random.default_rng([subject.seed, number]), folder)
+
+            def tell_share(share: float, done: int = number) -> None:
+                progress((done + share) / streams)
+
+            one.go(tell_share)
+            for key, tally in one.tallies.items():
+                into = whole.setdefault(key, _Tally())
+                for name, value in vars(tally).items():
+                    setattr(into, name, getattr(into, name) + value)
+            sums.append(one.summary())
+        first = self.ways.split()[0]
+        told = [t for (form, _, way), t in whole.items() if way == first and form != "never"]
+        asked = sum(t.right + t.wrong + t.unsaid for t in told)
+        false = Counter[str]()
+        for one_sum in sums:
+            false.update(one_sum["false"])
+        turns = false["filler turns"] + false["other turns"]
+        brought = false["filler recalls"] + false["other recalls"]
+        return {
+            "accuracy": sum(t.right for t in told) / asked if asked else None,
+            "asked": asked,
+            "cells": [
+                {"form": form, "distance": distance, "way": way, **tally.as_json()}
+                for (form, distance, way), tally in sorted(whole.items())
+            ],
+            "false_recalls": brought / turns if turns else None,
+            "false_by": dict(false),
+            **{name: sums[-1][name] for name in sums[-1] if name != "false"},
+        }
+
+
+def draw_recalled(
+    count: int, rng: np.random.Generator
+) -> tuple[list[RecalledFact], list[RecalledFact]]:
+    """Draw facts to be told, in order, and those that are only asked for."""
+    names = [f"{first} {last}" for last in SURNAMES for first in NAMES]
+    drawn = iter(rng.permutation(names)[: 4 * count].tolist())
+    told: list[RecalledFact] = []
+    others: list[RecalledFact] = []
+    several: list[tuple[str, RecalledFact]] = []
+    for number in range(count):
+        kind = number % len(KINDS)
+        begun, question, answer = KINDS[kind]
+        for form in ("once", "changed", "several", "never"):
+            name = next(drawn)
+            asked = question.format(name)
+            value = draw_answer(answer, rng)
+            sentence = f"{begun.format(name)}{value}"
+            if form == "once":
+                told.append(RecalledFact(form, answer, (f"{sentence}.",), asked, value))
+                other = PARAPHRASES[kind].format(name)
+                others.append(RecalledFact("paraphrased", answer, (f"{sentence}.",), other, value))
+            elif form == "never":
+                others.append(RecalledFact(form, answer, (), asked, ""))
+            elif form == "changed":
+                old = value
+                while old == value:
+                    old = draw_answer(answer, rng)
+                earlier = begun.format(name).replace(" now", "")
+                newer = CHANGE.sub(r"\1 now", earlier, count=1)
+                both = (f"{earlier}{old}.", f"{newer}{value}.")
+                told.append(RecalledFact(form, answer, both, asked, value, old))
+            else:
+                several.append((sentence, RecalledFact(form, answer, (), asked, value)))
+    for at in range(0, len(several), TOGETHER):
+        group = several[at : at + TOGETHER]
+        parts = [
+            f"the{one[3:]}" if n and one.startswith("The ") else one
+            for n, (one, _) in enumerate(group)
+        ]
+        sentence = f"{', '.join(parts[:-1])}, and {parts[-1]}." if parts[1:] else f"{parts[0]}."
+        told += [fact._replace(told=(sentence,)) for _, fact in group]
+    return told, others
+
+
+def judge(answer: str, fact: RecalledFact) -> str:
+    """Say whether an answer is "right", "stale" (what was told before), "wrong" or "unsaid"."""
+    said = _values(answer, fact.kind)
+    right, old = _plain(fact.answer), _plain(fact.before)
+    if old and old in said:
+        return "stale"
+    if right and right in said:
+        return "right"
+    asked = _values(fact.question, fact.kind)
+    return "wrong" if said - asked else "unsaid"
+
+
+def _plain(value: str) -> str:
+    return " ".join(value.lower().split())
+
+
+def _values(text: str, kind: str) -> set[str]:
+    """The values of a kind of answers that a text has."""
+    if kind in ("code", "number", "year"):
+        return set(re.findall(r"\d+", text.replace(",", "")))
+    words = re.findall(r"[a-z]+", text.lower())
+    if kind == "animal":
+        return {word.removesuffix("s") for word in words} & set(ANIMALS)
+    if kind == "city":
+        return set(words) & {city.lower() for city in CITIES}
+    pairs = {f"{a} {b}" for a, b in pairwise(words)}
+    known = {f"{a} {b}" for a in ADJECTIVES for b in NOUNS}
+    return pairs & known
+
+
+@dataclass
+class _RunState:
+    """How far a run has come, as JSON holds it."""
+
+    statements: int = 0
+    page: int = 0
+    due: list[list[int]] = field(default_factory=list)
+    asked: int = 0
+    tallies: list[list[Any]] = field(default_factory=list)
+    false: dict[str, int] = field(default_factory=dict)
+    times: dict[str, list[float]] = field(default_factory=dict)
+    newest: list[list[str]] = field(default_factory=list)
+
+
+class _Aside(Conversation):
+    """A conversation that leaves nothing in the archive."""
+
+    def _resume(self) -> None:
+        pass
+
+    def _keep(self, role: str, text: str, start: int) -> None:
+        pass
+
+
+class _Run:
+    """One stream: statements, a book, and questions beside it."""
+
+    def __init__(
+        self,
+        task: Recalled,
+        subject: Subject,
+        count: int,
+        rng: np.random.Generator,
+        folder: Path | None,
+    ) -> None:
+        self._task, self._subject, self._folder = task, subject, folder
+        told, others = draw_recalled(count, rng)
+        self._facts = [*told, *others]
+        statements = list(dict.fromkeys(s for fact in told for s in fact.told[:1]))
+        later = [fact.told[1] for fact in told if len(fact.told) > 1]
+        self._statements = [
+            *(statements[at] for at in rng.permutation(len(statements))),
+            *(later[at] for at in rng.permutation(len(later))),
+        ]
+        self._pages = read_pages(task.text)
+        self._done = _RunState()
+        self._tallies: dict[tuple[str, int, str], _Tally] = {}
+        stream: Stream | None = None
+        path: Path | None = None
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / "archive.db"
+            if (folder / "progress.json").exists():
+                stream = self._restore(folder)
+        self._archive = Archive(path)
+        self._talk = Conversation(
+            stream or subject.stream(), subject.tokenizer, archive=self._archive, recall=task.most
+        )
+        self._archive.rewind(self._talk.stream.seen)
+
+    @property
+    def tallies(self) -> dict[tuple[str, int, str], _Tally]:
+        """Of each form, distance and way what became of the questions."""
+        return self._tallies
+
+    def go(self, progress: Progress) -> None:
+        """Tell, read and ask until the last question."""
+        farthest = max(self._task.tokens_back)
+        saved = self._talk.stream.seen
+        while self._done.statements < len(self._statements) or self._done.due:
+            self._ask_due()
+            if self._done.statements < len(self._statements):
+                self._tell()
+            elif self._done.due:
+                self._read(min(place for place, *_ in self._done.due))
+            seen = self._talk.stream.seen
+            if self._folder is not None and seen >= saved + SAVED:
+                self._save(self._folder)
+                saved = seen
+            end = max((place for place, *_ in self._done.due), default=seen)
+            progress(min(1.0, seen / max(end, farthest)))
+        self._ask_others()
+        if self._folder is not None:
+            self._save(self._folder)
+
+    def _tell(self) -> None:
+        """Read some pages, and tell the next statement."""
+        self._read(self._talk.stream.seen + self._task.every)
+        statement = self._statements[self._done.statements]
+        self._done.statements += 1
+        self._hear(f"Please remember this: {statement}", "I will remember this.")
+        seen = self._talk.stream.seen
+        for number, fact in enumerate(self._facts):
+            if fact.told and fact.told[-1] == statement:
+                self._done.due += [[seen + d, d, number] for d in self._task.tokens_back]
+        if self._done.statements == len(self._statements):
+            never = [n for n, fact in enumerate(self._facts) if not fact.told]
+            self._done.due += [[seen + d, d, n] for n in never for d in self._task.tokens_back]
+        self._done.due.sort()
+
+    def _read(self, until: int) -> None:
+        """Read pages of the book, up to a place in the stream at least."""
+        while self._talk.stream.seen < until:
+            page = self._pages[self._done.page % len(self._pages)]
+            self._done.page += 1
+            found = self._search(page)
+            self._count_false("filler", bool(found))
+            self._hear(page, THANKS)
+
+    def _hear(self, text: str, answer: str) -> None:
+        self._talk.take_in(text, answer)
+        self._done.newest = [*self._done.newest, [text, answer]][-8:]
+
+    def _search(self, text: str) -> list[Any]:
+        return self._archive.search(text, is_held=HeldPlaces(self._talk.stream))
+
+    def _count_false(self, what: str, brought: bool) -> None:
+        false = self._done.false
+        false[f"{what} turns"] = false.get(f"{what} turns", 0) + 1
+        false[f"{what} recalls"] = false.get(f"{what} recalls", 0) + brought
+
+    def _ask_due(self) -> None:
+        """Ask the questions that are due."""
+        while self._done.due and self._done.due[0][0] <= self._talk.stream.seen:
+            _, distance, number = self._done.due.pop(0)
+            fact = self._facts[number]
+            if fact.form not in self._task.forms.split():
+                continue
+            for way in self._task.ways.split():
+                self._ask(fact, distance, way)
+            self._done.asked += 1
+
+    def _ask(self, fact: RecalledFact, distance: int, way: str) -> None:
+        """Ask one question in one way, and judge the answer."""
+        began = time.perf_counter()
+        if way == "recall":
+            self._search(fact.question)
+            self._time("search", began)
+        talk = self._aside(way)
+        began = time.perf_counter()
+        pieces = talk.say(fact.question, max_new_tokens=LONGEST_ANSWER, temperature=0.0)
+        text = next(pieces, "")
+        self._time(way, began)
+        verdict = judge(text + "".join(pieces), fact)
+        tally = self._tallies.setdefault((fact.form, distance, way), _Tally())
+        if verdict == "stale":
+            tally.stale += 1
+            verdict = "wrong"
+        setattr(tally, verdict, getattr(tally, verdict) + 1)
+        tally.found += bool(talk.recalled)
+        tally.tokens += talk.recalled_tokens
+
+    def _aside(self, way: str) -> Conversation:
+        """A conversation beside the stream that leaves nothing behind."""
+        tokenizer, most = self._subject.tokenizer, self._task.most
+        if way != "plain":
+            archive = self._archive if way == "recall" else None
+            return _Aside(copy.deepcopy(self._talk.stream), tokenizer, None, None, archive, most)
+        # As retrieval chats do: the newest turns, as many as fit, on an empty cache.
+        size = 0
+        newest: list[list[str]] = []
+        for pair in reversed(self._done.newest):
+            size += sum(len(tokenizer(text)["input_ids"]) + 8 for text in pair)
+            if newest and size > NEWEST:
+                break
+            newest.insert(0, pair)
+        stream = Stream(self._subject.model, "dense")
+        talk = _Aside(stream, tokenizer, None, None, None, most)
+        for pair in newest:
+            talk.take_in(*pair)
+        talk.archive = self._archive
+        talk.held = HeldPlaces(self._talk.stream)
+        return talk
+
+    def _time(self, what: str, began: float) -> None:
+        self._done.times.setdefault(what, []).append(time.perf_counter() - began)
+
+    def _ask_others(self) -> None:
+        """Search for what turns say that ask for nothing earlier."""
+        if self._task.turns is None:
+            return
+        records = list(read_records(self._task.turns))
+        for one in records[len(records) // 2 :]:
+            first = one.texts("turns", least=1)[0]
+            self._count_false("other", bool(self._search(first)))
+
+    def summary(self) -> dict[str, Any]:
+        """The figures of this stream that are not of single questions."""
+        stream = self._talk.stream
+        times = self._done.times
+        return {
+            "false": self._done.false,
+            "search_ms": 1e3 * median(times["search"]) if "search" in times else None,
+            "first_ms": {
+                way: 1e3 * median(times[way]) for way in self._task.ways.split() if way in times
+            },
+            "archive_bytes": self._archive.nbytes / max(1, stream.seen),
+            "archived_turns": self._archive.turns,
+            "tokens": stream.seen,
+            "kv_bytes": stream.nbytes,
+        }
+
+    # --- the state of a long run
+
+    def _save(self, folder: Path) -> None:
+        """Save the stream first, and then how far it has come."""
+        stream = self._talk.stream
+        self._done.tallies = [[*key, vars(tally)] for key, tally in self._tallies.items()]
+        name = f"stream-{stream.seen}.safetensors"
+        stream.save(folder / name)
+        text = json.dumps({"stream": name, "task": str(self._task), **vars(self._done)})
+        (folder / "progress.new").write_text(text)
+        (folder / "progress.new").replace(folder / "progress.json")
+        for other in folder.glob("stream-*.safetensors"):
+            if other.name != name:
+                other.unlink()
+
+    def _restore(self, folder: Path) -> Stream:
+        """Go on from a saved state; WeirError if it is one of another task."""
+        found = json.loads((folder / "progress.json").read_text())
+        if (of := found.pop("task")) != str(self._task):
+            raise WeirError(f"{folder} has the state of {of}; give another state, or remove it")
+        stream = Stream.restore(self._subject.model, folder / found.pop("stream"))
+        self._done = _RunState(**found)
+        self._tallies = {
+            (form, distance, way): _Tally(**values)
+            for form, distance, way, values in self._done.tallies
+        }
+        return stream
+
+
+def read_pages(path: str | None) -> list[str]:
+    """The pages of a book that turns read out, of whole sentences."""
+    from weir.stream import BOOK
+
+    pages: list[str] = []
+    for book in read_books(path or BOOK):
+        page = ""
+        for sentence in cut_sentences(book):
+            if page and len(page) + len(sentence) > FILLER:
+                pages.append(page.strip())
+                page = ""
+            page += sentence
+        pages.append(page.strip())
+    return [page for page in pages if page]

@@ -1,0 +1,213 @@
+"""The archive of saved turns: what was said in them, found again after it has left the cache.
+
+Its tables are in a database of their own, `archive.db`, which is attached to that of the turns:
+both are written in one transaction. It keeps text whose turn has been deleted to make room, as long
+as a later turn of the conversation is kept. If the archive cannot be read or written, turns are
+saved without it, and the log says so once.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from weir.cache import RowState
+from weir.errors import WeirError
+from weir.serve.messages import THINKING, Message
+from weir.serve.sessions.database import Database
+from weir.serve.sessions.records import Checkpoint, TurnRecord
+from weir.stream import HeldRanges
+from weir.stream.archive import (
+    ARCHIVE_VERSION,
+    ArchivedTurn,
+    ArchiveProblem,
+    ArchiveSearch,
+    ArchiveTables,
+    Excerpt,
+    find_inquiries,
+)
+
+_log = logging.getLogger(__name__)
+SCHEMA = "archive"
+ANCESTORS = 4096
+"""Turns before one that are looked up in the archive, where some were saved without it."""
+MOST = 8
+"""Excerpts that a search finds."""
+
+
+class TurnArchive:
+    """The archive of the turns in one place. Called from any thread.
+
+    Args:
+        db: the database of the turns.
+        path: the archive's file; None for memory.
+        limit: bytes that it may take.
+
+    Attributes:
+        find_held: finds the places of a stream that a row holds; set by the client of the engine.
+        problem: why the archive is not used any more; None while it is.
+    """
+
+    def __init__(self, db: Database, path: Path | None, limit: int | None) -> None:
+        self._db = db
+        self._tables = ArchiveTables(limit)
+        self._name = "the archive in memory" if path is None else f"the archive {path}"
+        self._lock = threading.Lock()
+        self._told_dropped = False
+        self.problem: str | None = None
+        self.find_held: Callable[[RowState], bytes] = lambda state: b""
+        try:
+            db.attach(path, SCHEMA)
+            with db.writing() as connection:
+                (version,) = connection.execute(f"PRAGMA {SCHEMA}.user_version").fetchone()
+                (there,) = connection.execute(
+                    f"SELECT count(*) FROM {SCHEMA}.sqlite_master"
+                ).fetchone()
+                if not version and not there:
+                    self._tables.create(connection, f"{SCHEMA}.")
+                    connection.execute(f"PRAGMA {SCHEMA}.user_version = {ARCHIVE_VERSION}")
+                elif version != ARCHIVE_VERSION:
+                    raise ArchiveProblem(
+                        f"it has version {version}, and this weir reads {ARCHIVE_VERSION}"
+                    )
+        except (sqlite3.Error, OSError, WeirError) as error:
+            self._give_up(error)
+            db.detach(SCHEMA)
+
+    # --- writing, in the transactions of the turns
+
+    def add(self, db: sqlite3.Connection, record: TurnRecord, checkpoint: Checkpoint) -> None:
+        """Add a turn that is being saved."""
+        if self.problem is not None:
+            return
+        with self._guarding(db):
+            after = None
+            query = _query_of(db)
+            node, before = record.parent, 0
+            while node is not None and before < ANCESTORS:
+                # A turn that was saved while there was no archive is passed over.
+                after = self._tables.find_end(query, record.owner, node)
+                if after is not None:
+                    break
+                row = db.execute(
+                    "SELECT parent FROM records WHERE node = ? AND owner = ?", (node, record.owner)
+                ).fetchone()
+                node, before = None if row is None else row[0], before + 1
+            held = self._held_of(checkpoint)
+            turns = list(_turns_of(record))
+            dropped = self._tables.add(db, record.owner, record.node, after, turns, held)
+            if dropped and not self._told_dropped:
+                self._told_dropped = True
+                _log.warning(
+                    "%s is full: from now on the oldest turns of whoever has most are deleted from "
+                    "it; a larger --archive keeps more",
+                    self._name,
+                )
+
+    def _held_of(self, checkpoint: Checkpoint) -> bytes:
+        """The places of the stream that the row held at the end of the turn."""
+        state = checkpoint.state
+        seen = int(state.facts["seen"])
+        return seen.to_bytes(8, "little") + self.find_held(state)
+
+    def forget(self, db: sqlite3.Connection, gone: Iterable[tuple[str, str]]) -> None:
+        """Delete what was said in turns that are being deleted (owner and node), as far as no turn
+        that is kept comes after it.
+        """
+        nodes: dict[str, list[str]] = {}
+        for owner, node in gone:
+            nodes.setdefault(owner, []).append(node)
+        if nodes and self.problem is None:
+            with self._guarding(db):
+                for owner, names in nodes.items():
+                    self._tables.forget(db, owner, names)
+
+    # --- reading
+
+    def search(self, owner: str, node: str, text: str) -> list[Excerpt]:
+        """Find what answers the questions in a text among what was said up to a turn and has left
+        the cache; nothing if the archive cannot be read.
+        """
+        if self.problem is not None or not (asked := find_inquiries(text)):
+            return []
+        try:
+            end = self._tables.find_end(self._read, owner, node)
+            if end is None:
+                return []
+            known = int.from_bytes(end.held[:8], "little")
+            held = HeldRanges(end.held[8:], known)
+            return ArchiveSearch(self._read, owner, end).search(asked, held, MOST)
+        except Exception as error:
+            self._give_up(error)
+            return []
+
+    def count_turns(self, owner: str, node: str) -> int:
+        """Number of turns that a search from a turn would see."""
+        if self.problem is not None:
+            return 0
+        try:
+            end = self._tables.find_end(self._read, owner, node)
+            return 0 if end is None else ArchiveSearch(self._read, owner, end).count_turns()
+        except Exception as error:
+            self._give_up(error)
+            return 0
+
+    def _read(self, query: str, *values: Any) -> list[sqlite3.Row]:
+        return self._db.query(query, *values)
+
+    # --- failures
+
+    @contextmanager
+    def _guarding(self, db: sqlite3.Connection) -> Iterator[None]:
+        """Undo what a failure in the archive has written, and go on without it."""
+        db.execute("SAVEPOINT archive")
+        try:
+            yield
+        except Exception as error:
+            self._give_up(error)
+            if not db.in_transaction:  # SQLite has undone all of it, as where the disk is full
+                raise
+            db.execute("ROLLBACK TO archive")
+        db.execute("RELEASE archive")
+
+    def _give_up(self, error: Exception) -> None:
+        """Go on without the archive, and say so once."""
+        with self._lock:
+            if self.problem is not None:
+                return
+            why = self._db.lost.get(SCHEMA, str(error))
+            self.problem = f"{self._name} cannot be used: {why}"
+        _log.warning(
+            "%s. Turns are saved without it, and nothing is recalled, until the server is started "
+            "again.",
+            self.problem,
+        )
+
+
+def _query_of(db: sqlite3.Connection) -> Callable[..., list[sqlite3.Row]]:
+    return lambda query, *values: db.execute(query, values).fetchall()
+
+
+def _turns_of(record: TurnRecord) -> Iterator[ArchivedTurn]:
+    """What was said in a turn, with its place in the stream, as far as characters tell."""
+    texts = [_text_of(message) for message in record.messages]
+    whole = sum(map(len, texts)) or 1
+    length = len(record.ids) // 4
+    start, at = record.seen - length, 0
+    for message, text in zip(record.messages, texts, strict=True):
+        first = start + length * at // whole
+        at += len(text)
+        last = start + -(-length * at // whole)
+        if message.role != "system" and text.strip():
+            name = message.name or ""
+            yield ArchivedTurn(message.role, text, first, last, name, record.created)
+
+
+def _text_of(message: Message) -> str:
+    """What a message says, without thoughts."""
+    return THINKING.sub("", message.content) if message.role == "assistant" else message.content

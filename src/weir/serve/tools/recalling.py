@@ -1,0 +1,56 @@
+"""`recall`: the server's tool by which a model asks for text that has left its cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weir.errors import WeirError
+from weir.serve.tools.formats import Tool
+from weir.serve.tools.own import MAX_RESULT, OwnTool, ToolContext
+from weir.stream.archive import quote_excerpt
+
+NAME = "recall"
+NOTHING = "Nothing that was said earlier matches that well enough."
+SPEAKERS = {"user": "The user said", "assistant": "You said", "tool": "A tool returned"}
+
+
+def make_recall_tool() -> OwnTool:
+    """Make the tool."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "query": {
+                "type": "string",
+                "description": "What to look for: names, numbers and words that the text has.",
+                "minLength": 1,
+                "maxLength": 1000,
+            }
+        },
+        "required": ["query"],
+        "additionalProperties": False,
+    }
+    description = (
+        "Find what was said or returned by tools earlier in this conversation and is not in your "
+        "memory any more."
+    )
+    return OwnTool(Tool(NAME, description, schema), _recall)
+
+
+def _recall(context: ToolContext, arguments: Mapping[str, Any]) -> str:
+    """Search what was said up to the turn that is being answered."""
+    archive, parent = context.engine.store.archive, context.prompt.parent
+    if archive is None or archive.problem is not None:
+        raise WeirError("the archive of this server cannot be read at the moment")
+    if parent is None:
+        return NOTHING
+    query = str(arguments["query"])
+    # Whatever its form, it asks.
+    asked = query if query.rstrip().endswith("?") else f"{query.rstrip(' .!;:')}?"
+    parts: list[str] = []
+    for one in archive.search(context.prompt.owner, parent.node, asked):
+        part = quote_excerpt(one, one.text, SPEAKERS)
+        if sum(map(len, parts)) + len(part) + len(parts) > MAX_RESULT:
+            break
+        parts.append(part)
+    return "\n".join(parts) or NOTHING

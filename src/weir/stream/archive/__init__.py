@@ -1,0 +1,16 @@
+"""The archive: the text of conversations and streams, kept in SQLite and found again by words."""
+
+from weir.stream.archive.keeping import Archive
+from weir.stream.archive.passages import PASSAGE, cut_passages, cut_sentences
+from weir.stream.archive.questions import Inquiry, find_inquiries
+from weir.stream.archive.quoting import quote_excerpt, write_quotes
+from weir.stream.archive.ranking import ArchiveSearch, Excerpt, IsHeld, is_near
+from weir.stream.archive.tables import (
+    ARCHIVE_TABLES,
+    ARCHIVE_VERSION,
+    ArchivedTurn,
+    ArchiveProblem,
+    ArchiveTables,
+)
+
+__all__ = ["Archive", "Excerpt"]

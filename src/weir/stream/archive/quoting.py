@@ -1,0 +1,54 @@
+"""Writing recalled passages into a turn: as quotations, with who said each and when.
+
+Whatever a passage says, every line of it begins as a quoted line, so it cannot end the quotation
+and speak for somebody else. Control tokens in it are text: the tokenizer is told so where the turn
+is rendered.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from weir.stream.archive.passages import cut_sentences
+from weir.stream.archive.ranking import Excerpt
+
+OPENING = "Earlier in this conversation:"
+SPEAKERS = {"user": "I said", "assistant": "You said", "tool": "A tool returned", "text": "I read"}
+"""Who said it, in words of the user whose turn the quotation is part of."""
+
+
+def write_quotes(
+    excerpts: Sequence[Excerpt], most: int, count: Callable[[str], int]
+) -> tuple[str, list[Excerpt]]:
+    """Write as many excerpts as fit into `most` tokens, the best first, and say which those are;
+    the text is empty if none fits.
+
+    An excerpt that does not fit is shortened to its first sentences, or left out.
+    """
+    parts: list[str] = []
+    used: list[Excerpt] = []
+    for one in excerpts:
+        sentences = cut_sentences(one.text)
+        while sentences:
+            part = quote_excerpt(one, "".join(sentences).strip())
+            if count(_whole([*parts, part])) <= most:
+                parts.append(part)
+                used.append(one)
+                break
+            sentences.pop()
+    return (_whole(parts), used) if parts else ("", [])
+
+
+def quote_excerpt(excerpt: Excerpt, text: str, speakers: Mapping[str, str] = SPEAKERS) -> str:
+    """Write one excerpt: a line with who said it and when, and then its quoted lines."""
+    when = time.strftime("%d %B %Y at %H:%M", time.localtime(excerpt.time)).lstrip("0")
+    speaker = speakers.get(excerpt.role, excerpt.role)
+    if excerpt.role == "tool" and excerpt.name:
+        speaker = f"The tool {' '.join(excerpt.name.split())[:64]} returned"
+    lines = [f"> {line}" for line in text.splitlines() if line.strip()]
+    return "\n".join([f"{speaker}, on {when}:", *lines])
+
+
+def _whole(parts: Sequence[str]) -> str:
+    return "\n".join([OPENING, *parts, "", ""])

@@ -1,0 +1,444 @@
+"""Search: which archived passages answer a question, the best first, or none.
+
+A word counts by how rare it is in the conversation, and for more if it is a name or a number. A
+passage is found if it has enough of the question's words, and if so many of them are unlikely to
+meet by chance. `weir bench recall` measures both thresholds.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sqlite3
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from weir.stream.archive.passages import PASSAGE, cut_sentences
+from weir.stream.archive.questions import Inquiry, Term
+from weir.stream.archive.tables import INDEXES, ArchiveEnd, Query
+from weir.stream.archive.words import FUNCTION_WORDS, index_form, split_words
+
+COMMON = 256
+"""Passages with a word from which on it is common: such a word finds nothing alone. No more of them
+are read, so that a search takes as long in a large archive as in a small one."""
+WINDOW = 50_000
+"""Newest passages in which several words are searched for together, one of them a common one."""
+CANDIDATES = 24
+"""Passages that are looked at for one question."""
+BACKGROUND = 1000
+"""Passages without any of a question's words that count as read before the first: in a short
+conversation a word that was said twice is still a rare one."""
+NAME_BOOST = 3.0
+"""How much more names and numbers count than other words."""
+PART = 0.5
+"""How much a part of a name counts beside the whole."""
+UNSEEN = 0.6
+"""How much a word counts that the archive does not have, unless it is a name: the question may say
+in other words what was said."""
+COVERAGE = 0.55
+"""Share of the weight of a question's words that a passage must have."""
+SURPRISE = 2.0
+"""How unlikely the words that a passage shares with a question must be to meet by chance, as the
+logarithm of one over the expected number of such passages."""
+NEAR = 0.12
+"""Scores as near to each other as this are equal, and the later statement comes first."""
+SAME = 0.6
+"""Share of the words of a statement that one which takes its place has, too."""
+_ADDS = re.compile(r"\b(?:also|too|another|as well|in addition|one of|besides)\b", re.IGNORECASE)
+"""Words of a statement that adds to an earlier one."""
+ASKED = 0.5
+"""Factor on the score of a passage that only asks, in a text or in what the model has said."""
+ANSWERED = 0.85
+"""Factor on the score of what the model has said: where it contradicts the user, it is wrong."""
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """A piece of archived text that a search has found.
+
+    Attributes:
+        role: who said it: "user", "assistant", "tool", "system", or "text" for a stream's text.
+        name: of the author or the tool; empty for most.
+        time: when it was said, in seconds since 1970.
+        start, stop: its place in the stream; -1 if it is in none.
+        score: how well it answers, at most 1.
+        turn: number of its turn in the archive; larger ones came later.
+    """
+
+    text: str
+    role: str
+    name: str
+    time: float
+    start: int
+    stop: int
+    score: float
+    turn: int
+
+
+@dataclass(frozen=True)
+class _Hits:
+    """Passages with a word: all of them, or the newest if it is common; and how many there are."""
+
+    passages: frozenset[int]
+    count: float
+    common: bool
+
+
+@dataclass
+class _Candidate:
+    """A passage that may answer, and its sentences."""
+
+    row: sqlite3.Row
+    sentences: list[str]
+    sentence: str = ""
+    score: float = 0.0
+
+
+IsHeld = Callable[[int, int], bool]
+"""Whether a cache still holds what is at a place in the stream, from `start` to `stop`."""
+
+
+class ArchiveSearch:
+    """Searches what can be seen from one end of an archive, which must not change meanwhile."""
+
+    def __init__(self, query: Query, owner: str, end: ArchiveEnd) -> None:
+        self._query, self._owner, self._end = query, owner, end
+        self._line = self._find_line()
+        rows = query(
+            "SELECT english, plain FROM archived_branches WHERE number = ? AND owner = ?",
+            end.tree,
+            owner,
+        )
+        english, plain = rows[0] if rows else (0, 0)
+        self._total = english + plain
+        self._used = [INDEXES[True]] * bool(english) + [INDEXES[False]] * bool(plain)
+        self._known: dict[str, _Hits] = {}
+        # Where no other tree is, as in the file of one chat, nothing needs to be told apart.
+        ((others,),) = query(
+            "SELECT EXISTS (SELECT 1 FROM archived_branches WHERE tree != ? OR owner != ?)",
+            end.tree,
+            owner,
+        )
+        ((self._branches,),) = query(
+            "SELECT count(*) FROM archived_branches WHERE tree = ? AND owner = ?", end.tree, owner
+        )
+        self._alone = not others
+        self._last = query("SELECT max(number) FROM archived_passages")[0][0] or 0
+
+    def _find_line(self) -> dict[int, int]:
+        """The branches that are seen from the end, and the last turn of each that is."""
+        rows = self._query(
+            "WITH RECURSIVE line (branch, turn) AS (VALUES (?1, ?2) UNION ALL "
+            "SELECT parent, fork FROM archived_branches JOIN line ON number = branch "
+            "WHERE parent IS NOT NULL AND owner = ?3) SELECT branch, turn FROM line",
+            self._end.branch,
+            self._end.turn,
+            self._owner,
+        )
+        return {row[0]: row[1] for row in rows}
+
+    def search(self, questions: Sequence[Inquiry], is_held: IsHeld, most: int) -> list[Excerpt]:
+        """Find at most `most` excerpts, the best first; a passage that is held is left out.
+
+        A question is answered for itself, and its best passage comes before the second of another.
+        """
+        if not self._total:
+            return []
+        found = [_without_superseded(self._answer(one, is_held)) for one in questions]
+        excerpts: list[Excerpt] = []
+        seen: set[tuple[str, ...]] = set()
+        for rank in range(max(map(len, found), default=0)):
+            for several in found:
+                if rank >= len(several) or len(excerpts) >= most:
+                    continue
+                one = several[rank]
+                # What says the same in other function words says it once: the later one stays.
+                said = tuple(sorted(set(_content(one.sentence))))
+                if said not in seen:
+                    seen.add(said)
+                    excerpts.append(self._excerpt(one))
+        return excerpts
+
+    def count_turns(self) -> int:
+        """Count the turns that are seen from the end."""
+        counts = (
+            self._query(
+                "SELECT count(*) FROM archived_turns WHERE branch = ? AND number <= ? "
+                "AND owner = ?",
+                branch,
+                turn,
+                self._owner,
+            )[0][0]
+            for branch, turn in self._line.items()
+        )
+        return sum(counts)
+
+    # --- one question
+
+    def _answer(self, question: Inquiry, is_held: IsHeld) -> list[_Candidate]:
+        """The passages that answer a question, the best first."""
+        hits = {term: self._hits(term.word) for term in question.terms}
+        weights = {term: self._weigh(term, hits[term]) for term in question.terms}
+        whole = sum(weights.values())
+        if not whole:
+            return []
+        partial: dict[int, float] = defaultdict(float)
+        rare = [term for term in question.terms if not hits[term].common]
+        for term in rare:
+            for passage in hits[term].passages:
+                partial[passage] += weights[term]
+        common = [term for term in question.terms if hits[term].common]
+        if len(partial) > CANDIDATES:
+            # Rare words alone do not choose, so common words beside them do.
+            either = " OR ".join(f'"{term.word}"' for term in rare)
+            for term in common:
+                for passage in self._find_all(f'({either}) AND "{term.word}"'):
+                    partial[passage] += weights[term]
+        elif len(common) > 1:
+            # After all others: what has a rare word may have the common ones too.
+            for passage in self._find_all(" AND ".join(f'"{term.word}"' for term in common)):
+                partial.setdefault(passage, 0)
+        order = sorted(partial, key=lambda passage: (partial[passage], passage), reverse=True)
+        candidates = self._load(order[:CANDIDATES], is_held)
+        self._score(candidates, question, weights)
+        return _in_order([one for one in candidates if one.score > 0])
+
+    def _weigh(self, term: Term, hits: _Hits) -> float:
+        """How much a word counts: by its rarity, and more if it is a name."""
+        rarity = math.log((self._total + BACKGROUND) / (hits.count + 0.5))
+        if term.strong:
+            rarity *= NAME_BOOST
+        elif term.part:
+            rarity *= PART
+        elif not hits.count:
+            rarity *= UNSEEN
+        return max(0.0, rarity)
+
+    def _hits(self, word: str) -> _Hits:
+        if word not in self._known:
+            self._known[word] = self._find(word)
+        return self._known[word]
+
+    def _find(self, word: str) -> _Hits:
+        """Find the newest passages with a word."""
+        found: list[int] = []
+        count, common = 0.0, False
+        for index in self._used:
+            numbers = self._match(index, f'"{word}"', COMMON + 1)
+            if len(numbers) > COMMON:
+                common = True
+                # The newest lie as densely as all do.
+                span = numbers[0] - numbers[-1] + 1
+                count += max(len(numbers), self._total * len(numbers) / max(span, self._total / 50))
+            else:
+                numbers = self._seen_of(numbers)
+                count += len(numbers)
+            found += numbers
+        return _Hits(frozenset(found), min(count, self._total), common)
+
+    def _find_all(self, words: str) -> list[int]:
+        """The newest passages that match several words."""
+        return [n for index in self._used for n in self._match(index, words, COMMON, WINDOW)]
+
+    def _match(self, index: str, words: str, most: int, window: int = 0) -> list[int]:
+        """The newest passages of the tree with some words, in one index; on any of its branches."""
+        if not self._alone:
+            words = f'tree : "t{self._end.tree}" AND words : ({words})'
+        else:
+            words = f"words : ({words})"
+        rows = self._query(
+            f"SELECT rowid FROM {index} WHERE {index} MATCH ? AND rowid > ? "
+            "ORDER BY rowid DESC LIMIT ?",
+            words,
+            self._last - window if window else 0,
+            most,
+        )
+        return [row[0] for row in rows]
+
+    def _seen_of(self, numbers: Sequence[int]) -> list[int]:
+        """Those of some passages that are the owner's and on the way to the end."""
+        if self._alone and len(self._line) == self._branches == 1:
+            return list(numbers)
+        marks = ", ".join("?" * len(numbers))
+        rows = self._query(
+            "SELECT number, branch, turn FROM archived_passages "
+            f"WHERE number IN ({marks}) AND owner = ? AND tree = ?",
+            *numbers,
+            self._owner,
+            self._end.tree,
+        )
+        return [row["number"] for row in rows if self._sees(row)]
+
+    def _sees(self, row: sqlite3.Row) -> bool:
+        """Whether a passage is on the way to the end, and on no other branch."""
+        return bool(row["turn"] <= self._line.get(row["branch"], -1))
+
+    def _load(self, numbers: Sequence[int], is_held: IsHeld) -> list[_Candidate]:
+        """Read passages that are not held."""
+        marks = ", ".join("?" * len(numbers))
+        rows = self._query(
+            "SELECT p.number, p.branch, p.turn, p.start, p.stop, p.text, p.english, t.role, "
+            "t.name, t.time FROM archived_passages AS p JOIN archived_turns AS t "
+            f"ON t.number = p.turn WHERE p.number IN ({marks}) AND p.owner = ? AND p.tree = ?",
+            *numbers,
+            self._owner,
+            self._end.tree,
+        )
+        rows = [row for row in rows if self._sees(row)]
+        left = [row for row in rows if row["start"] < 0 or not is_held(row["start"], row["stop"])]
+        return [_Candidate(row, cut_sentences(row["text"])) for row in left]
+
+    def _score(
+        self, candidates: Sequence[_Candidate], question: Inquiry, weights: dict[Term, float]
+    ) -> None:
+        """Score passages by the question's words in them, and in their best sentence."""
+        sentences = [(one, text) for one in candidates for text in one.sentences]
+        matched = _match_sentences(
+            [text for _, text in sentences],
+            [bool(one.row["english"]) for one, _ in sentences],
+            question.terms,
+        )
+        whole = sum(weights.values())
+        in_passage: dict[int, set[Term]] = {}
+        best: dict[int, float] = {}
+        for (one, text), terms in zip(sentences, matched, strict=True):
+            share = sum(weights[term] for term in terms) / whole
+            place = one.row["number"]
+            in_passage.setdefault(place, set()).update(terms)
+            # Of equal sentences one that states something, and not the question.
+            share -= 1e-6 * _asks(text)
+            if share > best.get(place, -1.0):
+                best[place], one.sentence = share, text
+        for one in candidates:
+            place = one.row["number"]
+            terms = in_passage.get(place, set())
+            weight = sum(weights[term] for term in terms)
+            if weight < COVERAGE * whole or weight < math.log(self._total + 1) + SURPRISE:
+                continue
+            one.score = (weight / whole + best[place]) / 2
+            if _asks(one.sentence):
+                # What the user has asked before has no answer in it.
+                one.score *= 0.0 if one.row["role"] == "user" else ASKED
+            if one.row["role"] == "assistant":
+                one.score *= ANSWERED
+
+    # --- what is shown
+
+    def _excerpt(self, one: _Candidate) -> Excerpt:
+        """The passage, with its neighbors where it is short, or asks what the next one answers."""
+        row = one.row
+        text, start, stop = row["text"], row["start"], row["stop"]
+        if len(text) < PASSAGE // 2:
+            for neighbor in self._query(
+                "SELECT number, text, start, stop FROM archived_passages "
+                "WHERE turn = ? AND owner = ? AND number BETWEEN ? - 1 AND ? + 1",
+                row["turn"],
+                self._owner,
+                row["number"],
+                row["number"],
+            ):
+                more = neighbor["text"]
+                if neighbor["number"] == row["number"] or len(text) + len(more) > PASSAGE:
+                    continue
+                if neighbor["number"] < row["number"]:
+                    text, start = more + text, neighbor["start"]
+                else:
+                    text, stop = text + more, neighbor["stop"]
+        return Excerpt(
+            text.strip(),
+            row["role"],
+            row["name"],
+            row["time"],
+            start,
+            stop,
+            round(one.score, 3),
+            row["turn"],
+        )
+
+
+def _without_superseded(found: list[_Candidate]) -> list[_Candidate]:
+    """Leave out what a later turn of the user says otherwise.
+
+    A small model that reads both says the old one as often as not.
+    """
+    left: list[_Candidate] = []
+    for one in found:
+        if not any(_supersedes(later, one) for later in left):
+            left.append(one)
+    return left
+
+
+def _supersedes(later: _Candidate, earlier: _Candidate) -> bool:
+    """Whether one statement takes the place of another: it is a later one of the user, as good an
+    answer, in nearly the same words, and adds nothing to the other.
+    """
+    if later.row["role"] != "user" or earlier.row["role"] not in ("user", "assistant"):
+        return False
+    if earlier.row["role"] == "user" and (
+        later.row["turn"] <= earlier.row["turn"] or not is_near(later.score, earlier.score)
+    ):
+        return False
+    if _ADDS.search(later.sentence):
+        return False
+    one, other = set(_content(later.sentence)), set(_content(earlier.sentence))
+    return len(one & other) >= SAME * min(len(one), len(other))
+
+
+def is_near(score: float, other: float) -> bool:
+    """Whether two scores are as good as equal."""
+    return abs(score - other) <= NEAR
+
+
+def _in_order(found: list[_Candidate]) -> list[_Candidate]:
+    """The best first; of those that are nearly as good, what the model did not say itself, and of
+    that the later one.
+    """
+    left = sorted(found, key=lambda one: -one.score)
+    order: list[_Candidate] = []
+    while left:
+        near = [one for one in left if is_near(one.score, left[0].score)]
+        left = left[len(near) :]
+        order += sorted(near, key=lambda one: (one.row["role"] == "assistant", -one.row["number"]))
+    return order
+
+
+def _asks(sentence: str) -> bool:
+    """Whether a sentence is a question."""
+    return sentence.rstrip().rstrip("\"'”’»」』)").endswith(("?", "？", "؟"))
+
+
+def _content(sentence: str) -> list[str]:
+    """The words of a sentence that say what it is about."""
+    words = [word.casefold() for word in split_words(sentence)]
+    return [word for word in words if word not in FUNCTION_WORDS]
+
+
+def _match_sentences(
+    sentences: Sequence[str], english: Sequence[bool], terms: Sequence[Term]
+) -> list[set[Term]]:
+    """Which terms each of some sentences has, as the index of its passage sees words."""
+    found: list[set[Term]] = [set() for _ in sentences]
+    scratch = sqlite3.connect(":memory:")
+    try:
+        tokenizer = "unicode61 remove_diacritics 2 categories 'L* N* Co M*'"
+        for stems in set(english):
+            kind = f"porter {tokenizer}" if stems else tokenizer
+            table = f"words{int(stems)}"
+            scratch.execute(f'CREATE VIRTUAL TABLE {table} USING fts5(words, tokenize = "{kind}")')
+            scratch.executemany(
+                f"INSERT INTO {table} (rowid, words) VALUES (?, ?)",
+                [
+                    (at, index_form(text))
+                    for at, text in enumerate(sentences)
+                    if english[at] == stems
+                ],
+            )
+            for term in terms:
+                for (at,) in scratch.execute(
+                    f"SELECT rowid FROM {table} WHERE {table} MATCH ?", (f'"{term.word}"',)
+                ):
+                    found[at].add(term)
+    finally:
+        scratch.close()
+    return found

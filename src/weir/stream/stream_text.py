@@ -1,0 +1,72 @@
+"""The text of a stream without turns, which goes into an archive as it is fed."""
+
+from __future__ import annotations
+
+import warnings
+
+from transformers import PreTrainedTokenizerBase
+
+from weir.stream.archive import Archive, ArchiveProblem
+from weir.stream.detokenizer import Detokenizer
+
+MOST_OPEN = 2048
+"""Tokens of a text without a line break that wait for one."""
+
+
+class StreamText:
+    """Turns tokens that a stream has read into lines of text, and adds them to an archive.
+
+    Args:
+        archive: where the text goes.
+        seen: tokens that the stream has read before.
+
+    Attributes:
+        archive: the same; None once it cannot be used any more, which is a Python warning.
+    """
+
+    def __init__(self, archive: Archive, tokenizer: PreTrainedTokenizerBase, seen: int) -> None:
+        self.archive: Archive | None = archive
+        self._tokenizer = tokenizer
+        self._start = self._place = seen
+        self._open = ""
+        self._words = Detokenizer(tokenizer)
+        try:
+            archive.resume(seen)
+        except ArchiveProblem as error:
+            self._lose(error)
+
+    def add(self, ids: list[int]) -> None:
+        """Add tokens that were read; whole lines of them are archived."""
+        if self.archive is None:
+            return
+        lines: list[str] = []
+        start = self._start
+        for token in ids:
+            self._place += 1
+            self._open += self._words.add(token)
+            if "\n" in self._open or self._place - self._start >= MOST_OPEN:
+                lines.append(self._open)
+                self._open, self._start = "", self._place
+        if lines:
+            self._archive("".join(lines), start, self._start)
+
+    def flush(self) -> None:
+        """Archive the text after the last line break, too."""
+        if self._open:
+            text, self._open = self._open, ""
+            self._archive(text, self._start, self._place)
+            self._start = self._place
+
+    def _archive(self, text: str, start: int, stop: int) -> None:
+        if self.archive is None:
+            return
+        try:
+            self.archive.add("text", text, start=start, stop=stop)
+        except ArchiveProblem as error:
+            self._lose(error)
+
+    def _lose(self, error: ArchiveProblem) -> None:
+        self.archive = None
+        warnings.warn(
+            f"{error} The stream goes on, but recalls nothing from here on.", stacklevel=4
+        )

@@ -1,0 +1,137 @@
+"""`recalled` and `found`: what is told, asked and judged, and long runs that are interrupted."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from reference.subjects import quiet
+
+import weir
+from weir.errors import WeirError
+from weir.evals.task import Subject
+from weir.evals.tasks.found_facts import FoundFacts
+from weir.evals.tasks.lines import ADJECTIVES, NOUNS
+from weir.evals.tasks.recalled_facts import Recalled, RecalledFact, draw_recalled, judge
+from weir.stream.archive.questions import find_terms
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def nano():
+    model, tokenizer = weir.load("nano")
+    tokenizer.chat_template = TEMPLATE
+    return model, tokenizer
+
+
+def subject_of(nano, policy="sink(4) | recent(500)"):
+    return Subject("nano", *nano, weir.policy(policy), chunk=16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer", "said", "verdict"),
+    [
+        ("code", " 48213", "The code of Al Bo is 48213.", "right"),
+        ("code", " 48213", "It is 48,213, I think.", "right"),
+        ("code", " 48213", "The code of Al Bo is 48214.", "wrong"),
+        ("code", " 48213", "I do not know.", "unsaid"),
+        ("code", " 48213", "It was 11111 before, 48213 now.", "stale"),
+        ("animal", " otter", "Al Bo likes otters.", "right"),
+        ("animal", " otter", "A fox!", "wrong"),
+        ("animal", " otter", "A unicorn.", "unsaid"),
+        ("city", " Oslo", "He lives in Oslo.", "right"),
+        ("city", " Oslo", "In Rome, or Lima.", "wrong"),
+        ("words", f" {ADJECTIVES[3]} {NOUNS[5]}", f"The {ADJECTIVES[3]} {NOUNS[5]}!", "right"),
+    ],
+)
+def test_answers_are_judged(kind, answer, said, verdict):
+    before = {"code": " 11111"}.get(kind, "")
+    fact = RecalledFact("once", kind, ("",), "What is it, Al Bo?", answer, before)
+    assert judge(said, fact) == verdict
+
+
+def test_a_number_of_the_question_is_no_answer():
+    fact = RecalledFact("once", "number", ("",), "What is at number 12?", " 345")
+    assert judge("At number 12 there is something.", fact) == "unsaid"
+
+
+def test_facts_are_about_different_people_and_paraphrases_share_only_the_name():
+    told, others = draw_recalled(64, np.random.default_rng(0))
+    assert len({fact.question for fact in [*told, *others]}) == 5 * 64
+    assert {fact.form for fact in told} == {"once", "changed", "several"}
+    for fact in others:
+        if fact.form == "never":
+            assert not fact.told
+            continue
+        name = {term.word for term in find_terms(fact.question) if term.strong or term.part}
+        shared = {t.word for t in find_terms(fact.question)} & {
+            t.word for t in find_terms(fact.told[0])
+        }
+        assert name and shared <= name
+    for fact in told:
+        assert fact.answer in fact.told[-1]
+        if fact.form == "changed":
+            assert fact.before in fact.told[0] and fact.before != fact.answer
+            assert " now " in fact.told[1]
+
+
+def test_the_search_finds_what_was_told_and_nothing_of_what_was_not(nano):
+    found = FoundFacts("1000 20000", samples=16).run(subject_of(nano), quiet)
+    by = {(cell["form"], cell["distance"]): cell for cell in found["cells"]}
+    assert found["found"] > 0.9
+    for distance in (1000, 20000):
+        assert by["never", distance]["none"] >= 15
+        assert by["changed", distance]["first"] >= 15
+    assert found["search_ms"] > 0 and 4 < found["archive_bytes"] < 40
+
+
+def test_wrong_parameters_are_refused():
+    with pytest.raises(WeirError, match="forms of recalled has 'twice'"):
+        Recalled(forms="once twice")
+    with pytest.raises(WeirError, match="ways of recalled has 'maybe'"):
+        Recalled(ways="maybe")
+    with pytest.raises(WeirError, match="distances of recalled are numbers"):
+        Recalled(distances="far")
+
+
+def cells(found):
+    return [{k: v for k, v in cell.items() if k != "first_ms"} for cell in found["cells"]]
+
+
+@pytest.mark.slow
+def test_a_run_that_was_interrupted_ends_as_one_that_was_not(nano, tmp_path, monkeypatch):
+    monkeypatch.setattr("weir.evals.tasks.recalled_facts.SAVED", 500)
+    settings = {"distances": "600", "samples": 2, "per_stream": 2, "ways": "recall none"}
+    whole = Recalled(**settings).run(subject_of(nano), quiet)
+    task = Recalled(**settings, state=str(tmp_path / "state"))
+
+    class Stop(Exception):
+        pass
+
+    calls = 0
+
+    def stop(share: float) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 6:
+            raise Stop
+
+    with pytest.raises(Stop):
+        task.run(subject_of(nano), stop)
+    saved = json.loads((tmp_path / "state" / "0" / "progress.json").read_text())
+    assert saved["stream"].startswith("stream-") and saved["statements"] > 0
+    again = task.run(subject_of(nano), quiet)
+    assert cells(again) == cells(whole) and again["tokens"] == whole["tokens"]
+    assert again["archived_turns"] == whole["archived_turns"]
+    asked = sum(cell["asked"] for cell in cells(whole))
+    assert asked == 2 * 5 * 2
+    recalled = [c for c in cells(whole) if c["way"] == "recall" and c["form"] == "once"]
+    assert recalled[0]["found"] == 2 and recalled[0]["tokens"] > 0
+    other = Recalled(**{**settings, "samples": 3}, state=str(tmp_path / "state"))
+    with pytest.raises(WeirError, match="has the state of recalled"):
+        other.run(subject_of(nano), quiet)
