@@ -15,7 +15,8 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
-from itertools import chain, pairwise
+from io import StringIO
+from itertools import chain, islice, pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -78,9 +79,8 @@ class PromptEncoder:
         """
         if isinstance(value, str):
             pattern = self._special if trusted else self._named
-            while pattern is not None and (cuts := list(_find_cuts(pattern, value))):
-                parts = pairwise([0, *cuts, len(value)])
-                value = MARK.join(value[start:end] for start, end in parts)
+            while pattern is not None and (marked := _mark(pattern, value)) is not None:
+                value = marked
             return value
         mark = partial(self.mark, trusted=trusted)
         if isinstance(value, dict):
@@ -96,9 +96,8 @@ class PromptEncoder:
         if special and MARK not in text and len(text) <= PIECE:
             return self._checked(self._encode(text, special=True))
         ids: list[int] = []
-        parts = list(filter(None, text.split(MARK)))
-        for at in range(0, len(parts), SEVERAL):
-            several = parts[at : at + SEVERAL]
+        parts = _split(text)
+        while several := list(islice(parts, SEVERAL)):
             if max(map(len, several)) <= PIECE // SEVERAL:
                 ids += chain.from_iterable(self._encode(several))
             else:
@@ -155,15 +154,48 @@ class PromptEncoder:
         return ids
 
 
-def _find_cuts(pattern: re.Pattern[str], text: str) -> Iterator[int]:
-    """Find where to cut a text so that no pattern matches: after the first letter of a match."""
+def _mark(pattern: re.Pattern[str], text: str) -> str | None:
+    """A text with marks in all matches of a pattern; None if there are none.
+
+    Parts are joined a window at a time: a text can have a control token in every ten characters,
+    and all parts together take much more memory than the text.
+    """
+    marked, start = StringIO(), 0
+    for cuts in _find_cuts(pattern, text):
+        ends = pairwise([start, *cuts])
+        marked.write("".join(f"{text[one:other]}{MARK}" for one, other in ends))
+        start = cuts[-1]
+    if not start:
+        return None
+    marked.write(text[start:])
+    return marked.getvalue()
+
+
+def _find_cuts(pattern: re.Pattern[str], text: str) -> Iterator[list[int]]:
+    """Find where to cut a text so that no pattern matches: after the first letter of a match. A
+    list for each window that has any.
+    """
     after = 0
     for start in range(0, len(text), WINDOW):
+        cuts = []
         for found in pattern.finditer(text, max(start, after), start + WINDOW + LONGEST):
             if found.start() >= start + WINDOW:
                 break
             after = found.end()
-            yield found.start() + 1
+            cuts.append(found.start() + 1)
+        if cuts:
+            yield cuts
+
+
+def _split(text: str) -> Iterator[str]:
+    """The parts of a text between marks, without empty ones, as they are asked for."""
+    start = 0
+    while (end := text.find(MARK, start)) >= 0:
+        if end > start:
+            yield text[start:end]
+        start = end + 1
+    if start < len(text):
+        yield text[start:]
 
 
 def _pieces(text: str) -> Iterator[str]:
