@@ -151,7 +151,14 @@ def say_window(model: PreTrainedModel, policy: Policy, chunk: int) -> None:
 
 
 def say_steps(steps: dict[str, str | None]) -> None:
-    """Report that decode steps are not native, and why; `steps` is from a stream's report."""
+    """Report that decode steps are not native, and why; `steps` is from a stream's report.
+
+    Nothing is said while the kernel of native steps is compiled, for the first step says that.
+    """
+    from weir.models import UNFINISHED
+
+    if steps["reason"] == UNFINISHED:
+        return
     how = {"compiled": "as programs of torch.compile", "eager": "uncompiled, which is slower"}
     if (run := steps["run"]) in how:
         say(f"decode steps are not native ({steps['reason']}); they run {how[run]}")

@@ -47,6 +47,7 @@ from weir.models.model_spec import (
     transformers_model,
     window_of,
 )
+from weir.models.native_step import UNFINISHED
 from weir.models.o_proj import OutputProjection, output_weight
 from weir.models.quantized_weights import BITS, quantize_weights
 from weir.models.rotary_watch import RotaryWatch, rotary_of

@@ -5,6 +5,7 @@ from weir.stream.chat_template import (
     ChatTemplate,
     PromptEncoder,
     PromptTooLong,
+    check_template,
     render_chat,
 )
 from weir.stream.conversation import Conversation, count_beginning

@@ -13,14 +13,15 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from functools import cached_property, partial
+from contextlib import nullcontext, suppress
+from functools import cached_property, lru_cache, partial
 from io import StringIO
 from itertools import chain, islice, pairwise
 from types import MappingProxyType
 from typing import Any
 
-from jinja2.exceptions import TemplateError
+from jinja2 import Environment
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError, shorten
@@ -40,6 +41,9 @@ LONGEST = 512
 """Characters of a control token; the longest that is known has some thirty."""
 WINDOW = 65_536
 """Characters that are searched at once: no other thread runs meanwhile."""
+MOST_TEMPLATE, MOST_WORDS = 65_536, 8192
+"""Characters of a chat template, and words of its program. The longest that are known have some
+twenty thousand characters."""
 _BREAK = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")
 """A space between two letters: tokens of usual tokenizers begin there."""
 
@@ -366,6 +370,34 @@ def _count_common(ids: Sequence[int], others: Sequence[int]) -> int:
     return next((place for place, (a, b) in pairs if a != b), min(len(ids), len(others)))
 
 
+def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Try a model's chat template, if it has one; BrokenTemplate if it cannot render any turn.
+
+    Found before the first message, an error costs the user nothing. A template that only refuses
+    this turn is not broken.
+    """
+    ChatTemplate(tokenizer, ()).header([])
+
+
+def _check_length(name: str, template: Any) -> None:
+    """Refuse a template that would take long to compile, which nothing else bounds."""
+    for text in template.values() if isinstance(template, Mapping) else [template]:
+        if isinstance(text, str) and (found := _too_long(text)):
+            raise BrokenTemplate(f"the chat template of {name} has {found}; give the model another")
+
+
+@lru_cache(maxsize=16)
+def _too_long(template: str) -> str:
+    """What a template has too much of, and how much it may have; "" if it is short enough."""
+    if len(template) > MOST_TEMPLATE:
+        return f"{len(template):,} characters, and may have {MOST_TEMPLATE:,}"
+    words = 0
+    with suppress(TemplateSyntaxError):  # rendering it says what is wrong
+        for _, kind, _ in Environment().lex(template):
+            words += kind not in ("whitespace", "data")
+    return f"{words:,} words, and may have {MOST_WORDS:,}" if words > MOST_WORDS else ""
+
+
 def render_chat(
     tokenizer: PreTrainedTokenizerBase,
     turns: Sequence[dict[str, Any]],
@@ -383,6 +415,7 @@ def render_chat(
         BrokenTemplate: the template fails, takes too much memory, or does not come to an end.
     """
     name = tokenizer.name_or_path or "this model"
+    _check_length(name, tokenizer.chat_template)
     try:
         with bounded([*turns, *tools]):
             text = tokenizer.apply_chat_template(
@@ -393,6 +426,11 @@ def render_chat(
                 continue_final_message=not add_generation_prompt,
                 **variables,
             )
+    except TemplateSyntaxError as error:
+        why = shorten(str(error))
+        raise BrokenTemplate(
+            f"the chat template of {name} cannot be read: {why}; give the model another"
+        ) from None
     except TemplateError as error:
         why = shorten(str(error))
         raise WeirError(f"the model's chat template refuses these messages: {why}") from None

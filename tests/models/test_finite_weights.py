@@ -1,0 +1,40 @@
+"""Weights that are not finite are found, whatever their dtype, sign and place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from weir.errors import WeirError
+from weir.models import finite_weights
+from weir.models.finite_weights import check_finite, is_finite
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+NOT_FINITE = [float("nan"), -float("nan"), float("inf"), -float("inf")]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_only_numbers_that_are_not_finite_are_found(dtype, monkeypatch):
+    monkeypatch.setattr(finite_weights, "CHUNK", 4)
+    numbers = torch.finfo(dtype)
+    held = torch.tensor([0.0, -0.0, numbers.max, numbers.min, numbers.tiny, 1.0, -1.0], dtype=dtype)
+    assert is_finite(held)
+    assert is_finite(held[:0])
+    for value in NOT_FINITE:
+        for at in range(len(held)):
+            wrong = held.clone()
+            wrong[at] = value
+            assert not is_finite(wrong), (value, at)
+            assert not is_finite(wrong.expand(2, -1).t()), "not contiguous"
+
+
+def test_the_weights_are_named_and_masks_may_have_infinities():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model.register_buffer("mask", torch.full((2,), -float("inf")), persistent=False)
+    check_finite("a", model)
+    with torch.no_grad():
+        model[1].weight[0, 1] = float("nan")
+        model[1].bias[0] = float("inf")
+    with pytest.raises(WeirError, match=r"a cannot be used: its weight 1\.weight .* 1 other wei"):
+        check_finite("a", model)
