@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from weir.errors import WeirError
-from weir.models import finite_weights
+from weir.models import block_weights, finite_weights
+from weir.models.block_weights import Blocks, put
 from weir.models.finite_weights import check_finite, is_finite
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -37,4 +40,22 @@ def test_the_weights_are_named_and_masks_may_have_infinities():
         model[1].weight[0, 1] = float("nan")
         model[1].bias[0] = float("inf")
     with pytest.raises(WeirError, match=r"a cannot be used: its weight 1\.weight .* 1 other wei"):
+        check_finite("a", model)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K", "Q6_K", "F16", "BF16"])
+def test_blocks_are_looked_at_without_being_written_out(kind, monkeypatch):
+    blocks = Blocks(kind, 32, 256)
+    blocks.codes.zero_()
+    blocks.scales.zero_()
+    layer: Any = nn.Linear(256, 32, bias=False)
+    put(layer, blocks)
+    model = nn.Sequential(layer)
+    monkeypatch.setattr(block_weights, "write_out", None)
+    check_finite("a", model)
+    held = layer.codes if kind.endswith("16") else layer.scales
+    # The last number of the first panel: a NaN in any of the types of 16 bits.
+    numbers = held.view(torch.int16) if held.dtype == torch.uint8 else held
+    numbers.view(-1)[15] = 0x7FFF
+    with pytest.raises(WeirError, match=r"its weight 0\.weight has numbers"):
         check_finite("a", model)

@@ -7,12 +7,13 @@ long after the model was loaded.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from weir.errors import WeirError
+from weir.kernels import BLOCK_TYPES
+from weir.models.block_weights import BlockEmbedding, BlockLinear
 
 CHUNK = 1 << 18
 """Numbers that are looked at together: what is computed of them stays in a processor's cache."""
@@ -53,9 +54,19 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def _find_not_finite(model: nn.Module) -> Iterator[str]:
-    """The names of weights that are not finite. Attention masks and the like have infinities."""
-    kept = set(model.state_dict(keep_vars=True))
-    for key, tensor in chain(model.named_parameters(), model.named_buffers()):
+    """The names of weights that are not finite."""
+    for key, tensor in model.named_parameters():
         # Weights of other types, as torchao makes them, were made of ones that are checked here.
-        if key in kept and type(tensor) in (Tensor, nn.Parameter) and not is_finite(tensor):
+        if type(tensor) is nn.Parameter and not is_finite(tensor):
             yield key
+    for key, module in model.named_modules():
+        if isinstance(module, BlockLinear | BlockEmbedding) and not is_finite(_numbers_of(module)):
+            yield f"{key}.weight"
+
+
+def _numbers_of(module: BlockLinear | BlockEmbedding) -> Tensor:
+    """The numbers in blocks of weights that may be not finite: their scales, or all of 16 bits."""
+    form = BLOCK_TYPES[module.kind]
+    if form.number:
+        return module.codes.view(torch.float16 if form.number == "half" else torch.bfloat16)
+    return module.scales[:, :, : form.heads].contiguous().view(torch.float16)
