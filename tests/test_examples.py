@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from weir.models.loading import ASSETS
+from weir.loading.loader import ASSETS
 from weir.pools import POOLS
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -81,7 +81,7 @@ import sys, types
 import weir
 assert not {"torch", "transformers", "weir.models"} & set(sys.modules), "what nobody asked for"
 assert {*weir.__all__, "cache", "pools"} <= set(dir(weir))
-for room in ("cache", "kernels", "models", "policies", "pools", "slab", "stream"):
+for room in "cache kernels loading models native policies pools slab stream".split():
     assert isinstance(getattr(weir, room), types.ModuleType), room
 for missing in ("nothing", "cli", "Cache"):
     assert not hasattr(weir, missing), missing
@@ -90,7 +90,7 @@ exec("from weir import *", names)
 assert names.keys() >= set(weir.__all__)
 for name in ("load", "policy", "compile_steps"):
     assert isinstance(names[name], types.FunctionType), name
-assert weir.load is weir.models.load and weir.policy is weir.policies.policy
+assert weir.load is weir.loading.load and weir.policy is weir.policies.policy
 assert weir.Stream is names["Stream"] is weir.stream.Stream
 assert weir.StreamingCache is weir.cache.StreamingCache
 """
@@ -244,10 +244,13 @@ def test_the_pages_listed_are_the_pages_there_are() -> None:
     assert set(listed) == {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
 
 
-def test_every_page_says_first_whom_it_is_for() -> None:
+def test_every_page_begins_with_what_it_is_about() -> None:
+    """A page has one title, and the next thing is a sentence, not a list, a table or code."""
     for page in DOCS.rglob("*.md"):
-        first = page.read_text("utf-8").split("\n## ")[0].split("\n\n")[1]
-        assert first.startswith("For "), page
+        title, first = page.read_text("utf-8").split("\n\n")[:2]
+        assert title.startswith("# "), page
+        assert first[0].isalpha() or first[0] in "`*", page
+        assert first.rstrip().endswith((".", ":")), page
 
 
 def test_every_pool_and_policy_is_documented() -> None:

@@ -10,7 +10,8 @@ from transformers.cache_utils import StaticLayer
 
 from weir.cache import StreamingCache
 from weir.errors import WeirError
-from weir.models import CACHE, choose_products, compile_steps
+from weir.models import CACHE
+from weir.native import choose_products, compile_steps
 from weir.stream import PIECE
 from weir_bench.figure import Setting
 from weir_bench.model import model_of, twin_of

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 import weir
-from weir.kernels import paths
+from weir import kernels, native
 from weir_bench.figure import FIGURES, Row, Setting, Skipped, chosen
 from weir_bench.timing import settled
 
@@ -91,11 +91,11 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "weir": weir.__version__,
-        "kernels": paths(torch.device("cpu")),
+        "kernels": {**kernels.paths(torch.device("cpu")), **native.paths(torch.device("cpu"))},
     }
     if torch.cuda.is_available():
         device = torch.device("cuda")
-        facts |= {"gpu": torch.cuda.get_device_name(device), "gpu_kernels": paths(device)}
+        facts |= {"gpu": torch.cuda.get_device_name(device), "gpu_kernels": kernels.paths(device)}
     return facts
 
 

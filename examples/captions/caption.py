@@ -26,7 +26,7 @@ from weir.errors import WeirError
 from weir.evals.answers import costs, generate_answer
 from weir.evals.records import JsonRecord, import_optional
 from weir.evals.task import Better, Progress, Subject, Task, task
-from weir.models import from_where, load_processor
+from weir.loading import from_where, load_processor
 
 BETA = 1.2
 """Weight of recall over precision in COCO's ROUGE-L."""

@@ -10,7 +10,8 @@ from weir.errors import PolicyError, WeirError
 
 if TYPE_CHECKING:
     from weir.cache import StreamingCache, generate
-    from weir.models import choose_products, compile_steps, load
+    from weir.loading import load
+    from weir.native import choose_products, compile_steps
     from weir.policies import policy
     from weir.stream import Stream
 
@@ -31,14 +32,24 @@ __all__ = [
 _HANDED_OUT_BY = {
     "Stream": "stream",
     "StreamingCache": "cache",
-    "choose_products": "models",
-    "compile_steps": "models",
+    "choose_products": "native",
+    "compile_steps": "native",
     "generate": "cache",
-    "load": "models",
+    "load": "loading",
     "policy": "policies",
 }
 """Which room hands out a name of this face."""
-_ROOMS = ("cache", "kernels", "models", "policies", "pools", "slab", "stream")
+_ROOMS = (
+    "cache",
+    "kernels",
+    "loading",
+    "models",
+    "native",
+    "policies",
+    "pools",
+    "slab",
+    "stream",
+)
 """The rooms that `import weir` makes known, as `weir.pools`."""
 
 if not TYPE_CHECKING:  # a type checker would take any name to be there

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import weir
 from weir.cache import find_model_policy, size_of
 from weir.errors import WeirError
-from weir.models import ASSETS, CACHE, fingerprint, loading
+from weir.models import ASSETS, CACHE, fingerprint, places
 from weir.policies import format_policy_file
 
 HUB = Path(__file__).parents[2] / "hub" / "custom_generate" / "generate.py"
@@ -148,7 +148,7 @@ def test_of_the_hub_it_is_taken_from_the_snapshot_here_and_nothing_is_fetched(
     (snapshots / "snapshots" / ("b" * 40)).mkdir(parents=True)
     (folder / "weir.toml").rename(snapshots / "snapshots" / ("a" * 40) / "weir.toml")
     look = functools.partial(huggingface_hub.try_to_load_from_cache, cache_dir=tmp_path / "hub")
-    monkeypatch.setattr(loading, "try_to_load_from_cache", look)
+    monkeypatch.setattr(places, "try_to_load_from_cache", look)
     model = read(folder)
     model.name_or_path = "some/body"
     for commit, policy in (("a" * 40, WRITTEN), ("b" * 40, EVERYBODYS), (None, WRITTEN)):

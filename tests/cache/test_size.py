@@ -10,7 +10,7 @@ from reference.models import FAMILIES, WIDE_WINDOW, make, shared, tokens
 
 from weir import StreamingCache, WeirError
 from weir.cache import Size, read_bytes, size_of
-from weir.models import skeleton
+from weir.loading import skeleton
 
 pytestmark = pytest.mark.thinned(3, least=2)
 

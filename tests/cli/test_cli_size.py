@@ -152,7 +152,7 @@ def test_weights_that_cannot_be_read_are_not_said_to_be_elsewhere(capsys, model,
 
 
 def test_a_file_that_is_cut_off_is_not_said_to_be_elsewhere(capsys, tmp_path):
-    from models.test_gguf_loading import write_large  # skips the test without the package gguf
+    from loading.test_gguf_loading import write_large  # skips the test without the package gguf
 
     file = write_large(tmp_path / "some.gguf", 64, 1)
     assert run(capsys, "size", file).code == 0
@@ -163,7 +163,7 @@ def test_a_file_that_is_cut_off_is_not_said_to_be_elsewhere(capsys, tmp_path):
 
 
 def test_weights_larger_than_the_memory_are_said_to_be(capsys, model, monkeypatch):
-    monkeypatch.setattr("weir.models.loading.free_memory", lambda device: 1000)
+    monkeypatch.setattr("weir.loading.loader.free_memory", lambda device: 1000)
     ended = run(capsys, "size", model)
     assert ended.code == 0
     assert "weights decide, and they do not fit in this machine's memory" in ended.out

@@ -11,7 +11,7 @@ import pytest
 from terminal import run
 
 import weir
-from weir.models.loading import ASSETS
+from weir.loading.loader import ASSETS
 from weir.stream.text import BOOK_SEPARATOR, read_text
 from weir.train.exercises import NAMES
 

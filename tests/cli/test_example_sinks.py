@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 
 import weir
 from weir.errors import WeirError
-from weir.models.loading import ASSETS
+from weir.loading.loader import ASSETS
 from weir.stream import read_text
 from weir.train import PRESETS, Preset, TrainingRecipe
 

@@ -16,7 +16,7 @@ import pytest
 from servers import Server, serving
 
 import weir
-from weir.models.loading import ASSETS
+from weir.loading.loader import ASSETS
 from weir.serve import Engine, EngineClient, Limits, ResponseStore, SessionStore
 
 PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text("utf-8")

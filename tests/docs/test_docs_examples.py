@@ -20,7 +20,7 @@ from transformers.generation import stopping_criteria
 
 import weir
 from weir.cli import main
-from weir.models.loading import ASSETS
+from weir.loading.loader import ASSETS
 from weir.pools import POOLS, Pool
 from weir.pools.observed_attention import ObservedAttention
 
@@ -173,7 +173,7 @@ def test_the_new_pool_keeps_the_loudest_of_all_that_left_the_window(
 
 def test_what_a_fold_is_said_to_have_is_there() -> None:
     page = (ROOT / "docs" / "writing-a-pool.md").read_text("utf-8")
-    table = page.split("| of the fold's `read` |")[1].split("\n\n")[0]
+    table = page.split("| in `fold.read` |")[1].split("\n\n")[0]
     named = set(re.findall(r"`([a-z_]+)(?:\([a-z, ]+\))?`[,| ]", table)) - {"None", "window"}
     assert len(named) > 12
     assert not [name for name in named if not hasattr(ObservedAttention, name)]

@@ -12,7 +12,7 @@ from weir.errors import PolicyError, WeirError
 from weir.evals.advice import CANDIDATES
 from weir.evals.fitting import budget_in, check_fixed, fit_to_memory, smallest
 from weir.evals.notation import with_budget
-from weir.models import skeleton
+from weir.loading import skeleton
 
 pytestmark = pytest.mark.thinned(3, least=2)
 

@@ -57,18 +57,20 @@ def test_a_kernel_is_made_anew_when_what_it_shares_with_others_has_changed(writt
 
 def test_every_file_below_a_kernel_tells_and_no_other(tmp_path):
     def stamp(name: str, text: str) -> str:
-        (tmp_path / f"{name}.py").parent.mkdir(exist_ok=True)
-        (tmp_path / f"{name}.py").write_text(text)
+        path = tmp_path / "weir" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
         compilation.source_digest.cache_clear()
-        return compilation.source_digest(tmp_path / "cpu" / "one.py")
+        return compilation.source_digest(tmp_path / "weir" / "native" / "one.py")
 
-    stamp("three", "x = 1\n")
-    stamp("cpu/two", "from weir.kernels.three import x\n")
-    first = stamp("cpu/one", "import math\nfrom weir.kernels.cpu.two import (\n    x,\n)\n")
-    assert stamp("cpu/other", "y = 1\n") == first
-    second = stamp("three", "x = 2\n")
+    stamp("kernels/three", "x = 1\n")
+    stamp("kernels/cpu/two", "from weir.kernels.three import x\n")
+    first = stamp("native/one", "import math\nfrom weir.kernels.cpu.two import (\n    x,\n)\n")
+    assert stamp("kernels/cpu/other", "y = 1\n") == first
+    second = stamp("kernels/three", "x = 2\n")
     assert second != first
-    assert stamp("cpu/two", "from weir.kernels.three import x as y\n") not in (first, second)
+    last = stamp("kernels/cpu/two", "from weir.kernels.three import x as y\n")
+    assert last not in (first, second)
 
 
 def test_a_full_disk_keeps_nothing_and_the_kernel_runs(written, monkeypatch):

@@ -23,9 +23,9 @@ CPU, GPU, OTHER = (torch.device(kind) for kind in ("cpu", "cuda", "mps"))
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing is asked for, and nothing is remembered from other tests."""
     monkeypatch.delenv(kernels.VARIABLE, raising=False)
-    dispatch._kernel.cache_clear()
+    kernels.forget_kernels()
     yield
-    dispatch._kernel.cache_clear()
+    kernels.forget_kernels()
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_a_faster_path_that_is_missing_is_said_once(
         weir.Stream(llama, "window(8)")
         assert not said
         installed.clear()
-        dispatch._kernel.cache_clear()
+        kernels.forget_kernels()
         kernels.note_missing_kernels.cache_clear()
         for _ in range(2):
             weir.Stream(llama, "window(8)").feed(ids(1, 3))
@@ -91,7 +91,7 @@ def test_the_environment_may_ask_for_a_library(
     on_cpu = kernels.paths(CPU)
     assert (on_cpu["walk"], on_cpu["decode"]) == ("triton", "triton")
     installed.remove("triton")
-    dispatch._kernel.cache_clear()
+    kernels.forget_kernels()
     with pytest.raises(WeirError, match=r"WEIR_KERNELS.*triton.*not installed.*'\.\[gpu\]'"):
         kernels.paths(CPU)
 
@@ -157,10 +157,3 @@ def test_defaults_of_device_and_dtype_are_no_matter(llama, ids, policy):
         torch.set_default_device(None)
         torch.set_default_dtype(torch.float32)
     assert torch.equal(found, wanted)
-
-
-def test_blocks_have_no_kernel_on_a_processor_without_their_instruction(monkeypatch) -> None:
-    blocks = pytest.importorskip("weir.kernels.cpu.linear_blocks")
-    monkeypatch.setattr(blocks, "SUPPORTED", False)
-    assert kernels.linear_blocks(torch.zeros(1, 32)) is None
-    assert kernels.paths(CPU)["linear_blocks"] == "reference"

@@ -17,7 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import weir
 from weir.errors import WeirError
-from weir.models import ModelSink, describe, set_sink, sink_of, skeleton, zero_sink_attention
+from weir.loading import skeleton
+from weir.models import ModelSink, describe, set_sink, sink_of, zero_sink_attention
 from weir.models.attention_sinks import ATTENTION, begin_with_sink
 
 SHAPES = {"heads": (4, 4), "shared heads": (4, 2), "one for all": (6, 1)}

@@ -16,7 +16,8 @@ from transformers import DynamicCache
 
 import weir
 from weir.evals.capture import capture_each
-from weir.models import CACHE, cache_of, compile_steps, with_one_name
+from weir.models import CACHE, cache_of, with_one_name
+from weir.native import compile_steps
 
 ROOT = Path(__file__).parents[2]
 POLICY = "sink(2) | recent(8)"

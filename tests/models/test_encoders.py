@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModel, BertConfig, BertForMaskedLM, BertModel, BertTokenizer
 
 from weir.errors import WeirError
-from weir.models import is_encoder, load_encoder
+from weir.loading import is_encoder, load_encoder
 
 
 def bert(folder: Path, **changes: object) -> BertForMaskedLM:

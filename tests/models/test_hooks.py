@@ -312,7 +312,7 @@ def test_weights_are_moved_when_no_call_reads_them(monkeypatch) -> None:
         caller.start()
         assert not called.wait(0.2)
 
-    monkeypatch.setattr("weir.models.hooks.choose_products", move)
+    monkeypatch.setattr("weir.native.switching.choose_products", move)
     model.get_input_embeddings().register_forward_pre_hook(lambda *_: called.set())
     try:
         weir.compile_steps(model)

@@ -12,7 +12,7 @@ from roundings import close_runs
 from torch import nn
 
 from weir import StreamingCache, WeirError, compile_steps
-from weir.models import native_step
+from weir.native import engine as native_step
 
 
 def _of_other_frequencies(model: Any) -> None:

@@ -17,7 +17,7 @@ import weir
 from weir.cache.layer.layer import Layer
 from weir.cache.layer.layer_state import LayerSpec
 from weir.errors import PolicyError
-from weir.models.loading import ASSETS
+from weir.loading.loader import ASSETS
 from weir.policies.grammar import policy
 from weir.policies.pipe import Pipe
 from weir.policies.registry import NAMED

@@ -19,8 +19,8 @@ import weir
 from weir.cache.layer.layer import Layer
 from weir.cache.layer.layer_state import LayerSpec
 from weir.evals.capture import LayerInputs, capture
+from weir.loading.loader import ASSETS
 from weir.models.gguf import find_gguf
-from weir.models.loading import ASSETS
 from weir.policies.grammar import policy
 from weir.policies.pipe import Pipe
 from weir.pools import Fold, Recent, Sink, Tail

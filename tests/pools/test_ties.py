@@ -90,7 +90,7 @@ def test_native_steps_keep_the_same_of_a_stream_that_repeats_itself(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("numba", reason="not installed: pip install 'weir-kv[fast]'")
-    monkeypatch.setattr(weir.models.native_step.NativeStep, "wait", True)
+    monkeypatch.setattr(weir.native.engine.NativeStep, "wait", True)
     model = make("llama", head_dim=64, intermediate_size=112)
     held = []
     for native in (False, True):

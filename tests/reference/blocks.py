@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weir.models.block_weights import Blocks
+from weir.native.block_weights import Blocks
 
 _SCALES = {
     "Q4_1": (0, 2),

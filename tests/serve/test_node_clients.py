@@ -25,7 +25,7 @@ from relay import Exchange, Relay, relaying
 from servers import Server, serving
 
 import weir
-from weir.models.loading import ASSETS
+from weir.loading.loader import ASSETS
 from weir.serve import Engine, EngineClient, Limits, ResponseStore, SessionStore
 
 HERE = Path(__file__).parent / "clients"

@@ -184,7 +184,17 @@ TOKENIZER = make_tokenizer()
 GRAMMARS = GrammarCompiler(TOKENIZER, ENDS, len(TOKENIZER))
 
 
-def shape_of(form, choice, tools=TOOLS, *, parallel=True, newlines=True, schema=None, special=None):
+def shape_of(
+    form,
+    choice,
+    tools=TOOLS,
+    *,
+    parallel=True,
+    newlines=True,
+    schema=None,
+    special=None,
+    own=(),
+):
     grammar = tool_grammar(
         form,
         tools,
@@ -193,6 +203,7 @@ def shape_of(form, choice, tools=TOOLS, *, parallel=True, newlines=True, schema=
         newlines=newlines,
         special=special or {},
         schema=schema,
+        own=own,
     )
     return GRAMMARS.compile(grammar, stop_when_complete=choice == "required")
 

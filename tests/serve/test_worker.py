@@ -19,7 +19,7 @@ from weir.serve.api.errors import APIError
 from weir.serve.engine.scheduler import Busy
 from weir.serve.messages import StrayResult
 from weir.serve.prompts import PromptRenderer
-from weir.serve.worker import Worker, WorkerProcess
+from weir.serve.worker import RATE, CallQueue, WaitingCall, Worker, WorkerProcess
 from weir.stream import PromptTooLong
 from weir_bench.serving.attackers import CHAT, IMPORT, RESPONSE, make_bodies
 
@@ -200,3 +200,84 @@ def test_files_that_are_no_sessions_get_the_same_error(servers):
         answers = [ask(server, IMPORT, file, "application/octet-stream") for server in servers]
         assert answers[0] == answers[1]
         assert answers[0][0] == 400
+
+
+# --- whose turn it is
+
+
+class Calls:
+    """Calls that wait for a process, which do nothing but note who has one."""
+
+    def __init__(self, processes: int) -> None:
+        self.queue = CallQueue([object()] * processes)
+        self.order: list[str] = []
+        self.most = 0
+        self._working = 0
+        self._lock = threading.Lock()
+        self._go_on = threading.Event()
+
+    def run(self, calls: list[tuple[str, int]]) -> None:
+        """Let calls begin to wait in this order, and end."""
+        threads = [threading.Thread(target=self._call, args=one) for one in calls]
+        for number, thread in enumerate(threads, 1):
+            thread.start()
+            until = time.monotonic() + 10
+            while len(self.queue._waiting) + len(self.order) < number:
+                assert time.monotonic() < until
+                time.sleep(0.001)
+        self._go_on.set()
+        for thread in threads:
+            thread.join(10)
+            assert not thread.is_alive()
+
+    def _call(self, holder: str, size: int) -> None:
+        with self.queue.take(holder, size):
+            with self._lock:
+                self.order.append(f"{holder}{size}")
+                self._working += 1
+                self.most = max(self.most, self._working)
+            self._go_on.wait(10)
+            with self._lock:
+                self._working -= 1
+
+
+def test_clients_take_turns_and_a_small_call_goes_first():
+    calls = Calls(1)
+    calls.run([("z", 0), ("a", 9_000_000), ("a", 10), ("a", 20), ("b", 5_000_000), ("b", 4)])
+    assert calls.order == ["z0", "a10", "b4", "a20", "b5000000", "a9000000"]
+
+
+def test_a_large_call_does_not_wait_for_ever_behind_small_ones():
+    queue = CallQueue([object()])
+    early, late = WaitingCall("a", 0.0 + 2_000_000 / RATE), WaitingCall("a", 3.0 + 10 / RATE)
+    queue._waiting = [late, early]
+    assert queue._next() is early
+
+
+def test_a_client_has_one_process_and_leaves_the_other_to_everybody_else():
+    calls = Calls(2)
+    calls.run([("a", 1), ("a", 2), ("a", 3), ("b", 4)])
+    assert calls.order[:2] == ["a1", "b4"]  # while two of the first client's calls wait
+    assert sorted(calls.order[2:]) == ["a2", "a3"]
+    alone = Calls(2)
+    alone.run([("a", number) for number in range(4)])
+    assert alone.most == 1
+
+
+def test_nobody_waits_for_processes_that_have_ended():
+    queue = CallQueue([])
+    failed: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            with queue.take("a", 1):
+                pass
+        except Busy as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    queue.close()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert "ending" in str(failed[0])

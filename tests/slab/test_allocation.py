@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from weir.models.memory import MODE
+from weir.native.huge_pages import MODE
 from weir.slab import Heads, Slab, SlabSpec
 from weir.slab.slab import LARGE_PAGE, allocate
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from weir.models import load
+from weir.loading import load
 from weir.stream.detokenizer import LONGEST, Detokenizer, cut_at_stop
 
 WORDS = ["the", "▁the", "▁", "▁▁", "quick", "▁dog", "s", "é", "▁é", "日本", "."]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from weir.models.loading import ASSETS
+from weir.loading.loader import ASSETS
 from weir.stream.text import read_text
 from weir.train import corpus
 from weir.train.exercises import NAMES, Words

@@ -17,7 +17,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import weir
 from weir import WeirError
-from weir.models import load_processor
+from weir.loading import load_processor
 
 drawings = import_example("captions/drawings.py")
 TINY = drawings.ImageRecipe(steps=6, rows=8, held_out=3, width=16, layers=1)

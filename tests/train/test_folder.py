@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import weir
 from weir.errors import WeirError
+from weir.loading.loader import load
 from weir.models import describe, sink_of, window_of
-from weir.models.loading import load
 from weir.train import PRESETS, folder, loop, practiced
 from weir.train.log import read_log
 from weir.train.loop import Lesson

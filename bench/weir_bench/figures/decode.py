@@ -14,7 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from weir.errors import WeirError, describe_missing
-from weir.models import BITS, quantize_weights, stored_bytes
+from weir.models import stored_bytes
+from weir.native import BITS, quantize_weights
 from weir.slab import FORMATS
 from weir.stream import Stream
 from weir_bench.caches import (

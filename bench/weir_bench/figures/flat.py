@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weir.models import load
+from weir.loading import load
 from weir.stream import PIECE, Stream
 from weir_bench.figure import Row, Setting, compare, figure
 from weir_bench.timing import in_turns, seconds, undisturbed

@@ -13,7 +13,8 @@ import torch
 from transformers import PreTrainedModel
 
 from weir.errors import WeirError
-from weir.models import choose_products, compile_steps, load
+from weir.loading import load
+from weir.native import choose_products, compile_steps
 from weir.serve import Engine, SampledToken, Sampler, SamplingParams, Sequence, SessionStore
 from weir.stream import Sampling
 from weir_bench.caches import Dynamic, Weir

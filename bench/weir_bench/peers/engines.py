@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from weir.errors import WeirError, suggest
-from weir.models import BITS
+from weir.native import BITS
 from weir_bench.peers.process import HOME, PeerProcess
 
 POLICY = "weir(budget={window})"
@@ -83,10 +83,12 @@ def _torch(name: str, bits: int, **given: Any) -> EngineSetup:
     return EngineSetup(name, "", "torch_side.py", bits, "Q4_1", given, main, ours)
 
 
-def _llamacpp(kind: str, bits: int, *, flash: bool) -> EngineSetup:
-    name = f"llama.cpp {kind}" + ("" if flash else ", no flash attention")
-    main = flash and kind != "F32"
-    return EngineSetup(name, "llamacpp", "llamacpp_side.py", bits, kind, {"flash": flash}, main)
+def _llamacpp(kind: str, bits: int, *, flash: bool = True, model: str = "smollm2") -> EngineSetup:
+    name = f"llama.cpp {kind}" + ("" if model == "smollm2" else f" {model}")
+    name += "" if flash else ", no flash attention"
+    main, given = flash and kind != "F32", {"flash": flash}
+    home, script = "llamacpp", "llamacpp_side.py"
+    return EngineSetup(name, home, script, bits, kind, given, main, False, model)
 
 
 def _openvino(kind: str, bits: int, *, evict: bool) -> EngineSetup:
@@ -126,10 +128,13 @@ ENGINES = (
     _native("Q8_0", 8),
     _native("Q4_1", 4),
     _large("Q8_0", 8),
+    _llamacpp("Q8_0", 8, model="tinyllama"),
     _native("Q8_0", 8, "tinyllama"),
     _large("Q4_0", 4),
+    _llamacpp("Q4_0", 4, model="tinyllama"),
     _native("Q4_0", 4, "tinyllama"),
     _large("Q4_K_M", 5),
+    _llamacpp("Q4_K_M", 5, model="tinyllama"),
     _native("Q4_K_M", 5, "tinyllama"),
 )
 

@@ -5,9 +5,11 @@ Knows nothing about honest clients, nor about what is measured.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import http.client
+import itertools
 import json
 import random
 import socket
@@ -44,6 +46,8 @@ from weir_bench.serving.attackers import main
 main(*sys.argv[1:])
 """
 """The script of the process, which finds this package in a clone."""
+START_REFUSED = START.replace("main", "send_refused")
+"""The script of a process that only sends bodies that are refused."""
 
 
 def make_bodies(model: str, size: int) -> dict[str, tuple[str, bytes]]:
@@ -107,6 +111,7 @@ class Attacker:
         bodies: of `make_bodies`, by their size.
         file: of a session of the server's (`export_session`).
         notes: what happened, and the seconds that an answer took; 0 where there was none.
+        address: that it comes from.
     """
 
     def __init__(
@@ -117,8 +122,10 @@ class Attacker:
         bodies: dict[int, dict[str, tuple[str, bytes]]],
         file: bytes,
         notes: list[tuple[str, float]],
+        address: str = ADDRESS,
     ) -> None:
         self._port = port
+        self._address = address
         self._model = model
         self._chance = random.Random(number)
         self._bodies = bodies
@@ -147,9 +154,11 @@ class Attacker:
         self._notes.append((what, 0.0 if began is None else time.monotonic() - began))
 
     def _connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self._port), 120, source_address=(ADDRESS, 0))
+        return socket.create_connection(
+            ("127.0.0.1", self._port), 120, source_address=(self._address, 0)
+        )
 
-    def _ask(self, what: str, method: str, path: str, *heads: str, body: bytes = b"") -> None:
+    def ask(self, what: str, method: str, path: str, *heads: str, body: bytes = b"") -> None:
         """Send a request as it stands, and note the status of its answer."""
         began = time.monotonic()
         head = "\r\n".join([f"{method} {path} HTTP/1.1", "Host: localhost", *heads, "", ""])
@@ -165,12 +174,13 @@ class Attacker:
                 pass  # refused before all of it was sent
         self._note(f"{what} {status}", None if status == "closed" else began)
 
-    def _post(self, what: str, path: str, body: bytes, *heads: str) -> None:
-        self._ask(what, "POST", path, f"Content-Length: {len(body)}", *heads, body=body)
+    def post(self, what: str, path: str, body: bytes, *heads: str) -> None:
+        """Send a body whole, and note the answer."""
+        self.ask(what, "POST", path, f"Content-Length: {len(body)}", *heads, body=body)
 
     def _send_body(self) -> None:
         kind, (path, body) = self._some_body()
-        self._post(kind, path, body, _JSON)
+        self.post(kind, path, body, _JSON)
 
     def _some_body(self) -> tuple[str, tuple[str, bytes]]:
         size = self._chance.choice(list(self._bodies))
@@ -207,7 +217,7 @@ class Attacker:
         """Send a session's file that is not what was exported."""
         kind, file = spoil_session(self._file, self._chance)
         heads = ["Content-Type: application/octet-stream"]
-        self._post(f"a session {kind}", IMPORT, file, *heads)
+        self.post(f"a session {kind}", IMPORT, file, *heads)
 
     def _send_tricks(self) -> None:
         """Send a request whose head is not as it should be."""
@@ -234,15 +244,15 @@ class Attacker:
         }
         what = self._chance.choice([*plain, "CL and TE", "chunks", "a bomb", "no HTTP"])
         if what in plain:
-            self._ask(what, "POST", CHAT, *plain[what], body=chat)
+            self.ask(what, "POST", CHAT, *plain[what], body=chat)
         elif what == "a bomb":
-            self._post(what, CHAT, bomb, _JSON, "Content-Encoding: gzip")
+            self.post(what, CHAT, bomb, _JSON, "Content-Encoding: gzip")
         elif what == "no HTTP":
-            self._ask(what, "\x16\x03\x01", "\x00")
+            self.ask(what, "\x16\x03\x01", "\x00")
         else:
             both = [size] if what == "CL and TE" else []
             heads = [_JSON, "Transfer-Encoding: chunked", *both]
-            self._ask(what, "POST", CHAT, *heads, body=chunked)
+            self.ask(what, "POST", CHAT, *heads, body=chunked)
 
     def _go_astray(self) -> None:
         """Ask for what is not there."""
@@ -263,12 +273,12 @@ class Attacker:
             "Sec-WebSocket-Version: 13",
             "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
         )
-        self._ask(what, method, path, *(socket_heads if what == "a socket" else ()))
+        self.ask(what, method, path, *(socket_heads if what == "a socket" else ()))
 
     def _send_too_much(self) -> None:
         """Send more than a body may have."""
         size = self._chance.choice(TOO_LARGE)
-        self._post("too large", CHAT, b" " * size, _JSON)
+        self.post("too large", CHAT, b" " * size, _JSON)
 
     def dawdle(self, until: float, head: str) -> None:
         """Send the beginning of a request, and then a byte at a time."""
@@ -334,14 +344,66 @@ def spoil_session(file: bytes, chance: random.Random) -> tuple[str, bytes]:
     return kind, len(head).to_bytes(8, "little") + head + bytes(data)
 
 
+def refused_bodies(model: str) -> list[Callable[[Attacker], None]]:
+    """What each of six attackers sends again and again: bodies that are refused, at any cost.
+
+    A server must be started with a `--max-prompt` that long words and many messages exceed.
+    """
+    huge, large = SIZES[-1], SIZES[-2]
+    bodies = {size: make_bodies(model, size) for size in (huge, large)}
+
+    def send(*kinds: tuple[int, str]) -> Callable[[Attacker], None]:
+        turns = itertools.cycle(kinds)
+
+        def attack(attacker: Attacker) -> None:
+            size, kind = next(turns)
+            path, body = bodies[size][kind]
+            attacker.post(kind, path, body, _JSON)
+
+        return attack
+
+    chunks = b"1\r\n \r\n" * 43_000
+    return [
+        send((huge, "objects"), (huge, "fields"), (huge, "token ids")),
+        send((huge, "depth"), (huge, "arguments"), (huge, "tools")),
+        lambda attacker: attacker.ask(
+            "chunks", "POST", CHAT, _JSON, "Transfer-Encoding: chunked", body=chunks
+        ),
+        send((large, "a long word"), (large, "escapes"), (large, "control tokens")),
+        send((large, "a history"), (large, "an unknown history"), (huge, "turns")),
+        lambda attacker: attacker.dawdle(time.monotonic() + 2.0, _slow_heads()[0]),
+    ]
+
+
+def _slow_heads() -> list[str]:
+    """Beginnings of requests: one lacks a body, the other the rest of its head."""
+    start = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n"
+    return [f"{start}{_JSON}\r\nContent-Length: 1000\r\n\r\n", f"{start}X-Slow:"]
+
+
+def send_refused(port: str, model: str, seconds: str) -> None:
+    """Send bodies that are refused, from six clients; print as JSON what became of them."""
+    until = time.monotonic() + float(seconds)
+    notes: list[tuple[str, float]] = []
+
+    def run(number: int, way: Callable[[Attacker], None]) -> None:
+        attacker = Attacker(int(port), model, number, {}, b"", notes)
+        while time.monotonic() < until:
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                way(attacker)
+
+    ways = enumerate(refused_bodies(model))
+    _run_all([threading.Thread(target=run, args=way, daemon=True) for way in ways])
+    sys.stdout.write(json.dumps(_told(notes)))
+
+
 def main(port: str, model: str, seconds: str) -> None:
     """Attack a server from many threads; print as JSON what became of it."""
     until = time.monotonic() + float(seconds)
     bodies = {size: make_bodies(model, size) for size in SIZES}
     notes: list[tuple[str, float]] = []
     file = export_session(int(port), model)
-    start = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n"
-    slow = [f"{start}{_JSON}\r\nContent-Length: 1000\r\n\r\n", f"{start}X-Slow:"]
+    slow = _slow_heads()
     threads = []
     for number in range(ATTACKERS + 2 * SLOW):
         attacker = Attacker(int(port), model, number, bodies, file, notes)
@@ -351,19 +413,27 @@ def main(port: str, model: str, seconds: str) -> None:
             else (attacker.dawdle, (until, slow[number % 2]))
         )
         threads.append(threading.Thread(target=call, args=given, daemon=True))
+    _run_all(threads)
+    sys.stdout.write(json.dumps(_told(notes)))
+
+
+def _run_all(threads: list[threading.Thread]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def _told(notes: list[tuple[str, float]]) -> dict[str, Any]:
+    """What became of requests: how many there were, of which status, and how long they took."""
     worst: dict[str, float] = {}
     for what, took in sorted(notes):
         if took:
             worst[what] = max(took, worst.get(what, 0.0))
     refused = [took for what, took in notes if took and " 4" in what]
-    told = {
+    return {
         "sent": len(notes),
         "statuses": dict(Counter(what for what, _ in notes).most_common()),
         "worst": worst,
         "refused": sorted(refused)[len(refused) // 2] if refused else 0.0,
     }
-    sys.stdout.write(json.dumps(told))

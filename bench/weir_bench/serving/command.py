@@ -42,7 +42,7 @@ def bench_serve(
 ) -> None:
     """Talk to `weir serve` as many clients do, through HTTP, and print what they saw.
 
-    Parts: pace, far, disk, compaction, transformers; soak if asked for.
+    Parts: pace, far, disk, compaction, transformers; soak, attack and refused if asked for.
     """
     from weir_bench.serving.load import Manner
     from weir_bench.serving.part import QUICK, Plan

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 from transformers.utils.logging import disable_progress_bar
 
 from weir.errors import WeirError, quote
-from weir.models import load
+from weir.loading import load
 from weir_bench.figure import QUICK, Setting, Sizes
 from weir_bench.model import twin_of
 

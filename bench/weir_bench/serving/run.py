@@ -16,9 +16,9 @@ from weir_bench.run import machine as machine_of
 from weir_bench.serving.load import Heard
 from weir_bench.serving.models import make_folder
 from weir_bench.serving.part import PARTS, Plan, chosen
-from weir_bench.serving.parts import attack, compaction, disk, far, pace, peer, soak
+from weir_bench.serving.parts import attack, compaction, disk, far, pace, peer, refused, soak
 
-_MEASURE = (pace, far, disk, compaction, peer, soak, attack)  # they register
+_MEASURE = (pace, far, disk, compaction, peer, soak, attack, refused)  # they register
 
 
 @dataclass

@@ -35,7 +35,7 @@ from weir.cache.snapshot import (
     Contents,
     Holding,
     contents_of,
-    count_held,
+    held_places,
     layer_report,
     snapshot_row,
 )
@@ -458,7 +458,15 @@ class StreamingCache(Cache):
         It is `len(holding(row).tokens())` in a fraction of the time.
         """
         self._check_row(row)
-        return count_held(self.stack, row, self.rows.waiting[row])
+        return len(self.held_tokens(row))
+
+    def held_tokens(self, row: int = 0) -> Tensor:
+        """Return the tokens of a row that any layer and KV head still holds [tokens], int64.
+
+        They are counted from 0 on, and come in order.
+        """
+        self._check_row(row)
+        return held_places(self.stack, row, self.rows.waiting[row]) - self.origin
 
     @property
     def steps(self) -> dict[str, str | None]:
@@ -643,6 +651,46 @@ class StreamingCache(Cache):
                 vocabulary = self.attachment.facts.vocabulary
                 limits = {"chunk": self.chunk, "origin": self.origin}
                 check_state(plans, state, vocabulary=vocabulary, **limits)
+
+    def why_not_drop(self) -> str | None:
+        """Return why tokens cannot be dropped from this cache (`drop`); None if they can."""
+        for plan in self.plans:
+            if plan.spec.pipe.slots is None:
+                return f"{self.policy} keeps every token as the model computes it"
+            for pool in plan.spec.pipe.pools:
+                if not pool.drops and not pool.needs_second_reading:
+                    return f"the slots of the pool {pool.name} may stand for several tokens"
+        if self._twice:
+            return "a policy with reconstruct reads each chunk twice"
+        return None
+
+    def drop(self, row: int, ranges: Iterable[tuple[int, int]]) -> None:
+        """Drop tokens of a row: no attention reads them any more, and no pool keeps them.
+
+        No other token moves. Dropping a token that has left its slots does nothing.
+
+        Args:
+            row: the row.
+            ranges: places in the stream, from the first token to the one after the last.
+
+        Raises:
+            WeirError: there is no such row, a range is none of tokens that were fed, or a pool of
+                the policy has slots that stand for several tokens.
+        """
+        self._check_whole()
+        self._check_row(row)
+        if (why := self.why_not_drop()) is not None:
+            raise WeirError(f"no token can be dropped: {why}")
+        given = list(ranges)
+        last = self.origin + self.rows.seen[row]
+        for start, stop in given:
+            if not (fits(start, int) and fits(stop, int) and self.origin <= start <= stop <= last):
+                raise WeirError(
+                    f"the tokens of row {row} are at the places {self.origin} to {last}, and "
+                    f"{quote(start)} to {quote(stop)} cannot be dropped"
+                )
+        for layer in self.stack:
+            layer.state.drop(row, given, self.rows.waiting[row])
 
     def reset_row(self, row: int, *, seed: int | None = None) -> None:
         """Empty a row, for a new stream; the others stay as they are.

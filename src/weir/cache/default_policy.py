@@ -12,14 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from weir.errors import WeirError, quote
-from weir.models import (
-    ASSETS,
-    find_head_facts,
-    fingerprint,
-    has_block_weights,
-    sidecar_path,
-    sight_of,
-)
+from weir.models import ASSETS, find_head_facts, fingerprint, has_few_bits, sidecar_path, sight_of
 from weir.policies import (
     Layered,
     Policy,
@@ -53,7 +46,7 @@ def check_origin(policy: Policy, model: PreTrainedModel) -> None:
         return
     mine, theirs = fingerprint(model), origin.model
     compared = {"kind", "layers", "width", "vocabulary"}
-    numbers = not has_block_weights(model) and all(
+    numbers = not has_few_bits(model) and all(
         weight.device.type != "meta" and not is_traceable_wrapper_subclass(weight)
         for weight in model.parameters()
     )

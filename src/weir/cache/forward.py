@@ -298,7 +298,10 @@ class Forward:
         self._stored = whole and not segment.due and not self.stack.moves_on_axes
         if self._stored:
             return
-        per_layer = [None] * len(self.stack) if whole else step.largest
+        largest = step.largest
+        if isinstance(step, StepRows):
+            largest = largest.amax(2)
+        per_layer = [None] * len(self.stack) if whole else largest
         for layer, largest in zip(self.stack, per_layer, strict=True):
             layer.commit_step(segment, largest)
 
@@ -474,7 +477,8 @@ class StepRows:
         waiting: tokens in each row's tail before it [batch], int64.
         places: each row's place in the stream [batch], int64.
         busy: the rows that have a token.
-        largest: output; as in `Step`, and None until the step has run.
+        largest: output; the largest absolute key or value of each part of a layer, row and head
+            [parts, batch, heads], float32. None until the step has run.
     """
 
     largest: Any = None

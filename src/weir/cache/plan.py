@@ -274,7 +274,7 @@ def plan_forward(
     """
     marks = [Marks()] * batch if marks is None else marks
     if real is None and length == 1 and not prefill:  # a decode step
-        columns = torch.zeros(1, 1, dtype=torch.int64, device=device).expand(batch, 1)
+        columns = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         due = [row for row, held in enumerate(waiting) if held + 1 == chunk]
         kept = list(seen), list(waiting)
         segment = Segment(columns, [1] * batch, *kept, due, origin, device, marks)
@@ -322,7 +322,7 @@ def _positions(real: Tensor | None, length: int, begin: list[int], device: torch
         return torch.tensor(begin, device=device)[:, None] + real.cumsum(dim=1) - 1
     # Rows at the same place share their rotations, so one row of positions is enough.
     first = begin[:1] if len(set(begin)) == 1 else begin
-    starts = torch.tensor(first, device=device)[:, None]
+    starts = torch.tensor([[place] for place in first], device=device)
     return starts if length == 1 else starts + torch.arange(length, device=device)
 
 
@@ -709,8 +709,12 @@ def _check_ids(
 
     `real` says which are tokens [batch, length], bool; None if all are.
     """
-    low, high = ids.aminmax()
-    if int(low) >= 0 and int(high) < vocabulary:
+    if ids.shape[1] == 1:  # a step, where each call of PyTorch's counts
+        found = [token for (token,) in ids.tolist()]
+        low, high = min(found), max(found)
+    else:
+        low, high = map(int, ids.aminmax())
+    if low >= 0 and high < vocabulary:
         return {}, ids
     wrong = (ids < 0) | (ids >= vocabulary)
     refused: dict[int, WeirError] = {}

@@ -297,7 +297,7 @@ def _check_numbers(
     empty = tensors["position"][:, :, :used] == EMPTY
     for name in ("a", "b"):
         if name in tensors:
-            _check_weights(name, tensors[name], empty, used, chunk)
+            _check_weights(name, tensors[name], empty, used, chunk, facts["waiting"])
     _check_split(tensors)
     for name in ("keys", "values", "masters"):
         if name in tensors and not bool(tensors[name].isfinite().all()):
@@ -351,17 +351,23 @@ def _check_positions(position: Tensor, lies: Layout, ahead: int, chunk: int, ori
             raise ValidationError("position has places in slots that are not in use")
 
 
-def _check_weights(name: str, weights: Tensor, empty: Tensor, used: int, chunk: int) -> None:
+def _check_weights(
+    name: str, weights: Tensor, empty: Tensor, used: int, chunk: int, waiting: int
+) -> None:
     """Check log-weights: valid in slots in use, 0 in waiting slots, -inf in all others.
 
-    `empty` says which slots before the tail hold no token [1, kv_heads, used].
+    Of the `waiting` tokens in the tail, those that were dropped have -inf. `empty` says which slots
+    before the tail hold no token [1, kv_heads, used].
     """
     kept = weights[:, :, :used]
     if not bool((kept <= MOST_WEIGHT).all()):
         raise ValidationError(f"{name} has numbers that are no log-weights")
     if bool((kept[empty] != -math.inf).any()):
         raise ValidationError(f"{name} gives weight to slots without a token")
-    if bool((weights[:, :, used : used + chunk] != 0).any()):
+    tail = weights[:, :, used : used + chunk]
+    dropped = tail.isneginf()
+    dropped[:, :, waiting:] = False
+    if bool(((tail != 0) & ~dropped).any()):
         raise ValidationError(f"{name} is not 0 in slots that wait for a token")
     if bool((weights[:, :, used + chunk :] != -math.inf).any()):
         raise ValidationError(f"{name} gives weight to slots that are not in use")

@@ -88,7 +88,8 @@ def _contents_of(layer: Layer, waiting: list[int]) -> Contents:
     part = layer.state.slab.run(0, max(ends))
     steps = torch.arange(max(ends), device=part.position.device)
     used = steps < torch.tensor(ends, device=steps.device)[:, None]
-    position = part.position.masked_fill(~used[:, None], -1)
+    counts = _counts(part.position, part.a, part.b)
+    position = part.position.masked_fill(~(used[:, None] & counts), -1)
     pools = torch.full_like(position, -1)
     for row, end in enumerate(ends):
         pools[row, :, :end] = pools_of(lay_out(layer.spec.pipe, layer.state.lengths[row]), end)
@@ -280,17 +281,24 @@ def snapshot_row(
     return _join_layers(parts, seen, waiting, origin)
 
 
-def count_held(layers: Iterable[Layer], row: int, waiting: int) -> int:
-    """Count the tokens of a row that are held in any layer and KV head."""
+def held_places(layers: Iterable[Layer], row: int, waiting: int) -> Tensor:
+    """Return the places of the tokens of a row that are held in any layer and KV head, in order."""
     held: list[Tensor] = []
     for layer in layers:
         slab = layer.state.slab
         if slab is None:
-            return 0
+            return torch.empty(0, dtype=torch.int64)
         end = lay_out(layer.spec.pipe, layer.state.lengths[row]).used + waiting
-        place = slab.position[row][:, :end]
-        held.append(place[place >= 0].unique().cpu())
-    return len(torch.cat(held).unique())
+        place, a, b = (t[row][:, :end] for t in (slab.position, slab.a, slab.b))
+        held.append(place[_counts(place, a, b)].unique().cpu())
+    return torch.cat(held).unique()
+
+
+def _counts(position: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Which slots hold a token; one of the newest tokens that was dropped has a slot, but neither
+    weight (`StreamingCache.drop`).
+    """
+    return (position >= 0) & ~(a.isneginf() & b.isneginf())
 
 
 def holding_in(plans: Sequence[LayerPlan], state: RowState) -> Holding:
@@ -314,7 +322,7 @@ def _join_layers(layers: Sequence[Part], seen: int, waiting: int, origin: int) -
     for spec, lies, buffers in layers:
         end = lies.used + waiting
         place, a, b = (t[:, :end].cpu() for t in buffers)
-        used = place >= 0
+        used = _counts(place, a, b)
         number = torch.tensor([names.index(name) for name in pool_names(spec)])
         pool = number[pools_of(lies, end)].expand(place.shape)
         head = used.nonzero()[:, 0]

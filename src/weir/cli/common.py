@@ -189,7 +189,7 @@ def prepare_model(
     `wait` lets the first step wait for that kernel. A thread that compiles holds numba's lock, and
     a stream that needs another kernel would wait for it in its middle.
     """
-    from weir.models import choose_products, compile_steps
+    from weir.native import choose_products, compile_steps
 
     with waiting("timing matrix products"):
         if native or compiled:

@@ -94,7 +94,7 @@ def load_model(
     with waiting(f"loading {name}"):
         from transformers.utils.logging import disable_progress_bar
 
-        from weir.models import from_where, is_encoder, is_gguf, is_local, load, load_encoder
+        from weir.loading import from_where, is_encoder, is_gguf, is_local, load, load_encoder
 
         read: Callable[..., tuple[PreTrainedModel, PreTrainedTokenizerBase]] = load
         if encoders and is_encoder(name, **from_where(loading)):

@@ -79,7 +79,8 @@ def size(
         size_of,
     )
     from weir.errors import WeirError
-    from weir.models import sink_of, skeleton
+    from weir.loading import skeleton
+    from weir.models import sink_of
     from weir.policies import Pipe, parse_policy, resolve_chunk, with_pin, with_slots
 
     model_name = options.one_model(argument, model_name)
@@ -164,7 +165,7 @@ def _load_if_here(name: str, loading: Loading) -> tuple[PreTrainedModel | None, 
     Weights that cannot be read are an error.
     """
     from weir.errors import TooLargeError
-    from weir.models import has_weights
+    from weir.loading import has_weights
 
     if not has_weights(name):
         return None, "are not on this machine"

@@ -22,7 +22,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from weir.cache import DEFAULT, Positions, Prefill, StreamingCache
 from weir.errors import WeirError
 from weir.evals.answers import generate_answer
-from weir.models import CACHE, ModelSink, load, sink_of, transformers_model
+from weir.loading import load
+from weir.models import CACHE, ModelSink, sink_of, transformers_model
 from weir.policies import Policy, Recompute, parse_policy
 from weir.stream import MOST_LOGITS, PIECE, Stream, cut_at_stop, render_chat
 

@@ -1,6 +1,5 @@
 """Optional kernels that are faster than their readable references, and which one is taken."""
 
-from weir.kernels.block_formats import BLOCK, BLOCK_TYPES, PANEL, QUADS, SHARED, BlockFormat
 from weir.kernels.compiled_ops import (
     dot_products,
     materialize,
@@ -9,31 +8,25 @@ from weir.kernels.compiled_ops import (
 )
 from weir.kernels.dispatch import (
     ALIKE,
+    LEAST_LANES,
     VARIABLE,
-    BlockWeight,
+    KernelTable,
     QuantizedVectors,
     WindowChunk,
     attend_window,
-    block_function,
-    block_rows,
     causal,
     causal_and_received,
     decode,
     decode_exact,
     decode_int4,
     decode_quantized,
-    decode_step,
     dequantize,
     distances,
     draw_uniform,
     farthest_first,
+    forget_kernels,
     is_compiling,
-    linear,
-    linear_blocks,
-    linear_int8,
-    mlp_blocks,
     note_missing_kernels,
-    pack_blocks,
     paths,
     quantize,
     resample,

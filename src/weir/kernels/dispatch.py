@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -54,71 +55,85 @@ class WindowChunk(NamedTuple):
     own: int
 
 
-BlockWeight = tuple[torch.Tensor, torch.Tensor, int, str]
-"""A weight in blocks: codes, scales, how many outputs, and its type (`kernels.block_formats`)."""
 QuantizedVectors = tuple[torch.Tensor, torch.Tensor, int]
 """Quantized vectors: numbers as they are stored, their peaks, and how many steps make a peak."""
 VARIABLE = "WEIR_KERNELS"
 _BY_DEVICE = {"cpu": "numba", "cuda": "triton"}
 _LIBRARIES = ("numba", "triton")
-_KERNELS = {
-    ("numba", "walk"): ("weir.kernels.cpu.walk", "walk"),
-    ("numba", "walk_pairs"): ("weir.kernels.cpu.walk", "walk_pairs"),
-    ("numba", "farthest_first"): ("weir.kernels.cpu.farthest_first", "farthest_first"),
-    ("numba", "draw_uniform"): ("weir.kernels.cpu.counter_rng", "draw_uniform"),
-    ("numba", "decode_exact"): ("weir.kernels.cpu.decode", "decode_exact"),
-    ("numba", "decode_quantized"): ("weir.kernels.cpu.decode_quantized", "decode_quantized"),
-    ("numba", "decode_int4"): ("weir.kernels.cpu.decode", "decode_int4"),
-    ("numba", "distances"): ("weir.kernels.cpu.distances", "distances"),
-    ("numba", "resample"): ("weir.kernels.cpu.resample", "resample"),
-    ("numba", "causal"): ("weir.kernels.cpu.causal", "causal"),
-    ("numba", "attend_window"): ("weir.kernels.cpu.window", "attend_window"),
-    ("numba", "causal_and_received"): ("weir.kernels.cpu.causal", "causal_and_received"),
-    ("numba", "rotate_keys"): ("weir.kernels.cpu.rotation", "rotate_keys"),
-    ("numba", "dequantize_int8"): ("weir.kernels.cpu.slot_codec", "dequantize_int8"),
-    ("numba", "quantize_int8"): ("weir.kernels.cpu.slot_codec", "quantize_int8"),
-    ("numba", "dequantize_int4"): ("weir.kernels.cpu.slot_codec", "dequantize_int4"),
-    ("numba", "quantize_int4"): ("weir.kernels.cpu.slot_codec", "quantize_int4"),
-    ("numba", "linear"): ("weir.kernels.cpu.linear", "linear"),
-    ("numba", "linear_int8"): ("weir.kernels.cpu.linear", "linear_int8"),
-    ("numba", "decode_step"): ("weir.kernels.cpu.step", "StepTable"),
-    ("numba", "linear_blocks"): ("weir.kernels.cpu.linear_blocks", "linear_blocks"),
-    ("numba", "block_function"): ("weir.kernels.cpu.linear_blocks", "block_function"),
-    ("numba", "block_rows"): ("weir.kernels.cpu.block_rows", "block_rows"),
-    ("numba", "pack_blocks"): ("weir.kernels.cpu.pack_blocks", "pack_blocks"),
-    ("numba", "mlp_blocks"): ("weir.kernels.cpu.mlp_blocks", "mlp_blocks"),
-    ("triton", "walk"): ("weir.kernels.gpu.walk", "walk"),
-    ("triton", "decode"): ("weir.kernels.gpu.decode", "decode"),
-    ("triton", "decode_quantized"): ("weir.kernels.gpu.decode_quantized", "decode_quantized"),
-}
-"""The module and the function of each kernel of each library."""
 
 
-def _by_device(name: str) -> Callable[[torch.device], Callable[..., Any] | None]:
-    """Make a function that returns the kernel for a device; None for the reference or PyTorch."""
-    return lambda device: _kernel(_library(device), name)
+@dataclass(frozen=True)
+class KernelTable:
+    """Kernels of each library, of which one is chosen by the device and the environment.
+
+    Attributes:
+        places: by library and kernel, the module and the name of its function there.
+    """
+
+    places: Mapping[tuple[str, str], tuple[str, str]]
+
+    def by_device(self, name: str) -> Callable[[torch.device], Callable[..., Any] | None]:
+        """Make a function that returns the kernel for a device; None for the reference or
+        PyTorch.
+        """
+        return lambda device: self.find(name, device)
+
+    def find(self, name: str, device: torch.device) -> Callable[..., Any] | None:
+        """Return the kernel for a device; None for the reference or PyTorch."""
+        return self._of(_library(device), name)
+
+    def paths(self, device: torch.device) -> dict[str, str]:
+        """Return the library that runs each kernel on a device, or `reference`."""
+        library = _library(device)
+        names = dict.fromkeys(kernel for _, kernel in self.places)
+        return {name: library if self._of(library, name) else "reference" for name in names}
+
+    def _of(self, library: str, name: str) -> Callable[..., Any] | None:
+        place = self.places.get((library, name))
+        return None if place is None else _kernel(library, *place)
 
 
-walk = _by_device("walk")
+_TABLE = KernelTable(
+    {
+        ("numba", "walk"): ("weir.kernels.cpu.walk", "walk"),
+        ("numba", "walk_pairs"): ("weir.kernels.cpu.walk", "walk_pairs"),
+        ("numba", "farthest_first"): ("weir.kernels.cpu.farthest_first", "farthest_first"),
+        ("numba", "draw_uniform"): ("weir.kernels.cpu.counter_rng", "draw_uniform"),
+        ("numba", "decode_exact"): ("weir.kernels.cpu.decode", "decode_exact"),
+        ("numba", "decode_quantized"): ("weir.kernels.cpu.decode_quantized", "decode_quantized"),
+        ("numba", "decode_int4"): ("weir.kernels.cpu.decode", "decode_int4"),
+        ("numba", "distances"): ("weir.kernels.cpu.distances", "distances"),
+        ("numba", "resample"): ("weir.kernels.cpu.resample", "resample"),
+        ("numba", "causal"): ("weir.kernels.cpu.causal", "causal"),
+        ("numba", "attend_window"): ("weir.kernels.cpu.window", "attend_window"),
+        ("numba", "causal_and_received"): ("weir.kernels.cpu.causal", "causal_and_received"),
+        ("numba", "rotate_keys"): ("weir.kernels.cpu.rotation", "rotate_keys"),
+        ("numba", "dequantize_int8"): ("weir.kernels.cpu.slot_codec", "dequantize_int8"),
+        ("numba", "quantize_int8"): ("weir.kernels.cpu.slot_codec", "quantize_int8"),
+        ("numba", "dequantize_int4"): ("weir.kernels.cpu.slot_codec", "dequantize_int4"),
+        ("numba", "quantize_int4"): ("weir.kernels.cpu.slot_codec", "quantize_int4"),
+        ("triton", "walk"): ("weir.kernels.gpu.walk", "walk"),
+        ("triton", "decode"): ("weir.kernels.gpu.decode", "decode"),
+        ("triton", "decode_quantized"): ("weir.kernels.gpu.decode_quantized", "decode_quantized"),
+    }
+)
+"""The kernels of slots, folds and picks."""
+
+
+walk = _TABLE.by_device("walk")
 """For `weir.pools.balance.halving.walk`."""
-decode = _by_device("decode")
+decode = _TABLE.by_device("decode")
 """For `weir.slab.attention.two_weight_attention` with one query a head."""
-decode_quantized = _by_device("decode_quantized")
+decode_quantized = _TABLE.by_device("decode_quantized")
 """For one query a head over slots of which the first are quantized."""
-decode_step = _by_device("decode_step")
-"""The class of tables that run a whole decode step."""
-farthest_first = _by_device("farthest_first")
+farthest_first = _TABLE.by_device("farthest_first")
 """For `weir.pools.kcenter.farthest_first`."""
-draw_uniform = _by_device("draw_uniform")
+draw_uniform = _TABLE.by_device("draw_uniform")
 """For random numbers by name, as in `weir.pools.counter_rng`."""
-distances = _by_device("distances")
+distances = _TABLE.by_device("distances")
 """For Euclidean `torch.cdist`."""
-resample = _by_device("resample")
+resample = _TABLE.by_device("resample")
 """For `weir.pools.subgen.resample`."""
-linear = _by_device("linear")
-"""For `torch.nn.functional.linear` with few rows."""
-linear_int8 = _by_device("linear_int8")
-"""For products of few rows with a weight of 8 bits."""
 
 
 def walk_pairs(keys: torch.Tensor) -> Callable[..., Any] | None:
@@ -135,7 +150,7 @@ def decode_exact(device: torch.device, dtype: torch.dtype) -> Callable[..., Any]
     Args:
         device, dtype: of the slots.
     """
-    kernel = _kernel(_library(device), "decode_exact")
+    kernel = _TABLE.find("decode_exact", device)
     known = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
     return kernel if known else None
 
@@ -150,7 +165,7 @@ def decode_int4(queries: torch.Tensor, width: int) -> Callable[..., Any] | None:
     """
     if queries.device.type != "cpu" or min(queries.shape[-1], width) < LEAST_WIDE:
         return None
-    return _kernel(_library(queries.device), "decode_int4")
+    return _TABLE.find("decode_int4", queries.device)
 
 
 def causal(queries: torch.Tensor, values: torch.Tensor) -> Callable[..., Any] | None:
@@ -197,53 +212,6 @@ def quantize(name: str, x: torch.Tensor) -> Callable[..., Any] | None:
     return _for_floats(f"quantize_{name}", x)
 
 
-def linear_blocks(x: torch.Tensor) -> Callable[..., Any] | None:
-    """The kernel for products with weights in GGUF's blocks (see
-    `weir.kernels.cpu.linear_blocks`); None where the weight is written out for each.
-
-    Args:
-        x: what is multiplied.
-    """
-    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
-        return None
-    if x.requires_grad or is_compiling():
-        return None
-    return _kernel(_library(x.device), "linear_blocks")
-
-
-def mlp_blocks(x: torch.Tensor) -> Callable[..., Any] | None:
-    """The kernel for a whole MLP with such weights; None where each product is made by itself."""
-    if linear_blocks(x) is None:
-        return None
-    return _kernel(_library(x.device), "mlp_blocks")
-
-
-def block_function(kind: str, device: torch.device) -> int:
-    """Compile products with weights of a type of blocks.
-
-    Returns the address by which a `decode_step` table calls them; 0 if there are none here.
-    """
-    found = _kernel(_library(device), "block_function") if device.type == "cpu" else None
-    return 0 if found is None else int(found(kind))
-
-
-def block_rows(which: torch.Tensor, codes: torch.Tensor) -> Callable[..., Any] | None:
-    """The kernel that writes out rows of a weight in blocks (see `weir.kernels.cpu.block_rows`);
-    None for PyTorch.
-
-    Args:
-        which: the numbers of the rows.
-        codes: of the weight.
-    """
-    if which.device.type != "cpu" or which.dtype != torch.int64 or not codes.is_cpu:
-        return None
-    return None if is_compiling() else _kernel(_library(which.device), "block_rows")
-
-
-pack_blocks = _by_device("pack_blocks")
-"""For `weir.models.block_weights.Blocks.fill`, for the commonest types."""
-
-
 def is_compiling() -> bool:
     """Whether PyTorch compiles, traces, intercepts or transforms (`torch.vmap`) the operations.
 
@@ -257,11 +225,8 @@ def is_compiling() -> bool:
     )
 
 
-def paths(device: torch.device) -> dict[str, str]:
-    """The library that runs each kernel on a device, or `reference`."""
-    library = _library(device)
-    names = dict.fromkeys(kernel for _, kernel in _KERNELS)
-    return {name: library if _kernel(library, name) else "reference" for name in names}
+paths = _TABLE.paths
+"""The library that runs each kernel of slots on a device, or `reference`."""
 
 
 @lru_cache
@@ -272,7 +237,11 @@ def note_missing_kernels(kind: str) -> None:
         kind: a device's type.
     """
     library = _BY_DEVICE.get(kind)
-    if VARIABLE in os.environ or library is None or _kernel(library, "walk") is not None:
+    if (
+        VARIABLE in os.environ
+        or library is None
+        or _TABLE.find("walk", torch.device(kind)) is not None
+    ):
         return
     missing = describe_missing("weir runs slower than it could; for speed it", library)
     warnings.warn(missing, stacklevel=2)
@@ -295,7 +264,7 @@ def _for_floats(name: str, t: torch.Tensor, *dtypes: torch.dtype) -> Callable[..
         return None
     if is_compiling():
         return None
-    return _kernel(_library(t.device), name)
+    return _TABLE.find(name, t.device)
 
 
 def _library(device: torch.device) -> str:
@@ -311,12 +280,17 @@ def _library(device: torch.device) -> str:
 
 
 @lru_cache
-def _kernel(library: str, name: str) -> Callable[..., Any] | None:
-    if (library, name) not in _KERNELS or find_spec(library) is None:
+def _kernel(library: str, file: str, function: str) -> Callable[..., Any] | None:
+    """Return a function of a kernel's file; None where the library or the file cannot be used."""
+    if find_spec(library) is None:
         return None
-    file, function = _KERNELS[library, name]
     try:
         module = import_module(file)
     except ImportError:  # installed, but not for this Python, NumPy, PyTorch or processor
         return None
     return getattr(module, function) if getattr(module, "SUPPORTED", True) else None
+
+
+def forget_kernels() -> None:
+    """Look again for libraries and kernels, which are remembered from their first use on."""
+    _kernel.cache_clear()

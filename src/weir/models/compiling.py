@@ -32,6 +32,7 @@ from weir.errors import WeirError
 from weir.models.bound_layers import BoundLayer, LayerSnapshot, ProgramCall
 from weir.models.cache_name import CACHE
 from weir.models.interception import MethodPatch
+from weir.models.step_engine import MakeEngine
 
 WAITING = (
     "compiling the decode step of this model, which takes from seconds to a minute, and less where "
@@ -53,7 +54,8 @@ class Compiling:
     Therefore the compiler gets a function with a code object of its own for each size.
 
     Attributes:
-        native: whether steps may be native instead; not for a caller who chooses options.
+        native: makes the engine of native steps; None where there is none, or the caller chooses
+            options.
         programs: whether `torch.compile` is used, for what cannot be native.
         strict: raise where a step cannot be compiled, and write no notices.
         wait: compile in the step that needs it, and not in a thread meanwhile.
@@ -68,6 +70,7 @@ class Compiling:
         options: for `torch.compile`.
         strict: see the attribute; such steps wait.
         programs: see the attribute.
+        native: see the attribute.
 
     WeirError if `torch.compile` does not take these options.
     """
@@ -75,10 +78,14 @@ class Compiling:
     wait = False
 
     def __init__(
-        self, options: Mapping[str, Any], strict: bool = False, programs: bool = True
+        self,
+        options: Mapping[str, Any],
+        strict: bool = False,
+        programs: bool = True,
+        native: MakeEngine | None = None,
     ) -> None:
         self.strict = strict
-        self.native = not options
+        self.native = None if options else native
         self.programs = programs
         if strict:
             self.wait = True

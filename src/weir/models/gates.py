@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from weir.errors import WeirError
-from weir.models.cache_folder import cache_folder
 from weir.models.fingerprints import weights_of
+from weir.models.kept_files import cache_folder
 
 WEIGHT = "weight."
 

@@ -21,9 +21,9 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import sdpa_mask
 
 from weir.errors import WeirError
-from weir.models.cache_folder import cache_folder, read_json, write_json
 from weir.models.fingerprints import digest_rows, fingerprint
 from weir.models.interception import forward_lock_of
+from weir.models.kept_files import cache_folder, read_json, write_json
 from weir.models.model_spec import (
     OWN_FAMILIES,
     describe,

@@ -30,7 +30,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from weir import kernels
 from weir.errors import WeirError
 from weir.kernels import note_missing_kernels
 from weir.models.attention_sinks import SUNK_ATTENTION
@@ -41,7 +40,6 @@ from weir.models.generate_calls import GenerateHook
 from weir.models.images import OFFSETS, note_sizes, offsets, pictures_in
 from weir.models.interception import MethodPatch, forward_lock_of, plain_attention_of
 from weir.models.legacy_attention import install
-from weir.models.linear_kernels import choose_products
 from weir.models.model_spec import (
     OWN_FAMILIES,
     ModelSpec,
@@ -49,9 +47,7 @@ from weir.models.model_spec import (
     input_device,
     transformers_model,
 )
-from weir.models.native_step import UNFINISHED, NativeStep
-from weir.models.quantized_weights import quantizes_inputs
-from weir.models.step_engine import StepEngine
+from weir.models.step_engine import UNFINISHED, StepEngine
 from weir.slab import AttentionParams
 
 _COMPILED: weakref.WeakKeyDictionary[nn.Module, Compiling] = weakref.WeakKeyDictionary()
@@ -141,10 +137,8 @@ class Attachment:
             layers = layers_of(self.facts.decoder, attentions)
             self._compiled = Compiled(self._forward.own, layers, compiling)
         self._native = None
-        wanted = compiling is not None and compiling.native
-        if wanted and kernels.decode_step(torch.device("cpu")) is not None:
-            wait = compiling is not None and compiling.wait
-            self._native = NativeStep(self.facts, wait)
+        if compiling is not None and compiling.native is not None:
+            self._native = compiling.native(self.facts, compiling.wait)
         self._asked = compiling
 
     def describe_steps(self, stack: Any) -> dict[str, str | None]:
@@ -155,7 +149,7 @@ class Attachment:
         """
         if self._asked is None:
             reason: str | None = "weir.compile_steps(model) has not been called"
-        elif not self._asked.native:
+        elif self._asked.native is None:
             reason = "options for torch.compile were given"
         elif self._native is None:
             reason = "numba is not installed, or WEIR_KERNELS chooses other kernels"
@@ -341,85 +335,22 @@ def attach(model: PreTrainedModel, cache: Any) -> Attachment:
     return held
 
 
-def compile_steps(
-    model: PreTrainedModel,
-    *,
-    on: bool = True,
-    strict: bool = False,
-    torch_compile: bool = True,
-    **options: Any,
-) -> bool:
-    """Compile decode steps of a model with weir caches, present and future ones.
+def choose_steps(
+    decoder: nn.Module, compiling: Compiling | None, attentions: Sequence[nn.Module]
+) -> None:
+    """Choose how a decoder's steps run, with caches of now and of later; None for its own steps.
 
-    A decode step is one token for each row. The first step compiles, reports that on standard
-    error, takes as long as `torch.compile` takes for the model, and needs a C++ compiler. Without a
-    compiler, or without disk space for its output, steps run uncompiled after one sentence there.
-    Each batch size and cache size is compiled separately, and so are policies that keep different
-    data beside keys and values. Rows may be at different positions of their streams. On a CPU,
-    matrix products are those of `choose_products`, which is called here. Outputs differ by rounding
-    only.
-
-    Weights are not packed or frozen: after loading, training or moving them to another dtype, a
-    step is compiled anew. The same holds after modules of the model are replaced, but not after a
-    program replaces functions of libraries: call this function again then.
-
-    Args:
-        model: the causal language model.
-        on: False stops compiling; the chosen products stay.
-        strict: raise a WeirError where a step cannot be compiled, and write nothing to standard
-            error; for callers that report the waiting themselves.
-        torch_compile: False leaves `torch.compile` out: steps of decoders of Llama's form on a CPU
-            are one call of a kernel, with no compiler installed, and others stay as they are.
-        options: for `torch.compile`: `mode`, `backend`, `options`.
-
-    Returns:
-        Whether `torch.compile` is used; not for models whose steps it cannot make, as standard
-        error then says.
-
-    Raises:
-        WeirError: weir cannot serve the model, `torch.compile` has no such option, or is left out
-            and given options.
+    `attentions` are its modules of now.
     """
-    if not on:
-        _stop_compiling(model)
-        return False
-    facts = describe(model)
-    decoder = facts.decoder
-    if options and not torch_compile:
-        raise WeirError(f"torch_compile=False leaves out what {', '.join(options)} is for")
-    compiling = Compiling(options, strict, torch_compile)
-    inductor = options.get("backend", "inductor") == "inductor"
-    if inductor:
-        # Products are written as loops, which only inductor generates. Weights are moved, so no
-        # other thread may be in a call, which would go on reading their old memory.
-        with forward_lock_of(facts.config):
-            choose_products(model)
-    if torch_compile:
-        if facts.kind in OWN_FAMILIES:
-            compiling.give_up(f"the attention of {facts.kind} is code of its own")
-        elif inductor and input_device(model).type == "cpu" and quantizes_inputs(model):
-            compiling.give_up(
-                "its layers quantize what they multiply, of which PyTorch's compiler gives wrong "
-                "numbers for one row on a CPU"
-            )
     with _MAKING:
-        _COMPILED[decoder] = compiling
-        held = _ATTACHED.get(decoder)
-    if held is not None:
-        with forward_lock_of(facts.config):
-            held.compile(compiling, facts.attentions)
-    return torch_compile and compiling.failed is None
-
-
-def _stop_compiling(model: PreTrainedModel) -> None:
-    """Run a model's steps uncompiled, also if it was changed so that weir cannot serve it."""
-    decoder = transformers_model(model).get_decoder()
-    with _MAKING:
-        _COMPILED.pop(decoder, None)
+        if compiling is None:
+            _COMPILED.pop(decoder, None)
+        else:
+            _COMPILED[decoder] = compiling
         held = _ATTACHED.get(decoder)
     if held is not None:
         with forward_lock_of(held.facts.config):
-            held.compile(None, ())
+            held.compile(compiling, attentions)
 
 
 def detach(cache: Any) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from weir.models.quantized_weights import Int8Linear
+from weir.models.few_bits import FewBits
 from weir.slab import Heads
 
 _NAMES = ("o_proj", "out_proj", "dense")
@@ -89,8 +89,8 @@ def output_weight(attention: nn.Module) -> Tensor | None:
     if not isinstance(projection, nn.Linear):
         return None
     found: Any = projection.weight
-    if isinstance(projection, Int8Linear):
-        found = found.dequantize()
+    if isinstance(projection, FewBits):
+        found = projection.dequantized()
     elif is_traceable_wrapper_subclass(found) and not hasattr(found, "device_mesh"):
         return None  # torchao reports the dtype of the dequantized weight
     weight: Tensor = found.to_local() if hasattr(found, "device_mesh") else found

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from weir.models.model_spec import ModelSpec
+
+UNFINISHED = "the kernel is still being compiled; steps are native once it is"
+"""Reason why steps are not native yet."""
+
 
 class StepEngine(Protocol):
     """Runs steps of one token a row over a cache's slots, where it is proved to compute the same.
 
-    `models.native_step.NativeStep` is one.
+    `weir.native` has one for CPUs.
     """
 
     def is_prepared(self) -> bool:
@@ -42,3 +47,8 @@ class StepEngine(Protocol):
         Args:
             stack: the layers, `cache.forward.LayerStack`.
         """
+
+
+MakeEngine = Callable[[ModelSpec, bool], StepEngine | None]
+"""Makes the engine of a model, None where this machine has none; the flag says whether the first
+step waits for its kernel."""

@@ -234,6 +234,9 @@ class Pipe(Policy):
             states: what each pool remembers; its new state takes the place of the old one.
         """
         kept, like = [], new.tensors()
+        last_run = max(self.run, default=-1)
+        if last_run < 0:
+            new = _without_dropped(new)
         for place, pool in enumerate(self.pools):
             own = replace(
                 fold,
@@ -247,7 +250,15 @@ class Pipe(Policy):
             stays, new = _check_fold(pool, folded, held[place], arrived, like)
             _check_state(pool, before, own.state)
             kept.append(stays)
+            if place == last_run:
+                new = _without_dropped(new)
         return kept
+
+
+def _without_dropped(slots: Slots) -> Slots:
+    """Leave out tokens that were dropped while they were among the newest: they have no weight."""
+    counts = ~(slots.a.isneginf() & slots.b.isneginf())
+    return slots if bool(counts.all()) else slots.only(counts)
 
 
 def _format_pool(pool: Pool, alone: bool = False) -> str:

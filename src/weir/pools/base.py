@@ -194,6 +194,13 @@ class Pool(ABC):
         return True
 
     @property
+    def drops(self) -> bool:
+        """Whether one of its tokens can be dropped: each slot has the key and value of one token as
+        it came, and a fold works with any of its slots empty.
+        """
+        return False
+
+    @property
     def ends_pipe(self) -> bool:
         """Whether nothing flows on, because its slots hold or stand for everything that came."""
         return False
@@ -289,6 +296,7 @@ class PoolWrapper(Pool):
 
     pool: Pool
 
+    drops = _of_inner("drops")
     needs_mass = _of_inner("needs_mass")
     needs_second_reading = _of_inner("needs_second_reading")
     needs_queries = _of_inner("needs_queries")

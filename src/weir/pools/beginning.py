@@ -27,6 +27,7 @@ class Beginning(SizedPool):
         n: how many tokens are kept at most.
     """
 
+    drops = True
     in_order = True
     is_stochastic = False
     needs_marks = True

@@ -25,6 +25,7 @@ class Header(SizedPool):
         n: how many tokens are kept at most.
     """
 
+    drops = True
     is_stochastic = False
     needs_marks = True
     heads_agree = True  # a place in the stream decides

@@ -43,6 +43,7 @@ class Hive(SizedPool):
             tokens that a query sees (section 3.5); then the policy is not exact below its budget.
     """
 
+    drops = True
     is_stochastic = False
     needs_mass = True
 

@@ -57,6 +57,7 @@ class KCenter(SizedPool):
         half_life: distances of a token halve for every so many tokens read since; none for never.
     """
 
+    drops = True
     is_stochastic = False
 
     k: int

@@ -42,6 +42,7 @@ class Match(PoolWrapper):
     """
 
     ends_pipe = True
+    drops = False  # the weights stand for what was evicted
     needs_shares = True
 
     pool: Pool

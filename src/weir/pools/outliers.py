@@ -45,6 +45,7 @@ class Outliers(SizedPool):
             code. None to keep as many as there are slots.
     """
 
+    drops = True
     is_stochastic = False
 
     n: int

@@ -34,6 +34,7 @@ class Ranked(SizedPool):
             for scores that are exact, such as places in the stream.
     """
 
+    drops = True
     is_stochastic = False
     tie_margin: ClassVar[float] = ALIKE
 

@@ -24,6 +24,7 @@ class Recent(Pool):
         n: how many tokens are kept; `none` for no limit.
     """
 
+    drops = True
     is_stochastic = False
     keeps_run = True
     in_order = True

@@ -34,6 +34,11 @@ class Sample(Pool):
         """Whether it is weighted: then its slots stand for everything that came."""
         return self.weighted
 
+    @property
+    def drops(self) -> bool:
+        """Whether weights stay as they came: otherwise they stand for everything that came."""
+        return not self.weighted
+
     def state(self, like: Slots) -> dict[str, Tensor]:
         """Make `came`, the tokens that arrived so far [batch, kv_heads], int64; if the sample is
         weighted also `a` and `b`, the log-weights its tokens arrived with [batch, kv_heads, n].

@@ -25,6 +25,7 @@ class Sink(SizedPool):
     """
 
     is_stochastic = False
+    drops = True
     in_order = True
 
     n: int = 4

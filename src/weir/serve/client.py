@@ -13,40 +13,51 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
-from weir.errors import WeirError
+from weir.errors import WeirError, quote
 from weir.models import StopTokens, sink_of, transformers_model
 from weir.policies import pinned_slots
 from weir.serve.after_thoughts import AfterThoughts, ThoughtTokens
 from weir.serve.changes import ChangedPrefixes
-from weir.serve.engine.engine import Engine
+from weir.serve.engine.engine import Continuation, Engine
 from weir.serve.engine.output import (
+    AnswerEvent,
     EventSender,
     FailureEvent,
     FinishEvent,
     OutputEvent,
     OutputProcessor,
     OutputQueue,
-    TokenEvent,
+    ToolUse,
 )
 from weir.serve.engine.sampler import Sampler, SamplingParams, read_defaults
 from weir.serve.engine.scheduler import Busy
 from weir.serve.engine.sequence import Sequence, Stage
+from weir.serve.forgotten import describe_forgotten
 from weir.serve.limits import Limits
-from weir.serve.messages import Message, call_id, hash_prefixes
+from weir.serve.messages import Message, ResultPlace, call_id, hash_prefixes
 from weir.serve.prompts import Prompt, PromptMatcher, PromptRenderer
-from weir.serve.sessions.manager import SessionManager
+from weir.serve.sessions.manager import SessionManager, UnknownSession
 from weir.serve.sessions.records import StorageFull, TurnRecord, is_hidden, pack_ids
 from weir.serve.sessions.responses import ResponseStore
 from weir.serve.thoughts import OPEN, ThoughtParser
 from weir.serve.tools.formats import Tool
-from weir.serve.tools.parser import CallParser, join_parts
+from weir.serve.tools.own import (
+    DROP_TOOL_OUTPUT,
+    MAX_CALLS,
+    OwnTool,
+    OwnTools,
+    ToolContext,
+    clip_result,
+)
+from weir.serve.tools.parser import AnswerPart, CallParser, join_parts
 from weir.serve.worker import Worker
 from weir.stream import Detokenizer
 
@@ -54,6 +65,8 @@ if TYPE_CHECKING:
     from weir.serve.structured import GrammarConstraint
 
 LOG = logging.getLogger("weir.serve")
+TOOL_THREADS = 2
+"""Calls of the server's tools that are executed at once."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +77,8 @@ class GenerationRequest:
         match: finds the prompt; called in a thread, and again if the turn that the prompt continues
             is dropped before it starts.
         constraint: makes for each answer the format that it is held to; None for any text.
+        tools: the client's functions that the model may call.
+        own: the server's tools that the model may call; None if there are none.
     """
 
     match: Callable[[], Prompt]
@@ -74,10 +89,47 @@ class GenerationRequest:
     constraint: Callable[[], GrammarConstraint] | None = None
     tools: tuple[Tool, ...] = ()
     calls_only: bool = False
+    own: OwnTools | None = None
 
 
 class ServerClosing(WeirError):
     """The server ends before the answer does."""
+
+
+class NoOutput(WeirError):
+    """A session has no output of a call that could be dropped."""
+
+    def __init__(self, call: str) -> None:
+        super().__init__(
+            f"there is no output of the call {quote(call)} among the turns of this session that "
+            "are kept"
+        )
+
+
+class CannotDrop(WeirError):
+    """Outputs cannot be dropped with this policy, or by this server."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """An output of a tool that a stream has read, and where its tokens are."""
+
+    call: str
+    place: ResultPlace
+
+
+@dataclass(frozen=True)
+class DroppedOutput:
+    """An output of a tool that was dropped.
+
+    Attributes:
+        tokens: how many tokens it has; fewer may have been held.
+        again: whether it had been dropped before.
+    """
+
+    call: str
+    tokens: int
+    again: bool
 
 
 @dataclass(frozen=True)
@@ -127,11 +179,11 @@ class Generation:
         first = self._first[0]
         return first.error if isinstance(first, FailureEvent) else None
 
-    async def events(self) -> AsyncIterator[list[TokenEvent | FinishEvent]]:
+    async def events(self) -> AsyncIterator[list[AnswerEvent]]:
         """Events until all answers have ended; raises what one of them failed with."""
         events = self._first
         while True:
-            good: list[TokenEvent | FinishEvent] = []
+            good: list[AnswerEvent] = []
             for event in events:
                 if event.answer in self.finished:
                     continue  # a failure of the whole server came after its end
@@ -191,6 +243,7 @@ class EngineClient:
 
     Attributes:
         defaults: how answers are sampled where a request does not say.
+        own_tools: the tools that the server executes itself, by name.
         locked: conversations that requests are using, by owner; only the event loop changes it.
         failure: why the engine has stopped by itself, if it did.
     """
@@ -220,6 +273,10 @@ class EngineClient:
         self.is_replica = is_replica
         self.stop_ids = frozenset(StopTokens.of(engine.model.generation_config).stops)
         self.failure: Exception | None = None
+        self.own_tools: dict[str, OwnTool] = {}
+        if not is_replica and engine.cache.why_not_drop() is None:
+            self._add_tool(OwnTool(DROP_TOOL_OUTPUT, self._drop_tool_output))
+        self._tool_threads = ThreadPoolExecutor(TOOL_THREADS, "weir-tools")
         sink = sink_of(transformers_model(engine.model).config)
         self.renderer = PromptRenderer(tokenizer, self.stop_ids, sink, limits.prompt)
         # Turns saved with one model and policy are of no use to another.
@@ -268,6 +325,7 @@ class EngineClient:
         """Take no more requests, and wait up to so many seconds for those that run."""
         self.engine.stop()
         self._thread.join(seconds)
+        self._tool_threads.shutdown(wait=False)
 
     def drain(self, seconds: float) -> None:
         """Close, and then fail and cancel what still runs."""
@@ -335,6 +393,12 @@ class EngineClient:
         ]
         generation = Generation(request, prompt, sequences, queue, self, set(answers))
         self._submit(generation)
+        if prompt.parent is not None and self.store.dropped_chains(prompt.owner):
+            # What was dropped after the prompt was found.
+            gone = self.store.dropped_places(prompt.owner, prompt.parent.node)
+            for place in set(gone) - set(prompt.dropped):
+                for sequence in sequences:
+                    self.engine.drop(sequence, place)
         return generation
 
     def restart(self, generation: Generation, prompt: Prompt) -> None:
@@ -377,24 +441,24 @@ class EngineClient:
         name: str,
     ) -> Sequence:
         """The sequence of one of the answers, with its output processor."""
-        special = self.renderer.call_tokens.values() if request.tools else ()
+        has_calls = request.tools or request.own
+        special = self.renderer.call_tokens.values() if has_calls else ()
+        parent = None if prompt.parent is None else prompt.parent.node
         processor = OutputProcessor(
             answer,
             self.engine.cache,
-            Detokenizer(self.tokenizer, request.stops, special),
+            partial(Detokenizer, self.tokenizer, request.stops, special),
             queue,
             self._sender,
             partial(self._trim, prompt),
+            partial(describe_forgotten, self.store, prompt.owner, parent),
         )
         constraint: GrammarConstraint | AfterThoughts | None = None
         if request.constraint:
-            constraint = request.constraint()
-            if self.renderer.may_think(prompt):
-                is_open = self.renderer.opens_thoughts(prompt)
-                constraint = AfterThoughts(constraint, self._thought_tokens, is_open=is_open)
+            constraint = self._constrain(request.constraint(), prompt)
         processor.sequence = Sequence(
             id=name,
-            parent=None if prompt.parent is None else prompt.parent.node,
+            parent=parent,
             prompt_ids=prompt.ids,
             max_tokens=request.max_tokens,
             stop_ids=request.stop_ids,
@@ -405,9 +469,76 @@ class EngineClient:
             may_be_lost=prompt.session is not None and is_hidden(prompt.session),
             beginning=prompt.beginning,
             header=prompt.header,
+            dropped=prompt.dropped,
             record=None if prompt.session is None else partial(self._record, request, prompt),
+            on_stop=partial(self._on_stop, request, prompt, processor) if request.own else None,
         )
         return processor.sequence
+
+    def _on_stop(
+        self, request: GenerationRequest, prompt: Prompt, processor: OutputProcessor
+    ) -> str | None:
+        """Let a call of one of the server's tools be executed, if a part of an answer ended with
+        one (`Sequence.on_stop`).
+        """
+        sequence, text = processor.sequence, processor.finish()
+        parser = self.make_parser(request)
+        assert parser is not None
+        if self.renderer.thinks:
+            is_open = processor.opens_thoughts
+            thoughts = ThoughtParser(
+                is_open=self.renderer.opens_thoughts(prompt) if is_open is None else is_open
+            )
+            text = thoughts.feed(text)[1] + thoughts.finish()[1]
+        parser.feed(text)
+        if not parser.own_calls or parser.num_complete:
+            return "stop"
+        if sequence.num_sampled >= sequence.max_tokens:
+            return "length"
+        name, arguments = parser.own_calls[0]
+        self._tool_threads.submit(self._execute, request, prompt, processor, name, arguments)
+        return None
+
+    def _execute(
+        self,
+        request: GenerationRequest,
+        prompt: Prompt,
+        processor: OutputProcessor,
+        name: str,
+        arguments: str,
+    ) -> None:
+        """Execute a call of one of the server's tools, and let the answer go on with the result."""
+        assert request.own is not None
+        sequence = processor.sequence
+        try:
+            context = ToolContext(self.engine, self.tokenizer, prompt, sequence)
+            result = clip_result(_call_tool(request.own.tools[name], context, arguments))
+            called = call_id(sequence.id, -1 - len(processor.used))
+            message = Message("tool", result, name, result=called, place=0)
+            own = request.own
+            rendered = self.renderer.render_next(
+                [message], sequence.output_ids[-1], own.described, own.variables
+            )
+            if rendered is None:
+                raise WeirError("the chat template cannot render the result of a call")
+            use = ToolUse(name, arguments, result, len(rendered.ids))
+            is_last = len(processor.used) + 1 >= MAX_CALLS
+            constraint = self._constrain((own.last if is_last else own.again)(), rendered)
+            opens = self.renderer.opens_thoughts(rendered)
+            processor.next_round(use, opens_thoughts=opens)
+            found = Continuation(rendered.ids, rendered.header, constraint)
+            self.engine.resume(sequence, found)
+        except Exception as error:
+            self.engine.resume(sequence, error)
+
+    def _constrain(
+        self, constraint: GrammarConstraint, prompt: Prompt
+    ) -> GrammarConstraint | AfterThoughts:
+        """The format of an answer to a prompt: it begins after the thoughts, if there are any."""
+        if not self.renderer.may_think(prompt):
+            return constraint
+        is_open = self.renderer.opens_thoughts(prompt)
+        return AfterThoughts(constraint, self._thought_tokens, is_open=is_open)
 
     def _record(
         self, request: GenerationRequest, prompt: Prompt, sequence: Sequence, reason: str
@@ -415,16 +546,24 @@ class EngineClient:
         """The record of a turn that has ended."""
         assert prompt.session is not None
         assert isinstance(sequence.listener, OutputProcessor)
-        text, stats = sequence.listener.finish(), sequence.listener.stats
+        rounds, stats = sequence.listener.all_rounds(), sequence.listener.stats
         before = OPEN if self.renderer.opens_thoughts(prompt) else prompt.prefill
-        answer = Message("assistant", before + text)
+        answer = Message("assistant", before + rounds[-1].text)
         if parser := self.make_parser(request):
-            if self.renderer.thinks:  # text in the thoughts that looks like a call is not one
-                thoughts = ThoughtParser(is_open=before == OPEN)
-                said = thoughts.feed(text)[1] + thoughts.finish()[1]
-                before += text[: len(text) - len(said)]
-                text = said
-            parts = [*parser.feed(text), *parser.finish(cut=reason == "length")]
+            parts: list[AnswerPart] = []
+            for number, one in enumerate(rounds):
+                text, is_first = one.text, number == 0
+                if self.renderer.thinks:  # text in the thoughts that looks like a call is not one
+                    is_open = before == OPEN if is_first else bool(one.opens_thoughts)
+                    thoughts = ThoughtParser(is_open=is_open)
+                    said = thoughts.feed(text)[1] + thoughts.finish()[1]
+                    before += text[: len(text) - len(said)] if is_first else ""
+                    text = said
+                is_last = number == len(rounds) - 1
+                parts += parser.feed(text)
+                parts += parser.finish(cut=reason == "length") if is_last else parser.next_round()
+            # What the server's tools were asked and said is part of the stream, but not of the
+            # history that the client sends back.
             answer = join_parts(parts, partial(call_id, sequence.id))
             answer = replace(answer, content=before + answer.content)
         if self._changes is not None and prompt.outline:
@@ -442,7 +581,8 @@ class EngineClient:
             usage={
                 "prompt_tokens": prompt.length,
                 "cached_tokens": prompt.cached + sequence.reused,
-                "completion_tokens": len(sequence.output_ids),
+                "completion_tokens": sequence.num_sampled,
+                **({"tool_tokens": sequence.num_brought} if sequence.num_brought else {}),
                 **{name: value for name, value in vars(stats).items() if name != "seen"},
             },
             ids=pack_ids([*prompt.ids, *sequence.output_ids]),
@@ -450,8 +590,11 @@ class EngineClient:
 
     def make_parser(self, request: GenerationRequest) -> CallParser | None:
         """A parser of the calls in one answer; None if there are no tools to call."""
-        names = {tool.name for tool in request.tools}
-        return CallParser(self.renderer.call_format, names, request.calls_only) if names else None
+        own = set(request.own.tools) if request.own else set()
+        names = {tool.name for tool in request.tools} | own
+        if not names:
+            return None
+        return CallParser(self.renderer.call_format, names, request.calls_only, own)
 
     def _trim(self, prompt: Prompt) -> None:
         """Drop the owner's oldest session if a turn that is saved has begun one too many."""
@@ -481,6 +624,108 @@ class EngineClient:
             ]
         return next((sequence for sequence in sequences if sequence.is_running), None)
 
+    # --- outputs of tools
+
+    def _add_tool(self, tool: OwnTool) -> None:
+        self.own_tools[tool.tool.name] = tool
+
+    def drop_output(self, owner: str, session: str, call: str) -> DroppedOutput:
+        """Drop the output of a tool from a session, and from all histories that begin like it.
+
+        It is not read again, either. Dropping it again does nothing.
+
+        Raises:
+            UnknownSession: the owner has no such session.
+            NoOutput: the session has no such output, or it is not known where its tokens are.
+            CannotDrop: outputs cannot be dropped here.
+        """
+        outputs, sequence = self.list_outputs(owner, session)
+        found = next((one for one in outputs if one.call == call), None)
+        if found is not None:
+            self._drop_output(owner, found)
+            return DroppedOutput(call, found.place.stop - found.place.start, again=False)
+        if sequence is not None:
+            prompt = self.prompt_of(sequence)
+            own = [one.where for one in prompt.messages if one.result == call and one.where]
+            node = None if prompt.parent is None else prompt.parent.node
+        else:
+            summary, own = self.store.get_session(owner, session), []
+            node = None if summary is None else summary.head
+        places = own or [p for _, p in self.store.list_results(owner, node or "", call, 1)]
+        if not places:
+            raise NoOutput(call)
+        # It was dropped, or there are more outputs than are listed.
+        again = places[0].chain in self.store.dropped_chains(owner)
+        self._drop_output(owner, Output(call, places[0]))
+        return DroppedOutput(call, places[0].stop - places[0].start, again=again)
+
+    def check_drops(self) -> None:
+        """Raise CannotDrop if this server cannot drop outputs."""
+        if self.is_replica:
+            raise CannotDrop("servers of a cluster cannot drop outputs yet")
+        if (why := self.engine.cache.why_not_drop()) is not None:
+            raise CannotDrop(
+                f"this server cannot drop outputs: {why}; start it with another --policy, such as "
+                "weir"
+            )
+
+    def list_outputs(self, owner: str, session: str) -> tuple[list[Output], Sequence | None]:
+        """List the outputs of tools in a session that were read and not dropped, the newest first,
+        and the sequence of the session that runs; UnknownSession if there is neither.
+        """
+        sequence = self.running_sequence(owner, session)
+        if sequence is not None:
+            return self._outputs_of(self.prompt_of(sequence)), sequence
+        found = self.store.get_session(owner, session)
+        if found is None:
+            raise UnknownSession
+        return self._known_outputs(owner, found.head), None
+
+    def _outputs_of(self, prompt: Prompt) -> list[Output]:
+        """The outputs before an answer, the newest first."""
+        dropped = self.store.dropped_chains(prompt.owner)
+        own = [(one.result or "", one.where) for one in reversed(prompt.messages) if one.where]
+        new = [Output(call, place) for call, place in own if place.chain not in dropped]
+        node = None if prompt.parent is None else prompt.parent.node
+        return new if node is None else [*new, *self._known_outputs(prompt.owner, node)]
+
+    def _known_outputs(self, owner: str, node: str) -> list[Output]:
+        dropped = self.store.dropped_chains(owner)
+        found = self.store.list_results(owner, node)
+        return [Output(call, place) for call, place in found if place.chain not in dropped]
+
+    def _drop_output(self, owner: str, output: Output) -> None:
+        """Drop an output now, from the rows of all answers under way that have read it, too."""
+        self.check_drops()
+        place = output.place
+        self.store.drop_result(owner, place.chain)
+        with self._lock:
+            generations = [one for one in self._generations if one.prompt.owner == owner]
+        for generation in generations:
+            prompt = generation.prompt
+            read = [one.where for one in prompt.messages]
+            if prompt.parent is not None:
+                node = prompt.parent.node
+                read += [found for _, found in self.store.list_results(owner, node, output.call)]
+            for sequence in generation.sequences if place in read else ():
+                self.engine.drop(sequence, (place.start, place.stop))
+
+    def _drop_tool_output(self, context: ToolContext, arguments: Mapping[str, Any]) -> str:
+        """Execute a call of `DROP_TOOL_OUTPUT`."""
+        back = arguments["back"]
+        outputs = self._outputs_of(context.prompt)
+        if len(outputs) < back:
+            raise WeirError(f"there are only {len(outputs)} outputs that could be dropped")
+        found = outputs[back - 1]
+        self._drop_output(context.prompt.owner, found)
+        return f"Dropped: {found.place.stop - found.place.start} tokens."
+
+    def prompt_of(self, sequence: Sequence) -> Prompt:
+        """The prompt of a sequence under way."""
+        with self._lock:
+            generations = list(self._generations)
+        return next(one.prompt for one in generations if sequence in one.sequences)
+
     # --- limits of owners
 
     def begin_request(self, owner: str) -> None:
@@ -507,3 +752,18 @@ class EngineClient:
         """Number of requests of an owner's that have begun and not ended."""
         with self._lock:
             return self._requests[owner]
+
+
+def _call_tool(tool: OwnTool, context: ToolContext, arguments: str) -> str:
+    """The result of a call of one of the server's tools, which may be why there is none."""
+    try:
+        given = json.loads(arguments)
+    except ValueError:
+        return "Error: the arguments are not JSON"
+    try:
+        return tool.run(context, given)
+    except WeirError as error:
+        return f"Error: {error}"
+    except Exception:
+        LOG.exception("the tool %s has failed", tool.tool.name)
+        return "Error: the tool has failed"

@@ -11,7 +11,8 @@ import torch
 
 from weir.cache import size_of
 from weir.errors import WeirError
-from weir.models import default_device, free_memory, skeleton
+from weir.loading import default_device, skeleton
+from weir.models import free_memory
 from weir.policies import SAME, Pinned, Policy, with_pin
 from weir.serve.engine.engine import PREFIXES
 from weir.serve.sessions.store import DEFAULT_KEPT

@@ -11,8 +11,8 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from weir.errors import WeirError, quote
 
@@ -51,6 +51,18 @@ class Call:
         return found
 
 
+class ResultPlace(NamedTuple):
+    """Where the tokens of a tool's result are in a stream: the first, and the one after the last.
+
+    `chain` is the hash of all messages up to the result, by which the same result is known wherever
+    its history is read.
+    """
+
+    start: int
+    stop: int
+    chain: str
+
+
 @dataclass(frozen=True)
 class Message:
     """One message.
@@ -60,6 +72,7 @@ class Message:
         name: of the author, or of the function whose result it is; None for most.
         result: the id of the call whose result it is.
         place: the index of that call among those made last before it.
+        where: of a result that was read, where its tokens are; None if not known.
     """
 
     role: str
@@ -68,6 +81,7 @@ class Message:
     calls: tuple[Call, ...] = ()
     result: str | None = None
     place: int | None = None
+    where: ResultPlace | None = field(default=None, compare=False)
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates take it."""
@@ -86,14 +100,17 @@ class Message:
         if not self.calls and self.result is None:
             return fields
         calls = [[call.id, call.name, call.arguments] for call in self.calls]
-        return [*fields, calls, self.result, self.place]
+        where = [] if self.where is None else [list(self.where)]
+        return [*fields, calls, self.result, self.place, *where]
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> Message:
         """The message that `to_json` was called on; TypeError or ValueError for other values."""
         role, content, name, *more = fields
-        calls, result, place = more or ([], None, None)
-        return cls(role, content, name, tuple(Call(*call) for call in calls), result, place)
+        calls, result, place, *where = more or ([], None, None)
+        found = ResultPlace(*where[0]) if where else None
+        calls = tuple(Call(*call) for call in calls)
+        return cls(role, content, name, calls, result, place, found)
 
     def canonical(self) -> str:
         """A text that is the same for all ways in which clients send this message back.

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from weir.errors import WeirError, quote
 from weir.models import ModelSink
 from weir.serve.changes import ChangedPrefixes, Outline, describe_change
-from weir.serve.messages import Message, hash_prefixes
+from weir.serve.messages import Message, ResultPlace, hash_prefixes
 from weir.serve.reread import Reread, explain_reread
 from weir.serve.roles import SystemPlaces
 from weir.serve.sessions.records import TurnRecord, is_hidden
@@ -31,7 +32,14 @@ from weir.serve.tools.formats import (
     template_variables,
 )
 from weir.serve.worker import Handle, Worker
-from weir.stream import ChatTemplate, PromptEncoder, PromptTooLong, render_chat
+from weir.stream import (
+    ChatTemplate,
+    PromptEncoder,
+    PromptTooLong,
+    TextPlace,
+    mark_text,
+    render_chat,
+)
 
 LONG = 65_536
 """Characters of a history that is worked on apart from short ones."""
@@ -39,6 +47,8 @@ LOOKUPS = 256
 """Answers of a history, from the newest on, that are looked up among saved turns."""
 NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 """No further variables for a chat template."""
+DROPPED = "[This output was dropped.]"
+"""Stands in a prompt for a result that was dropped, where its history is read again."""
 BESIDE = 64
 """Characters that a message counts for beside its own."""
 
@@ -60,6 +70,8 @@ class Prompt:
         note: text in front of the new messages that says how the system messages have changed.
         systems: the system messages before the first answer.
         outline: hash of what the history says apart from those; empty if it is not to be known.
+        places: where the results among `messages` are in `ids`, by the index of their message.
+        dropped: places in the stream of results that were read and then dropped.
     """
 
     ids: list[int]
@@ -75,6 +87,8 @@ class Prompt:
     note: str = ""
     systems: tuple[str, ...] = ()
     outline: str = ""
+    places: tuple[TextPlace, ...] = ()
+    dropped: tuple[tuple[int, int], ...] = ()
 
     @property
     def cached(self) -> int:
@@ -85,6 +99,21 @@ class Prompt:
     def length(self) -> int:
         """Tokens of everything before the answer."""
         return len(self.ids) + (0 if self.parent is None else self.parent.seen)
+
+
+class UnknownOutput(WeirError):
+    """A history has no output of a call that is to be dropped.
+
+    Attributes:
+        number: the index of the call among those that are named.
+    """
+
+    def __init__(self, number: int, call: str) -> None:
+        super().__init__(
+            f"there is no output of the call {quote(call)} in this history; name the id of a call "
+            "whose output was sent"
+        )
+        self.number = number
 
 
 class PromptRenderer:
@@ -134,6 +163,17 @@ class PromptRenderer:
             raise WeirError(str(self._call_format))
         return self._call_format
 
+    @cached_property
+    def can_answer_calls(self) -> bool:
+        """Whether the template renders the result of a call without the messages before it, so
+        that an answer can go on with it.
+        """
+        tool, result = Tool("x"), Message("tool", "x", "x", result="call_x", place=0)
+        try:
+            return self.render_next([result], 0, [tool]) is not None
+        except WeirError:
+            return False
+
     @property
     def call_tokens(self) -> dict[str, int]:
         """The texts around a call that are special tokens, with their ids."""
@@ -160,14 +200,16 @@ class PromptRenderer:
         """
         if self._most is not None and len(messages) > self._most:
             raise PromptTooLong(self._most)
-        messages = self._places.place(messages, at_start=True)
+        messages = self._places.place(_with_marks(messages), at_start=True)
         rendered, described = self._for_template(messages, tools)
         template = self._template.with_tools(described, variables)
-        ids = template.whole(rendered)
+        places: list[TextPlace] = []
+        ids = template.whole(rendered, places)
         beginning, header = template.beginning(rendered, ids), template.header(ids)
         with_sink = self._sink.first(ids)
-        beginning += len(with_sink) - len(ids)
-        return Prompt(with_sink, beginning=beginning, header=header)
+        more = len(with_sink) - len(ids)
+        moved = tuple(TextPlace(one.name, one.start + more, one.stop + more) for one in places)
+        return Prompt(with_sink, beginning=beginning + more, header=header, places=moved)
 
     def render_next(
         self,
@@ -181,12 +223,15 @@ class PromptRenderer:
         """
         # Where a system message describes the tools, that was said at the beginning.
         in_template = isinstance(self._call_format, CallFormat) and self._call_format.in_template
-        messages = self._places.place(messages, at_start=False)
+        messages = self._places.place(_with_marks(messages), at_start=False)
+        places: list[TextPlace] = []
         rendered, described = self._for_template(messages, tools if in_template else ())
         template = self._template.with_tools(described, variables)
         try:
-            ids = template.after(rendered, last)
-            return Prompt(ids, header=template.header(ids)) if ids else None
+            ids = template.after(rendered, last, places)
+            if not ids:
+                return None
+            return Prompt(ids, header=template.header(ids), places=tuple(places))
         except PromptTooLong:
             raise
         except WeirError:
@@ -284,14 +329,21 @@ class PromptMatcher:
         session: str | None,
         tools: Sequence[Tool] = (),
         variables: Mapping[str, Any] = NO_VARIABLES,
+        drops: Sequence[str] = (),
     ) -> Prompt:
         """Make a prompt that starts at the longest saved prefix of a history, of those that end
         with one of the newest `LOOKUPS` answers in it.
 
         With other tools described to the model, a history is another one.
+
+        `drops` are the ids of calls whose outputs are dropped, before anything is read
+        (UnknownOutput if the history does not have one).
         """
         held = messages if isinstance(messages, Handle) else self.hold(messages)
         root = self._root_of(tools)
+        if drops:
+            chains: dict[str, str] = held.call(_hash_results, root, tuple(drops))
+            self._drop_all(owner, drops, chains)
         prefixes: list[tuple[int, str]] = held.call(_hash_answers, root)
         refused = False
         outline = None if self._changes is None else held.call(_outline, root)
@@ -308,7 +360,9 @@ class PromptMatcher:
                 return self._explained(prompt, held, known, prefixes, session, refused=refused)
             refused = True
         known, chain = prefixes[0] if prefixes else (0, root)
-        prompt = held.call(_render_all, known, chain, tools, dict(variables))
+        dropped = self._store.dropped_chains(owner)
+        how_read = (tools, dict(variables), root, dropped)
+        prompt = held.call(_render_all, known, chain, *how_read)
         prompt = _with_outline(replace(prompt, owner=owner), outline)
         prompt = self._explained(prompt, held, 0, prefixes, session, refused=refused)
         return replace(
@@ -316,6 +370,14 @@ class PromptMatcher:
             owner=owner,
             session=session or f"sess_{secrets.token_hex(16)}",
         )
+
+    def _drop_all(self, owner: str, drops: Sequence[str], chains: Mapping[str, str]) -> None:
+        """Drop the outputs of some calls, given the hashes of the histories that end with them."""
+        for number, call in enumerate(drops):
+            if call not in chains:
+                raise UnknownOutput(number, call)
+        for call in drops:
+            self._store.drop_result(owner, chains[call])
 
     def _find_changed(
         self, owner: str, outline: Outline, known: int
@@ -379,11 +441,21 @@ class PromptMatcher:
         session: str | None = None,
         tools: Sequence[Tool] = (),
         variables: Mapping[str, Any] = NO_VARIABLES,
+        drops: Sequence[str] = (),
     ) -> Prompt | None:
         """Make a prompt that continues a saved turn, in its session if no other is named; None if
         the template cannot render these messages without those before.
+
+        `drops` are as for `match`.
         """
-        return self._extend(parent, self.hold(messages), 0, session, tools, variables)
+        held = self.hold(messages)
+        if drops:
+            chains: dict[str, str] = held.call(_hash_results, parent.chain, tuple(drops))
+            for call in drops:
+                for _, place in self._store.list_results(parent.owner, parent.node, call, 1):
+                    chains.setdefault(call, place.chain)
+            self._drop_all(parent.owner, drops, chains)
+        return self._extend(parent, held, 0, session, tools, variables)
 
     def _extend(
         self,
@@ -401,9 +473,14 @@ class PromptMatcher:
         `chain`, with a note in front.
         """
         chain = parent.chain if chain is None else chain
-        prompt = held.call(_render_rest, known, chain, parent.last, tools, dict(variables), note)
+        dropped = self._store.dropped_chains(parent.owner)
+        before = (known, chain, parent.last, parent.seen, dropped)
+        prompt = held.call(_render_rest, *before, tools, dict(variables), note)
         if prompt is None:
             return None
+        if dropped:
+            gone = self._store.dropped_places(parent.owner, parent.node)
+            prompt = replace(prompt, dropped=tuple(gone))
         return replace(
             _with_shared_ids(prompt),
             owner=parent.owner,
@@ -419,6 +496,16 @@ class PromptMatcher:
 
 
 # What a worker does, with the renderer that it was opened with.
+
+
+def _with_marks(messages: Sequence[Message]) -> list[Message]:
+    """Mark the results of tools, so that their tokens are found."""
+    return [
+        replace(message, content=mark_text(message.content, number))
+        if message.result is not None
+        else message
+        for number, message in enumerate(messages)
+    ]
 
 
 def _with_outline(prompt: Prompt, outline: Outline | None) -> Prompt:
@@ -441,6 +528,15 @@ def _hash_answers(
     return [(at + 1, hashes[at]) for at in reversed(answers[-LOOKUPS:])]
 
 
+def _hash_results(
+    renderer: PromptRenderer, messages: Sequence[Message], root: str, calls: Sequence[str]
+) -> dict[str, str]:
+    """The hash of each history that ends with the newest result of one of some calls."""
+    hashes = hash_prefixes(root, messages)
+    pairs = zip(messages, hashes, strict=True)
+    return {one.result: hashed for one, hashed in pairs if one.result and one.result in calls}
+
+
 def _hash_all(renderer: PromptRenderer, messages: Sequence[Message], root: str) -> list[str]:
     return hash_prefixes(root, messages)
 
@@ -456,12 +552,62 @@ def _render_all(
     chain: str,
     tools: Sequence[Tool],
     variables: Mapping[str, Any],
+    root: str,
+    dropped: Collection[str],
 ) -> Prompt:
-    """The prompt of a whole history, of which `known` messages have a hash."""
+    """The prompt of a whole history, of which `known` messages have a hash.
+
+    Args:
+        root: the hash of what comes before all messages.
+        dropped: hashes of histories that end with a result that is not read.
+    """
     messages, prefill = _split_prefill(messages)
-    rendered = renderer.begin_answer(renderer.render(messages, tools, variables), prefill)
-    hashed = hash_prefixes(chain, messages[known:])[-1]  # what is too long is refused by now
-    return renderer.check(replace(rendered, hash=hashed, messages=tuple(messages)))
+    shown = messages
+    has_results = any(message.result is not None for message in messages)
+    if dropped and has_results:
+        shown = _without_dropped(messages, hash_prefixes(root, messages), dropped)
+    plain = renderer.render(shown, tools, variables)
+    rendered = renderer.begin_answer(plain, prefill)
+    # What is too long is refused by now.
+    hashes = hash_prefixes(root, messages) if has_results else []
+    hashed = hashes[-1] if hashes else hash_prefixes(chain, messages[known:])[-1]
+    placed = _with_places(messages, hashes, plain, 0, dropped) if hashes else tuple(messages)
+    return renderer.check(replace(rendered, hash=hashed, messages=placed))
+
+
+def _without_dropped(
+    messages: Sequence[Message], hashes: Sequence[str], dropped: Collection[str]
+) -> list[Message]:
+    """Messages in which results that were dropped are not repeated."""
+    return [
+        replace(message, content=DROPPED)
+        if message.result is not None and hashed in dropped
+        else message
+        for message, hashed in zip(messages, hashes, strict=True)
+    ]
+
+
+def _with_places(
+    messages: Sequence[Message],
+    hashes: Sequence[str],
+    prompt: Prompt,
+    start: int,
+    dropped: Collection[str],
+    skipped: int = 0,
+) -> tuple[Message, ...]:
+    """Messages whose results know where they are in the stream.
+
+    Args:
+        prompt: what was rendered of them, after `skipped` other messages.
+        start: the place of its first token.
+    """
+    found = list(messages)
+    for place in prompt.places:
+        number = place.name - skipped
+        if hashes[number] not in dropped:
+            where = ResultPlace(start + place.start, start + place.stop, hashes[number])
+            found[number] = replace(found[number], where=where)
+    return tuple(found)
 
 
 def _render_rest(
@@ -470,19 +616,24 @@ def _render_rest(
     known: int,
     chain: str,
     last: int,
+    parent_seen: int,
+    dropped: Collection[str],
     tools: Sequence[Tool],
     variables: Mapping[str, Any],
     note: str = "",
 ) -> Prompt | None:
     """The prompt of what comes after the `known` messages, of which the last ends with a token."""
     rest, prefill = _split_prefill(messages[known:])
-    noted = [Message("system", note), *rest] if note else rest
+    hashes = hash_prefixes(chain, rest)
+    shown = _without_dropped(rest, hashes, dropped)
+    noted = [Message("system", note), *shown] if note else shown
     rendered = renderer.render_next(noted, last, tools, variables)
     if rendered is None:
         return None
+    start = parent_seen
+    messages = _with_places(rest, hashes, rendered, start, dropped, len(noted) - len(rest))
     rendered = renderer.begin_answer(rendered, prefill)
-    hashed = hash_prefixes(chain, rest)[-1]
-    return renderer.check(replace(rendered, hash=hashed, messages=tuple(rest), note=note))
+    return renderer.check(replace(rendered, hash=hashes[-1], messages=messages, note=note))
 
 
 def _split_prefill(messages: Sequence[Message]) -> tuple[Sequence[Message], str]:

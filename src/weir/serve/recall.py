@@ -8,11 +8,14 @@ of the tokens in the records. Knows nothing about HTTP.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
+from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from weir.cache import Holding, StreamingCache
@@ -24,6 +27,8 @@ from weir.stream import describe_tokens
 
 BLOCK = 32
 """Tokens that are decoded together, and cached: of a growing stream, few blocks change."""
+NAMED = 64
+"""Turns that have lost tokens of which the messages are named: the newest ones."""
 CONTEXT = 4
 """Tokens before a block that are decoded with it, for spaces and characters of several tokens."""
 
@@ -40,20 +45,41 @@ def running_turns(
     return turns
 
 
-def _forgotten(seen: int, held: list[int], turns: list[TurnTokens]) -> dict[str, Any]:
+def without_tokens(holding: Holding, places: Many[tuple[int, int]]) -> Holding:
+    """What a row holds without tokens at some places, which the next answer drops."""
+    stay = torch.ones_like(holding.token, dtype=torch.bool)
+    for start, stop in places:
+        stay &= (holding.token < start) | (holding.token >= stop)
+    names = ("layer", "head", "token", "pool", "a", "b")
+    return replace(holding, **{name: getattr(holding, name)[stay] for name in names})
+
+
+def _newest_first(turns: list[TurnTokens], found: list[dict[str, Any]]) -> list[str]:
+    """The names of the newest turns that have lost tokens."""
+    lost = {one["id"].removeprefix("resp_") for one in found[-NAMED:]}
+    return [turn.node for turn in reversed(turns) if turn.node in lost]
+
+
+def _forgotten(
+    seen: int, held: list[int], turns: list[TurnTokens], names: Callable[[str], list[Any] | None]
+) -> dict[str, Any]:
     """How many tokens no slot holds, and of which turns they are.
 
     Args:
         seen: tokens that the row has read.
         held: the tokens that it still holds, in ascending order.
+        names: describes the messages of a turn; None if they are not known.
     """
-    found = []
+    found: list[dict[str, Any]] = []
     for turn in turns:
         end = min(turn.end, seen)
         read = max(0, end - turn.start)
         still = bisect_left(held, end) - bisect_left(held, turn.start)
         if read > still:
             found.append({"id": f"resp_{turn.node}", "tokens": read, "forgotten": read - still})
+    for lost, turn in zip(reversed(found[-NAMED:]), _newest_first(turns, found), strict=True):
+        if (messages := names(turn)) is not None:
+            lost["messages"] = messages
     return {"tokens": seen - len(held), "turns": found}
 
 
@@ -78,6 +104,7 @@ class Recaller:
         most: int,
         latest: int,
         doing: str | None = None,
+        names: Callable[[str], list[Any] | None] = lambda node: None,
     ) -> dict[str, Any]:
         """List what a row remembers, as `GET /v1/sessions/ID/memory` has it.
 
@@ -88,6 +115,7 @@ class Recaller:
             most: number of held tokens that are listed: those that most layers and heads hold.
             latest: number of tokens at the end of the stream that are listed, held or not.
             doing: of a running turn: "reading" or "answering"; None between turns.
+            names: describes the messages of a turn by its name; None if they are not known.
         """
         seen = holding.seen  # of a prompt that is read, only what was read
         if doing != "reading" and turns:
@@ -125,7 +153,7 @@ class Recaller:
             "bytes_of_all": self._token_bytes * holding.seen,
             "pairs": holding.pairs,
             "held": len(held),
-            "forgotten": _forgotten(holding.seen, [token.token for token in held], turns),
+            "forgotten": _forgotten(holding.seen, [token.token for token in held], turns, names),
             "pools": pools,
             "tokens": tokens,
         }

@@ -40,6 +40,7 @@ class ResponseTurn:
         session: the session that the turn belongs to, if the HTTP client names one.
         is_stored: whether the response can be continued and retrieved.
         variables: further variables of the chat template.
+        drops: ids of calls whose outputs are dropped.
         compacted: whether the previous response is that of a compaction, which may be one that is
             not stored.
     """
@@ -55,6 +56,7 @@ class ResponseTurn:
     tools: Sequence[Tool] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
     compacted: bool = False
+    drops: Sequence[str] = ()
 
     # Set by `match`: the response before this one, and the items that are new since then.
     _after: str | None = None
@@ -175,6 +177,10 @@ class ResponseTurn:
             Tool(tool["name"], tool["description"], tool["parameters"])
             for tool in found.body["tools"]
         ]
+        own = [self.client.own_tools.get(name) for name in found.own_tools]
+        if None in own:
+            return False  # a tool that this server does not have any more
+        theirs += [each.tool for each in own if each is not None]
         same_tools = describe_tools(self.tools) == describe_tools(theirs)
         return same_tools and found.instructions == self.instructions
 
@@ -234,14 +240,16 @@ class ResponseTurn:
                 raise error from None
         _check(messages)
         session = session or self.session
-        return self.client.matcher.extend(record, messages, session, self.tools, self.variables)
+        how = (session, self.tools, self.variables, self.drops)
+        return self.client.matcher.extend(record, messages, *how)
 
     def _from_start(self, before: list[Message], items: list[Item], session: str | None) -> Prompt:
         """The prompt of a whole history, from the longest prefix of it that is saved."""
         system = [] if self.instructions is None else [Message("system", self.instructions)]
         messages = link_results([*system, *before, *messages_of(items)])
         _check(messages)
-        return self.client.matcher.match(self.owner, messages, session, self.tools, self.variables)
+        how = (session, self.tools, self.variables, self.drops)
+        return self.client.matcher.match(self.owner, messages, *how)
 
     def _history(self, name: str) -> list[Message]:
         """All messages up to the end of a response, without instructions."""

@@ -1,4 +1,4 @@
-"""Work on what clients send, apart from the thread that answers: in a process where it is large.
+"""Work on what clients send, apart from the thread that answers: in processes where it is large.
 
 One interpreter runs one thread at a time. Were large bodies parsed, rendered and tokenized beside
 the engine, each of its steps would wait for them hundreds of times. Functions that are called here
@@ -17,8 +17,10 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -32,13 +34,22 @@ LOG = logging.getLogger("weir.serve")
 SECONDS = 120.0
 """Time limit of one call: all that is done for a client is bounded, and ends far sooner."""
 NICE = 5
-"""By how much the process gives way to the one that answers."""
+"""By how much the processes give way to the one that answers."""
+PROCESSES = 2
+COLLECTED = (10_000, 10, 100)
+"""Thresholds of the collector of garbage; by default it looks at all that a large body has made
+several times while the body is parsed, which takes longer than to parse it.
+"""
+RATE = 1_000_000
+"""Bytes for which a call waits a second longer than a small one of the same client."""
 PIECE = 1_048_576
 """Bytes of a message that are sent at once. Python copies what a pipe receives, but only a piece at
 a time.
 """
 M_MMAP_THRESHOLD = -3
 """The number that glibc's `mallopt` has for the size from which buffers are the system's own."""
+holder_of_call: ContextVar[str] = ContextVar("holder_of_call", default="")
+"""The client that a call is for."""
 
 _Step = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function, and what it is given after the value that it is called with."""
@@ -115,56 +126,108 @@ class Handle:
         return Handle(self._worker, self.call(function, *given))
 
 
+class CallQueue:
+    """Decides whose call is next.
+
+    A client has one process at a time, so that there is another one for everybody else. Clients
+    take turns. Of the calls of one client, a small one goes before a large one that came a little
+    earlier.
+
+    Args:
+        processes: those that are free.
+    """
+
+    def __init__(self, processes: Iterable[WorkerOfMany]) -> None:
+        self._free = list(processes)
+        self._changed = threading.Condition()
+        self._waiting: list[WaitingCall] = []
+        self._working: set[str] = set()
+        self._served: dict[str, int] = {}  # when a client had its last turn, on a clock of its own
+        self._clock = 0
+        self._is_closed = False
+
+    @contextlib.contextmanager
+    def take(self, holder: str, size: int) -> Iterator[WorkerOfMany]:
+        """Wait for a process for a call with so many bytes; Busy if there will be none."""
+        call = WaitingCall(holder, time.monotonic() + size / RATE)
+        with self._changed:
+            self._waiting.append(call)
+            self._changed.wait_for(lambda: self._is_closed or (self._free and self._next() is call))
+            self._waiting.remove(call)
+            if self._is_closed:
+                raise Busy("the server is ending")
+            process = self._free.pop()
+            self._working.add(holder)
+            self._clock += 1
+            self._served[holder] = self._clock
+            self._changed.notify_all()  # another process may be free for another client
+        try:
+            yield process
+        finally:
+            with self._changed:
+                self._free.append(process)
+                self._working.remove(holder)
+                if not self._waiting:
+                    self._served.clear()
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Let nobody wait any longer."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def _next(self) -> WaitingCall | None:
+        able = (call for call in self._waiting if call.holder not in self._working)
+        return min(able, key=lambda one: (self._served.get(one.holder, 0), one.due), default=None)
+
+
+@dataclass(frozen=True, eq=False)
+class WaitingCall:
+    """A call that waits; of one client, what is `due` first goes first."""
+
+    holder: str
+    due: float
+
+
 class WorkerProcess(Worker):
-    """Works in a process of its own, of low priority, which is started again if it is lost.
+    """Works in processes of low priority, each of which is started again if it is lost.
 
     Args:
         fork: share this process' memory. There must be no other threads yet, nor open files that
             others wait for.
+        processes: their number. With two, a client whose bodies take long to refuse cannot keep
+            others waiting.
     """
 
-    def __init__(self, *, fork: bool = False) -> None:
+    def __init__(self, *, fork: bool = False, processes: int = PROCESSES) -> None:
         super().__init__()
-        # A lock would go to whom it likes, and somebody might wait for a minute.
-        self._turns = ThreadPoolExecutor(1, "weir-worker")
-        self._start("fork" if fork and sys.platform == "linux" else "spawn")
+        method = "fork" if fork and sys.platform == "linux" else "spawn"
+        self._processes: list[WorkerOfMany] = []
+        for _ in range(processes):
+            self._processes.append(WorkerOfMany(method, [one.pipe for one in self._processes]))
+        self._queue = CallQueue(self._processes)
 
     def open(self, given: Any) -> None:
         """Say what functions get before what they are called with."""
         super().open(given)
-        self.call(_keep, given)
+        for process in self._processes:
+            process.opened = given
+            _value_of(process.ask(_Message((_keep, (given,)))))
 
     def call(self, function: Callable[..., Any], *given: Any) -> Any:
         """Call a function; Busy if the process is lost meanwhile, WeirError if it takes too long.
 
         A bytearray is sent as it is, and emptied as soon as it is sent: a large body must not be
-        here while the process works on it.
+        here while a process works on it.
         """
         consumed = [each for each in given if isinstance(each, bytearray)]
         given = tuple(pickle.PickleBuffer(o) if isinstance(o, bytearray) else o for o in given)
         message = _Message((function, given))
         del given
-        good, value = self._turns.submit(self._ask, message, consumed).result()
-        if good:
-            return value
-        raise _restored(*value)
-
-    def _ask(self, message: _Message, consumed: list[bytearray]) -> tuple[bool, Any]:
-        """Whether a call was good, and what it returned or raised."""
-        try:
-            if not self._process.is_alive():
-                self._restart()
-            message.send(self._pipe)
-            _drop(consumed)
-            if not self._pipe.poll(SECONDS):
-                self._kill()
-                raise WeirError("this takes too long to read; send less at once")
-            answer: tuple[bool, Any] = _read(_receive(self._pipe))
-        except (EOFError, OSError):
-            self._kill()
-            LOG.error("the worker process is lost, and is started again")
-            raise Busy("the process that reads large requests was lost") from None
-        return answer
+        with self._queue.take(holder_of_call.get(), message.size) as process:
+            answer = process.ask(message, consumed)
+        return _value_of(answer)
 
     def split(self, function: Callable[..., Any], *given: Any) -> tuple[Any, Handle]:
         """Call a function that makes something small and something large, which is held."""
@@ -176,36 +239,79 @@ class WorkerProcess(Worker):
         self.call(function, *given)
 
     def hold(self, value: Any) -> Handle:
-        """Hold a value as bytes that only the process reads."""
+        """Hold a value as bytes that only the processes read."""
         return _Packed(self, pickle.dumps(value, 5))
 
     def close(self) -> None:
+        """End the processes."""
+        self._queue.close()
+        for process in self._processes:
+            process.close()
+
+
+class WorkerOfMany:
+    """One process, and the pipe to it.
+
+    Args:
+        method: how it is started: "fork" or "spawn".
+        inherited: pipes of this process that a copy of it must close.
+
+    Attributes:
+        opened: what a process that is started again is opened with.
+    """
+
+    def __init__(self, method: str, inherited: Sequence[Connection] = ()) -> None:
+        self.opened: Any = None
+        self._lock = threading.Lock()
+        self._start(method, inherited)
+
+    def ask(self, message: _Message, consumed: Sequence[bytearray] = ()) -> tuple[bool, Any]:
+        """Make a call; return whether it was good, and what it returned or raised.
+
+        Bytearrays that are `consumed` are emptied as soon as the message is sent.
+        """
+        with self._lock:
+            try:
+                if not self._process.is_alive():
+                    self._restart()
+                message.send(self.pipe)
+                _drop(consumed)
+                if not self.pipe.poll(SECONDS):
+                    self._kill()
+                    raise WeirError("this takes too long to read; send less at once")
+                answer: tuple[bool, Any] = _read(_receive(self.pipe))
+            except (EOFError, OSError):
+                self._kill()
+                LOG.error("a worker process is lost, and is started again")
+                raise Busy("the process that reads large requests was lost") from None
+        return answer
+
+    def close(self) -> None:
         """End the process."""
-        self._turns.shutdown(wait=False, cancel_futures=True)
         self._kill()
-        self._pipe.close()
+        self.pipe.close()
 
     def _kill(self) -> None:
         self._process.kill()
         self._process.join()
 
-    def _start(self, method: str) -> None:
+    def _start(self, method: str, inherited: Sequence[Connection] = ()) -> None:
         context = multiprocessing.get_context(method)
-        self._pipe, theirs = context.Pipe()
+        self.pipe, theirs = context.Pipe()
         target: Any = context  # its `Process` is one of the method's
-        inherited = self._pipe if method == "fork" else None
+        copied = [*inherited, self.pipe] if method == "fork" else []
         self._process = target.Process(
-            target=_serve, args=(theirs, inherited), name="weir-worker", daemon=True
+            target=_serve, args=(theirs, copied), name="weir-worker", daemon=True
         )
         self._process.start()
         theirs.close()
 
     def _restart(self) -> None:
-        """Start the process anew: this one has threads by now, and cannot be copied."""
-        self._pipe.close()
+        """Start the process again: this one has threads by now, and cannot be copied."""
+        self.pipe.close()
         self._start("spawn")
-        _Message((_keep, (self._opened,))).send(self._pipe)
-        _receive(self._pipe)
+        _Message((_keep, (self.opened,))).send(self.pipe)
+        _receive(self.pipe)
 
 
 class _Packed(Handle):
@@ -245,6 +351,11 @@ class _Message:
         self._buffers: list[pickle.PickleBuffer] = []
         self._data = pickle.dumps(value, 5, buffer_callback=self._buffers.append)
 
+    @property
+    def size(self) -> int:
+        """Its bytes, while it is not sent."""
+        return len(self._data) + sum(buffer.raw().nbytes for buffer in self._buffers)
+
     def send(self, pipe: Connection) -> None:
         """Send it, and let its buffers go."""
         raws = [buffer.raw() for buffer in self._buffers]
@@ -257,7 +368,7 @@ class _Message:
             buffer.release()
 
 
-def _drop(consumed: list[bytearray]) -> None:
+def _drop(consumed: Sequence[bytearray]) -> None:
     """Empty bytearrays, and return the memory of large ones to the system."""
     size = sum(map(len, consumed))
     for each in consumed:
@@ -324,10 +435,10 @@ def _keep(_: Any, given: Any) -> None:
     _KEPT[0] = given
 
 
-def _serve(pipe: Connection, inherited: Connection | None) -> None:
+def _serve(pipe: Connection, inherited: Sequence[Connection]) -> None:
     """Answer calls until the other end is closed."""
-    if inherited is not None:
-        inherited.close()
+    for other in inherited:
+        other.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to all; answers are to end
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.nice(NICE)
@@ -335,6 +446,7 @@ def _serve(pipe: Connection, inherited: Connection | None) -> None:
     torch.set_num_threads(1)
     _return_large_buffers()
     gc.freeze()
+    gc.set_threshold(*COLLECTED)
     with contextlib.suppress(EOFError, OSError):
         while True:
             _answer(_receive(pipe)).send(pipe)
@@ -360,3 +472,11 @@ def _restored(kind: type[Exception], args: tuple[Any, ...], state: dict[str, Any
     error = kind.__new__(kind, *args)
     error.__dict__.update(state)
     return error
+
+
+def _value_of(answer: tuple[bool, Any]) -> Any:
+    """What a call returned; raises what it raised."""
+    good, value = answer
+    if good:
+        return value
+    raise _restored(*value)

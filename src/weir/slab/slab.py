@@ -34,6 +34,8 @@ _BUFFERS = (
 )
 SLOT_BUFFERS = tuple(n for n in _BUFFERS if n not in ("keys", "values", "masters", "queries"))
 """Buffers with an entry for each slot, quantized ones among them."""
+_SILENT = (("mask", -math.inf), ("numerator", 0), ("denominator", 0))
+"""What the buffers for `split_attention` have in slots without weight."""
 _FILL = {"a": -math.inf, "b": -math.inf, "mask": -math.inf, "position": EMPTY}
 """The content of a slot without a token; other buffers are zero."""
 
@@ -288,6 +290,28 @@ class Slab:
         """Empty a row, except for the pools' state."""
         for name, t in self._buffers().items():
             t[row].fill_(_FILL.get(name, 0))
+
+    def drop(self, row: int, gone: Tensor, emptied: Tensor) -> None:
+        """Zero the keys, values and weights of some slots of a row, and empty some of these.
+
+        Args:
+            gone: the slots [kv_heads, slots], bool.
+            emptied: those of them that hold no token any more.
+        """
+        coded = gone[:, : self.first]
+        for t in (self.keys, self.values):
+            t[row].masked_fill_(gone[:, self.first :, None], 0)
+        if self.masters is not None:
+            exact = gone[:, self.first : self.first + self.masters.shape[2]]
+            self.masters[row, :, : exact.shape[1]].masked_fill_(exact[..., None], 0)
+        if self.quantized is not None:
+            for t in self.quantized.buffers.values():
+                t[row].masked_fill_(coded[:, : t.shape[2], None], 0)
+        for name, fill in (("a", -math.inf), ("b", -math.inf), ("mass", 0), *_SILENT):
+            weights = getattr(self, name)
+            if weights is not None:
+                weights[row].masked_fill_(gone, fill)
+        self.position[row].masked_fill_(emptied, EMPTY)
 
     def scrub(self, row: int, start: int, stop: int) -> None:
         """Zero non-finite keys and values in slots; weights and positions stay."""

@@ -5,7 +5,9 @@ from weir.stream.chat_template import (
     ChatTemplate,
     PromptEncoder,
     PromptTooLong,
+    TextPlace,
     check_template,
+    mark_text,
     render_chat,
 )
 from weir.stream.conversation import Conversation, count_beginning

@@ -11,9 +11,11 @@ the text is cut at the marks before it is tokenized.
 from __future__ import annotations
 
 import re
+import secrets
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from io import StringIO
 from itertools import chain, islice, pairwise
@@ -56,6 +58,55 @@ class PromptTooLong(WeirError):
             f"that is more than the {most:,} tokens that one request may feed; send the rest in "
             "further turns"
         )
+
+
+@dataclass(frozen=True)
+class TextPlace:
+    """Where a marked text is: its first character or token, and the one after its last."""
+
+    name: int
+    start: int
+    stop: int
+
+
+_NONCE = secrets.token_hex(8)
+_BEGIN, _END = f"\ufdd1{_NONCE}", f"\ufdd2{_NONCE}"
+_MARKED = re.compile(f"{_BEGIN}([0-9]+)\ufdd3|{_END}")
+
+
+def mark_text(text: str, name: int) -> str:
+    """Mark a text, so that `ChatTemplate` finds its tokens; white space around it is outside.
+
+    The marks are not rendered. No client can write them, since they have a random part.
+    """
+    core = text.strip()
+    before, after = text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :]
+    return f"{before}{_BEGIN}{name}\ufdd3{core}{_END}{after}" if core else text
+
+
+def take_marks(text: str) -> tuple[str, list[TextPlace]]:
+    """Take the marks out of a text; returns where the texts between them are, in characters."""
+    if _NONCE not in text:
+        return text, []
+    parts: list[str] = []
+    places: list[TextPlace] = []
+    open_at: tuple[int, int] | None = None
+    at = length = 0
+    for mark in _MARKED.finditer(text):
+        parts.append(text[at : mark.start()])
+        length += mark.start() - at
+        at = mark.end()
+        if mark[1] is not None:
+            open_at = (int(mark[1]), length)
+        elif open_at is not None:
+            places.append(TextPlace(*open_at, length))
+            open_at = None
+    return "".join([*parts, text[at:]]), places
+
+
+def _has_parts_of_marks(text: str) -> bool:
+    """Whether there are marks, or parts of them, that `take_marks` did not take out."""
+    return _NONCE in text.lower() or any(mark in text for mark in "\ufdd1\ufdd2\ufdd3")
 
 
 class PromptEncoder:
@@ -112,6 +163,49 @@ class PromptEncoder:
             before, after = self._around
             ids = [*before, *ids, *after]
         return self._checked(ids)
+
+    def find_places(
+        self, text: str, places: Sequence[TextPlace], ids: Sequence[int]
+    ) -> list[TextPlace]:
+        """Find the tokens that lie within parts of a text, which are given by characters.
+
+        `ids` are what `encode` made of the text. Returns nothing if the tokenizer does not tell
+        which characters a token stands for.
+        """
+        if not places or self._lock is not None:
+            return []
+        pieces: list[tuple[int, str]] = []  # the texts that are tokenized apart
+        at = 0
+        for part in text.split(MARK):
+            start = at
+            several = list(_pieces(part)) if len(part) > PIECE and self._may_cut else [part]
+            for piece in filter(None, several):
+                pieces.append((start, piece))
+                start += len(piece)
+            at += len(part) + len(MARK)
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        number = which = 0
+        for start, piece in pieces:
+            options = {"add_special_tokens": False, "return_offsets_mapping": True}
+            offsets = self._tokenizer(piece, **options)["offset_mapping"]
+            for token, (begin, end) in enumerate(offsets, number):
+                while which < len(places) and places[which].stop < start + end:
+                    which += 1
+                if which == len(places):
+                    break
+                if places[which].start <= start + begin < start + end:
+                    first.setdefault(which, token)
+                    last[which] = token + 1
+            number += len(offsets)
+        shift = len(ids) - number
+        if shift not in (0, sum(map(len, self._around))):
+            return []
+        before = len(self._around[0]) if shift else 0
+        return [
+            TextPlace(places[which].name, first[which] + before, last[which] + before)
+            for which in first
+        ]
 
     def _encode_long(self, text: str, before: int) -> list[int]:
         """Tokenize a long text in pieces, after so many tokens of the same prompt."""
@@ -284,19 +378,32 @@ class ChatTemplate:
         """Whether the model has a chat template."""
         return self._tokenizer.chat_template is not None
 
-    def whole(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+    def whole(
+        self, messages: Sequence[dict[str, Any]], found: list[TextPlace] | None = None
+    ) -> list[int]:
         """Render messages, each with "role" and "content", from the beginning up to the model's
         answer.
 
-        Raises WeirError if the template refuses them.
+        `found` is filled with the places of texts that `mark_text` has marked. Raises WeirError if
+        the template refuses the messages.
         """
-        if not self.templated:
-            return self._encoder.encode(self._lines(messages), special=True)
-        return self._encoder.encode(self._render(messages))
+        text = self._render(messages) if self.templated else self._lines(messages)
+        text, places = take_marks(text)
+        ids = self._encoder.encode(text, special=not self.templated)
+        if found is not None:
+            found += self._encoder.find_places(text, places, ids)
+        return ids
 
-    def after(self, messages: Sequence[dict[str, Any]], last: int | None) -> list[int] | None:
+    def after(
+        self,
+        messages: Sequence[dict[str, Any]],
+        last: int | None,
+        found: list[TextPlace] | None = None,
+    ) -> list[int] | None:
         """Render messages that come after an answer, whose last token is `last`, up to the next
         answer.
+
+        `found` is filled with the places of texts that `mark_text` has marked.
 
         Returns None if the template hides earlier answers, so that none can be continued; raises
         WeirError if it refuses the messages.
@@ -305,12 +412,25 @@ class ChatTemplate:
             text = self._lines(messages)
             said = [] if last is None else [last]
             ended = str(self._tokenizer.decode(said)).endswith("\n")
-            return self._encoder.encode(text if ended else f"\n{text}")
+            text, places = take_marks(text if ended else f"\n{text}")
+            ids = self._encoder.encode(text)
+            if found is not None:
+                found += self._encoder.find_places(text, places, ids)
+            return ids
         # What comes after an answer does not depend on the turns before it, so a short made-up
         # history takes the place of the real one.
         history = [{"role": "user", "content": "x"}, {"role": "assistant", "content": ANSWER}]
-        _, found, after = self._render([*history, *messages]).partition(ANSWER)
-        return self._drop_end(self._encoder.encode(after), last) if found else None
+        _, divided, after = self._render([*history, *messages]).partition(ANSWER)
+        if not divided:
+            return None
+        text, places = take_marks(after)
+        ids = self._encoder.encode(text)
+        kept = self._drop_end(ids, last)
+        if found is not None:
+            cut = len(ids) - len(kept)
+            all_places = self._encoder.find_places(text, places, ids)
+            found += [TextPlace(one.name, one.start - cut, one.stop - cut) for one in all_places]
+        return kept
 
     def beginning(self, messages: Sequence[dict[str, Any]], ids: Sequence[int]) -> int:
         """Count the ids of a conversation (`whole`) before the first words that are not
@@ -358,7 +478,17 @@ class ChatTemplate:
             {**mark(one, trusted=one["role"] in TRUSTED), "role": one["role"]} for one in messages
         ]
         tools, variables = mark(list(self._tools)), mark(dict(self._variables))
-        return render_chat(self._tokenizer, marked, tools=tools, variables=variables)
+        text = render_chat(self._tokenizer, marked, tools=tools, variables=variables)
+        if _NONCE not in text or not _has_parts_of_marks(take_marks(text)[0]):
+            return text
+        # A template that cuts or rewrites texts: their places are not known.
+        plain = [
+            {**one, "content": take_marks(one["content"])[0]}
+            if isinstance(one.get("content"), str)
+            else one
+            for one in marked
+        ]
+        return render_chat(self._tokenizer, plain, tools=tools, variables=variables)
 
     def _lines(self, messages: Sequence[dict[str, Any]]) -> str:
         return "\n".join(self._encoder.mark(message["content"]) for message in messages)

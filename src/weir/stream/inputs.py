@@ -46,7 +46,7 @@ def read_ids(given: Tokens | None, vocabulary: int) -> Tensor:
             f"{list(ids.shape)}"
         )
     ids = ids.to(torch.int64)
-    low, high = int(ids.min()), int(ids.max())
+    low, high = map(int, ids.aminmax())
     if low < 0 or high >= vocabulary:
         raise out_of_range(low if low < 0 else high, vocabulary)
     return ids[None] if ids.ndim == 1 else ids

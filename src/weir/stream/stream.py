@@ -405,7 +405,8 @@ class Stream:
         while start < len(inputs):
             room = None if cache is None else cache.room()
             stop = start + min(size, room or size)
-            logits = self._read(inputs.part(start, stop), all_logits, start, refused)
+            piece = inputs if stop - start == len(inputs) else inputs.part(start, stop)
+            logits = self._read(piece, all_logits, start, refused)
             if logits is None:
                 break
             start = stop

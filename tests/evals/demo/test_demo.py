@@ -18,7 +18,7 @@ from weir.evals import demo
 from weir.evals.demo import POLICIES, TITLE, NamedNumber, ask_names, draw_names, held_by_part
 from weir.evals.perplexity import read
 from weir.evals.report import COLORS
-from weir.models.loading import ASSETS
+from weir.loading.loader import ASSETS
 from weir.stream.text import BOOK, read_text
 
 SMALL = ("dense", "window(24)", "streaming_llm(24)", "streaming_llm(48)")

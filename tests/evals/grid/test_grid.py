@@ -12,7 +12,7 @@ from weir.errors import WeirError
 from weir.evals.fitting import budget_in
 from weir.evals.grid import grid as grid_of
 from weir.evals.grid.grid import Grid, make_grid, pools_of
-from weir.models import skeleton
+from weir.loading import skeleton
 from weir.policies.registry import NAMED
 from weir.pools import CounterRNG
 

@@ -19,7 +19,7 @@ from weir.errors import WeirError
 from weir.evals import perplexity as module
 from weir.evals.perplexity import PerplexityMeter, read
 from weir.evals.report import whole_blocks
-from weir.models.loading import ASSETS
+from weir.loading.loader import ASSETS
 from weir.stream.text import encode
 
 POLICY = "streaming_llm(24)"

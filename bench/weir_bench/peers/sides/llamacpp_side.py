@@ -1,7 +1,8 @@
 """llama.cpp's side: its own server from the package xllamacpp, asked in its process.
 
 Times of steps are those from one streamed token to the next. A long context is read once and kept
-in a slot file, which all weights of a kind of attention share: times do not depend on its numbers.
+in a slot file, which all weights of a model and a kind of attention share: times do not depend on
+its numbers.
 """
 
 from __future__ import annotations
@@ -15,10 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import xllamacpp
+from gguf import GGUFReader
 from protocol import gaps, serve
-
-TOKEN = 30 * 2 * 192 * 2
-"""Bytes of a token of SmolLM2-135M's cache, 16 bits."""
 
 
 class LlamaCpp:
@@ -45,6 +44,7 @@ class LlamaCpp:
         params.slot_save_path = f"{wanted['kept']}/"
         params.verbosity = 1
         self._ids, self._kept = wanted.get("ids", []), Path(wanted["kept"])
+        self._token = _bytes_of_token(self._file)
         self._flash, self._held = wanted["flash"], 0
         self._server = xllamacpp.Server(params)
 
@@ -70,7 +70,8 @@ class LlamaCpp:
 
     def steps(self, behind: int, count: int) -> list[float]:
         """Seconds of some steps behind so many tokens."""
-        file = f"{'flash' if self._flash else 'plain'}-{behind}"
+        model = Path(self._file).stem.partition("-")[0]
+        file = f"{model}-{'flash' if self._flash else 'plain'}-{behind}"
         if self._held != behind and (self._kept / file).exists():
             self._slot("restore", file)
         elif self._held != behind:
@@ -100,7 +101,7 @@ class LlamaCpp:
 
     def sizes(self) -> dict[str, int]:
         """Bytes of weights, and of the cache that is in use."""
-        return {"weights": Path(self._file).stat().st_size, "cache": TOKEN * self._held}
+        return {"weights": Path(self._file).stat().st_size, "cache": self._token * self._held}
 
     def _stream(self, prompt: list[int], tokens: int) -> list[float]:
         times: list[float] = []
@@ -127,6 +128,16 @@ class LlamaCpp:
         asked = urllib.request.Request(url, data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(asked, timeout=60) as answer:
             answer.read()
+
+
+def _bytes_of_token(file: str) -> int:
+    """Return the bytes of a token in the cache of a llama model, which has keys and values of 16
+    bits.
+    """
+    fields = GGUFReader(file).fields
+    named = "block_count", "embedding_length", "attention.head_count", "attention.head_count_kv"
+    layers, width, heads, kv_heads = (int(fields[f"llama.{name}"].contents()) for name in named)
+    return 2 * 2 * layers * kv_heads * (width // heads)
 
 
 if __name__ == "__main__":

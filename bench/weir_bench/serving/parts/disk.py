@@ -10,7 +10,8 @@ from statistics import median
 import torch
 
 from weir.cache import StreamingCache
-from weir.models import CACHE, load
+from weir.loading import load
+from weir.models import CACHE
 from weir.serve import Checkpoint, TurnRecord
 from weir.serve.sessions.disk_turns import DiskTurns
 from weir.serve.sessions.snapshot import RowFormat

@@ -363,7 +363,7 @@ class Layer:
         queries, keys, values, params = new
         kernel = kernels.attend_window(queries, values)
         plain = params.softcap is None and params.sinks is None
-        if kernel is None or not plain or self._pending is not None:
+        if kernel is None or not (plain and self.state.plain) or self._pending is not None:
             return None
         piece = WindowPiece.of(self.state, keys, values, plan.segments)
         if piece is None:

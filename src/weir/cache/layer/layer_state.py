@@ -411,6 +411,29 @@ class LayerState:
         self.seeds[row] = seed
         self.refresh()
 
+    def drop(self, row: int, ranges: Sequence[tuple[int, int]], waiting: int) -> None:
+        """Drop the tokens of a row at places in the stream; `waiting` tokens are in its tail.
+
+        Slots of the front become empty, and the next fold fills them. The run and the tail have no
+        gaps, so there a token keeps its place and its slot until it leaves the run, with a weight
+        of zero and without its key and value.
+        """
+        slab = self.slab
+        assert slab is not None
+        lies = lay_out(self.spec.pipe, self.lengths[row])
+        position = slab.position[row]
+        gone = torch.zeros_like(position, dtype=torch.bool)
+        for start, stop in ranges:
+            gone |= (position >= start) & (position < stop)
+        gone[:, lies.used + waiting :] = False
+        if not bool(gone.any()):
+            return
+        in_front = gone.clone()
+        in_front[:, lies.quantized_front : lies.first] = False
+        in_front[:, lies.front :] = False
+        slab.drop(row, gone, in_front)
+        self.refresh()
+
     def reset_row(self, row: int, start: int, seed: int) -> None:
         """Empty a row; its next token is at place `start` of the stream."""
         slab = self.slab
@@ -437,7 +460,7 @@ class LayerState:
         """Update `plain` and `first` after slots were rewritten."""
         slab = self.slab
         assert slab is not None
-        ends, start = self.used, self._read_from
+        ends, start = [used + self.spec.chunk for used in self.used], self._read_from
         stop = max(ends)
         weights = [t[:, :, start:stop] for t in (slab.a, slab.b)]
         if min(ends) < stop:

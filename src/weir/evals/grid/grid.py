@@ -21,7 +21,8 @@ from weir.evals.notation import read_policies, read_tasks, takes_budget, with_bu
 from weir.evals.results import read_results
 from weir.evals.task import Task
 from weir.evals.tasks import TASKS
-from weir.models import compile_steps, has_block_weights, is_gguf, load, skeleton
+from weir.loading import is_gguf, load, skeleton
+from weir.native import compile_steps, has_block_weights
 from weir.policies import NAMED, Layered, Pipe, is_file, parse_call, parse_policy, with_slots
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]

@@ -70,13 +70,14 @@ def keep(array: np.ndarray) -> None:
 
 @lru_cache
 def source_digest(path: Path) -> str:
-    """A checksum of a kernel's file and of all files of kernels that it imports."""
+    """A checksum of a kernel's file and of all files of weir that it imports by their names."""
     if not path.exists():  # weir in an archive; numba looks at the date of that
         return ""
     text = path.read_text(encoding="utf-8")
     digest = hashlib.sha256(text.encode())
-    for name in re.findall(r"^from weir\.kernels\.([\w.]+) import", text, re.MULTILINE):
-        imported = path.parents[1].joinpath(*name.split(".")).with_suffix(".py")
+    root = next((parent for parent in path.parents if parent.name == "weir"), path.parent)
+    for name in re.findall(r"^from weir\.([\w.]+) import", text, re.MULTILINE):
+        imported = root.joinpath(*name.split(".")).with_suffix(".py")
         digest.update(source_digest(imported).encode())
     return digest.hexdigest()
 

@@ -32,6 +32,7 @@ class Ladder(SizedPool):
         of: how many neighbors a group has.
     """
 
+    drops = True
     is_stochastic = False
 
     n: int

@@ -19,7 +19,7 @@ from weir.serve.api.requests import read_content
 from weir.serve.api.schemas.anthropic import AnthropicBody, CountBody
 from weir.serve.api.sse import encode_event
 from weir.serve.client import EngineClient, Generation
-from weir.serve.engine.output import FinishEvent, TokenEvent
+from weir.serve.engine.output import AnswerEvent
 from weir.serve.messages import Call
 from weir.serve.thoughts import ThoughtDelta
 from weir.serve.tools.parser import AnswerPart, CallEnd, CallStart
@@ -100,7 +100,7 @@ class AnthropicRenderer(Renderer):
         """Write that the answer has failed."""
         return encode_event(anthropic_error(error))
 
-    def _add(self, event: TokenEvent | FinishEvent) -> list[dict[str, Any]]:
+    def _add(self, event: AnswerEvent) -> list[dict[str, Any]]:
         return [made for part in self._reader.read(event) for made in self._add_part(part)]
 
     def _add_part(self, part: AnswerPart | ThoughtDelta) -> list[dict[str, Any]]:

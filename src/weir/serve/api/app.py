@@ -27,6 +27,7 @@ from weir.serve.api import (
     anthropic,
     completions,
     conversations,
+    items,
     memory,
     models,
     ollama,
@@ -47,14 +48,11 @@ from weir.serve.client import EngineClient
 from weir.serve.limits import Limits
 from weir.serve.recall import Recaller
 from weir.serve.structured import GrammarCompiler
+from weir.serve.worker import COLLECTED
 
 SWITCH_INTERVAL = 0.0001
 """Seconds that a thread keeps the interpreter while others wait for it; Python's default is fifty
 times as much."""
-COLLECTED = (10_000, 10, 100)
-"""Thresholds of the collector of garbage; by default it looks at all that a large body has made
-several times while the body is parsed, and nobody else runs meanwhile.
-"""
 GRACE = 5
 """Seconds for telling clients that their answers have been given up."""
 
@@ -107,7 +105,7 @@ def make_app(
     of_others = ((anthropic, ANTHROPIC_ERRORS), (ollama, OLLAMA_ERRORS))
     for other, errors in of_others:
         app.include_router(other.router, dependencies=[Depends(authorize)], responses=errors)
-    for part in (completions, *stored, models, sessions, memory, operations):
+    for part in (completions, *stored, models, sessions, items, memory, operations):
         app.include_router(part.router, dependencies=[Depends(authorize)], responses=ERRORS)
     return RequestMiddleware(app, metrics, access)
 

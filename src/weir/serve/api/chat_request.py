@@ -17,16 +17,17 @@ from starlette.responses import Response
 from weir.serve.api.dependencies import run_in_thread
 from weir.serve.api.errors import APIError
 from weir.serve.api.generation import Renderer, make_request, send_answers
+from weir.serve.api.items import check_drops, unknown_output
 from weir.serve.api.models import check_model
-from weir.serve.api.output_format import add_constraint, check_tools
+from weir.serve.api.output_format import add_constraint, add_own_tools, check_tools
 from weir.serve.api.requests import named_session
 from weir.serve.api.schemas.chat import GenerationBody
 from weir.serve.api.schemas.formats import ToolOffer
 from weir.serve.api.thinking import find_variables
 from weir.serve.client import EngineClient, Generation
-from weir.serve.engine.output import FinishEvent, TokenEvent
+from weir.serve.engine.output import AnswerEvent, FinishEvent, RoundEvent
 from weir.serve.messages import Message, StrayResult, link_results
-from weir.serve.prompts import Prompt
+from weir.serve.prompts import Prompt, UnknownOutput
 from weir.serve.thoughts import ThoughtDelta, ThoughtParser
 from weir.serve.tools.formats import Tool
 from weir.serve.tools.parser import AnswerPart, TextDelta
@@ -63,28 +64,35 @@ async def answer_chat(
     make_renderer: Callable[[Generation], Renderer],
 ) -> Response:
     """Answer a chat. Only the messages that are new since a saved turn are processed."""
-    match = _make_match(http, client, owner, chat)
+    offer = add_own_tools(client, chat.body, chat.offer)
+    match, variables = _make_match(http, client, owner, chat, offer)
     default = client.limits.answer_default
     job = make_request(client, chat.body, match, chat.limit, chat.logprobs, default)
-    job = await add_constraint(http, chat.held_to, chat.offer, job, chat.schema_param)
+    job = await add_constraint(http, chat.held_to, offer, job, chat.schema_param, variables)
     return await send_answers(http, job, "messages", make_renderer, chat.body, always_named=True)
 
 
 async def count_chat(http: Request, client: EngineClient, owner: str, chat: ChatRequest) -> int:
     """Count the tokens of a chat before its answer."""
-    prompt = await run_in_thread(_make_match(http, client, owner, chat), param="messages")
+    offer = add_own_tools(client, chat.body, chat.offer)
+    match, _ = _make_match(http, client, owner, chat, offer)
+    prompt = await run_in_thread(match, param="messages")
     return prompt.length
 
 
 def _make_match(
-    http: Request, client: EngineClient, owner: str, chat: ChatRequest
-) -> Callable[[], Prompt]:
-    """Check a chat, and make the function that finds its prompt."""
+    http: Request, client: EngineClient, owner: str, chat: ChatRequest, offer: ToolOffer
+) -> tuple[Callable[[], Prompt], Mapping[str, Any]]:
+    """Check a chat, and make the function that finds its prompt; returns the further variables of
+    the chat template, too.
+    """
     session = named_session(http)
     check_model(client, chat.body.model)
-    check_tools(client, chat.offer)
+    check_tools(client, offer)
     variables = find_variables(client, chat.body)
-    return partial(_match, client, chat.messages, owner, session, chat.offer.tools, variables)
+    drops = check_drops(client, chat.body)
+    match = partial(_match, client, chat.messages, owner, session, offer.tools, variables, drops)
+    return match, variables
 
 
 def _match(
@@ -94,10 +102,14 @@ def _match(
     session: str | None,
     tools: Sequence[Tool],
     variables: Mapping[str, Any],
+    drops: Sequence[str],
 ) -> Prompt:
     """Find the prompt of a chat."""
     held = messages if isinstance(messages, Handle) else client.matcher.hold(messages)
-    return client.matcher.match(owner, held.map(_link), session, tools, variables)
+    try:
+        return client.matcher.match(owner, held.map(_link), session, tools, variables, drops)
+    except UnknownOutput as error:
+        raise unknown_output(error) from None
 
 
 def _link(_: Any, messages: Sequence[Message]) -> Sequence[Message]:
@@ -147,9 +159,9 @@ class AnswerReader:
         """Whether the answer has a complete call."""
         return self._calls is not None and self._calls.num_complete > 0
 
-    def read(self, event: TokenEvent | FinishEvent) -> list[AnswerPart | ThoughtDelta]:
+    def read(self, event: AnswerEvent) -> list[AnswerPart | ThoughtDelta]:
         """The parts in an event."""
-        ends = isinstance(event, FinishEvent)
+        ends = isinstance(event, FinishEvent | RoundEvent)
         thought, text = "", event.text
         if self._thoughts is not None:
             thought, text = self._thoughts.feed(event.text)
@@ -160,6 +172,10 @@ class AnswerReader:
         if self._calls is None:
             return [*parts, TextDelta(text)] if text else parts
         parts += self._calls.feed(text)
+        if isinstance(event, RoundEvent):
+            parts += self._calls.next_round()
+            if self._thoughts is not None:
+                self._thoughts = ThoughtParser(is_open=event.opens_thoughts)
         if isinstance(event, FinishEvent):
             parts += self._calls.finish(cut=event.reason == "length")
         return parts

@@ -26,11 +26,12 @@ from weir.serve.api.generation import (
 from weir.serve.api.logprobs import LogprobFormatter, clip
 from weir.serve.api.models import check_model
 from weir.serve.api.openapi import describe_body
+from weir.serve.api.output_format import refuse_own_tools
 from weir.serve.api.requests import read_content
 from weir.serve.api.schemas.chat import ChatBody, CompletionBody, TextBody
 from weir.serve.api.sse import DONE, encode_event
 from weir.serve.client import EngineClient, Generation
-from weir.serve.engine.output import FinishEvent, TokenEvent
+from weir.serve.engine.output import AnswerEvent, FinishEvent, TokenEvent
 from weir.serve.messages import Call, Message
 from weir.serve.thoughts import ThoughtDelta
 from weir.serve.tools.parser import AnswerPart, CallStart, TextDelta, join_parts
@@ -63,6 +64,7 @@ async def complete(request: Request, client: Client, owner: Owner) -> Response:
         request, TextBody, owner, "prompt", "only_prompt", client.limits.prompt
     )
     check_model(client, body.model)
+    refuse_own_tools(body)
     match = partial(client.matcher.complete, owner, prompt)
     limit = ("max_tokens", body.max_tokens)
     job = make_request(client, body, match, limit, body.logprobs, DEFAULT_LIMIT)
@@ -129,7 +131,7 @@ class CompletionRenderer(Renderer):
         yield from ()
 
     @abstractmethod
-    def _encode(self, event: TokenEvent | FinishEvent) -> bytes:
+    def _encode(self, event: AnswerEvent) -> bytes:
         """The chunks of an event."""
 
 
@@ -179,7 +181,7 @@ class ChatRenderer(CompletionRenderer):
             content = None if self._readers[answer].has_tools else ""
             yield self._choice(answer, {"role": "assistant", "content": content})
 
-    def _encode(self, event: TokenEvent | FinishEvent) -> bytes:
+    def _encode(self, event: AnswerEvent) -> bytes:
         logprobs = self._logprobs.entries_of(event)
         make_id = self._generation.call_id(event.answer)
         deltas = [
@@ -279,7 +281,7 @@ class TextRenderer(CompletionRenderer):
         ]
         return {**self._head, "choices": choices, "usage": usage_of(self._generation)}
 
-    def _encode(self, event: TokenEvent | FinishEvent) -> bytes:
+    def _encode(self, event: AnswerEvent) -> bytes:
         if isinstance(event, TokenEvent) and not (event.text or self._with_logprobs):
             return b""
         tokens = [event] if isinstance(event, TokenEvent) else []

@@ -28,7 +28,7 @@ from weir.serve.api.schemas.chat import GenerationBody
 from weir.serve.api.sse import EventStream, KeepAlive, encode_event
 from weir.serve.client import EngineClient, Generation, GenerationRequest, ServerClosing
 from weir.serve.engine.engine import Cancelled
-from weir.serve.engine.output import FinishEvent, TokenEvent
+from weir.serve.engine.output import AnswerEvent, FinishEvent, TokenEvent
 from weir.serve.engine.scheduler import Busy
 from weir.serve.prompts import LOOKUPS, Prompt
 from weir.serve.sessions.records import StorageFull, is_hidden
@@ -47,7 +47,7 @@ dropped while it waits, or if the turn's snapshot is damaged: then from the turn
 end from none.
 """
 
-Events = AsyncIterator[list[TokenEvent | FinishEvent]]
+Events = AsyncIterator[list[AnswerEvent]]
 
 
 class Renderer(ABC):
@@ -292,6 +292,8 @@ async def _observe(generation: Generation, metrics: Metrics) -> Events:
                     metrics.turns.labels(event.reason).inc()
                     metrics.tokens.labels("answered").inc(event.tokens)
                     continue
+                if not isinstance(event, TokenEvent):
+                    continue
                 if event.answer in last:
                     metrics.between.observe(event.at - last[event.answer])
                 last[event.answer] = event.at
@@ -326,6 +328,9 @@ def usage_of(generation: Generation, so_far: int | None = None) -> dict[str, Any
     prompt = generation.prompt
     answered = generation.tokens if so_far is None else so_far
     stats = [end.stats for end in generation.finished.values()]
+    ends = generation.finished.values()
+    lost = max((end.lost for end in ends), key=len, default=())
+    used = [use for end in generation.finished.values() for use in end.used]
     return {
         "prompt_tokens": prompt.length,
         "completion_tokens": answered,
@@ -341,6 +346,8 @@ def usage_of(generation: Generation, so_far: int | None = None) -> dict[str, Any
             "forgotten": max((one.forgotten for one in stats), default=0),
             **({} if prompt.reread is None else {"reread": prompt.reread.to_json()}),
             **({"noted": prompt.note} if prompt.note else {}),
+            **({"forgotten_turns": list(lost)} if lost else {}),
+            **({"tools": [vars(use) for use in used]} if used else {}),
         },
     }
 

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from weir.serve.engine.output import FinishEvent, TokenEvent
+from weir.serve.engine.output import AnswerEvent, TokenEvent
 from weir.serve.engine.sampler import SampledToken
 
 REPLACEMENT = "\ufffd"
@@ -32,9 +32,9 @@ class LogprobFormatter:
         """A token decoded by itself."""
         return str(self._tokenizer.decode([token]))
 
-    def entries_of(self, event: TokenEvent | FinishEvent) -> list[dict[str, Any]]:
+    def entries_of(self, event: AnswerEvent) -> list[dict[str, Any]]:
         """The entries of an event's token; none if it has no token, or nobody asked for them."""
-        return [] if isinstance(event, FinishEvent) else self.entries(event.token)
+        return self.entries(event.token) if isinstance(event, TokenEvent) else []
 
     def entries(self, token: SampledToken) -> list[dict[str, Any]]:
         """A token with the most likely ones beside it; none for one that ends the answer."""

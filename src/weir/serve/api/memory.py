@@ -14,7 +14,8 @@ from weir.serve.api.errors import not_found
 from weir.serve.client import EngineClient
 from weir.serve.engine.engine import RowInspection
 from weir.serve.engine.sequence import Sequence, Stage
-from weir.serve.recall import Recaller, running_turns
+from weir.serve.forgotten import describe_messages
+from weir.serve.recall import Recaller, running_turns, without_tokens
 from weir.serve.sessions.records import is_hidden
 
 router = APIRouter()
@@ -42,17 +43,23 @@ async def memory(
     sequence = client.running_sequence(owner, name)
     inspection = None if sequence is None else await inspect(client, sequence)
 
+    def names(node: str) -> list[Any] | None:
+        record = client.store.find_turn(owner, node)
+        return None if record is None else describe_messages(record.messages)
+
     def recall() -> dict[str, Any]:
         store = client.store
         if sequence is not None and inspection is not None:
             doing = "reading" if sequence.stage is Stage.PREFILL else "answering"
             turns = running_turns(store, owner, sequence, inspection)
-            return recaller.recall(inspection.holding, turns, most, latest, doing)
+            return recaller.recall(inspection.holding, turns, most, latest, doing, names)
         found = store.get_session(owner, name)
         if found is None:
             raise not_found("session")
         holding = holding_in(client.engine.cache.plans, store.load(found.head).state)
-        return recaller.recall(holding, store.ancestry(owner, found.head), most, latest)
+        holding = without_tokens(holding, store.dropped_places(owner, found.head))
+        turns = store.ancestry(owner, found.head)
+        return recaller.recall(holding, turns, most, latest, None, names)
 
     try:
         recalled = await asyncio.to_thread(recall)

@@ -17,9 +17,17 @@ from weir import __version__
 from weir.serve.api.chat_request import AnswerReader, ChatRequest, answer_chat
 from weir.serve.api.dependencies import Client, Owner, run_in_thread
 from weir.serve.api.errors import APIError, ollama_error
-from weir.serve.api.generation import Events, Renderer, make_request, send_answers, warn
+from weir.serve.api.generation import (
+    Events,
+    Renderer,
+    make_request,
+    send_answers,
+    usage_of,
+    warn,
+)
 from weir.serve.api.models import STARTED, WINDOW, check_model, names_of
 from weir.serve.api.openapi import describe_body
+from weir.serve.api.output_format import refuse_own_tools
 from weir.serve.api.requests import read_body, read_content
 from weir.serve.api.schemas.formats import ToolOffer
 from weir.serve.api.schemas.ollama import (
@@ -74,6 +82,7 @@ async def generate(request: Request, client: Client, owner: Owner) -> Response:
         asked = ChatRequest(body, messages, offer, limit, None, body.held_to, "format")
         return await answer_chat(request, client, owner, asked, make)
     check_model(client, body.model)
+    refuse_own_tools(body)
     if body.held_to is not None:
         raise APIError(
             400, "raw and format cannot be combined; leave one of them out", param="format"
@@ -286,6 +295,7 @@ class OllamaRenderer(Renderer):
             "eval_count": generation.tokens,
             "eval_duration": round((now - first) * 1e9),
             "cached_count": generation.cached,
+            "weir": usage_of(generation)["weir"],
         }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +11,52 @@ from starlette.requests import Request
 
 from weir.errors import WeirError
 from weir.serve.api.errors import APIError
+from weir.serve.api.schemas.chat import GenerationBody
 from weir.serve.api.schemas.formats import ToolOffer
 from weir.serve.client import EngineClient, GenerationRequest
-from weir.serve.structured import ANY_SPACE, BadSchema, GrammarCompiler, add_guidance, check_schema
-from weir.serve.tools.grammar import tool_grammar
+from weir.serve.prompts import NO_VARIABLES
+from weir.serve.structured import (
+    ANY_SPACE,
+    BadSchema,
+    GrammarCompiler,
+    GrammarConstraint,
+    add_guidance,
+    check_schema,
+)
+from weir.serve.tools.formats import Tool
+from weir.serve.tools.grammar import CallMode, tool_grammar
+from weir.serve.tools.own import OwnTools
+
+
+def add_own_tools(client: EngineClient, body: GenerationBody, offer: ToolOffer) -> ToolOffer:
+    """Add the server's tools that a request asks for to those of the client; APIError for one that
+    there is not.
+    """
+    names = body.own_tools
+    theirs = {tool.name for tool in offer.tools}
+    for number, name in enumerate(names):
+        param = f"weir.tools[{number}]"
+        if name not in client.own_tools:
+            known = ", ".join(map(repr, client.own_tools)) or "none"
+            message = f"this server has no tool {name!r} of its own; it has {known}"
+            raise APIError(400, message, param=param)
+        if name in theirs:
+            message = f"there is a tool {name!r} among tools already; rename that one"
+            raise APIError(400, message, param=param)
+        if name in names[:number]:
+            raise APIError(400, f"the tool {name!r} is named twice", param=param)
+    own = [client.own_tools[name].tool for name in names]
+    return replace(offer, tools=[*offer.tools, *own], own=names) if own else offer
+
+
+def refuse_own_tools(body: GenerationBody) -> None:
+    """Refuse the server's tools and drops for texts, which have no calls (APIError)."""
+    if body.drops:
+        message = "texts have no outputs of tools; leave it out, or send a chat"
+        raise APIError(400, message, param="weir.drop", code="unsupported")
+    if body.own_tools:
+        message = "the server's tools are for chats; leave them out, or send a chat"
+        raise APIError(400, message, param="weir.tools", code="unsupported")
 
 
 def check_tools(client: EngineClient, offer: ToolOffer) -> None:
@@ -40,6 +83,13 @@ def check_tools(client: EngineClient, offer: ToolOffer) -> None:
         _ = client.renderer.call_format
     except WeirError as error:
         raise APIError(400, str(error), param="tools", code="unsupported") from None
+    if offer.own and not client.renderer.can_answer_calls:
+        message = (
+            "this model's chat template cannot render the result of a call without the messages "
+            "before it, so that the server cannot execute calls within an answer; leave weir.tools "
+            "out"
+        )
+        raise APIError(400, message, param="weir.tools", code="unsupported")
     for name in offer.names or ():
         if name not in known:
             message = f"there is no tool {name} among the tools"
@@ -52,18 +102,24 @@ async def add_constraint(
     offer: ToolOffer,
     request: GenerationRequest,
     param: str,
+    variables: Mapping[str, Any] = NO_VARIABLES,
 ) -> GenerationRequest:
     """Hold the answers of a request to its tools, and to the schema in the field `param`, if any.
 
     Args:
         held_to: the schema, and whether unknown keywords are refused.
+        variables: further variables of the chat template.
     """
     client: EngineClient = http.app.state.client
-    if client.renderer.is_line_based and held_to is None and offer.choice != "required":
+    if (
+        client.renderer.is_line_based
+        and held_to is None
+        and (offer.choice != "required" or offer.own)
+    ):
         request = replace(request, stops=(*request.stops, "\n"))
     grammars: GrammarCompiler = http.app.state.grammars
     if offer.tools:
-        arguments = (client, grammars, held_to, offer, request, param)
+        arguments = (client, grammars, held_to, offer, request, param, variables)
         return await asyncio.to_thread(_compile_tools, *arguments)
     if held_to is None:
         return request
@@ -82,9 +138,12 @@ def _compile_tools(
     offer: ToolOffer,
     request: GenerationRequest,
     param: str,
+    variables: Mapping[str, Any],
 ) -> GenerationRequest:
     """Hold answers to tool calls, and to a schema where they are not calls."""
-    choice, tools = offer.choice or "auto", tuple(tool for tool, _ in offer.callable)
+    choice = offer.choice or "auto"
+    theirs = tuple(tool for tool, _ in offer.callable if tool.name not in offer.own)
+    ours = tuple(tool for tool, _ in offer.callable if tool.name in offer.own)
     schemas = [] if held_to is None else [("the schema", *held_to, param)]
     schemas += [
         (f"the parameters of {tool.name}", dict(tool.schema), tool.strict, place)
@@ -95,18 +154,36 @@ def _compile_tools(
             check_schema(one)
         except BadSchema as error:
             raise _invalid_schema(what, error, place) from None
-    grammar = tool_grammar(
-        client.renderer.call_format,
-        tools,
-        choice,
-        parallel=offer.parallel,
-        newlines=not client.renderer.is_line_based,
-        special=client.renderer.call_tokens,
-        schema=held_to and add_guidance(held_to[0], ANY_SPACE, strict=held_to[1]),
-    )
-    stop_when_complete = choice == "required" or held_to is not None
+
+    def compile_choice(choice: CallMode, own: tuple[Tool, ...]) -> Callable[[], GrammarConstraint]:
+        """Compile the format of an answer, or of what comes after the server has executed a call.
+
+        What is required is done then, so that only the first part must be a call.
+        """
+        grammar = tool_grammar(
+            client.renderer.call_format,
+            theirs,
+            choice,
+            parallel=offer.parallel,
+            newlines=not client.renderer.is_line_based,
+            special=client.renderer.call_tokens,
+            schema=held_to and add_guidance(held_to[0], ANY_SPACE, strict=held_to[1]),
+            own=own,
+        )
+        stop_when_complete = choice == "required" or held_to is not None
+        return grammars.compile(grammar, stop_when_complete=stop_when_complete)
+
+    own_tools: OwnTools | None = None
     try:
-        compiled = grammars.compile(grammar, stop_when_complete=stop_when_complete)
+        compiled = compile_choice(choice, ours)
+        if ours and choice != "none":
+            own_tools = OwnTools(
+                {tool.name: client.own_tools[tool.name] for tool in ours},
+                tuple(offer.tools),
+                compiled if choice == "auto" else compile_choice("auto", ours),
+                compile_choice("auto" if theirs else "none", ()),
+                variables,
+            )
     except BadSchema as error:
         # Which of the schemas is it?
         for what, one, strict, place in schemas:
@@ -118,8 +195,9 @@ def _compile_tools(
     return replace(
         request,
         constraint=compiled,
-        tools=tools if choice != "none" else (),
+        tools=theirs if choice != "none" else (),
         calls_only=choice == "required",
+        own=own_tools,
     )
 
 

@@ -65,12 +65,14 @@ class OutputItems:
         if not thought:
             return []
         events: list[ItemEvent] = []
+        if self._open is not None and self._open["type"] == "message":
+            events = self._close("completed")
         if self._open is None:
             self._open = thought_item(new_id("rs"), None, "in_progress")
             added = {"output_index": len(self.done), "item": dict(self._open)}
             self._open["content"] = [thought_part("")]
             part = {**self._place(self._open), "part": thought_part("")}
-            events = [
+            events += [
                 ("response.output_item.added", added),
                 ("response.content_part.added", part),
             ]
@@ -78,6 +80,24 @@ class OutputItems:
         own["text"] += thought
         fields = {**self._place(self._open), "delta": thought}
         return [*events, ("response.reasoning_text.delta", fields)]
+
+    def next_round(self, *, opens_thoughts: bool) -> list[ItemEvent]:
+        """End a part of the answer that called one of the server's tools.
+
+        A message goes on with the text of the next part; thoughts there are another item.
+        """
+        events: list[ItemEvent] = []
+        assert self._parser is not None
+        if self._thoughts is not None:
+            thought, text = self._thoughts.finish()
+            events = self._add_thought(thought)
+            events += self._events_of(self._parser.feed(text))
+            self._thoughts = ThoughtParser(is_open=opens_thoughts)
+        events += self._events_of(self._parser.next_round())
+        if self._open is not None and self._open["type"] == "reasoning":
+            events += self._close("completed")
+        self._logprobs.clear()
+        return events
 
     def finish(self, status: str) -> list[ItemEvent]:
         """End the answer, and the item that is still open; `status`: "completed", "incomplete"."""

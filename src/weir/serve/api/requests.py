@@ -24,7 +24,7 @@ from weir.serve.engine.scheduler import Busy
 from weir.serve.json_nodes import NodeCounter, TooManyNodes
 from weir.serve.limits import NODE, Limits, share_of
 from weir.serve.sessions.records import is_hidden
-from weir.serve.worker import Worker
+from weir.serve.worker import Worker, holder_of_call
 
 Body = TypeVar("Body", bound=BaseModel)
 Result = TypeVar("Result")
@@ -158,6 +158,7 @@ def begin_request(request: Request, owner: str) -> EngineClient:
     client: EngineClient = request.app.state.client
     request.state.holder = holder = owner or (request.client.host if request.client else "")
     limiter: BodyLimiter = request.app.state.bodies
+    holder_of_call.set(holder)
     limiter.end_slow(holder)
     try:
         client.begin_request(holder)

@@ -27,13 +27,15 @@ from weir.serve.api.generation import (
     usage_of,
     warn,
 )
+from weir.serve.api.items import check_drops, unknown_output
 from weir.serve.api.logprobs import LogprobFormatter
 from weir.serve.api.middleware import LOG, at_end
 from weir.serve.api.models import check_model
 from weir.serve.api.openapi import describe_body
-from weir.serve.api.output_format import add_constraint, check_tools
+from weir.serve.api.output_format import add_constraint, add_own_tools, check_tools
 from weir.serve.api.output_items import ItemEvent, OutputItems
 from weir.serve.api.requests import SESSION_HEADER, named_session, read_content
+from weir.serve.api.schemas.formats import ToolOffer
 from weir.serve.api.schemas.responses import (
     COMPACTED,
     SKIPPED_KINDS,
@@ -44,8 +46,9 @@ from weir.serve.api.schemas.responses import (
 from weir.serve.api.sse import DONE, encode_event
 from weir.serve.api.thinking import find_variables
 from weir.serve.client import EngineClient, Generation
+from weir.serve.engine.output import AnswerEvent, RoundEvent
 from weir.serve.messages import StrayResult
-from weir.serve.prompts import Prompt
+from weir.serve.prompts import Prompt, UnknownOutput
 from weir.serve.response_turn import HistoryNotKept, PreviousNotFound, ResponseTurn, node_of
 from weir.serve.sessions.items import Item, new_id
 from weir.serve.sessions.responses import StoredResponse
@@ -63,14 +66,14 @@ async def respond(request: Request, client: Client, owner: Owner) -> Response:
     _check(body, session)
     if body.named is not None:
         lock(request, client, owner, body.named)
-    offer = body.offer
-    turn = await _make_turn(client, owner, body, items, session)
+    offer = add_own_tools(client, body, body.offer)
+    turn = await _make_turn(client, owner, body, offer, items, session)
     limit = ("max_output_tokens", body.max_output_tokens)
     default = client.limits.answer_default
     job = make_request(client, body, partial(_match, turn), limit, body.logprobs, default)
     check_tools(client, offer)
     held_to = None if body.text is None or body.text.format is None else body.text.format.held_to
-    job = await add_constraint(request, held_to, offer, job, "text.format.schema")
+    job = await add_constraint(request, held_to, offer, job, "text.format.schema", turn.variables)
     make = partial(ResponseRenderer, body, turn)
     return await send_answers(request, job, "input", make, body)
 
@@ -81,8 +84,9 @@ async def count(request: Request, client: Client, owner: Owner) -> JSONResponse:
     body, items = await read_content(request, ResponseBody, owner, "input", "items")
     check_model(client, body.model)
     _check(body, None)
-    turn = await _make_turn(client, owner, body, items, None)
-    check_tools(client, body.offer)
+    offer = add_own_tools(client, body, body.offer)
+    turn = await _make_turn(client, owner, body, offer, items, None)
+    check_tools(client, offer)
     turn.is_stored = False
     prompt = await run_in_thread(_match, turn, param="input")
     counted = {"object": "response.input_tokens", "input_tokens": prompt.length}
@@ -100,7 +104,8 @@ async def compact(request: Request, client: Client, owner: Owner) -> JSONRespons
     body, items = await read_content(request, ResponseBody, owner, "input", "items")
     check_model(client, body.model)
     _check(body, None)
-    turn = await _make_turn(client, owner, body, items, None)
+    offer = add_own_tools(client, body, body.offer)
+    turn = await _make_turn(client, owner, body, offer, items, None)
     try:
         found, rest = await run_in_thread(turn.find_saved, param="input")
     except PreviousNotFound as error:
@@ -167,6 +172,7 @@ async def _make_turn(
     client: EngineClient,
     owner: str,
     body: ResponseBody,
+    offer: ToolOffer,
     items: list[Item] | Handle,
     session: str | None,
 ) -> ResponseTurn:
@@ -199,9 +205,10 @@ async def _make_turn(
         body.named,
         session,
         body.is_stored,
-        body.offer.tools,
+        offer.tools,
         find_variables(client, body),
         compacted is not None,
+        check_drops(client, body),
     )
 
 
@@ -241,6 +248,8 @@ def _match(turn: ResponseTurn) -> Prompt:
     except PreviousNotFound as error:
         code = named.replace("_id", "") + "_not_found"
         raise APIError(404, str(error), param=named, code=code) from None
+    except UnknownOutput as error:
+        raise unknown_output(error) from None
     except StrayResult as error:
         param = result_param("input", turn.items, error) or named
         raise APIError(400, str(error), param=param) from None
@@ -282,7 +291,7 @@ class ResponseRenderer(Renderer):
         """Write the response as one object."""
         async for several in events:
             for event in several:
-                self._items.add(event.text, self._logprobs.entries_of(event))
+                self._add(event)
         status = self._final_status()
         self._items.finish(status)
         return await self._finish(status)
@@ -294,8 +303,7 @@ class ResponseRenderer(Renderer):
             [(f"response.{kind}", {"response": empty}) for kind in ("created", "in_progress")]
         )
         async for several in events:
-            added = (self._items.add(one.text, self._logprobs.entries_of(one)) for one in several)
-            yield self._encode([event for some in added for event in some])
+            yield self._encode([event for one in several for event in self._add(one)])
         status = self._final_status()
         last = self._items.finish(status)
         whole = await self._finish(status)
@@ -320,6 +328,13 @@ class ResponseRenderer(Renderer):
         failed = {"code": facts["code"] or "server_error", "message": facts["message"]}
         response = {**self._response("failed", []), "error": failed}
         return self._encode([("response.failed", {"response": response})])
+
+    def _add(self, event: AnswerEvent) -> list[ItemEvent]:
+        """Add what an event brings to the items; returns the events about them."""
+        added = self._items.add(event.text, self._logprobs.entries_of(event))
+        if isinstance(event, RoundEvent):
+            added += self._items.next_round(opens_thoughts=event.opens_thoughts)
+        return added
 
     def _final_status(self) -> str:
         return "completed" if self._generation.finished[0].reason == "stop" else "incomplete"
@@ -379,6 +394,7 @@ class ResponseRenderer(Renderer):
             "presence_penalty": body.presence_penalty or 0.0,
             "frequency_penalty": body.frequency_penalty or 0.0,
             "truncation": body.truncation or "disabled",
+            **({"weir": {"tools": body.own_tools}} if body.own_tools else {}),
             "usage": self._usage() if ended else None,
             "user": None,
             "metadata": body.metadata or {},

@@ -24,7 +24,8 @@ from ray.serve.config import HTTPOptions, RequestRouterConfig
 from starlette.types import ASGIApp
 
 from weir.errors import WeirError
-from weir.models import choose_products, load
+from weir.loading import load
+from weir.native import choose_products
 from weir.serve.api import Keys, log_event, log_json, make_app
 from weir.serve.client import EngineClient
 from weir.serve.cluster.shared_turns import SharedTurns

@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 
 from weir.cache import Holding, StreamingCache
 from weir.errors import WeirError
-from weir.models import CACHE, compile_steps, input_device, transformers_model
+from weir.models import CACHE, input_device, transformers_model
+from weir.native import compile_steps
 from weir.policies import Policy
 from weir.pools import Marks
 from weir.serve.engine.prefixes import PrefixKey, PrefixState, PrefixStates
@@ -32,11 +33,17 @@ from weir.serve.engine.sequence import Sequence, Stage
 from weir.serve.sessions.records import Checkpoint
 from weir.serve.sessions.store import SessionStore
 
+if TYPE_CHECKING:
+    from weir.serve.after_thoughts import AfterThoughts
+    from weir.serve.structured import GrammarConstraint
+
 LOG = logging.getLogger("weir.serve")
 PREFILL_CHUNK = 128
 """Tokens of prompts that are read between two decode calls."""
 PREFIXES = 8
 """States of prompts that are kept in memory (`PrefixStates`)."""
+IDLE_SECONDS = 0.05
+"""How long the engine waits at most while all its sequences wait for calls that are executed."""
 GROWTH = 4
 """How many times as many rows the next larger program has: computing a row for nothing costs little
 beside compiling another one."""
@@ -52,6 +59,21 @@ class RowInspection:
 
     holding: Holding
     output_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What an answer goes on with after a call that the server has executed.
+
+    Attributes:
+        ids: tokens that are fed after the last one of the answer, one or more.
+        header: how many at their end are the header of what the model says next.
+        constraint: the format that what it says next is held to; None for any text.
+    """
+
+    ids: list[int]
+    header: int = 0
+    constraint: GrammarConstraint | AfterThoughts | None = None
 
 
 @dataclass(frozen=True)
@@ -125,8 +147,8 @@ class ModelRunner:
 class Engine:
     """Runs sequences.
 
-    `submit`, `cancel`, `inspect`, `forget`, `stop`, `load` and `is_busy` may be called from any
-    thread. All else happens in the thread that calls `run`, or `step` in a test.
+    `submit`, `cancel`, `resume`, `drop`, `inspect`, `forget`, `stop`, `load` and `is_busy` may be
+    called from any thread. All else happens in the thread that calls `run`, or `step` in a test.
 
     Args:
         chunk: tokens between two folds; None for what the policy was measured with, or 64.
@@ -166,6 +188,8 @@ class Engine:
         self.on_step: Callable[[], None] = lambda: None
         self._inspections: dict[Sequence, Future[RowInspection | None]] = {}
         self._seen = self._calls = 0
+        self._resumed: list[tuple[Sequence, Continuation | Exception]] = []
+        self._drops: list[tuple[Sequence, tuple[int, int]]] = []
         self._forgotten: list[str] = []  # checkpoints whose `PrefixState`s the next step drops
         self._stopping = False
         self._changed = threading.Condition()  # guards all of the above, and wakes `run`
@@ -196,6 +220,26 @@ class Engine:
         """End a sequence in the next step; its listener is told that it failed."""
         with self._changed:
             sequence.cancelled = True
+            self._changed.notify()
+
+    def resume(self, sequence: Sequence, found: Continuation | Exception) -> None:
+        """Let a sequence go on whose `on_stop` returned None, or fail it.
+
+        Nothing happens if it was cancelled meanwhile.
+        """
+        with self._changed:
+            self._resumed.append((sequence, found))
+            self._changed.notify()
+
+    def drop(self, sequence: Sequence, place: tuple[int, int]) -> None:
+        """Drop tokens from the row of a sequence that waits or runs, before its next step.
+
+        Args:
+            sequence: the sequence.
+            place: where they are in the stream, the first and the one after the last.
+        """
+        with self._changed:
+            self._drops.append((sequence, place))
             self._changed.notify()
 
     def inspect(self, sequence: Sequence) -> Future[RowInspection | None]:
@@ -243,12 +287,19 @@ class Engine:
                     self._changed.wait()
                 if not (self.scheduler or self._inspections):
                     return
+                if self.scheduler.all_calling and not (
+                    self._resumed or self._inspections or self._drops
+                ):
+                    # Whatever changes wakes this, and a new sequence may find a free row.
+                    self._changed.wait(IDLE_SECONDS)
             self.step()
 
     @torch.no_grad()
     def step(self) -> None:
         """Admit sequences, decode a token of every answer, and prefill a chunk of a prompt."""
         self._cancel()
+        self._drop()
+        self._go_on()
         self._admit()
         for batch in self.scheduler.decode_batches():
             self._decode(batch)
@@ -271,6 +322,49 @@ class Engine:
                 except WeirError as error:
                     LOG.warning("what was read of a prompt is not kept: %s", error)
             self._fail(sequence, Cancelled("the turn was cancelled"))
+
+    def _drop(self) -> None:
+        """Drop the tokens that `drop` was asked for."""
+        with self._changed:
+            drops, self._drops = self._drops, []
+        for sequence, place in drops:
+            sequence.dropped = (*sequence.dropped, place)
+            if sequence.is_running:
+                self._drop_from(sequence)
+
+    def _drop_from(self, sequence: Sequence) -> None:
+        """Drop from a sequence's row the tokens that it has read of those to be dropped."""
+        if sequence.row is None or not sequence.dropped:
+            return
+        seen = self.cache.origin + self.cache.seen[sequence.row]
+        read = [(start, min(stop, seen)) for start, stop in sequence.dropped if start < seen]
+        self.cache.drop(sequence.row, read)
+
+    def _go_on(self) -> None:
+        """Let the sequences go on whose calls are done."""
+        with self._changed:
+            resumed, self._resumed = self._resumed, []
+        for sequence, found in resumed:
+            if sequence.stage is not Stage.CALLING:
+                continue
+            if isinstance(found, Exception):
+                self._fail(sequence, found)
+                continue
+            assert sequence.row is not None
+            sequence.unread = [sequence.output_ids[-1], *found.ids]
+            sequence.output_ids += found.ids
+            sequence.num_brought += len(found.ids)
+            sequence.alone = True
+            sequence.sampler.constraint = found.constraint
+            self._mark_header(sequence, found.header)
+            sequence.stage = Stage.PREFILL
+
+    def _mark_header(self, sequence: Sequence, header: int) -> None:
+        """Mark the last tokens that a sequence has not read yet as the header of its answer."""
+        assert sequence.row is not None
+        answer = self.cache.origin + self.cache.seen[sequence.row] + len(sequence.unread)
+        beginning = self.cache.marks[sequence.row].beginning
+        self.cache.mark(sequence.row, Marks(beginning, answer - header, header))
 
     def _admit(self) -> None:
         """Give free rows to sequences that wait."""
@@ -308,6 +402,7 @@ class Engine:
         elif not resident:
             # No check: a store returns what it was given, and one on disk has a checksum.
             self.cache.put_row(sequence.row, checkpoint.state, check=False)
+        self._drop_from(sequence)
         if checkpoint is not None:
             beginning = self.cache.marks[sequence.row].beginning
         answer = self.cache.origin + self.cache.seen[sequence.row] + len(sequence.unread)
@@ -328,6 +423,8 @@ class Engine:
         """Keep the state of a row in which a part of a prompt has been read."""
         if sequence.owner is None or sequence.row is None or not sequence.num_read:
             return
+        if sequence.output_ids:
+            return  # what it reads is the result of a call
         if len(sequence.unread) < max(1, sequence.header) or self.cache.broken:
             return
         ids = array("I", [*sequence.pending, *sequence.prompt_ids][: sequence.num_read])
@@ -385,12 +482,13 @@ class Engine:
             size = sizes[sequence]
             sequence.num_read += len(sequence.unread[:size])
             sequence.unread = sequence.unread[size:]
+            self._drop_from(sequence)
             if sequence.unread:
                 if sequence.num_read == sequence.beginning and self._shares_beginning(sequence):
                     self._keep_prefix(sequence)
                 continue
             try:
-                if sequence.forks:
+                if sequence.forks and not sequence.output_ids:
                     self._fork(sequence, logits[at])
             except Exception as error:
                 self._fail(sequence, error)  # and its forks with it
@@ -438,8 +536,12 @@ class Engine:
         reason = sequence.listener.on_token(token)
         if token.id in sequence.stop_ids or sequence.sampler.done:
             reason = "stop"
-        elif reason is None and len(sequence.output_ids) >= sequence.max_tokens:
+        elif reason is None and sequence.num_sampled >= sequence.max_tokens:
             reason = "length"
+        if reason == "stop" and sequence.on_stop is not None:
+            reason = sequence.on_stop()
+            if reason is None:
+                sequence.stage = Stage.CALLING
         if reason is not None:
             self._finish(sequence, reason)
 
@@ -475,7 +577,8 @@ class Engine:
         """End a sequence without saving it, and its forks if they still wait for its prompt."""
         if sequence.stage is Stage.FINISHED:
             return
-        forks = sequence.forks if sequence.stage in (Stage.WAITING, Stage.PREFILL) else []
+        waits = sequence.stage in (Stage.WAITING, Stage.PREFILL) and not sequence.output_ids
+        forks = sequence.forks if waits else []
         with self._changed:
             self.scheduler.finish(sequence, at_checkpoint=False)
         sequence.listener.on_failure(error)

@@ -11,8 +11,11 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
 
 from weir.cache import StreamingCache
 from weir.pools import Beginning
@@ -43,8 +46,10 @@ class StreamStats:
     forgotten: int
 
     @classmethod
-    def of(cls, cache: StreamingCache, row: int) -> StreamStats:
-        """The stats of a row whose last token is sampled and not fed yet."""
+    def of(cls, cache: StreamingCache, row: int, held: int) -> StreamStats:
+        """The stats of a row whose last token is sampled and not fed yet, and of whose tokens so
+        many are still held.
+        """
         report, seen = cache.report(row), cache.seen[row]
         pools = [pool for plan in cache.plans for pool in plan.spec.pipe.pools]
         slots = max((pool.n for pool in pools if isinstance(pool, Beginning)), default=0)
@@ -56,7 +61,7 @@ class StreamStats:
             folds=(seen - cache.waiting[row]) // cache.chunk,
             pinned=min(slots, beginning),
             beginning=beginning,
-            forgotten=seen - cache.count_held(row),
+            forgotten=seen - held,
         )
 
 
@@ -71,6 +76,34 @@ class TokenEvent:
 
 
 @dataclass(frozen=True)
+class RoundEvent:
+    """The end of a part of an answer that called one of the server's tools; the answer goes on.
+
+    Attributes:
+        text: the rest of the part that was held back until now.
+        opens_thoughts: whether the next part begins inside thoughts.
+    """
+
+    answer: int
+    text: str
+    opens_thoughts: bool = False
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """A call of one of the server's tools.
+
+    Attributes:
+        tokens: how many tokens the result and the control tokens around it have.
+    """
+
+    name: str
+    arguments: str
+    result: str
+    tokens: int
+
+
+@dataclass(frozen=True)
 class FinishEvent:
     """The end of an answer, which is saved.
 
@@ -78,6 +111,8 @@ class FinishEvent:
         text: the rest of it that was held back until now.
         reason: "stop" or "length".
         tokens: that it has, an end token included.
+        used: the calls of the server's tools in it.
+        lost: descriptions of the turns that have lost tokens (`describe_forgotten`).
     """
 
     answer: int
@@ -85,6 +120,8 @@ class FinishEvent:
     reason: str
     tokens: int
     stats: StreamStats
+    used: tuple[ToolUse, ...] = ()
+    lost: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,7 +132,8 @@ class FailureEvent:
     error: Exception
 
 
-OutputEvent = TokenEvent | FinishEvent | FailureEvent
+AnswerEvent = TokenEvent | RoundEvent | FinishEvent
+OutputEvent = AnswerEvent | FailureEvent
 
 
 class OutputQueue:
@@ -165,25 +203,56 @@ def _put_all(events: list[tuple[OutputQueue, OutputEvent]]) -> None:
         queue.put(event)
 
 
+@dataclass(frozen=True)
+class AnswerRound:
+    """The text of a part of an answer.
+
+    Attributes:
+        opens_thoughts: whether it begins inside thoughts; None for the first part, whose prompt
+            says it.
+    """
+
+    text: str
+    opens_thoughts: bool | None = None
+
+
 @dataclass(eq=False, repr=False)
 class OutputProcessor:
     """The listener of one sequence: makes text of its tokens and sends events to a queue.
 
+    Args:
+        make_detokenizer: makes the detokenizer of a part of the answer.
+
     Attributes:
         on_saved: called when the answer is saved, before the client hears of its end.
+        describe: describes the turns that have lost tokens, given the tokens that are still held.
         stats: of its stream; set when the last token has come.
+        held: the tokens of the stream that are still held then.
+        rounds: the parts of the answer before this one, each of which called one of the server's
+            tools.
+        used: these calls.
+        opens_thoughts: as in `AnswerRound`, of the running part.
     """
 
     answer: int
     cache: StreamingCache
-    detokenizer: Detokenizer
+    make_detokenizer: Callable[[], Detokenizer]
     queue: OutputQueue
     sender: EventSender
     on_saved: Callable[[], None]
+    describe: Callable[[Tensor], Iterable[dict[str, Any]]] = lambda held: ()
     sequence: Sequence = field(init=False)
     stats: StreamStats = field(init=False)
+    held: Tensor = field(init=False)
+    detokenizer: Detokenizer = field(init=False)
+    rounds: list[AnswerRound] = field(default_factory=list)
+    used: list[ToolUse] = field(default_factory=list)
+    opens_thoughts: bool | None = None
     _text: list[str] = field(default_factory=list)
     _rest: str | None = None  # text held back until the answer ended
+
+    def __post_init__(self) -> None:
+        self.detokenizer = self.make_detokenizer()
 
     def on_token(self, token: SampledToken) -> str | None:
         """Put out the text that a token adds; "stop" if it completes a stop text."""
@@ -197,29 +266,50 @@ class OutputProcessor:
         else:
             at = time.perf_counter()
             self.sender.add(self.queue, TokenEvent(self.answer, text, token, at))
-        done = sequence.sampler.done or len(sequence.output_ids) >= sequence.max_tokens
+        done = sequence.sampler.done or sequence.num_sampled >= sequence.max_tokens
         if is_stop or self.detokenizer.stopped or done:
             # By the time the answer is saved, its row may belong to another sequence.
             assert sequence.row is not None
-            self.stats = StreamStats.of(self.cache, sequence.row)
+            self.held = self.cache.held_tokens(sequence.row)
+            self.stats = StreamStats.of(self.cache, sequence.row, len(self.held))
         return "stop" if self.detokenizer.stopped else None
 
     def finish(self) -> str:
-        """The text of the whole answer, once it has ended."""
+        """The text of the whole answer, or of its last part, once it has ended."""
         if self._rest is None:
             self._rest = "" if self.detokenizer.stopped else self.detokenizer.end()
         return "".join([*self._text, self._rest])
+
+    def next_round(self, use: ToolUse, *, opens_thoughts: bool = False) -> None:
+        """Begin the next part of the answer, after a call of one of the server's tools.
+
+        Args:
+            use: that call.
+            opens_thoughts: whether the next part begins inside thoughts.
+        """
+        text = self.finish()
+        self.rounds.append(AnswerRound(text, self.opens_thoughts))
+        self.used.append(use)
+        end = RoundEvent(self.answer, self._rest or "", opens_thoughts)
+        self._text, self._rest, self.opens_thoughts = [], None, opens_thoughts
+        self.detokenizer = self.make_detokenizer()
+        self.sender.send_now(self.queue, end)
+
+    def all_rounds(self) -> list[AnswerRound]:
+        """All parts of the answer, once it has ended."""
+        return [*self.rounds, AnswerRound(self.finish(), self.opens_thoughts)]
 
     def on_finish(self, reason: str) -> None:
         """Put out the end of the answer, which is saved."""
         try:
             self.finish()
             self.on_saved()
+            lost = tuple(self.describe(self.held)) if self.stats.forgotten else ()
         except Exception as error:
             self.on_failure(error)
             return
-        tokens, rest = len(self.sequence.output_ids), self._rest or ""
-        end = FinishEvent(self.answer, rest, reason, tokens, self.stats)
+        tokens, rest = self.sequence.num_sampled, self._rest or ""
+        end = FinishEvent(self.answer, rest, reason, tokens, self.stats, tuple(self.used), lost)
         self.sender.send_now(self.queue, end)
 
     def on_failure(self, error: Exception) -> None:

@@ -57,6 +57,12 @@ class Scheduler:
     def __bool__(self) -> bool:
         return bool(self.running or self.waiting)
 
+    @property
+    def all_calling(self) -> bool:
+        """Whether sequences run, and all of them wait for a call that is executed."""
+        calling = (one.stage is Stage.CALLING and not one.cancelled for one in self.running)
+        return bool(self.running) and all(calling)
+
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait for a row; Busy if too many wait already, or of its client."""
         if not self:

@@ -25,6 +25,7 @@ class Stage(enum.Enum):
     WAITING = "waiting"
     PREFILL = "prefill"
     DECODE = "decode"
+    CALLING = "calling"
     FINISHED = "finished"
 
 
@@ -58,6 +59,9 @@ class Sequence:
         may_be_lost: whether the answer is given although its end cannot be saved.
         record: makes the record that is saved with its end, from the sequence and the reason why it
             ended (`Listener.on_finish`); None if the end is not saved.
+        on_stop: called in the engine's thread when a token ends the answer; returns the reason why
+            it ends, or None if it goes on with tokens that `Engine.resume` brings. Until then the
+            sequence keeps its row and waits. None if every answer ends there.
         stage: how far it has come. This and what follows is set by the engine only.
         pending: tokens of `parent` that are fed before those of the prompt.
         unread: tokens still to be fed before the answer.
@@ -65,7 +69,10 @@ class Sequence:
             included.
         reused: tokens of the prompt that a `PrefixState` had read already.
         alone: whether its prompt must be read in a call of its own.
-        output_ids: the answer so far; the last of them has not been fed yet.
+        output_ids: the answer so far, with the tokens that `Engine.resume` has brought; the last
+            of them has not been fed yet.
+        num_brought: how many of `output_ids` were brought, and not sampled.
+        dropped: places in the stream of tokens that are dropped from the row (`Engine.drop`).
         prefilled: of a fork, the state and logits [vocabulary] at the end of the prompt.
     """
 
@@ -84,6 +91,8 @@ class Sequence:
     may_be_lost: bool = False
     forks: list[Sequence] = field(default_factory=list)
     record: Callable[[Sequence, str], TurnRecord] | None = None
+    on_stop: Callable[[], str | None] | None = None
+    dropped: tuple[tuple[int, int], ...] = ()
 
     stage: Stage = Stage.WAITING
     cancelled: bool = False
@@ -94,9 +103,15 @@ class Sequence:
     reused: int = 0
     alone: bool = False
     output_ids: list[int] = field(default_factory=list)
+    num_brought: int = 0
     prefilled: tuple[RowState, Tensor] | None = None
 
     @property
     def is_running(self) -> bool:
         """Whether its prompt is being read, or its answer made."""
-        return self.stage in (Stage.PREFILL, Stage.DECODE)
+        return self.stage in (Stage.PREFILL, Stage.DECODE, Stage.CALLING)
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of tokens of the answer that were sampled."""
+        return len(self.output_ids) - self.num_brought

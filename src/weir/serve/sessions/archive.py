@@ -204,14 +204,19 @@ def _chain(value: Any, place: str) -> None:
 
 def _message(value: Any, place: str) -> None:
     list_of(anything)(value, place)
-    if len(value) not in (3, 6):
-        raise ValidationError(f"{place} must have 3 parts or 6, not {len(value)}")
+    if len(value) not in (3, 6, 7):
+        raise ValidationError(f"{place} must have 3, 6 or 7 parts, not {len(value)}")
     role, content, name, *more = value
     text("system", "user", "assistant", "tool", "developer")(role, f"{place}.role")
     text()(content, f"{place}.content")
     optional(text())(name, f"{place}.name")
     if more:
-        calls, result, which = more
+        calls, result, which, *where = more
+        for one in where:
+            list_of(anything, 3)(one, f"{place}.where")
+            for number in one[:2]:
+                integer(0, FARTHEST)(number, f"{place}.where")
+            _chain(one[2], f"{place}.where")
         list_of(list_of(text(), 3))(calls, f"{place}.calls")
         optional(text())(result, f"{place}.result")
         optional(integer())(which, f"{place}.place")

@@ -76,6 +76,12 @@ class StoredResponse:
     input: list[Item]
     body: dict[str, Any]
 
+    @property
+    def own_tools(self) -> list[str]:
+        """Names of the server's tools that the model knew."""
+        found: list[str] = self.body.get("weir", {}).get("tools", [])
+        return found
+
 
 @dataclass(frozen=True)
 class StoredConversation:

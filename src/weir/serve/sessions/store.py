@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Self
 
 from weir.errors import WeirError
+from weir.serve.messages import ResultPlace
 from weir.serve.sessions.records import (
     NOT_KEPT,
     Checkpoint,
@@ -204,6 +205,33 @@ class SessionStore:
                 if not found or (before and before[-1].end == found[0].start < found[0].end):
                     found, parent = before + found, further
         return found
+
+    def list_results(
+        self, owner: str, node: str, call: str | None = None, most: int = 256
+    ) -> list[tuple[str, ResultPlace]]:
+        """The newest results among the turns that lead to one, of all calls or of one: the id of
+        the call, and where it is.
+        """
+        return [
+            each
+            for place in reversed(self._places)
+            for each in place.list_results(owner, node, call, most)
+        ][:most]
+
+    def drop_result(self, owner: str, chain: str) -> None:
+        """Note that a result is not to be read again: that which ends a history of this hash.
+
+        A WeirError if the owner has dropped too many.
+        """
+        self.place.drop_result(owner, chain)
+
+    def dropped_chains(self, owner: str) -> frozenset[str]:
+        """Hashes of the owner's histories that end with a dropped result."""
+        return self.place.dropped_chains(owner)
+
+    def dropped_places(self, owner: str, node: str) -> list[tuple[int, int]]:
+        """Where the dropped results are that the turns which lead to one have read."""
+        return [each for place in self._places for each in place.dropped_places(owner, node)]
 
     def get_session(self, owner: str, session: str) -> SessionSummary | None:
         """A session of the owner's."""

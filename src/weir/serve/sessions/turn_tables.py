@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from weir.errors import WeirError
-from weir.serve.messages import Message
+from weir.serve.messages import Message, ResultPlace
 from weir.serve.sessions.database import Database, insert
 from weir.serve.sessions.records import (
     NOT_KEPT,
@@ -31,6 +31,8 @@ from weir.serve.sessions.snapshot_folder import new_name
 
 _log = logging.getLogger(__name__)
 
+MAX_DROPPED = 4096
+"""Results of an owner's sessions that can be dropped at a time."""
 VERSION = 2
 """Version of the tables (`PRAGMA user_version`)."""
 
@@ -73,6 +75,35 @@ CREATE TABLE members (  -- which turns are in which sessions
 );
 CREATE INDEX members_node ON members (node);
 """
+
+RESULTS = (
+    """
+CREATE TABLE IF NOT EXISTS results (  -- results of tools that turns have read
+    node TEXT NOT NULL REFERENCES nodes (name) ON DELETE CASCADE,
+    owner TEXT NOT NULL,
+    call TEXT NOT NULL,
+    chain TEXT NOT NULL,
+    start INTEGER NOT NULL,
+    stop INTEGER NOT NULL
+)""",
+    "CREATE INDEX IF NOT EXISTS results_node ON results (node)",
+    "CREATE INDEX IF NOT EXISTS results_chain ON results (owner, chain)",
+    """
+CREATE TABLE IF NOT EXISTS dropped (  -- histories that end with a result that is not to be read
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    owner TEXT NOT NULL,
+    chain TEXT NOT NULL,
+    UNIQUE (owner, chain)
+)""",
+)
+"""Tables that folders of earlier versions lack, and are given."""
+
+_LINE = """
+WITH RECURSIVE line (node, parent) AS (
+    SELECT node, parent FROM records WHERE node = ?1 AND owner = ?2
+    UNION SELECT records.node, records.parent FROM records JOIN line
+    ON records.node = line.parent AND records.owner = ?2
+)"""
 
 _RECORD = "node, owner, parent, chain, messages, last, seen, usage, created, ids"
 _COLUMNS = f"""{_RECORD}, (
@@ -137,6 +168,10 @@ class TurnTables:
 
     def _begin(self, db: Database, limit: int | None) -> None:
         self.db = db
+        with db.writing() as writer:
+            for statement in RESULTS:
+                writer.execute(statement)
+        self._dropped: dict[str, frozenset[str]] = {}  # by owner, as far as asked for
         self.exclusive = threading.RLock()  # guards `nbytes`
         self._limit = limit
         self._uses_lock = threading.Lock()
@@ -317,6 +352,67 @@ class TurnTables:
         facts["usage"] = json.dumps(record.usage)
         insert(db, "records", **facts, topic=record.topic)
         db.execute(_JOIN, (record.owner, record.session, node))
+        for message in record.messages:
+            if message.where is not None:
+                facts = {"node": node, "owner": record.owner, "call": message.result}
+                insert(db, "results", **facts, **message.where._asdict())
+
+    # --- results of tools that are dropped
+
+    def list_results(
+        self, owner: str, node: str, call: str | None, most: int
+    ) -> list[tuple[str, ResultPlace]]:
+        """The newest results among the turns that lead to one, of all calls or of one: the id of
+        the call, and where it is.
+        """
+        rows = self.db.query(
+            f"{_LINE} SELECT call, start, stop, results.chain FROM line JOIN results "
+            "ON results.node = line.node WHERE ?3 IS NULL OR call = ?3 "
+            "ORDER BY start DESC LIMIT ?4",
+            node,
+            owner,
+            call,
+            most,
+        )
+        return [(row["call"], ResultPlace(row["start"], row["stop"], row["chain"])) for row in rows]
+
+    def dropped_places(self, owner: str, node: str) -> list[tuple[int, int]]:
+        """Where the dropped results are that the turns which lead to one have read."""
+        rows = self.db.query(
+            f"{_LINE} SELECT start, stop FROM line JOIN results ON results.node = line.node "
+            "JOIN dropped ON dropped.owner = results.owner AND dropped.chain = results.chain",
+            node,
+            owner,
+        )
+        return [(row["start"], row["stop"]) for row in rows]
+
+    def dropped_chains(self, owner: str) -> frozenset[str]:
+        """Hashes of the owner's histories that end with a dropped result."""
+        found = self._dropped.get(owner)
+        if found is None:
+            rows = self.db.query("SELECT chain FROM dropped WHERE owner = ?", owner)
+            found = self._dropped[owner] = frozenset(row["chain"] for row in rows)
+        return found
+
+    def drop_result(self, owner: str, chain: str) -> None:
+        """Note that a result is not to be read again; WeirError if there are too many."""
+        with self.exclusive, self.changing() as db:
+            count = "SELECT count(*) FROM dropped WHERE owner = ?"
+            if db.execute(count, (owner,)).fetchone()[0] >= MAX_DROPPED:
+                db.execute(
+                    "DELETE FROM dropped WHERE number = (SELECT number FROM dropped AS old "
+                    "WHERE owner = ?1 AND NOT EXISTS (SELECT 1 FROM results WHERE "
+                    "results.owner = old.owner AND results.chain = old.chain) "
+                    "ORDER BY number LIMIT 1)",
+                    (owner,),
+                )
+            if db.execute(count, (owner,)).fetchone()[0] >= MAX_DROPPED:
+                raise WeirError(
+                    f"{MAX_DROPPED:,} outputs of this key's sessions are dropped, and there cannot "
+                    "be more; delete sessions that are not needed"
+                )
+            db.execute("INSERT OR IGNORE INTO dropped (owner, chain) VALUES (?, ?)", (owner, chain))
+        self._dropped.pop(owner, None)
 
     def remove(
         self, nodes: Collection[str], owner: str | None = None, session: str | None = None

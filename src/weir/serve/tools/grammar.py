@@ -27,13 +27,17 @@ def tool_grammar(
     newlines: bool,
     special: Mapping[str, int],
     schema: Mapping[str, Any] | None = None,
+    own: Sequence[Tool] = (),
 ) -> dict[str, Any]:
     """Make the grammar of an answer, for `GrammarCompiler.compile`.
 
     Args:
+        tools: the functions of the client.
         newlines: whether a call may have line ends around its JSON.
         special: the texts of the format that are special tokens, with their ids.
         schema: of an answer without calls, as llguidance takes it; None for text.
+        own: functions that the server executes. An answer, or what of it comes after the result of
+            such a call, has calls of `tools` or one of these, which ends it.
     """
     trigger, close, between = (
         f"<[{special[text]}]>" if text in special else json.dumps(text) if text else ""
@@ -41,35 +45,43 @@ def tool_grammar(
     )
     several = parallel and form.parallel
     space = '"\\n"?' if newlines else ""
-    # What comes after a trigger; without one, the answer is either text or a call.
-    body = f"{space} call {space} {close}" if trigger else "call"
-    if form.is_list:
-        more = '("," " "? call)*' if several else ""
-        body = f'" "? "[" call {more} {close}'
-    calls = f"{trigger} {body}"
     again = several and not form.is_list
+
+    def body(call: str, *, several: bool) -> str:
+        """What comes after a trigger; without one, the answer is either text or a call."""
+        if form.is_list:
+            more = f'("," " "? {call})*' if several else ""
+            return f'" "? "[" {call} {more} {close}'
+        return f"{space} {call} {space} {close}" if trigger else call
+
+    theirs = [body("call", several=several)] if tools else []
+    ours = [body("own_call", several=False)] if own else []
     if choice == "none":
         start = "QUIET" if schema is None else "@answer"
     elif choice == "required" or schema is not None:
-        start = f"{calls} ({space} {calls})*" if again else calls
-        start = start if choice == "required" else f"@answer | {start}"
+        calls = [f"{trigger} {one}" for one in theirs]
+        ways = [f"{one} ({space} {one})*" if again else one for one in calls]
+        ways += [f"{trigger} {one}" for one in ours]
+        start = " | ".join(ways if choice == "required" else ["@answer", *ways])
     elif not trigger:
-        start = f"TEXT | {body}"
+        start = " | ".join(["TEXT", *theirs, *ours])
     else:
         # Up to the first trigger all is text, and what comes next is a call.
         until = f"TEXT {trigger}" if form.trigger in special else "until"
-        start = f"({until} {body})* TEXT" if again else f"TEXT | {until} {body}"
+        ways = [f"({until} {one})* TEXT" if again else f"{until} {one}" for one in theirs]
+        start = " | ".join(["TEXT", *ways, *(f"{until} {one}" for one in ours)])
     grammars = [] if schema is None else [{"name": "answer", "json_schema": dict(schema)}]
     rules = [f"start: {start}", *_terminals(form.trigger, is_token=form.trigger in special)]
-    if choice != "none":
-        rules.append(f"call: {' | '.join(f'call_{n}' for n in range(len(tools)))}")
-        for n, tool in enumerate(tools):
+    for rule, those in (("call", tools), ("own_call", own)) if choice != "none" else ():
+        if those:
+            rules.append(f"{rule}: {' | '.join(f'{rule}_{n}' for n in range(len(those)))}")
+        for n, tool in enumerate(those):
             head, end = json.dumps(form.head(tool.name)), ' "}"'
             if between:
                 head, end = f"{json.dumps(tool.name)} {between}", ""
-            rules.append(f"call_{n}: {head} @arguments_{n}{end}")
+            rules.append(f"{rule}_{n}: {head} @{rule}_{n}_arguments{end}")
             arguments = add_guidance(tool.schema, ONE_SPACE, strict=tool.strict)
-            grammars.append({"name": f"arguments_{n}", "json_schema": arguments})
+            grammars.append({"name": f"{rule}_{n}_arguments", "json_schema": arguments})
     return {"grammars": [{"lark_grammar": "\n".join([*rules, ""])}, *grammars]}
 
 

@@ -38,6 +38,8 @@ class CallEnd:
     call: int
 
 
+PARAGRAPH = "\n\n"
+"""Between the texts before and after a call that the server executes."""
 AnswerPart = TextDelta | CallStart | CallEnd
 
 
@@ -70,13 +72,21 @@ class CallParser:
     Attributes:
         names: of the functions that may be called; a call of another is text.
         calls_only: whether the answer consists of calls and has no text.
+        own: names of functions that the server executes itself. No part tells of their calls.
+        own_calls: the complete calls of these in the running part of the answer: name, arguments.
     """
 
     form: CallFormat
     names: Collection[str]
     calls_only: bool = False
+    own: Collection[str] = ()
     num_complete: int = 0
+    own_calls: list[tuple[str, str]] = field(default_factory=list)
     _started: int = 0
+    _own_call: tuple[str, str] | None = None  # the one that is being parsed
+    _has_call: bool = False  # whether a call has begun in this part of the answer
+    _said: bool = False  # whether there was text in any part
+    _gap: str = ""  # comes before the next text
     _state: str = "text"
     _rest: str = ""
     _spaces: str = ""  # white space that came last, which is text if more text comes
@@ -127,18 +137,32 @@ class CallParser:
             return []
         return self._text_delta(rest, last=True)
 
+    def next_round(self) -> list[AnswerPart]:
+        """Parse the end of a part of the answer that called one of the server's functions.
+
+        The next text begins a paragraph, if there was any before.
+        """
+        parts = self.finish()
+        self._state, self._spaces, self._has_text, self._has_call = "text", "", False, False
+        self._own_call, self.own_calls = None, []
+        self.calls_only = False  # what was required has been done
+        self._gap = PARAGRAPH if self._said else ""
+        return parts
+
     def _finish_in_head(self, rest: str, cut: bool) -> list[AnswerPart]:
         trigger = self.form.trigger
         head = self._partial_head.fullmatch(rest)
         if head and (trigger or cut):
             name, known = head["name"] or "", head["known"] is not None
+            if known and name in self.own:
+                return []
             if known and name in self.names:
                 self._state = "call"
                 self._started += 1
                 return [CallStart(self._started - 1, name)]
             if not known and any(one.startswith(name) for one in self.names):
                 return []
-        if self.form.is_list and self._started:
+        if self.form.is_list and self._has_call:
             return []
         return self._text_delta(trigger + rest, last=True)
 
@@ -168,8 +192,11 @@ class CallParser:
                 return [] if head.end() == len(self._rest) else self._not_a_call()
             self._rest = self._rest[head.end() :]
             self._state, self._json = "call", _Json()
+            self._has_call, self._spaces = True, ""
+            if head["name"] in self.own:
+                self._own_call = (head["name"], "")
+                return []
             self._started += 1
-            self._spaces = ""
             return [CallStart(self._started - 1, head["name"])]
         longest = max(map(len, self.names), default=0) + 64
         return self._not_a_call() if head or len(self._rest) > longest else []
@@ -188,9 +215,18 @@ class CallParser:
             if self._json.ends(char):
                 own, self._rest = self._rest[: at + 1], self._rest[at + 1 :]
                 self._state = "between"
+                if self._own_call is not None:
+                    name, before = self._own_call
+                    self.own_calls.append((name, before + own))
+                    self._own_call = None
+                    return []
                 self.num_complete += 1
                 return [TextDelta(own, self._started - 1), CallEnd(self._started - 1)]
         own, self._rest = self._rest, ""
+        if self._own_call is not None:
+            name, before = self._own_call
+            self._own_call = (name, before + own)
+            return []
         return [TextDelta(own, self._started - 1)]
 
     def _between(self) -> list[AnswerPart]:
@@ -209,9 +245,12 @@ class CallParser:
     def _text_delta(self, text: str, *, last: bool = False) -> list[AnswerPart]:
         """Return text, but hold back white space at its end, which may stand around a call."""
         text = self._spaces + text
-        shown = text if last and not self._started else text.rstrip()
+        shown = text if last and not self._has_call else text.rstrip()
         self._spaces = text[len(shown) :]
         self._has_text = self._has_text or bool(shown)
+        if shown and self._gap:
+            shown, self._gap = self._gap + shown.lstrip(), ""
+        self._said = self._said or bool(shown)
         return [TextDelta(shown)] if shown else []
 
 

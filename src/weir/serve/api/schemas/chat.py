@@ -23,6 +23,7 @@ from pydantic import (
 from weir.serve.api.schemas.base import (
     Lenient,
     ListOf,
+    Name,
     Only,
     Strict,
     Whole,
@@ -158,6 +159,23 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
+class WeirOptions(Strict):
+    """What only this server does.
+
+    `tools` are tools of the server that the model may call. The server executes such a call within
+    the answer. `drop` has the ids of calls whose outputs are dropped before the answer.
+    """
+
+    tools: Annotated[ListOf[Name], Field(max_length=16)] | None = None
+    drop: (
+        Annotated[
+            ListOf[Annotated[str, StringConstraints(min_length=1, max_length=256)]],
+            Field(max_length=128),
+        ]
+        | None
+    ) = None
+
+
 class GenerationBody(Strict):
     """Fields of every request for a completion: the model and the sampling parameters.
 
@@ -169,6 +187,7 @@ class GenerationBody(Strict):
 
     model: Annotated[str, StringConstraints(max_length=512)]
     stream: bool | None = None
+    weir: WeirOptions | None = None
     return_progress: bool | None = None
     seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | Annotated[ListOf[Stop], Field(max_length=4)] | None = None
@@ -278,6 +297,16 @@ class GenerationBody(Strict):
     def note(self, what: str) -> None:
         """Name something in the warning that is not done as the client asks."""
         self._notes.append(what)
+
+    @property
+    def drops(self) -> list[str]:
+        """The ids of calls whose outputs are dropped."""
+        return [] if self.weir is None else list(self.weir.drop or ())
+
+    @property
+    def own_tools(self) -> list[str]:
+        """The names of the server's tools that the model may call."""
+        return [] if self.weir is None else list(self.weir.tools or ())
 
     @property
     def streams(self) -> bool:

@@ -194,6 +194,7 @@ class ToolOffer:
         parallel: whether the model may make more than one call.
         schema_param: the field of the request with the schema of a tool, `{}` for its index.
         choice_param: the field with `names`.
+        own: names of the tools that the server executes itself; they are among `tools`, too.
     """
 
     tools: Sequence[Tool]
@@ -202,6 +203,7 @@ class ToolOffer:
     parallel: bool = True
     schema_param: str = "tools[{}].parameters"
     choice_param: str = "tool_choice"
+    own: Sequence[str] = ()
 
     @property
     def callable(self) -> list[tuple[Tool, str]]:

@@ -1,0 +1,16 @@
+"""Models by name: in the package, a folder, a GGUF file or the Hub, as saved or with fewer bits."""
+
+from weir.loading.loader import (
+    default_device,
+    from_where,
+    has_weights,
+    is_encoder,
+    is_gguf,
+    is_local,
+    load,
+    load_encoder,
+    load_processor,
+    skeleton,
+)
+
+__all__ = ["load", "load_processor"]

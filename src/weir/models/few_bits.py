@@ -1,0 +1,20 @@
+"""Layers whose weights are stored with few bits, as code that reads weights meets them."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+
+@runtime_checkable
+class FewBits(Protocol):
+    """A layer whose weight is rounded to few bits; `weir.native` has several."""
+
+    def dequantized(self) -> Tensor:
+        """Return the weight written out [outputs, inputs], in the model's dtype."""
+
+
+def has_few_bits(model: nn.Module) -> bool:
+    """Return whether any weight of a model is held with few bits, its numbers rounded."""
+    return any(isinstance(module, FewBits) for module in model.modules())

@@ -1,0 +1,99 @@
+"""MLPs whose weights lie in blocks, run as one kernel for the many rows of a prompt.
+
+Three products and a gate between them write and read what a prompt makes of an MLP's width four
+times. The kernel (`native.kernels.mlp_blocks`) takes some rows through all of it. A module is known
+by what its layers are called; that it computes what that says is found out by trying it
+(`module_trials`), and that the kernel multiplies by its weights, with a few rows of its own.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weir.models import MethodPatch, has_class_forward, has_hooks
+from weir.native import dispatch
+from weir.native.block_weights import BlockLinear
+from weir.native.dispatch import BlockWeight
+from weir.native.module_trials import is_gated_mlp
+
+ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu"}
+"""Activations that kernels know, by the names of their modules."""
+PROBES = 8
+"""Rows on which kernel and module are compared once."""
+ROUNDED = 2**-5
+"""By how much of itself an answer may be off where numbers are rounded to 8 bits."""
+_LAYERS = ("gate_proj", "up_proj", "down_proj")
+
+
+def run_mlps_whole(model: nn.Module) -> None:
+    """Let the kernel run those MLPs of a model that it knows."""
+    for module in model.modules():
+        if _weights_of(module) is not None and has_class_forward(module):
+            vars(module).pop("forward", None)  # a copy may hold its class's forward
+            MethodPatch(module, "forward", _WholeMLP(module))
+
+
+class _WholeMLP:
+    """An MLP by the kernel where it can be, else by the module's own forward.
+
+    Args:
+        module: the MLP.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module: Any = module
+        self._proved: list[Tensor] = []
+        self._refused = False
+
+    def __call__(self, own: Callable[..., Tensor], x: Tensor) -> Tensor:
+        """Return what `own` returns for hidden states [..., width]."""
+        if self._refused or torch.compiler.is_compiling():
+            return own(x)
+        kernel, weights = dispatch.mlp_blocks(x), _weights_of(self._module)
+        if kernel is None or weights is None:
+            return own(x)
+        found = kernel(x, *weights, ACTIVATIONS[type(self._module.act_fn).__name__])
+        if found is None:
+            return own(x)
+        codes = [weight[0] for weight in weights]
+        if not self._proved or not all(map(operator.is_, codes, self._proved)):
+            some, answers = (t.flatten(0, -2)[:PROBES] for t in (x, found))
+            same = is_gated_mlp(self._module) and is_near(answers, own(some), ROUNDED)
+            self._refused = not same
+            self._proved = codes
+        return own(x) if self._refused else found
+
+
+def _weights_of(module: Any) -> list[BlockWeight] | None:
+    """Return the weights of gate, up and down; None where the kernel cannot run the module."""
+    layers: list[Any] = [getattr(module, name, None) for name in _LAYERS]
+    activation = getattr(module, "act_fn", None)
+    if type(activation).__name__ not in ACTIVATIONS or _is_hooked(activation):
+        return None
+    if not all(type(layer) is BlockLinear and _is_bare(layer) for layer in layers):
+        return None
+    gate, up, down = layers
+    alike = gate.in_features == up.in_features
+    if not alike or not gate.out_features == up.out_features == down.in_features:
+        return None
+    return [(layer.codes, layer.scales, layer.out_features, layer.kind) for layer in layers]
+
+
+def _is_bare(layer: BlockLinear) -> bool:
+    """Return whether a layer does no more than multiply, on the CPU."""
+    here = layer.bias is None and layer.codes.is_cpu
+    return here and not _is_hooked(layer) and has_class_forward(layer)
+
+
+def _is_hooked(module: Any) -> bool:
+    return has_hooks(module._forward_hooks, module._forward_pre_hooks)
+
+
+def is_near(one: Tensor, other: Tensor, off: float) -> bool:
+    """Return whether two answers differ by at most a share of the other's norm."""
+    return bool((one.float() - other.float()).norm() <= off * other.float().norm())

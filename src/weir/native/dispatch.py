@@ -1,0 +1,85 @@
+"""Selection of the CPU engine's kernels, as `weir.kernels.dispatch` selects those of slots.
+
+Each function returns None where there is no such kernel: numba is not installed, the processor
+lacks its instructions, the tensors are none that it reads, or `WEIR_KERNELS` chooses another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from weir.kernels import KernelTable, is_compiling
+
+BlockWeight = tuple[torch.Tensor, torch.Tensor, int, str]
+"""A weight in blocks: codes, scales, how many outputs, and its type (`native.block_formats`)."""
+_TABLE = KernelTable(
+    {
+        ("numba", "linear"): ("weir.native.kernels.linear", "linear"),
+        ("numba", "linear_int8"): ("weir.native.kernels.linear", "linear_int8"),
+        ("numba", "decode_step"): ("weir.native.kernels.step", "StepTable"),
+        ("numba", "linear_blocks"): ("weir.native.kernels.linear_blocks", "linear_blocks"),
+        ("numba", "block_function"): ("weir.native.kernels.linear_blocks", "block_function"),
+        ("numba", "block_rows"): ("weir.native.kernels.block_rows", "block_rows"),
+        ("numba", "pack_blocks"): ("weir.native.kernels.pack_blocks", "pack_blocks"),
+        ("numba", "mlp_blocks"): ("weir.native.kernels.mlp_blocks", "mlp_blocks"),
+    }
+)
+
+paths = _TABLE.paths
+"""The library that runs each of these kernels on a device, or `reference`."""
+decode_step = _TABLE.by_device("decode_step")
+"""The class of tables that run a whole decode step."""
+linear = _TABLE.by_device("linear")
+"""For `torch.nn.functional.linear` with few rows."""
+linear_int8 = _TABLE.by_device("linear_int8")
+"""For products of few rows with a weight of 8 bits."""
+
+
+def linear_blocks(x: torch.Tensor) -> Callable[..., Any] | None:
+    """The kernel for products with weights in GGUF's blocks (see
+    `weir.native.kernels.linear_blocks`); None where the weight is written out for each.
+
+    Args:
+        x: what is multiplied.
+    """
+    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
+        return None
+    if x.requires_grad or is_compiling():
+        return None
+    return _TABLE.find("linear_blocks", x.device)
+
+
+def mlp_blocks(x: torch.Tensor) -> Callable[..., Any] | None:
+    """The kernel for a whole MLP with such weights; None where each product is made by itself."""
+    if linear_blocks(x) is None:
+        return None
+    return _TABLE.find("mlp_blocks", x.device)
+
+
+def block_function(kind: str, device: torch.device) -> int:
+    """Compile products with weights of a type of blocks.
+
+    Returns the address by which a `decode_step` table calls them; 0 if there are none here.
+    """
+    found = _TABLE.find("block_function", device) if device.type == "cpu" else None
+    return 0 if found is None else int(found(kind))
+
+
+def block_rows(which: torch.Tensor, codes: torch.Tensor) -> Callable[..., Any] | None:
+    """The kernel that writes out rows of a weight in blocks (see `weir.native.kernels.block_rows`);
+    None for PyTorch.
+
+    Args:
+        which: the numbers of the rows.
+        codes: of the weight.
+    """
+    if which.device.type != "cpu" or which.dtype != torch.int64 or not codes.is_cpu:
+        return None
+    return None if is_compiling() else _TABLE.find("block_rows", which.device)
+
+
+pack_blocks = _TABLE.by_device("pack_blocks")
+"""For `weir.native.block_weights.Blocks.fill`, for the commonest types."""

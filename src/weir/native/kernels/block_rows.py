@@ -1,0 +1,176 @@
+"""Rows of a weight in blocks written out on the CPU, as an embedding looks them up.
+
+A step looks up one row. In PyTorch that is some thirty operations of a few microseconds each, more
+when a step has just streamed all weights through the processor's caches. One loop serves all types:
+what it has to know of a type is in a short table. `weir.native.block_weights.write_out` is the
+readable reference, and both give the same numbers to the bit.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+from torch import Tensor
+
+from weir.kernels.cpu.compilation import (
+    WHOLE,
+    bytes_at,
+    compile_kernel,
+    floats_at,
+    longs_at,
+    shorts_at,
+    ubytes_at,
+)
+from weir.kernels.cpu.vectors import FLOAT, as_float
+from weir.native.block_formats import BLOCK, BLOCK_TYPES, PANEL, QUADS
+from weir.native.kernels.linear_blocks import SUPPORTED as BLOCKS_SUPPORTED
+
+SUPPORTED = BLOCKS_SUPPORTED
+"""Whether the processor reads float16, as products with blocks need too."""
+_NUMBERS = {"": 0, "half": 1, "bfloat": 2}
+
+
+@intrinsic
+def _half(_typing: Any, bits: Any) -> Any:
+    """float32 of the bits of a float16."""
+
+    def write(_context: Any, builder: ir.IRBuilder, _signature: Any, given: Any) -> Any:
+        return builder.fpext(builder.bitcast(given[0], ir.HalfType()), FLOAT)
+
+    return types.float32(types.int16), write
+
+
+@njit(nogil=True)
+def _code(places: np.ndarray, planes: int, block: int, lane: int, group: int, number: int) -> int:
+    """One code of a block at an address."""
+    code, below = 0, 0
+    for plane in range(planes):
+        at = plane * (1 + 2 * QUADS)
+        bits, place = places[at], at + 1 + 2 * group
+        byte = np.int64(ubytes_at(block + places[place] + 4 * lane, WHOLE)[0, number])
+        code |= ((byte >> places[place + 1]) & ((1 << bits) - 1)) << below
+        below += bits
+    return code
+
+
+def _read_rows(
+    which: int,
+    rows: int,
+    outputs: int,
+    blocks: int,
+    units: int,
+    codes: int,
+    scales: int,
+    form: int,
+    table: int,
+    unit: float,
+    out: int,
+) -> bool:
+    """Write out rows; returns False, and leaves them, where there is no such row.
+
+    Args:
+        which: address of their numbers, int64 [rows].
+        rows, outputs: how many there are, and how many the weight has.
+        blocks, units: of a line, and units of scales.
+        codes, scales: addresses of the weight's (`kernels.block_formats`).
+        form: address of what `_form_of` tells of the type.
+        table: address of the value of each code, or 0 where codes are values.
+        unit: a factor of all scales.
+        out: address of float32 [rows, 32 * blocks].
+    """
+    numbers, lines = longs_at(which, (1, rows))[0], floats_at(out, (rows, BLOCK * blocks))
+    for row in range(rows):
+        if numbers[row] < 0 or numbers[row] >= outputs:
+            return False
+    n, worth = longs_at(form, WHOLE)[0], np.float32(unit)
+    stored, heads, factors, unit_blocks = n[0], n[1], n[2], n[3]
+    code_bytes, scale_bytes, zero, planes = n[4], n[5], np.float32(n[6]), n[7]
+    places = longs_at(form + 64, WHOLE)[0]
+    scopes = 1 if factors <= heads else 2
+    per = BLOCK // scopes
+    for row in range(rows):
+        panel, lane = numbers[row] // PANEL, numbers[row] % PANEL
+        line = lines[row]
+        for block in range(blocks):
+            at = codes + (panel * blocks + block) * code_bytes
+            if stored:
+                found = shorts_at(at + 2 * lane, WHOLE)[0]
+                for i in range(BLOCK):
+                    bits = found[PANEL * i]
+                    line[BLOCK * block + i] = _half(bits) if stored == 1 else as_float(bits)
+                continue
+            own = scales + (panel * units + block // unit_blocks) * scale_bytes
+            for scope in range(scopes):
+                halves = shorts_at(own + 2 * lane, WHOLE)[0]
+                scale, least = _half(halves[0]), np.float32(0.0)
+                if heads == 2:
+                    least = _half(halves[PANEL])
+                if factors:
+                    first = (block % unit_blocks) * factors + scope * heads
+                    beside = own + 2 * heads * PANEL + first * PANEL + lane
+                    factor = np.float32(bytes_at(beside, WHOLE)[0, 0])
+                    scale = scale * (factor * worth)
+                    if heads == 2:
+                        least = -(least * np.float32(ubytes_at(beside + PANEL, WHOLE)[0, 0]))
+                for i in range(scope * per, scope * per + per):
+                    code = _code(places, planes, at, lane, i // 4, i % 4)
+                    if table:
+                        code = np.int64(ubytes_at(table, WHOLE)[0, code])
+                    number = (np.float32(code) - zero) * scale
+                    if heads == 2:
+                        number += least
+                    line[BLOCK * block + i] = number
+    return True
+
+
+_compiled_read = compile_kernel(_read_rows)
+
+
+@lru_cache
+def _form_of(kind: str) -> tuple[np.ndarray, np.ndarray | None, float]:
+    """Return the description of a type that `_read_rows` takes.
+
+    It has three parts: sizes, with the bits of each plane and the place of each group in it; the
+    values of codes, or None if codes are values; and the factor of scales.
+    """
+    form = BLOCK_TYPES[kind]
+    sizes = [_NUMBERS[form.number], form.heads, form.factors, form.unit_blocks]
+    sizes += [form.code_bytes, form.scale_bytes, form.zero, len(form.planes)]
+    before = 0
+    for plane, bits in enumerate(form.planes if not form.number else ()):
+        sizes.append(bits)
+        for group in range(QUADS):
+            vector, up = form.place_of(plane, group)
+            sizes += [4 * PANEL * (before + vector), up]
+        before += bits
+    table = np.array(form.table, np.uint8) if form.table else None
+    return np.array(sizes, np.int64), table, form.unit
+
+
+def block_rows(
+    which: Tensor, codes: Tensor, scales: Tensor, outputs: int, kind: str
+) -> Tensor | None:
+    """Return rows of a weight in float32 [rows, inputs]; None where it has no such row.
+
+    Args:
+        which: the numbers of the rows, int64 [rows].
+        codes, scales: of the weight, contiguous.
+        outputs: of the weight, padded to a multiple of 16 in `codes`.
+        kind: the type of the blocks.
+    """
+    form, table, unit = _form_of(kind)
+    which, (_, blocks, _) = which.contiguous(), codes.shape
+    out = torch.empty(len(which), BLOCK * blocks)
+    weight = outputs, blocks, scales.shape[1], codes.data_ptr(), scales.data_ptr()
+    known = form.ctypes.data, 0 if table is None else table.ctypes.data, unit
+    return (
+        out
+        if _compiled_read(which.data_ptr(), len(which), *weight, *known, out.data_ptr())
+        else None
+    )

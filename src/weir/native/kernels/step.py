@@ -1,0 +1,539 @@
+"""A whole decode step of a decoder in one call: tables of operations, which threads run together.
+
+An *operation* is a norm and the products behind it, attention of some heads, or a table of angles.
+Each has parts, which threads take until none are left; then they wait for those that others took.
+Addresses and sizes are in tables that are made once (`models.native_program`); a step changes a few
+numbers. Numbers between operations are float32, whatever the weights are.
+
+Roofline: the bytes of all weights and slots over the bandwidth of memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from weir.kernels.cpu.compilation import (
+    ANY_ORDER,
+    WHOLE,
+    compile_kernel,
+    doubles_at,
+    floats_at,
+    ints_at,
+    longs_at,
+    records_at,
+    shorts_at,
+)
+from weir.kernels.cpu.decode import attend, held_at, hold, merge, scratch_size
+from weir.kernels.cpu.threads import PARTS, TeamKernel, add_to, take_part, wait_until
+from weir.kernels.cpu.vectors import as_float
+from weir.native.block_formats import BLOCK
+from weir.native.kernels.gates import ACTIVATIONS, gate
+from weir.native.kernels.linear import multiply_part, way_of
+from weir.native.kernels.linear_blocks import multiply_panels, round_rows
+
+ANGLES, PRODUCTS, ATTENTION, NORMS = range(4)
+"""Kinds of operations."""
+PLAIN, NORM, MERGE = range(3)
+"""Inputs of a product: numbers in memory, normalized ones, or merged answers."""
+STORE, ADD, GATE = range(3)
+"""Uses of products: they are stored, added to numbers, or one is the gate of the other."""
+PRODUCT = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            # From `linear.way_of`; address of the weight; of float32 scales for 8 bits, or 0.
+            *("way", "first", "outputs", "weight", "scale"),
+            # Of a weight in blocks: the function from `block_function`, and bytes of a panel's
+            # codes and scales. Of others 0.
+            *("function", "code_bytes", "scale_bytes"),
+            # Address of a bias, or 0, and bits of its numbers; address of float32 [rows, outputs].
+            *("bias", "bias_bits", "out", "parts"),
+        )
+    ]
+)
+"""One product of an operation."""
+OPERATION = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            # All: what it is, its parts, and of how many operations, itself the last, a thread
+            # waits for behind it.
+            *("kind", "parts", "waits", "rows"),
+            # Products: what is multiplied [rows, inputs], where from, and what of it is made.
+            *("inputs", "source", "x"),
+            # Norms: weight, bias or 0, bits of both, and whether the mean is subtracted first.
+            *("weight", "weight_bits", "bias", "bias_bits", "centered"),
+            # Whether there are weights in blocks, which multiply what is rounded to 8 bits.
+            "rounded",
+            *("products", "count", "then", "onto", "activation"),
+            # Attention and merging: stretches of each head, KV heads of the model and of this
+            # part, their numbers, and queries of each.
+            *("stretches", "all_heads", "heads", "numbers", "group", "dim", "width"),
+            # Addresses: float32 queries [rows, query_width], keys and values [rows, ...].
+            *("queries", "keys", "values", "query_width", "key_width", "value_width"),
+            # Rotated pairs of numbers, and tables [rows, half]; norms of queries and keys.
+            *("half", "cosines", "sines", "query_norm", "key_norm", "norm_bits"),
+            # A `HELD`; the first slot and each row's newest one; how many a query sees, 0 for all.
+            *("held", "span", "window"),
+            # The buffer of queries [rows, heads, places, group * dim] or 0; tokens of a tail
+            # [rows], and how many of them share the first place.
+            *("waiting_queries", "places", "waiting", "unasked"),
+            # Addresses of float32 [rows, all_heads, stretches, group, width + 2], and of [rows,
+            # all_heads], of which each row's first numbers are this part's.
+            *("partial", "largest"),
+            # Memory that is read next.
+            *("ahead", "ahead_bytes"),
+            # Angles: places in the stream [rows], and turns of each pair at a place, float64.
+            *("where", "turns"),
+        )
+    ]
+    # Of norms, and what they add to their weights; by which cosines and sines are multiplied; by
+    # which numbers are multiplied before they are added to others.
+    + [(name, np.float64) for name in ("epsilon", "offset", "scaling", "factor")]
+    # Parts that are taken and done, in a cache line of their own.
+    + [(f"_{i}", np.int64) for i in range(8)]
+    + [("taken", np.int64), ("done", np.int64)]
+    + [(f"__{i}", np.int64) for i in range(6)]
+)
+"""One operation."""
+_operations_at, _products_at = records_at(OPERATION), records_at(PRODUCT)
+_TAKEN, _DONE = (OPERATION.fields[name][1] for name in ("taken", "done"))  # type: ignore[index]
+OPERATION_SIZE = OPERATION.itemsize
+_SIGN = np.int32(0x7FFFFFFF)
+
+
+@njit(nogil=True)
+def _stored(at: int, bits: int, i: int) -> np.float32:
+    """A number of a float32 or bfloat16 array at an address."""
+    if bits == 32:
+        return floats_at(at, WHOLE)[0, i]
+    return as_float(shorts_at(at, WHOLE)[0, i])
+
+
+def _norm(
+    x_at: int, weight: int, bits: int, epsilon: float, offset: float, dim: int, to: int
+) -> None:
+    """`x / sqrt(mean(x^2) + epsilon) * (weight + offset)` of float32 [dim], in place or not."""
+    x, out = floats_at(x_at, (1, dim))[0], floats_at(to, (1, dim))[0]
+    more = np.float32(offset)
+    total = np.float32(0.0)
+    for i in range(dim):
+        total += x[i] * x[i]
+    factor = np.float32(1.0 / math.sqrt(total / dim + epsilon))
+    if bits == 32:
+        weights = floats_at(weight, (1, dim))[0]
+        for i in range(dim):
+            out[i] = x[i] * factor * (weights[i] + more)
+    else:
+        halves = shorts_at(weight, (1, dim))[0]
+        for i in range(dim):
+            out[i] = x[i] * factor * (as_float(halves[i]) + more)
+
+
+def _layer_norm(
+    x_at: int,
+    weight: int,
+    bits: int,
+    bias: int,
+    bias_bits: int,
+    epsilon: float,
+    offset: float,
+    dim: int,
+    to: int,
+) -> None:
+    """`(x - mean) / sqrt(variance + epsilon) * (weight + offset) + bias` of float32 [dim]."""
+    x, out = floats_at(x_at, (1, dim))[0], floats_at(to, (1, dim))[0]
+    more = np.float32(offset)
+    total = np.float32(0.0)
+    for i in range(dim):
+        total += x[i]
+    mean = np.float32(total / dim)
+    total = np.float32(0.0)
+    for i in range(dim):
+        apart = x[i] - mean
+        total += apart * apart
+    factor = np.float32(1.0 / math.sqrt(total / dim + epsilon))
+    for i in range(dim):
+        out[i] = (x[i] - mean) * factor * (_stored(weight, bits, i) + more)
+    if bias:
+        for i in range(dim):
+            out[i] += _stored(bias, bias_bits, i)
+
+
+def _rotate(x_at: int, half: int, cosines: int, sines: int) -> None:
+    """Rotate the pairs (i, i + half) of float32 numbers, in place."""
+    x, cos = floats_at(x_at, (2, half)), floats_at(cosines, (1, half))[0]
+    sin = floats_at(sines, (1, half))[0]
+    for i in range(half):
+        one, two = x[0, i], x[1, i]
+        x[0, i], x[1, i] = one * cos[i] - two * sin[i], two * cos[i] + one * sin[i]
+
+
+def _copy(x_at: int, count: int, to: int, bits: int) -> np.int32:
+    """Store float32 numbers as float32 or bfloat16; returns the bits of the largest, without sign,
+    of which those of NaN are the most.
+    """
+    x, numbers = floats_at(x_at, (1, count))[0], ints_at(x_at, (1, count))[0]
+    top = np.int32(0)
+    for i in range(count):
+        top = max(top, numbers[i] & _SIGN)
+    if bits == 32:
+        out = floats_at(to, (1, count))[0]
+        for i in range(count):
+            out[i] = x[i]
+    else:
+        halves = shorts_at(to, (1, count))[0]
+        for i in range(count):
+            odd = (numbers[i] >> np.int32(16)) & np.int32(1)
+            near = numbers[i] + np.int32(0x7FFF) + odd
+            quiet = (numbers[i] & _SIGN) > np.int32(0x7F800000)
+            halves[i] = np.int16(0x7FC0) if quiet else np.int16(near >> np.int32(16))
+    return top
+
+
+_compiled_norm, _compiled_layer_norm, _compiled_rotate, _compiled_copy = (
+    compile_kernel(function, fastmath=ANY_ORDER)
+    for function in (_norm, _layer_norm, _rotate, _copy)
+)
+
+
+@njit(nogil=True)
+def _angles(n: np.record) -> None:
+    """Cosines and sines [rows, half] of each row's place; turns are taken off in float64."""
+    turns, where = doubles_at(n.turns, (1, n.half))[0], longs_at(n.where, (1, n.rows))[0]
+    cos, sin = floats_at(n.cosines, (n.rows, n.half)), floats_at(n.sines, (n.rows, n.half))
+    for row in range(n.rows):
+        for i in range(n.half):
+            turned = where[row] * turns[i]
+            angle = np.float64(np.float32(turned - np.rint(turned))) * (2 * math.pi)
+            cos[row, i] = np.float32(math.cos(angle) * n.scaling)
+            sin[row, i] = np.float32(math.sin(angle) * n.scaling)
+
+
+@njit(nogil=True)
+def _normalize(n: np.record, x: int, to: int) -> None:
+    """An operation's norm of one row."""
+    if n.centered:
+        bias = n.bias, n.bias_bits
+        sizes = n.epsilon, n.offset, n.inputs
+        _compiled_layer_norm(x, n.weight, n.weight_bits, *bias, *sizes, to)
+    else:
+        _compiled_norm(x, n.weight, n.weight_bits, n.epsilon, n.offset, n.inputs, to)
+
+
+@njit(nogil=True)
+def _add_norms(n: np.record, private: int) -> None:
+    """Norms of all rows, which are stored or added to numbers."""
+    for row in range(n.rows):
+        at = 4 * row * n.inputs
+        if n.then != ADD:
+            _normalize(n, n.x + at, n.onto + at)
+            continue
+        _normalize(n, n.x + at, private)
+        made, onto = floats_at(private, (1, n.inputs))[0], floats_at(n.onto + at, (1, n.inputs))[0]
+        factor = np.float32(n.factor)
+        for i in range(n.inputs):
+            onto[i] += factor * made[i]
+
+
+@njit(nogil=True)
+def _prepare(n: np.record, private: int) -> int:
+    """The address of what an operation multiplies: in this thread's memory where it was made."""
+    if n.source == PLAIN:
+        return n.x
+    if n.source == NORM:
+        for row in range(n.rows):
+            at = 4 * row * n.inputs
+            _normalize(n, n.x + at, private + at)
+        return private
+    unit = n.group * n.width
+    for row in range(n.rows):
+        for head in range(n.all_heads):
+            at = row * n.all_heads + head
+            found = n.partial + 4 * at * n.stretches * (unit + 2 * n.group)
+            sums, apart = found + 4 * n.stretches * unit, 2 * n.group
+            merge(found, unit, sums, apart, n.stretches, n.group, n.width, private + 4 * at * unit)
+    return private
+
+
+@njit(nogil=True)
+def _multiply(n: np.record, part: int, x: int, rounded: int, scratch: int) -> None:
+    """One part of an operation's products; `rounded` is what `round_rows` makes of `x`."""
+    products = _products_at(n.products, (1, n.count))[0]
+    which = 0
+    if n.then != GATE:
+        while part >= products[which].parts:
+            part -= products[which].parts
+            which += 1
+    start = stop = 0
+    for i in range(which, 2 if n.then == GATE else which + 1):
+        p = products[i]
+        if p.function:
+            sizes = p.function, n.rows, n.inputs // BLOCK, p.outputs
+            weight = p.weight, p.code_bytes, p.scale, p.scale_bytes
+            given = rounded if p.function > 0 else x
+            start, stop = multiply_panels(*sizes, *weight, given, p.out, part, p.parts)
+        else:
+            shape = p.way, p.first, n.rows, n.inputs, p.outputs
+            start, stop = multiply_part(*shape, x, p.weight, p.scale, p.out, part, p.parts)
+        if p.bias:
+            for row in range(n.rows):
+                out = floats_at(p.out + 4 * row * p.outputs, (1, p.outputs))[0]
+                for j in range(start, stop):
+                    out[j] += _stored(p.bias, p.bias_bits, j)
+    outputs = products[which].outputs
+    for row in range(n.rows):
+        at = 4 * (row * outputs + start)
+        if n.then == ADD:
+            out = floats_at(products[which].out + at, (1, stop - start))[0]
+            onto = floats_at(n.onto + at, (1, stop - start))[0]
+            factor = np.float32(n.factor)
+            for j in range(stop - start):
+                onto[j] += factor * out[j]
+        elif n.then == GATE:
+            pair = products[0].out + at, products[1].out + at
+            gate(*pair, stop - start, n.activation, scratch, n.onto + at)
+
+
+@njit(nogil=True)
+def _attend(n: np.record, part: int, scratch: int) -> None:
+    """One stretch of the slots of one head: its new key is stored by who reads the last stretch."""
+    unit, stretch = part // n.stretches, part % n.stretches
+    row, local = unit // n.heads, unit % n.heads
+    head = longs_at(n.numbers, WHOLE)[0, local]
+    held, span = held_at(n.held, (1, 1))[0, 0], longs_at(n.span, WHOLE)[0]
+    newest, first = span[1 + row], span[0]
+    if n.window:
+        first = max(first, newest + 1 - n.window)
+    count = newest + 1 - first
+    begin, end = (
+        first + count * stretch // n.stretches,
+        first + count * (stretch + 1) // n.stretches,
+    )
+    queries, key = scratch, scratch + 4 * n.group * n.dim
+    more = key + 4 * n.dim
+    cos, sin = n.cosines + 4 * row * n.half, n.sines + 4 * row * n.half
+    for member in range(n.group):
+        to, at = queries + 4 * member * n.dim, (head * n.group + member) * n.dim
+        _compiled_copy(n.queries + 4 * (row * n.query_width + at), n.dim, to, 32)
+        if n.query_norm:
+            _compiled_norm(to, n.query_norm, n.norm_bits, n.epsilon, n.offset, n.dim, to)
+        if n.half:
+            _compiled_rotate(to, n.half, cos, sin)
+    if stretch + 1 == n.stretches:
+        _compiled_copy(n.keys + 4 * (row * n.key_width + head * n.dim), n.dim, key, 32)
+        if n.key_norm:
+            _compiled_norm(key, n.key_norm, n.norm_bits, n.epsilon, n.offset, n.dim, key)
+        if n.half:
+            _compiled_rotate(key, n.half, cos, sin)
+        slot, size = unit * held.exact + newest - held.quantized, held.bits // 8
+        top = _compiled_copy(key, n.dim, held.keys + slot * n.dim * size, held.bits)
+        value = n.values + 4 * (row * n.value_width + head * n.width)
+        other = _compiled_copy(value, n.width, held.values + slot * n.width * size, held.bits)
+        ints_at(n.largest, WHOLE)[0, row * n.all_heads + local] = max(top, other)
+        if n.waiting_queries:
+            place = max(0, longs_at(n.waiting, WHOLE)[0, row] - n.unasked)
+            line = (unit * n.places + place) * n.group * n.dim
+            to = n.waiting_queries + line * size
+            _compiled_copy(queries, n.group * n.dim, to, held.bits)
+    size, at = n.group * n.width, row * n.all_heads + head
+    found = n.partial + 4 * at * n.stretches * (size + 2 * n.group)
+    sums = found + 4 * (n.stretches * size + stretch * 2 * n.group)
+    sunk = 1 if stretch == 0 else 0
+    # Each part asks for its share of the weight that comes next.
+    ahead = n.ahead + n.ahead_bytes * part // n.parts
+    stop = n.ahead + n.ahead_bytes * (part + 1) // n.parts
+    to = found + 4 * stretch * size
+    attend(n.held, unit, begin, end, sunk, queries, more, to, sums, ahead, stop)
+
+
+def _run_step(address: int) -> None:
+    """All operations of a step, as one of some threads."""
+    numbers = longs_at(address, (1, 6))[0]
+    table, count, private, size = numbers[2], numbers[3], numbers[4], numbers[5]
+    private += 4 * size * take_part(address)
+    for i in range(count):
+        at = table + i * OPERATION_SIZE
+        n = _operations_at(at, (1, 1))[0, 0]
+        part = add_to(at + _TAKEN, 1)
+        x = np.int64(0)
+        while part < n.parts:
+            if n.kind == PRODUCTS:
+                rounded = private + 4 * n.rows * n.inputs
+                if x == 0:
+                    x = _prepare(n, private)
+                    if n.rounded:
+                        round_rows(n.rows, n.inputs // BLOCK, x, rounded)
+                _multiply(n, part, x, rounded, private + 8 * n.rows * n.inputs)
+            elif n.kind == ATTENTION:
+                _attend(n, part, private)
+            elif n.kind == ANGLES:
+                _angles(n)
+            else:
+                _add_norms(n, private)
+            add_to(at + _DONE, 1)
+            part = add_to(at + _TAKEN, 1)
+        for before in range(n.waits):
+            other = at - before * OPERATION_SIZE
+            wait_until(other + _DONE, _operations_at(other, (1, 1))[0, 0].parts)
+
+
+_run_together = TeamKernel(_run_step)
+_WORTH_A_PART = 2**15
+"""Numbers of a weight below which a part of their own costs more than it saves."""
+_MOST_STRETCHES = 4
+
+
+_CODES: dict[str, int] = {
+    "angles": ANGLES,
+    "products": PRODUCTS,
+    "attention": ATTENTION,
+    "norms": NORMS,
+    "plain": PLAIN,
+    "norm": NORM,
+    "merge": MERGE,
+    "store": STORE,
+    "add": ADD,
+    "gate": GATE,
+    **ACTIVATIONS,
+}
+
+
+class StepTable:
+    """The operations of a step, in order; made once, and run at every step.
+
+    Attributes:
+        operations: an array of `OPERATION`, once `finish` was called.
+
+    Args:
+        rows: of the batch.
+        threads: as many as PyTorch has.
+    """
+
+    operations: np.ndarray
+
+    def __init__(self, rows: int, threads: int) -> None:
+        self.rows, self.threads = rows, threads
+        self._made: list[dict[str, Any]] = []
+        self._held: list[Any] = []
+        self._needed = 0
+
+    @staticmethod
+    def compile() -> None:
+        """Compile the kernel, or read what numba has kept."""
+        _run_together.compile()
+
+    def memory(self, *shape: int) -> Tensor:
+        """Memory of float32 that the operations share."""
+        with torch.inference_mode(False):  # steps in and outside inference mode write it
+            self._held.append(torch.zeros(shape))
+        found: Tensor = self._held[-1]
+        return found
+
+    def add(self, kind: str, parts: int = 1, *, waits: int = 1, **fields: Any) -> int:
+        """Add an operation, and return its number; fields are those of `OPERATION`, a tensor for
+        its address and a word for its number.
+        """
+        self._held += [t for t in fields.values() if isinstance(t, Tensor | np.ndarray)]
+        fields = {"factor": 1.0, **fields}
+        fields |= {"kind": kind, "parts": parts, "waits": waits, "rows": self.rows}
+        self._made.append({name: _address(value) for name, value in fields.items()})
+        return len(self._made) - 1
+
+    def multiply(self, weights: Sequence[Any], outs: Sequence[Tensor], **fields: Any) -> None:
+        """Add products of one input with some weights (`models.native_form.Weight`)."""
+        products = np.zeros(len(weights), PRODUCT)
+        inputs = weights[0].inputs
+        for at, weight, out in zip(products, weights, outs, strict=True):
+            outputs, bits = weight.outputs, 8 * weight.numbers.itemsize
+            at["function"] = weight.function
+            if weight.function:
+                for name, part in (("code_bytes", weight.numbers), ("scale_bytes", weight.scale)):
+                    at[name] = part[0].nbytes
+            else:
+                at["way"], at["first"] = way_of(self.rows, bits, outputs)
+            at["outputs"], at["weight"] = outputs, _address(weight.numbers)
+            at["scale"], at["bias"] = _address(weight.scale), _address(weight.bias)
+            at["bias_bits"] = 0 if weight.bias is None else 8 * weight.bias.itemsize
+            at["out"] = _address(out)
+            worth = min(weight.numbers.numel() // _WORTH_A_PART, self.threads * PARTS)
+            at["parts"] = max(1, worth) if self.threads > 1 else 1
+            self._held += [out, weight]
+        gated = fields.get("then") == "gate"
+        if gated:
+            # A part has the same outputs of both weights. Weights in blocks are divided into
+            # panels and others into tiles, so a pair of one of each stays undivided.
+            alike = len({bool(weight.function) for weight in weights}) == 1
+            products["parts"] = products["parts"].min() if alike else 1
+        parts = int(products["parts"][0] if gated else products["parts"].sum())
+        self._needed = max(self._needed, 2 * (self.rows * inputs + int(products["outputs"].max())))
+        fields |= {"rounded": int((products["function"] > 0).any())}
+        self.add("products", parts, inputs=inputs, products=products, count=len(weights), **fields)
+
+    def attend(self, held: np.ndarray, heads: int, slots: int, waits: int, **fields: Any) -> int:
+        """Add attention of some heads, for which `stretches` are given."""
+        group, dim, width = (int(held[0][name]) for name in ("group", "dim", "width"))
+        # In Python, so that numba need not compile a sum.
+        size = (group + 1) * dim + scratch_size.py_func(group, dim, width, slots)
+        self._needed = max(self._needed, size)
+        sizes = {"heads": heads, "group": group, "dim": dim, "width": width}
+        parts = self.rows * heads * fields["stretches"]
+        return self.add("attention", parts, waits=waits, held=held, **sizes, **fields)
+
+    def hold(self, *slots: Any) -> np.ndarray:
+        """Describe slots for `attend`; arguments are those of `decode.hold`."""
+        self._held += slots
+        return hold(*slots)
+
+    def stretches(self, heads: int) -> int:
+        """In how many stretches to read each of some heads, so that all threads have as much."""
+        units = self.rows * heads
+
+        def longest(count: int) -> float:
+            return -(-units * count // self.threads) / count
+
+        return min(range(1, _MOST_STRETCHES + 1), key=lambda count: longest(count) + 0.05 * count)
+
+    def finish(self) -> None:
+        """Make the tables."""
+        self.operations = np.zeros(len(self._made), OPERATION)
+        for at, made in zip(self.operations, self._made, strict=True):
+            for name, value in made.items():
+                at[name] = value
+        self._private = self.memory(self.threads, self._needed)
+        # What a step needs of these: NumPy takes its time to look it up.
+        self._counters = self.operations["taken"], self.operations["done"]
+        self._start = self.operations.ctypes.data
+        self._memory = self._private.data_ptr(), self._private.shape[1]
+
+    def __len__(self) -> int:
+        """Return the number of operations so far."""
+        return len(self._made)
+
+    def run(self, first: int = 0, stop: int | None = None) -> None:
+        """Run all operations, or those from `first` on and before `stop`.
+
+        What lies before `first` must have run.
+        """
+        stop = len(self._made) if stop is None else stop
+        for counts in self._counters:
+            counts[first:stop] = 0
+        start = self._start + first * OPERATION_SIZE
+        _run_together(self.threads, start, stop - first, *self._memory)
+
+
+def _address(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    if isinstance(value, np.ndarray):
+        return value.ctypes.data
+    if isinstance(value, str):
+        return _CODES[value]
+    return 0 if value is None else value

@@ -1,0 +1,331 @@
+"""The table of a native step: a decoder's form, and a cache's slots, as operations for a kernel.
+
+Weights and slots are in the table by address, so a table serves until a module, a weight or a slab
+is replaced. Knows nothing about caches but what a call hands over, `cache.forward.StepRows`.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weir.native import dispatch
+from weir.native.form import DecoderForm, LayerForm, Norm, NotNative, Projection
+from weir.native.linear_kernels import is_plain
+from weir.native.watch import Watch
+from weir.slab import AttentionParams, block_size
+
+
+class OutOfDate(Exception):
+    """Slots that were attended to with other parameters than the modules have now; a step of the
+    model's own brings them up to date.
+    """
+
+
+@dataclass(frozen=True, eq=False)
+class LayerOperations:
+    """The operations of one layer, and the memory that they leave their results in.
+
+    Attributes:
+        first, mlp, stop: operations in the table: of attention from the first, of the MLP from the
+            second on.
+        parts: the layer's slots (`cache.forward.HeldPart`).
+        spans: of each part, the row in the program's spans.
+        q, k, v, o, gate, up, down: products [rows, outputs], of q and k normalized if all heads are
+            together.
+        partial: answers and sums of each stretch of each head, as `kernels.cpu.decode` writes them.
+        gated: what `down` multiplies.
+    """
+
+    first: int
+    mlp: int
+    stop: int
+    parts: Sequence[Any]
+    spans: Sequence[int]
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    partial: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    gated: Tensor
+
+
+class StepProgram:
+    """The table of a decoder over a cache's slots.
+
+    Attributes:
+        largest: the largest absolute key or value of each layer, row and head in the last step.
+        sizes: what tells it from others that need a proof of their own.
+        table: the operations.
+        layers: those of each layer.
+        hidden: [rows, width], float32, what layers read and add to.
+        dtype: of what a step returns.
+
+    Args:
+        form: of the decoder.
+        params: how each layer attends.
+        watch: notices when modules are replaced.
+        rows: the cache's rows of a step.
+
+    Raises:
+        NotNative: no table can be made of these slots.
+        OutOfDate: the slots have other parameters.
+    """
+
+    def __init__(
+        self, form: DecoderForm, params: Sequence[AttentionParams], watch: Watch, rows: Any
+    ) -> None:
+        make, held = dispatch.decode_step(torch.device("cpu")), rows.held()
+        if make is None:
+            raise NotNative("there is no kernel for steps here")
+        if held is None:
+            raise NotNative("its policy has slots that no step of constant shape reads")
+        self._watch, self._slabs, self._threads = watch, rows.slabs, torch.get_num_threads()
+        parts = [part for layer in held for part in layer]
+        self.sizes = tuple((part.slots.sizes, part.heads) for part in parts)
+        batch = len(rows.waiting)
+        self.table = table = make(batch, self._threads)
+        self._spans, self._waiting, self._places = (
+            np.zeros_like(t) for t in (rows.spans, rows.waiting, rows.places)
+        )
+        self.dtype = form.norm.module.weight.dtype
+        self.hidden = table.memory(batch, form.norm.width)
+        self._angles = self._add_angles([part.rotary for part in parts])
+        self._before_layers = len(table)
+        most = max(sum(part.slots.keys.shape[1] for part in layer) for layer in held)
+        self.largest = table.memory(len(parts), batch, most)
+        self.layers: list[LayerOperations] = []
+        done = 0
+        for layer, own, how in zip(form.layers, held, params, strict=True):
+            if any(not _is_same(part.params, how) for part in own):
+                raise OutOfDate
+            self.layers.append(self._add_layer(layer, done, own))
+            done += len(own)
+        fields = form.norm.fields()
+        self._last = table.add("norms", inputs=form.norm.width, x=self.hidden, **fields)
+        table.finish()
+        # A step takes longer to make these than to use them.
+        self._embedded = self.hidden[:, None]
+        self._onto = table.operations["onto"][self._last :]
+
+    def fits(self, watch: Watch, rows: Any) -> bool:
+        """Return whether modules, slots and threads are those it was made for."""
+        if watch is not self._watch or torch.get_num_threads() != self._threads:
+            return False
+        if rows.slabs is not self._slabs:  # another list, after a fold
+            if len(rows.slabs) != len(self._slabs):
+                return False
+            if not all(map(operator.is_, rows.slabs, self._slabs)):
+                return False
+            self._slabs = rows.slabs
+        return True
+
+    def run(self, embedded: Tensor, rows: Any) -> Tensor:
+        """Return the hidden state [batch, 1, width] of one token of each row."""
+        self._embedded.copy_(embedded)
+        self._spans[:], self._waiting[:], self._places[:] = rows.spans, rows.waiting, rows.places
+        out = torch.empty_like(self._embedded)
+        self._onto[0] = out.data_ptr()
+        self.table.run()
+        return out if self.dtype == out.dtype else out.to(self.dtype)
+
+    def run_attention(self, index: int, rows: Any, places: Tensor) -> None:
+        """Run a layer's attention over `hidden`, with rows at places of the stream [batch]."""
+        self._spans[:], self._waiting[:] = rows.spans, rows.waiting
+        self._places[:] = places.numpy()
+        self.table.run(0, self._before_layers)
+        layer = self.layers[index]
+        self.table.run(layer.first, layer.mlp)
+
+    def run_mlp(self, index: int) -> None:
+        """Run a layer's MLP over `hidden`."""
+        layer = self.layers[index]
+        self.table.run(layer.mlp, layer.stop)
+
+    def normalize(self, norm: Norm | None, x: Tensor) -> Tensor:
+        """Return numbers [rows, width] as an operation with this norm multiplies them, to the bit;
+        without one they are multiplied as they are.
+        """
+        if norm is None:
+            return x
+        given, out = x.contiguous(), torch.empty_like(x, dtype=torch.float32)
+        table = type(self.table)(len(x), 1)
+        more = {"inputs": norm.width, "x": given, "onto": out, "then": "store"}
+        table.add("norms", **more, **norm.fields())
+        table.finish()
+        table.run()
+        return out
+
+    def run_norm(self) -> Tensor:
+        """Return the last norm of `hidden`, float32."""
+        out = torch.empty_like(self.hidden)
+        self.table.operations[self._last]["onto"] = out.data_ptr()
+        self.table.run(self._last)
+        return out
+
+    def _add_angles(self, rotaries: Sequence[Any]) -> list[dict[str, Any]]:
+        """Add tables of angles, one for each rotary embedding; returns each layer's fields."""
+        known: dict[int, dict[str, Any]] = {}
+        for rotary in rotaries:
+            if rotary is None or id(rotary) in known:
+                continue
+            turns = (rotary.frequencies.double() / (2 * math.pi)).contiguous()
+            half = len(turns)
+            tables = [self.table.memory(len(self._places), half) for _ in range(2)]
+            fields = {"half": half, "cosines": tables[0], "sines": tables[1]}
+            more = {"where": self._places, "turns": turns, "scaling": rotary.scaling}
+            self.table.add("angles", **fields, **more)
+            known[id(rotary)] = fields
+        return [{} if rotary is None else known[id(rotary)] for rotary in rotaries]
+
+    def _add_layer(self, form: LayerForm, first: int, parts: Sequence[Any]) -> LayerOperations:
+        """Add a layer; `first` is the number of its first part among all."""
+        start = len(self.table)
+        attention = self._add_attention(form, first, parts)
+        middle = len(self.table)
+        mlp = self._add_mlp(form)
+        numbers = range(first, first + len(parts))
+        return LayerOperations(start, middle, len(self.table), parts, numbers, *attention, *mlp)
+
+    def _add_attention(self, form: LayerForm, first: int, parts: Sequence[Any]) -> list[Tensor]:
+        """Add a layer's attention; returns the memory of q, k, v, o and partial answers."""
+        table = self.table
+        asked = form.q, form.k, form.v
+        outs = [table.memory(table.rows, part.outputs) for part in (*asked, form.o)]
+        weights = [part.weight() for part in asked]
+        table.multiply(weights, outs[:3], **self._from(form.before_attention))
+        batch, _, _, dim = parts[0].slots.keys.shape
+        width = parts[0].slots.values.shape[3]
+        heads = sum(part.slots.keys.shape[1] for part in parts)
+        group = form.q.outputs // (heads * dim)
+        of_heads: dict[str, Any] = {}
+        if form.q_norm is not None and form.k_norm is not None:
+            if form.heads_together:
+                for out, norm in zip(outs[:2], (form.q_norm, form.k_norm), strict=True):
+                    more = {"inputs": norm.width, "x": out, "onto": out, "then": "store"}
+                    table.add("norms", **more, **norm.fields())
+            else:
+                of_heads = _norms_of_heads(form.q_norm, form.k_norm)
+        o = form.o.weight()
+        # Parts differ in length, so that each head is read by all threads.
+        stretches = table.stretches(heads if len(parts) == 1 else 1)
+        partial = table.memory(batch * heads * stretches, group, width + 2)
+        answered = {"stretches": stretches, "all_heads": heads, "partial": partial}
+        for number, part in enumerate(parts):
+            slots, last = part.slots, number + 1 == len(parts)
+            waiting = {}
+            if slots.queries is not None:
+                places = slots.queries.shape[2]
+                waiting = {"waiting_queries": slots.queries, "places": places}
+                waiting["unasked"] = slots.unasked
+            own = slots.keys.shape[1]
+            table.attend(
+                self._hold(slots, part.params, group),
+                own,
+                slots.b.shape[2],
+                waits=len(parts) if last else 0,
+                numbers=np.array(range(heads) if part.heads is None else part.heads),
+                queries=outs[0],
+                keys=outs[1],
+                values=outs[2],
+                query_width=heads * group * dim,
+                key_width=heads * dim,
+                value_width=heads * width,
+                span=self._spans[first + number],
+                window=slots.window or 0,
+                waiting=self._waiting,
+                largest=self.largest[first + number],
+                ahead=o.numbers,
+                ahead_bytes=o.numbers.nbytes if last else 0,
+                **answered,
+                **waiting,
+                **self._angles[first + number],
+                **of_heads,
+            )
+        answered |= {"group": group, "width": width, "source": "merge"}
+        self._add_product(form, form.o, outs[3], form.after_attention, **answered)
+        return [*outs, partial]
+
+    def _add_mlp(self, form: LayerForm) -> list[Tensor]:
+        """Add a layer's MLP; returns the memory of gate, up, down and what lies between."""
+        table = self.table
+        pair = [form.gate.weight(), form.up.weight()]
+        gate, up, gated = (table.memory(table.rows, form.gate.outputs) for _ in range(3))
+        more = {"then": "gate", "onto": gated, "activation": form.activation}
+        table.multiply(pair, [gate, up], **more, **self._from(form.before_mlp))
+        down = table.memory(table.rows, form.down.outputs)
+        self._add_product(form, form.down, down, form.after_mlp, x=gated, source="plain")
+        return [gate, up, down, gated]
+
+    def _from(self, norm: Norm | None) -> dict[str, Any]:
+        """The hidden state as an input, through a norm if there is one."""
+        if norm is None:
+            return {"x": self.hidden, "source": "plain"}
+        return {"x": self.hidden, "source": "norm", **norm.fields()}
+
+    def _add_product(
+        self, form: LayerForm, part: Projection, out: Tensor, norm: Norm | None, **fields: Any
+    ) -> None:
+        """Add a product that is added to the hidden state, through a norm if there is one."""
+        add = {"then": "add", "onto": self.hidden, "factor": form.factor}
+        if norm is None:
+            self.table.multiply([part.weight()], [out], **add, **fields)
+            return
+        self.table.multiply([part.weight()], [out], **fields)
+        self.table.add("norms", x=out, inputs=part.outputs, **add, **norm.fields())
+
+    def _hold(self, slots: Any, params: AttentionParams, group: int) -> Any:
+        """Describe a layer's slots for the kernel."""
+        coded, blocks, quantized = None, (0, 0), slots.quantized
+        if not all(t.is_contiguous() for t in slots.tensors()) or not is_plain(slots.keys):
+            raise NotNative(
+                f"its slots are in {_name(slots.keys.dtype)}, and native steps read float32 and "
+                "bfloat16"
+            )
+        if quantized is not None:
+            coded = quantized.stored
+            if quantized.format.name == "int4":
+                blocks = block_size(slots.keys.shape[3]), block_size(slots.values.shape[3])
+            elif quantized.format.name != "int8":
+                raise NotNative(
+                    f"it has slots of the format {quantized.format.name}, and native steps read "
+                    "int8 and int4"
+                )
+        mask, *split = (slots.b,) if slots.split is None else slots.split
+        sinks = params.sinks
+        if sinks is not None:
+            sinks = sinks.float().expand(len(slots.keys), -1, -1).contiguous()
+        more = coded, blocks, group, params.scale, mask, tuple(split) or None, sinks
+        return self.table.hold(slots.keys, slots.values, *more, params.softcap)
+
+
+def _norms_of_heads(query: Norm, key: Norm) -> dict[str, Any]:
+    """The fields of norms of each head's queries and keys, which share all but their weights."""
+    if query[2:] != key[2:] or query.module.weight.dtype != key.module.weight.dtype:
+        raise NotNative(f"{query.name} and {key.name} differ in more than their weights")
+    fields = {"norm_bits": 8 * query.module.weight.itemsize}
+    fields |= {"query_norm": query.module.weight, "key_norm": key.module.weight}
+    return fields | {"epsilon": query.epsilon, "offset": query.offset}
+
+
+def _is_same(one: AttentionParams, other: AttentionParams) -> bool:
+    """Return whether two layers' parameters of attention are the same."""
+    if one.scale != other.scale or one.softcap != other.softcap:
+        return False
+    if one.sinks is None or other.sinks is None:
+        return one.sinks is other.sinks
+    return torch.equal(one.sinks.flatten(), other.sinks.flatten())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

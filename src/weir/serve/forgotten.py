@@ -1,0 +1,102 @@
+"""Which turns of a conversation have lost tokens, in words that a client or a model can read.
+
+Knows nothing about HTTP or rows.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from weir.serve.messages import Message
+from weir.serve.sessions.records import TurnRecord
+from weir.serve.sessions.store import SessionStore
+
+MOST_TURNS = 8
+"""Turns that are described; older ones are not."""
+LOOKED_AT = 24
+"""Turns that are looked at, from the newest on."""
+MOST_MESSAGES = 4
+"""Messages of a turn that are described: the first ones and the answer."""
+BEGINNING = 60
+"""Characters of a message that are shown."""
+
+
+def describe_forgotten(
+    store: SessionStore, owner: str, node: str | None, held: Tensor | Sequence[int]
+) -> list[dict[str, Any]]:
+    """Describe the newest turns up to one that have lost tokens, the newest first.
+
+    Args:
+        store: has the records of the turns.
+        owner: whose turns they are.
+        node: the newest turn; None for none.
+        held: the tokens of the stream that are still held, in order.
+    """
+    places = held.tolist() if isinstance(held, Tensor) else held
+    found: list[dict[str, Any]] = []
+    for _ in range(LOOKED_AT):
+        record = None if node is None else store.find_turn(owner, node)
+        if record is None or len(found) == MOST_TURNS:
+            break
+        if (lost := describe_turn(record, places)) is not None:
+            found.append(lost)
+        node = record.parent
+    return found
+
+
+def describe_turn(record: TurnRecord, held: Sequence[int]) -> dict[str, Any] | None:
+    """Describe a turn that has lost tokens; None if it has not."""
+    tokens = len(record.ids) // 4
+    start = record.seen - tokens
+    still = bisect_left(held, record.seen) - bisect_left(held, start)
+    if still >= tokens:
+        return None
+    return {
+        "id": f"resp_{record.node}",
+        "start": start,
+        "tokens": tokens,
+        "forgotten": tokens - still,
+        "messages": describe_messages(record.messages),
+    }
+
+
+def describe_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The roles of messages, how they begin, and the calls whose results they are."""
+    shown = [*enumerate(messages)]
+    if len(shown) > MOST_MESSAGES:
+        shown = [*shown[: MOST_MESSAGES - 1], shown[-1]]
+    return [
+        {
+            "index": number,
+            "role": message.role,
+            "text": _beginning_of(message.content),
+            **({} if message.result is None else {"call_id": message.result}),
+            **({"calls": [call.name for call in message.calls[:8]]} if message.calls else {}),
+        }
+        for number, message in shown
+    ]
+
+
+def tell_forgotten(turns: Sequence[dict[str, Any]], tokens: int) -> str:
+    """A note that tells a model what it has forgotten."""
+    lines = [
+        f"{tokens} tokens of the earlier conversation are no longer in your memory. "
+        "Do not guess what they said: ask, or use a tool."
+    ]
+    for turn in turns:
+        for message in turn["messages"]:
+            share = "all" if turn["forgotten"] == turn["tokens"] else "a part"
+            call, role = message.get("call_id"), message["role"]
+            what = role if call is None else f"the output of {call}"
+            lines.append(f"- {share} of a turn with {what}: {message['text']}")
+    return "\n".join(lines)
+
+
+def _beginning_of(text: str) -> str:
+    line = " ".join(text[: 4 * BEGINNING].split())
+    shown = line if len(line) <= BEGINNING else f"{line[: BEGINNING - 3]}..."
+    return shown.encode("utf-8", "replace").decode()

@@ -1,0 +1,109 @@
+"""The server's own tools: a model calls them, and the server executes the call within the answer.
+
+A request switches them on by name. To add one, put an `OwnTool` into `EngineClient.own_tools`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from weir.serve.tools.formats import Tool
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from weir.serve.engine.engine import Engine
+    from weir.serve.engine.sequence import Sequence
+    from weir.serve.prompts import Prompt
+    from weir.serve.structured import GrammarConstraint
+
+MAX_CALLS = 8
+"""Calls of the server's tools in one answer. After these, the model cannot make more."""
+MAX_RESULT = 8192
+"""Characters of a result; what comes after them is left out."""
+CUT = " [cut]"
+"""Ends a result that was too long."""
+
+
+@dataclass(frozen=True)
+class ToolContext:
+    """The session that a call was made in.
+
+    Attributes:
+        engine: the engine that makes the answer; `engine.store` has the turns of all owners.
+        prompt: what the answer continues: its owner, its session, the saved turn before it, and the
+            messages that are new since then.
+        sequence: the answer, which waits for the result in its row.
+    """
+
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    prompt: Prompt
+    sequence: Sequence
+
+
+@dataclass(frozen=True)
+class OwnTool:
+    """A tool that the server executes.
+
+    Attributes:
+        tool: its name, its description and the JSON schema of its arguments, as the model reads
+            them.
+        run: called in a thread with the session and the arguments, which fit the schema; returns
+            the text that the model reads. A WeirError is told to the model as the result.
+    """
+
+    tool: Tool
+    run: Callable[[ToolContext, Mapping[str, Any]], str]
+
+
+@dataclass(frozen=True)
+class OwnTools:
+    """The server's tools in one request.
+
+    Attributes:
+        tools: those that the model may call, by name.
+        described: all tools that the model knows, those of the client included.
+        variables: further variables of the chat template.
+        again: makes the format of what comes after a call, and may have another call.
+        last: makes the format of what comes after the last call that is allowed.
+    """
+
+    tools: Mapping[str, OwnTool]
+    described: tuple[Tool, ...]
+    again: Callable[[], GrammarConstraint]
+    last: Callable[[], GrammarConstraint]
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+DROP_TOOL_OUTPUT = Tool(
+    "drop_tool_output",
+    "Forget the output of a tool that is not needed any more, to make room in memory. It cannot be "
+    "read again.",
+    {
+        "type": "object",
+        "properties": {
+            "back": {
+                "type": "integer",
+                "minimum": 1,
+                "maximum": 256,
+                "description": "Which output: 1 is the newest that is still there, 2 the one "
+                "before it, and so on.",
+            }
+        },
+        "required": ["back"],
+        "additionalProperties": False,
+    },
+)
+"""Drops the output of one of the client's tools.
+
+Most chat templates do not show the ids of calls to the model, so it names an output by its age.
+"""
+
+
+def clip_result(text: str) -> str:
+    """A result as a text that can be tokenized, cut if it is too long."""
+    text = text.encode("utf-8", "replace").decode()
+    return text if len(text) <= MAX_RESULT else text[: MAX_RESULT - len(CUT)] + CUT
