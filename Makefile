@@ -35,7 +35,7 @@ pytest = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --max-worker-res
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo smollm2 readme test test-all test-models test-versions test-vllm checks test-kernels browser lint types docs bench \
-	peers models clean distclean
+	clients peers models clean distclean
 
 help: ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -186,6 +186,18 @@ bench: $(VENV)/.installed ## perplexity, memory and pace of a long stream, polic
 		printf '\n== %s\n' "$$policy"; \
 		$(BIN)/weir stream --text $(BOOK) --policy "$$policy" --tokens $(TOKENS) || exit 1; \
 	done
+
+# The clients of weir serve that slow tests run, at the versions of package.json: those of Node, if it
+# is installed, and an environment of Python for each that wants others of its dependencies (4 GB).
+CLIENTS := .clients
+
+clients: ## the clients of weir serve, of Node and Python, that slow tests run: gigabytes
+	$(call stage,clients)
+	@mkdir -p $(CLIENTS)
+	cp tests/serve/clients/package.json $(CLIENTS)/package.json
+	@if command -v npm >/dev/null; then npm install --prefix $(CLIENTS) --no-fund --no-audit; \
+		else echo "weir: there is no npm here, so the clients of Node are left out" >&2; fi
+	"$(PYTHON)" tests/serve/clients/environments.py $(CLIENTS)/python
 
 # The engines that weir bench peers compares weir with, each in a separate environment; SmolLM2 in the
 # precisions that they read; and a random model of 1.1 billion parameters. One llama.cpp comes compiled

@@ -182,6 +182,20 @@ def test_answers_that_go_round_in_circles_are_not_sane():
     assert not is_sane("1 2 3 4 ... %% a b c d")
 
 
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K_M"])
+def test_the_large_model_is_read_by_weir_and_by_two_builds_of_llamacpp(kind):
+    engines = chosen([], "tinyllama")
+    (bits,) = {each.bits for each in engines if each.kind == kind}
+    together = [each for each in engines if each.bits == bits]  # these take turns
+    assert [each.name for each in together] == [
+        f"weir {kind} tinyllama",
+        f"llama.cpp {kind} tinyllama",
+        f"llama.cpp native {kind} tinyllama",
+    ]
+    assert [each.home for each in together] == ["", "llamacpp", "llamacpp_native"]
+    assert all(each.main for each in together)
+
+
 def test_every_engine_and_server_is_among_the_engines():
     names = [each.name for each in ENGINES]
     assert len(set(names)) == len(names)

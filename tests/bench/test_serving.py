@@ -15,7 +15,7 @@ import pytest
 from serve.servers import make_client, serving
 
 from weir.errors import WeirError
-from weir_bench.serving.attackers import START
+from weir_bench.serving.attackers import START, START_REFUSED, Attacker, refused_bodies
 from weir_bench.serving.load import Heard, Manner, closed, percentiles, together
 from weir_bench.serving.models import words
 from weir_bench.serving.part import chosen
@@ -207,16 +207,27 @@ def test_every_token_of_the_random_models_is_text_of_its_own():
 
 
 def test_without_names_all_parts_are_meant_but_the_soak():
-    assert set(PARTS) - set(chosen([])) == {"soak", "attack"}
+    assert set(PARTS) - set(chosen([])) == {"soak", "attack", "refused"}
     assert chosen(["soak", "disk"]) == ["soak", "disk"]
 
 
 @pytest.mark.slow
-def test_the_attackers_process_finds_its_code(tmp_path: Path):
+@pytest.mark.parametrize("start", [START, START_REFUSED])
+def test_the_attackers_process_finds_its_code(tmp_path: Path, start: str):
     bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, "-c", START, "1", "nano", "0"]
+    command = [sys.executable, "-c", start, "1", "nano", "0"]
     said = subprocess.check_output(command, text=True, env=bare, cwd=tmp_path)
     assert json.loads(said)["sent"] == 0
+
+
+def test_all_bodies_of_the_attackers_are_refused(port):
+    notes: list[tuple[str, float]] = []
+    attacker = Attacker(port, "small", 0, {}, b"", notes)
+    slow = refused_bodies("small")
+    for way in slow[:-1]:  # the last sends a byte at a time
+        way(attacker)
+    assert len(notes) == len(slow) - 1
+    assert all(what.endswith((" 400", " 413", " 429")) for what, _ in notes), notes
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path: Path):

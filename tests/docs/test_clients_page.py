@@ -1,16 +1,16 @@
-"""The clients of docs/serving.md, against a server with the packaged model.
+"""The Python clients of docs/clients.md, against a server with the packaged model.
 
-Of its clients the tests bring only OpenAI's. Where another one is installed beside pytest and weir,
-its part of the page is run as well.
+Each part of the page is run by the interpreter that has its client (`make clients`), and skipped
+where there is none.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from servers import Server, serving
@@ -19,19 +19,44 @@ import weir
 from weir.loading.loader import ASSETS
 from weir.serve import Engine, EngineClient, Limits, ResponseStore, SessionStore
 
-PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text("utf-8")
-SECTION = re.compile(r"^### (\w+)\n(.*?)(?=^##|\Z)", re.DOTALL | re.MULTILINE)
+sys.path.insert(0, str(Path(__file__).parents[1] / "serve" / "clients"))
+
+from environments import missing_python, python_of
+
+PAGE = (Path(__file__).parents[2] / "docs" / "clients.md").read_text("utf-8")
+SECTION = re.compile(r"^## ([\w ]+)\n(.*?)(?=^## |\Z)", re.DOTALL | re.MULTILINE)
 PARTS = {
     name: code
     for name, text in SECTION.findall(PAGE)
     for code in re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 }
 NEEDS = {
-    "openai": "openai",
-    "LangChain": "langchain_openai",
-    "LlamaIndex": "llama_index.llms.openai_like",
+    "openai": "native",
+    "Anthropic": "native",
+    "Ollama": "native",
+    "LangChain": "langchain",
+    "LlamaIndex": "llamaindex",
     "LiteLLM": "litellm",
+    "Pydantic AI": "pydantic-ai",
+    "OpenAI Agents": "openai-agents",
+    "smolagents": "smolagents",
+    "Instructor": "instructor",
+    "DSPy": "dspy",
+    "AutoGen": "autogen",
+    "CrewAI": "crewai",
 }
+"""The parts of the page, and the environments that have their clients."""
+CHECKS = {
+    "openai": """
+assert 0 < cached < answer.usage.prompt_tokens
+assert second.usage.input_tokens_details.cached_tokens > 0
+assert chunk.usage.weir["seen"] > answer.usage.weir["seen"]
+""",
+    "Anthropic": "assert cached > 0\n",
+    "Pydantic AI": "assert second.usage.cache_read_tokens > 0\n",
+    "Instructor": "assert len(person.name) <= 20\n",
+}
+"""What is checked after the lines of a part."""
 
 needs_nano = pytest.mark.skipif(
     not (ASSETS / "nano" / "model.safetensors").exists(), reason="nano is not packaged here"
@@ -41,7 +66,7 @@ needs_nano = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     model, tokenizer = weir.load("nano")
-    limits, store = Limits(), SessionStore(keep=64)
+    limits, store = Limits(answer=200), SessionStore(keep=64)
     policy = "pinned(streaming_llm(budget=256), n=64, header=16)"
     engine = Engine(model, policy, 4, store, queue=limits.queue)
     client = EngineClient(engine, tokenizer, "nano", limits, ResponseStore(None, limits.texts))
@@ -52,18 +77,14 @@ def server() -> Iterator[Server]:
 @needs_nano
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NEEDS)
-def test_a_client_is_served_as_the_page_shows(name: str, server: Server, monkeypatch) -> None:
-    if importlib.util.find_spec(NEEDS[name].split(".")[0]) is None:
-        pytest.skip(f"{name} is not installed")
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # the page sets it for good
-    code = PARTS[name].replace("http://127.0.0.1:8000", server.url)
+def test_a_client_is_served_as_the_page_shows(name: str, server: Server) -> None:
+    if missing := missing_python(NEEDS[name]):
+        pytest.skip(missing)
+    code = PARTS[name].replace("http://127.0.0.1:8000", server.url) + CHECKS.get(name, "")
     assert server.url in code
-    space: dict[str, Any] = {"__name__": "example"}
-    exec(compile(code, "serving.md", "exec", dont_inherit=True), space)
-    if name == "openai":
-        assert 0 < space["cached"] < space["answer"].usage.prompt_tokens
-        assert space["second"].usage.input_tokens_details.cached_tokens > 0
-        assert space["chunk"].usage.weir["seen"] > space["answer"].usage.weir["seen"]
+    run = [str(python_of(NEEDS[name])), "-c", code]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def test_every_client_of_the_page_has_its_part() -> None:

@@ -24,10 +24,13 @@ class Exchange:
     status: int
     warning: str
     answer: str
+    id: str = ""
 
     @property
     def tokens(self) -> tuple[int, int]:
         """Tokens of the prompt, and how many of them were not read again."""
+        if self.path.startswith("/api/"):
+            return self._last("prompt_eval_count"), self._last("cached_count")
         if self.path.startswith("/v1/messages"):
             read, cached = self._last("input_tokens"), self._last("cache_read_input_tokens")
             return read + cached, cached
@@ -68,6 +71,11 @@ class Relay:
         taken, self.exchanges = self.exchanges, []
         return [one for one in taken if one.body]
 
+    def take_all(self) -> list[Exchange]:
+        """All exchanges since the last call of a method that takes some, marks included."""
+        taken, self.exchanges = self.exchanges, []
+        return taken
+
     def force(self, path: str, body: dict[str, Any]) -> None:
         """Make a request name the tool that its answer must call."""
         names = [tool.get("name") or tool.get("function", {}).get("name") for tool in body["tools"]]
@@ -91,6 +99,11 @@ def relaying(target: int) -> Iterator[Relay]:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             sent = self.rfile.read(int(self.headers.get("content-length") or 0))
+            if self.path.startswith("/mark/"):
+                relay.exchanges.append(Exchange(self.path, {}, 200, "", ""))
+                self.send_response(204)
+                self.end_headers()
+                return
             body = json.loads(sent) if sent else {}
             if relay.forced and body.get("tools"):
                 relay.force(self.path, body)
@@ -112,7 +125,9 @@ def relaying(target: int) -> Iterator[Relay]:
             onward.close()
             warning = response.getheader("x-weir-warning") or ""
             text = answer.decode("utf-8", "replace")
-            relay.exchanges.append(Exchange(self.path, body, response.status, warning, text))
+            number = response.getheader("x-request-id") or ""
+            one = Exchange(self.path, body, response.status, warning, text, number)
+            relay.exchanges.append(one)
 
         do_GET = do_HEAD = do_POST
 

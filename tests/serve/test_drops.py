@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 
@@ -10,6 +11,7 @@ import pytest
 from anything import TAKES_TOOLS, random_client
 from servers import CHATML, make_client, make_tokenizer, serving
 
+from weir.serve.api import Keys
 from weir.serve.prompts import DROPPED
 from weir.serve.sessions.records import unpack_ids
 
@@ -252,6 +254,24 @@ def test_hostile_names_and_others_sessions():
         assert drop(server, "one", "call_a%2Fb").status_code == 200
         assert drop(server, "one").json()["again"] is True
         assert drop(server, "one", "call_a/b?x=1").status_code == 400
+
+
+def test_the_sessions_of_another_key_are_not_there():
+    hashes = [hashlib.sha256(key).hexdigest() for key in (b"alice", b"bob")]
+    with serving(make_client(template=TAKES_TOOLS, policy=ROOMY), Keys(hashes)) as server:
+        alice, bob = ({"Authorization": f"Bearer {key}"} for key in ("alice", "bob"))
+        body = {"model": "small", "messages": HISTORY, "max_tokens": 4, "tool_choice": "none"}
+        body["tools"] = [TOOL]
+        server.post("/v1/chat/completions", body, **alice, **{"x-session-id": "one"})
+        assert drop(server, "one", **bob).status_code == 404
+        assert drop(server, "one").status_code == 401
+        listed = f"{server.url}/v1/sessions/one/items"
+        assert httpx.get(listed, headers=bob).status_code == 404
+        # Bob drops the same output of the same history, which is his own.
+        asked = {**body, "weir": {"drop": ["call_a/b"]}}
+        assert server.post("/v1/chat/completions", asked, **bob).status_code == 200
+        assert len(httpx.get(listed, headers=alice).json()["data"]) == 1
+        assert drop(server, "one", **alice).json()["again"] is False
 
 
 def test_what_has_left_the_cache_is_dropped_for_later_readings():

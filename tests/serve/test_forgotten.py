@@ -60,3 +60,42 @@ def test_nothing_is_forgotten_at_first():
         history = [USER, said(first), MORE]
         body = {"model": "small", "messages": history, "max_tokens": 5}
         assert "x-weir-forgotten" not in server.post("/v1/chat/completions", body).headers
+
+
+def test_the_newest_turns_that_lost_tokens_are_named(server):
+    first = ask(server, USER)
+    second = ask(server, USER, said(first), LONG)
+    (latest, *older) = second["usage"]["weir"]["forgotten_turns"]
+    assert latest["forgotten"] <= latest["tokens"]
+    (message, answer) = latest["messages"]
+    assert message["role"] == "user"
+    assert message["text"] == f"{'x' * 57}..."
+    assert answer["role"] == "assistant"
+    assert older[0]["messages"][0]["text"] == USER["content"]
+    assert sum(one["forgotten"] for one in [latest, *older]) <= second["usage"]["weir"]["forgotten"]
+    # It is bounded however long the conversation is.
+    history = [USER, said(first), LONG, said(second)]
+    for _ in range(12):
+        found = ask(server, *history, MORE)
+        history += [MORE, said(found)]
+    assert len(found["usage"]["weir"]["forgotten_turns"]) == 8
+
+
+def test_the_model_reads_what_it_has_forgotten_if_the_request_asks_for_it(server):
+    first = ask(server, USER)
+    second = ask(server, USER, said(first), LONG)
+    history = [USER, said(first), LONG, said(second), MORE]
+    body = {"model": "small", "messages": history, "max_tokens": 5}
+    plain = server.post("/v1/chat/completions", body).json()
+    assert "noted" not in plain["usage"]["weir"]
+    body["weir"] = {"tell_forgotten": True}
+    told = server.post("/v1/chat/completions", body).json()
+    note = told["usage"]["weir"]["noted"]
+    assert note.startswith(f"{second['usage']['weir']['forgotten']} tokens")
+    assert "xxxx" in note
+    assert len(note) < 4000
+    more = told["usage"]["prompt_tokens"] - plain["usage"]["prompt_tokens"]
+    assert len(note) <= more <= len(note) + 40  # a token is a byte
+    history += [said(told), MORE]
+    again = ask(server, *history)
+    assert "reread" not in again["usage"]["weir"]

@@ -12,6 +12,7 @@ from servers import CHATML, logged, make_client, serving
 from weir.serve import Limits
 from weir.serve.messages import Message
 from weir.serve.roles import SystemPlaces
+from weir.serve.sessions.records import unpack_ids
 
 USER = {"role": "user", "content": "Hello there"}
 STRICT = (
@@ -390,3 +391,99 @@ def test_a_compaction_stands_for_the_turn_before_it(server, store):
     gone = [{"type": "compaction", "encrypted_content": "weir:none"}, rest]
     answer = server.post("/v1/responses", response(gone))
     assert answer.status_code == 404
+
+
+MEANING = [
+    (
+        [
+            {
+                "type": "mcp_call",
+                "id": "mcp_1",
+                "server_label": "x",
+                "name": "roll",
+                "arguments": '{"dice": "2d4"}',
+                "output": "it rolled 7",
+            }
+        ],
+        "it rolled 7",
+    ),
+    (
+        [
+            {
+                "type": "mcp_call",
+                "id": "mcp_1",
+                "server_label": "x",
+                "name": "roll",
+                "arguments": "{}",
+                "output": None,
+                "error": {"code": -1, "message": "no dice"},
+            }
+        ],
+        "no dice",
+    ),
+    (
+        [
+            {"type": "shell_call", "call_id": "c", "action": {"commands": ["ls"]}},
+            {
+                "type": "shell_call_output",
+                "call_id": "c",
+                "output": [{"stdout": "a.py", "stderr": "", "outcome": {"type": "exit"}}],
+            },
+        ],
+        "a.py",
+    ),
+    (
+        [
+            {
+                "type": "apply_patch_call",
+                "call_id": "c",
+                "operation": {"type": "create_file", "path": "b.py", "diff": "+x"},
+            },
+            {"type": "apply_patch_call_output", "call_id": "c", "status": "failed"},
+        ],
+        "failed",
+    ),
+    (
+        [
+            {"type": "custom_tool_call", "call_id": "c", "name": "p", "input": "x"},
+            {
+                "type": "custom_tool_call_output",
+                "call_id": "c",
+                "output": [{"type": "input_text", "text": "patched"}],
+            },
+        ],
+        "patched",
+    ),
+]
+
+
+@pytest.mark.parametrize(("items", "words"), MEANING)
+def test_items_that_carry_an_output_are_read(server, items, words):
+    start = {"type": "message", "role": "user", "content": "Do it."}
+    body = {"model": "small", "input": [start, *items], "max_output_tokens": 3}
+    found = server.post("/v1/responses", body)
+    assert found.status_code == 200, found.text
+    assert "x-weir-warning" not in found.headers
+    server.settled()
+    (turn,) = server.store.ancestry("", found.json()["id"].removeprefix("resp_"))
+    assert words in server.engine_client.tokenizer.decode(list(unpack_ids(turn.ids)))
+    again = server.post("/v1/conversations", {"items": [start, *items]})
+    assert again.status_code == 200, again.text
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"type": "mcp_call", "id": "m", "name": "roll", "arguments": "[1]", "output": "x"},
+        {"type": "mcp_approval_request", "id": "m", "name": "roll", "arguments": "{}"},
+        {"type": "mcp_approval_response", "approval_request_id": "m", "approve": True},
+        {"type": "computer_call", "call_id": "c", "action": {"type": "click"}},
+        {"type": "custom_tool_call", "call_id": "c", "input": "x"},
+        {"type": "something_new", "output": "it matters"},
+    ],
+)
+def test_items_that_carry_meaning_and_are_not_known_are_refused_by_their_place(server, item):
+    start = {"type": "message", "role": "user", "content": "Do it."}
+    body = {"model": "small", "input": [start, item], "max_output_tokens": 3}
+    error = server.post("/v1/responses", body).json()["error"]
+    assert error["param"].startswith("input[1]"), error

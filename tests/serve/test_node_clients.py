@@ -1,8 +1,8 @@
 """Clients of Node against a server with nano: SDKs, and the agents Codex, Claude Code and opencode.
 
-They are skipped where they are not installed. To install them, at the versions of
-clients/package.json: `npm install --prefix tests/serve/clients`. `WEIR_NODE_CLIENTS` names another
-folder that has them. The agents run as docs/agents.md says, whose lines are used here.
+They are skipped where they are not installed. `make clients` installs them, at the versions of
+clients/package.json. `WEIR_NODE_CLIENTS` names another folder that has them. The agents run as
+docs/agents.md says, whose lines are used here.
 
 nano's answers mean nothing, and its window of 512 tokens is shorter than any agent's prompt. What
 is tested is that every request is answered in a form that the client accepts, and that nothing is
@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -29,8 +30,11 @@ from weir.loading.loader import ASSETS
 from weir.serve import Engine, EngineClient, Limits, ResponseStore, SessionStore
 
 HERE = Path(__file__).parent / "clients"
-FOLDER = Path(os.environ.get("WEIR_NODE_CLIENTS") or HERE)
-VERSIONS = json.loads((HERE / "package.json").read_text("utf-8"))["dependencies"]
+sys.path.insert(0, str(HERE))
+
+from environments import NODE as FOLDER  # noqa: E402
+from environments import missing_node  # noqa: E402
+
 PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text("utf-8")
 
 pytestmark = [
@@ -56,12 +60,8 @@ SDKS = {
 
 def needs(package: str) -> None:
     """Skip a test whose package is not installed at its version."""
-    found = FOLDER / "node_modules" / package / "package.json"
-    if not found.exists():
-        pytest.skip(f"{package} is not installed: npm install --prefix tests/serve/clients")
-    version = json.loads(found.read_text("utf-8"))["version"]
-    if version != VERSIONS[package]:
-        pytest.skip(f"{package} {version} is installed, and {VERSIONS[package]} is tested")
+    if missing := missing_node(package):
+        pytest.skip(missing)
 
 
 @pytest.fixture(scope="module")
@@ -109,9 +109,10 @@ class Agent:
 
     Attributes:
         tool: one without effects, which the model is made to call.
+        least_tools: requests of this agent have as many; its other agents have fewer.
     """
 
-    package, tool = "", ""
+    package, tool, least_tools = "", "", 1
 
     def __init__(self, url: str, folder: Path) -> None:
         needs(self.package)
@@ -189,22 +190,63 @@ class OpenCode(Agent):
         return ["opencode", "run", *(["--continue"] if resumed else []), words]
 
 
-def main_requests(exchanges: list[Exchange]) -> list[Exchange]:
-    """Those with tools: an agent may also ask for a title."""
+class QwenCode(Agent):
+    package, tool, least_tools = "@qwen-code/qwen-code", "todo_write", 6
+
+    def prepare(self, home: Path) -> None:
+        (home / ".qwen").mkdir()
+        settings = self.lines("Qwen Code", "json")
+        (home / ".qwen" / "settings.json").write_text(settings, "utf-8")
+        self.environment |= {"OPENAI_BASE_URL": f"{self.url}/v1", "OPENAI_API_KEY": "none"}
+
+    def command(self, words: str, *, resumed: bool) -> list[str]:
+        return ["qwen", *(["--continue"] if resumed else []), "-p", words]
+
+
+class Pi(Agent):
+    package, tool = "@mariozechner/pi-coding-agent", "read"
+
+    def prepare(self, home: Path) -> None:
+        folder = home / ".pi" / "agent"
+        folder.mkdir(parents=True)
+        (folder / "models.json").write_text(self.lines("Pi", "json"), "utf-8")
+        (folder / "settings.json").write_text('{"compaction": {"enabled": false}}', "utf-8")
+
+    def command(self, words: str, *, resumed: bool) -> list[str]:
+        last = ["--continue"] if resumed else []
+        return ["pi", "--provider", "weir", "--model", "nano", *last, "-p", words]
+
+
+class Continue(Agent):
+    package, tool = "@continuedev/cli", "Read"
+
+    def prepare(self, home: Path) -> None:
+        self.file = home / "config.yaml"
+        self.file.write_text(self.lines("Continue", "yaml"), "utf-8")
+
+    def command(self, words: str, *, resumed: bool) -> list[str]:
+        return ["cn", "--config", str(self.file), *(["--resume"] if resumed else []), "-p", words]
+
+
+def main_requests(exchanges: list[Exchange], least_tools: int) -> list[Exchange]:
+    """Those with tools: an agent may also ask for a title, or another agent for memories."""
     assert exchanges, "the agent has asked nothing"
     for one in exchanges:
         # Claude Code looks for a page of its maker's at the address.
         assert one.status == 200 or not one.path.startswith("/v1/"), (one.path, one.answer)
-    return [one for one in exchanges if one.body.get("tools")]
+    return [one for one in exchanges if len(one.body.get("tools") or []) >= least_tools]
 
 
-@pytest.mark.parametrize("kind", [Codex, ClaudeCode, OpenCode], ids=lambda kind: kind.__name__)
+AGENTS = [Codex, ClaudeCode, OpenCode, QwenCode, Pi, Continue]
+
+
+@pytest.mark.parametrize("kind", AGENTS, ids=lambda kind: kind.__name__)
 def test_an_agent_works_and_nothing_is_read_twice(
     kind: type[Agent], relay: Relay, tmp_path: Path
 ) -> None:
     agent = kind(relay.url, tmp_path)
     agent.say("Prince Andrew")
-    first = main_requests(relay.take())
+    first = main_requests(relay.take(), kind.least_tools)
     seen, cached = first[0].tokens
     assert seen > 512  # past the model's window in the first turn
     assert cached == 0
@@ -212,7 +254,7 @@ def test_an_agent_works_and_nothing_is_read_twice(
     # A resumed session, with a call and its result.
     relay.forced = agent.tool
     agent.say("And then?", resumed=True)
-    second = main_requests(relay.take())
+    second = main_requests(relay.take(), kind.least_tools)
     assert relay.forced is None, "no request had the tool"
     assert second[0].has_call
     assert len(second) > 1, "the agent sent no result"
@@ -223,6 +265,6 @@ def test_an_agent_works_and_nothing_is_read_twice(
 
     # Another conversation of the same agent shares the system message and the tools.
     agent.say("Natasha")
-    third = main_requests(relay.take())
+    third = main_requests(relay.take(), kind.least_tools)
     length, cached = third[0].tokens
     assert length - cached < 600, third[0].tokens

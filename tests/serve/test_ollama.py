@@ -142,6 +142,20 @@ def test_errors_are_a_text_that_clients_print(server, path, body, status):
     assert isinstance(answer.json()["error"], str)
 
 
+@pytest.mark.parametrize("page", [{}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}])
+def test_a_body_is_json_without_its_type_unless_a_web_page_sends_it(server, page):
+    """LiteLLM sends no type to Ollama; curl -d, in Ollama's documentation, sends that of a form."""
+    body = json.dumps(ask(USER, stream=False)).encode()
+    form = {"Content-Type": "application/x-www-form-urlencoded"}
+    for path, headers in (("/api/chat", {}), ("/api/chat", form), ("/v1/chat/completions", {})):
+        chat = {"model": "small", "messages": [USER], "max_tokens": 2}
+        given = body if path == "/api/chat" else json.dumps(chat)
+        answer = httpx.post(f"{server.url}{path}", content=given, headers={**headers, **page})
+        assert answer.status_code == (415 if page else 200), (path, headers, answer.text)
+    answer = httpx.post(f"{server.url}/v1/chat/completions", content=body, headers=form)
+    assert answer.status_code == 415
+
+
 def test_options_without_an_effect_are_named(server):
     body = ask(USER, stream=False, keep_alive="5m")
     body["options"]["num_ctx"] = 4096

@@ -25,7 +25,8 @@ NEAREST = (
     (f"weir q8_0{COMPILED}", "llama.cpp native Q8_0", 0.7, 0.7),
     (f"weir q4_1{COMPILED}", "llama.cpp native Q4_1", 0.7, 0.7),
     *(
-        (f"weir {kind} tinyllama{COMPILED}", f"llama.cpp native {kind} tinyllama", 0.7, 0.7)
+        (f"weir {kind} tinyllama{COMPILED}", f"llama.cpp {built}{kind} tinyllama", target, target)
+        for built, target in (("native ", 0.7), ("", None))
         for kind in ("Q4_0", "Q8_0", "Q4_K_M")
     ),
 )

@@ -39,15 +39,16 @@ _CALL = (
 _ANSWERED = '{"role":"assistant","content":"a"},{"role":"user","content":"b"}'
 _JSON = "Content-Type: application/json"
 _ODD: tuple[Any, ...] = (None, -1, 0, 2**63, 1e308, "", "x" * 1000, [], {}, True)
-START = f"""
+SCRIPT = f"""
 import sys
 sys.path.append({str(Path(__file__).parents[2])!r})
-from weir_bench.serving.attackers import main
-main(*sys.argv[1:])
+from weir_bench.serving import attackers
+attackers.%s(*sys.argv[1:])
 """
-"""The script of the process, which finds this package in a clone."""
-START_REFUSED = START.replace("main", "send_refused")
-"""The script of a process that only sends bodies that are refused."""
+START, START_REFUSED = (SCRIPT.replace("%s", name) for name in ("main", "send_refused"))
+"""The scripts of the process, which find this package in a clone. The second sends only bodies that
+are refused.
+"""
 
 
 def make_bodies(model: str, size: int) -> dict[str, tuple[str, bytes]]:

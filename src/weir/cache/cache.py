@@ -864,8 +864,9 @@ class StreamingCache(Cache):
         self.only_new = False
         known, model = self._known_places, self._model()
         if model is not None and self._rotaries:
-            self.attachment.hook_rotary(rotary_of(model))
-            self._rotary_watch.check(model)
+            rotary = rotary_of(model)
+            self.attachment.hook_rotary(rotary)
+            self._rotary_watch.check(rotary)
         if known is not None and model is not None and self.origin + max(begun.after.seen) > known:
             self._known_places = None
             warn_of_place(model)

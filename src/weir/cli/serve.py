@@ -163,6 +163,7 @@ def serve(
     )
     from weir.serve.api import Access, Keys, bind, log_event, log_json, make_app, run_app
     from weir.serve.sessions.disk_turns import DiskTurns
+    from weir.serve.sessions.prefix_folder import PrefixFolder
     from weir.serve.sessions.snapshot import RowFormat
     from weir.serve.sessions.store import SessionStore
 
@@ -235,10 +236,9 @@ def serve(
         known = f"{len(accepted)} keys" if accepted else "no keys: for this machine only"
         if cluster is not None and data is not None:
             from weir.serve.cluster import running
+            from weir.serve.cluster.replica import Settings
 
-            address, number = bound.getsockname()[:2]
-            bound.close()  # Ray binds the port itself
-            settings = running.Settings(
+            settings = Settings(
                 model_name,
                 str(wanted),
                 chunk,
@@ -257,21 +257,24 @@ def serve(
             )
             with running.joined(cluster):
                 with waiting(f"{replicas} replicas on {cluster}"):
-                    running.deploy(settings, replicas, address, number)
+                    started = running.Replicas(settings, replicas)
                 say(
                     f"{replicas} replicas of that; ends of turns in {data}, {size(memory.row)} each"
                 )
-                say(f"{_url(address, number)} ({known})")
-                running.until_ended()
+                say(f"{_url(*bound.getsockname()[:2])} ({known})")
+                started.serve(bound, limits)
             return
         model, tokenizer = load_model(model_name, loading)
         say_window(model, wanted, chunk)
-        place = None
+        place = prefixes = None
         if data is not None:
             place = DiskTurns(Path(data), RowFormat.of(model, wanted, chunk), most)
             room_there = "" if most is None else f", at most {size(most)}"
             say(f"ends of turns in {data}, {size(memory.row)} each{room_there}")
         store = ending.enter_context(SessionStore(place, keep=memory.kept))
+        if place is not None:
+            prefixes = PrefixFolder(Path(data or "") / "prefixes", place.row_format)
+            ending.callback(prefixes.close)
         book = ResponseStore(None if data is None else Path(data) / "book.db", limits.texts)
         ending.callback(book.close)
         # The first native step is compared with the model's own, whose rounding the answer has.
@@ -285,6 +288,7 @@ def serve(
             queue=limits.queue,
             shared=len(accepted) > 1,
             deterministic=deterministic,
+            prefix_place=prefixes,
         )
         with waiting("reading a first text; kernels are compiled for this machine, once"):
             engine.warm_up()

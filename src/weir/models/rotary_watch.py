@@ -47,9 +47,8 @@ class RotaryWatch:
         if self._module is not None:
             self._take(*_read(self._module))
 
-    def check(self, model: PreTrainedModel) -> None:
-        """Raise a WeirError if the model has another rotary embedding now."""
-        module = rotary_of(model)
+    def check(self, module: nn.Module | None) -> None:
+        """Raise a WeirError if the model has another rotary embedding now, which is `module`."""
         if module is None or self._module is None:
             return
         if _hooks(module) != self._hooks:

@@ -75,13 +75,15 @@ class Watch:
         self._classes.append(type(decoder))
         self._methods.append("forward")
         self._watch_names(type(decoder).forward)
-        self._held, self._memory, self._functions = self._look()
+        held, memory, functions = self._look()
+        self._held, self._memory = list(held), list(memory)
+        self._functions = list(functions)
 
     def holds(self) -> bool:
         """Return whether everything is as it was."""
+        # By identity: a tensor compared with another has no truth value.
         held, memory, functions = self._look()
-        # Identity first: a tensor compared with another has no truth value.
-        if memory != self._memory or not all(map(operator.is_, held, self._held)):
+        if not all(map(operator.is_, held, self._held)) or list(memory) != self._memory:
             return False
         if not all(map(operator.is_, functions, self._functions)):
             return False
@@ -94,10 +96,13 @@ class Watch:
             self._handles = handles
         return True
 
-    def _look(self) -> tuple[list[Any], list[int], list[Any]]:
-        held = list(map(dict.get, self._dicts, self._names))
-        functions = list(map(getattr, self._classes, self._methods))
-        return held, list(map(Tensor.data_ptr, self._weights)), functions
+    def _look(self) -> tuple[Iterator[Any], Iterator[int], Iterator[Any]]:
+        """Return what is held now, where weights lie, and functions; each is looked up when it is
+        read, so that a check fetches it into the processor's caches once.
+        """
+        held = map(dict.get, self._dicts, self._names)
+        functions = map(getattr, self._classes, self._methods)
+        return held, map(Tensor.data_ptr, self._weights), functions
 
     def _watch_names(self, method: Callable[..., Any]) -> None:
         """Watch the functions that a method reads, and those that functions of its file read.

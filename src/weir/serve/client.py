@@ -19,8 +19,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from weir.cache import holding_in
 from weir.errors import WeirError, quote
 from weir.models import StopTokens, sink_of, transformers_model
 from weir.policies import pinned_slots
@@ -40,7 +42,7 @@ from weir.serve.engine.output import (
 from weir.serve.engine.sampler import Sampler, SamplingParams, read_defaults
 from weir.serve.engine.scheduler import Busy
 from weir.serve.engine.sequence import Sequence, Stage
-from weir.serve.forgotten import describe_forgotten
+from weir.serve.forgotten import describe_forgotten, tell_forgotten
 from weir.serve.limits import Limits
 from weir.serve.messages import Message, ResultPlace, call_id, hash_prefixes
 from weir.serve.prompts import Prompt, PromptMatcher, PromptRenderer
@@ -111,7 +113,7 @@ class CannotDrop(WeirError):
 
 
 @dataclass(frozen=True)
-class Output:
+class ToolOutput:
     """An output of a tool that a stream has read, and where its tokens are."""
 
     call: str
@@ -451,7 +453,7 @@ class EngineClient:
             queue,
             self._sender,
             partial(self._trim, prompt),
-            partial(describe_forgotten, self.store, prompt.owner, parent),
+            partial(self._describe_lost, prompt, name),
         )
         constraint: GrammarConstraint | AfterThoughts | None = None
         if request.constraint:
@@ -656,7 +658,7 @@ class EngineClient:
             raise NoOutput(call)
         # It was dropped, or there are more outputs than are listed.
         again = places[0].chain in self.store.dropped_chains(owner)
-        self._drop_output(owner, Output(call, places[0]))
+        self._drop_output(owner, ToolOutput(call, places[0]))
         return DroppedOutput(call, places[0].stop - places[0].start, again=again)
 
     def check_drops(self) -> None:
@@ -669,7 +671,7 @@ class EngineClient:
                 "weir"
             )
 
-    def list_outputs(self, owner: str, session: str) -> tuple[list[Output], Sequence | None]:
+    def list_outputs(self, owner: str, session: str) -> tuple[list[ToolOutput], Sequence | None]:
         """List the outputs of tools in a session that were read and not dropped, the newest first,
         and the sequence of the session that runs; UnknownSession if there is neither.
         """
@@ -681,20 +683,20 @@ class EngineClient:
             raise UnknownSession
         return self._known_outputs(owner, found.head), None
 
-    def _outputs_of(self, prompt: Prompt) -> list[Output]:
+    def _outputs_of(self, prompt: Prompt) -> list[ToolOutput]:
         """The outputs before an answer, the newest first."""
         dropped = self.store.dropped_chains(prompt.owner)
         own = [(one.result or "", one.where) for one in reversed(prompt.messages) if one.where]
-        new = [Output(call, place) for call, place in own if place.chain not in dropped]
+        new = [ToolOutput(call, place) for call, place in own if place.chain not in dropped]
         node = None if prompt.parent is None else prompt.parent.node
         return new if node is None else [*new, *self._known_outputs(prompt.owner, node)]
 
-    def _known_outputs(self, owner: str, node: str) -> list[Output]:
+    def _known_outputs(self, owner: str, node: str) -> list[ToolOutput]:
         dropped = self.store.dropped_chains(owner)
         found = self.store.list_results(owner, node)
-        return [Output(call, place) for call, place in found if place.chain not in dropped]
+        return [ToolOutput(call, place) for call, place in found if place.chain not in dropped]
 
-    def _drop_output(self, owner: str, output: Output) -> None:
+    def _drop_output(self, owner: str, output: ToolOutput) -> None:
         """Drop an output now, from the rows of all answers under way that have read it, too."""
         self.check_drops()
         place = output.place
@@ -719,6 +721,29 @@ class EngineClient:
         found = outputs[back - 1]
         self._drop_output(context.prompt.owner, found)
         return f"Dropped: {found.place.stop - found.place.start} tokens."
+
+    def _describe_lost(
+        self, prompt: Prompt, name: str, held: Tensor, read: int
+    ) -> list[dict[str, Any]]:
+        """Describe the turns that have lost tokens by the end of one, which is saved by now."""
+        node: str | None = name
+        if prompt.session is None:
+            node = None if prompt.parent is None else prompt.parent.node
+        return describe_forgotten(self.store, prompt.owner, node, held, read)
+
+    def tell_forgotten(self, record: TurnRecord) -> str:
+        """Write a note for the model that says what has left the cache by the end of a turn; empty
+        if nothing has, or if the turn's state is not kept.
+        """
+        if not record.usage.get("forgotten"):
+            return ""
+        try:
+            holding = holding_in(self.engine.cache.plans, self.store.load(record.node).state)
+        except WeirError:
+            return ""
+        held = holding.token.unique()
+        turns = describe_forgotten(self.store, record.owner, record.node, held, holding.seen)
+        return tell_forgotten(turns, holding.seen - len(held))
 
     def prompt_of(self, sequence: Sequence) -> Prompt:
         """The prompt of a sequence under way."""

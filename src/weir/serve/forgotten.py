@@ -26,7 +26,7 @@ BEGINNING = 60
 
 
 def describe_forgotten(
-    store: SessionStore, owner: str, node: str | None, held: Tensor | Sequence[int]
+    store: SessionStore, owner: str, node: str | None, held: Tensor | Sequence[int], read: int
 ) -> list[dict[str, Any]]:
     """Describe the newest turns up to one that have lost tokens, the newest first.
 
@@ -35,6 +35,7 @@ def describe_forgotten(
         owner: whose turns they are.
         node: the newest turn; None for none.
         held: the tokens of the stream that are still held, in order.
+        read: tokens of the stream that the row has read: not the last one of an answer.
     """
     places = held.tolist() if isinstance(held, Tensor) else held
     found: list[dict[str, Any]] = []
@@ -42,17 +43,17 @@ def describe_forgotten(
         record = None if node is None else store.find_turn(owner, node)
         if record is None or len(found) == MOST_TURNS:
             break
-        if (lost := describe_turn(record, places)) is not None:
+        if (lost := describe_turn(record, places, read)) is not None:
             found.append(lost)
         node = record.parent
     return found
 
 
-def describe_turn(record: TurnRecord, held: Sequence[int]) -> dict[str, Any] | None:
-    """Describe a turn that has lost tokens; None if it has not."""
-    tokens = len(record.ids) // 4
-    start = record.seen - tokens
-    still = bisect_left(held, record.seen) - bisect_left(held, start)
+def describe_turn(record: TurnRecord, held: Sequence[int], read: int) -> dict[str, Any] | None:
+    """Describe a turn that has lost tokens, of those that were read; None if it has not."""
+    start, end = record.seen - len(record.ids) // 4, min(record.seen, read)
+    tokens = end - start
+    still = bisect_left(held, end) - bisect_left(held, start)
     if still >= tokens:
         return None
     return {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -49,6 +49,8 @@ NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 """No further variables for a chat template."""
 DROPPED = "[This output was dropped.]"
 """Stands in a prompt for a result that was dropped, where its history is read again."""
+Tell = Callable[[TurnRecord], str]
+"""Writes a note for the model about the turn that a prompt continues."""
 BESIDE = 64
 """Characters that a message counts for beside its own."""
 
@@ -330,6 +332,7 @@ class PromptMatcher:
         tools: Sequence[Tool] = (),
         variables: Mapping[str, Any] = NO_VARIABLES,
         drops: Sequence[str] = (),
+        tell: Tell | None = None,
     ) -> Prompt:
         """Make a prompt that starts at the longest saved prefix of a history, of those that end
         with one of the newest `LOOKUPS` answers in it.
@@ -337,7 +340,8 @@ class PromptMatcher:
         With other tools described to the model, a history is another one.
 
         `drops` are the ids of calls whose outputs are dropped, before anything is read
-        (UnknownOutput if the history does not have one).
+        (UnknownOutput if the history does not have one). `tell` writes a note for the model about
+        the turn that the prompt continues, which may be empty.
         """
         held = messages if isinstance(messages, Handle) else self.hold(messages)
         root = self._root_of(tools)
@@ -353,6 +357,8 @@ class PromptMatcher:
                 parent, note = self._find_changed(owner, outline, known)
             if parent is None:
                 continue
+            if tell is not None:
+                note = join_notes(note, tell(parent))
             how = (session, tools, variables)
             prompt = self._extend(parent, held, known, *how, chain=chain, note=note)
             if prompt is not None:
@@ -442,11 +448,12 @@ class PromptMatcher:
         tools: Sequence[Tool] = (),
         variables: Mapping[str, Any] = NO_VARIABLES,
         drops: Sequence[str] = (),
+        tell: Tell | None = None,
     ) -> Prompt | None:
         """Make a prompt that continues a saved turn, in its session if no other is named; None if
         the template cannot render these messages without those before.
 
-        `drops` are as for `match`.
+        `drops` and `tell` are as for `match`.
         """
         held = self.hold(messages)
         if drops:
@@ -455,7 +462,8 @@ class PromptMatcher:
                 for _, place in self._store.list_results(parent.owner, parent.node, call, 1):
                     chains.setdefault(call, place.chain)
             self._drop_all(parent.owner, drops, chains)
-        return self._extend(parent, held, 0, session, tools, variables)
+        note = "" if tell is None else tell(parent)
+        return self._extend(parent, held, 0, session, tools, variables, note=note)
 
     def _extend(
         self,
@@ -496,6 +504,11 @@ class PromptMatcher:
 
 
 # What a worker does, with the renderer that it was opened with.
+
+
+def join_notes(*notes: str) -> str:
+    """One note of several, some of which may be empty."""
+    return "\n\n".join(filter(None, notes))
 
 
 def _with_marks(messages: Sequence[Message]) -> list[Message]:

@@ -54,12 +54,6 @@ def without_tokens(holding: Holding, places: Many[tuple[int, int]]) -> Holding:
     return replace(holding, **{name: getattr(holding, name)[stay] for name in names})
 
 
-def _newest_first(turns: list[TurnTokens], found: list[dict[str, Any]]) -> list[str]:
-    """The names of the newest turns that have lost tokens."""
-    lost = {one["id"].removeprefix("resp_") for one in found[-NAMED:]}
-    return [turn.node for turn in reversed(turns) if turn.node in lost]
-
-
 def _forgotten(
     seen: int, held: list[int], turns: list[TurnTokens], names: Callable[[str], list[Any] | None]
 ) -> dict[str, Any]:
@@ -77,8 +71,8 @@ def _forgotten(
         still = bisect_left(held, end) - bisect_left(held, turn.start)
         if read > still:
             found.append({"id": f"resp_{turn.node}", "tokens": read, "forgotten": read - still})
-    for lost, turn in zip(reversed(found[-NAMED:]), _newest_first(turns, found), strict=True):
-        if (messages := names(turn)) is not None:
+    for lost in found[-NAMED:]:
+        if (messages := names(lost["id"].removeprefix("resp_"))) is not None:
             lost["messages"] = messages
     return {"tokens": seen - len(held), "turns": found}
 

@@ -15,7 +15,7 @@ from typing import Any
 from weir.errors import WeirError
 from weir.serve.client import EngineClient
 from weir.serve.messages import Message, StrayResult, link_results
-from weir.serve.prompts import Prompt
+from weir.serve.prompts import Prompt, Tell
 from weir.serve.sessions.items import Item, messages_of
 from weir.serve.sessions.records import HIDDEN, TurnRecord, is_hidden
 from weir.serve.sessions.responses import StoredResponse
@@ -41,6 +41,7 @@ class ResponseTurn:
         is_stored: whether the response can be continued and retrieved.
         variables: further variables of the chat template.
         drops: ids of calls whose outputs are dropped.
+        tells_forgotten: whether the model reads a note about what has left its cache.
         compacted: whether the previous response is that of a compaction, which may be one that is
             not stored.
     """
@@ -57,6 +58,7 @@ class ResponseTurn:
     variables: Mapping[str, Any] = field(default_factory=dict)
     compacted: bool = False
     drops: Sequence[str] = ()
+    tells_forgotten: bool = False
 
     # Set by `match`: the response before this one, and the items that are new since then.
     _after: str | None = None
@@ -76,6 +78,10 @@ class ResponseTurn:
         else:
             prompt = self._from_start([], self.items, self.session)
         return prompt if self.is_stored else self._hidden(prompt)
+
+    @property
+    def _tell(self) -> Tell | None:
+        return self.client.tell_forgotten if self.tells_forgotten else None
 
     def find_saved(self) -> tuple[TurnRecord | None, list[Item]]:
         """The saved turn that covers most of the history, and the items after it.
@@ -240,7 +246,7 @@ class ResponseTurn:
                 raise error from None
         _check(messages)
         session = session or self.session
-        how = (session, self.tools, self.variables, self.drops)
+        how = (session, self.tools, self.variables, self.drops, self._tell)
         return self.client.matcher.extend(record, messages, *how)
 
     def _from_start(self, before: list[Message], items: list[Item], session: str | None) -> Prompt:
@@ -248,7 +254,7 @@ class ResponseTurn:
         system = [] if self.instructions is None else [Message("system", self.instructions)]
         messages = link_results([*system, *before, *messages_of(items)])
         _check(messages)
-        how = (session, self.tools, self.variables, self.drops)
+        how = (session, self.tools, self.variables, self.drops, self._tell)
         return self.client.matcher.match(self.owner, messages, *how)
 
     def _history(self, name: str) -> list[Message]:

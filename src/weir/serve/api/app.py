@@ -100,12 +100,11 @@ def make_app(
         app.add_exception_handler(kind, _respond_to_error)
     for part in (operations, page):
         app.include_router(part.public, responses=ERRORS)
-    # Responses and conversations are stored by one server, and replicas do not share them.
-    stored = () if client.is_replica else (responses, conversations)
     of_others = ((anthropic, ANTHROPIC_ERRORS), (ollama, OLLAMA_ERRORS))
     for other, errors in of_others:
         app.include_router(other.router, dependencies=[Depends(authorize)], responses=errors)
-    for part in (completions, *stored, models, sessions, items, memory, operations):
+    others = completions, responses, conversations, models, sessions, items, memory, operations
+    for part in others:
         app.include_router(part.router, dependencies=[Depends(authorize)], responses=ERRORS)
     return RequestMiddleware(app, metrics, access)
 
@@ -177,7 +176,13 @@ class _Server(uvicorn.Server):
             self._draining.start()
 
 
-def run_app(app: ASGIApp, bound: socket.socket, limits: Limits, drain: Callable[[], None]) -> None:
+def run_app(
+    app: ASGIApp,
+    bound: socket.socket,
+    limits: Limits,
+    drain: Callable[[], None],
+    connection: type[BoundedConnection] = BoundedConnection,
+) -> None:
     """Serve until SIGTERM or SIGINT, and close the bound socket.
 
     Then no more requests are taken and answers have `limits.drain` seconds to end. The others are
@@ -186,7 +191,7 @@ def run_app(app: ASGIApp, bound: socket.socket, limits: Limits, drain: Callable[
     server = _Server(
         uvicorn.Config(
             app,
-            http=BoundedConnection,
+            http=connection,
             ws="none",
             lifespan="on",
             access_log=False,

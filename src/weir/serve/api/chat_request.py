@@ -27,7 +27,7 @@ from weir.serve.api.thinking import find_variables
 from weir.serve.client import EngineClient, Generation
 from weir.serve.engine.output import AnswerEvent, FinishEvent, RoundEvent
 from weir.serve.messages import Message, StrayResult, link_results
-from weir.serve.prompts import Prompt, UnknownOutput
+from weir.serve.prompts import Prompt, Tell, UnknownOutput
 from weir.serve.thoughts import ThoughtDelta, ThoughtParser
 from weir.serve.tools.formats import Tool
 from weir.serve.tools.parser import AnswerPart, TextDelta
@@ -91,7 +91,9 @@ def _make_match(
     check_tools(client, offer)
     variables = find_variables(client, chat.body)
     drops = check_drops(client, chat.body)
-    match = partial(_match, client, chat.messages, owner, session, offer.tools, variables, drops)
+    tell = client.tell_forgotten if chat.body.tells_forgotten else None
+    how = (owner, session, offer.tools, variables, drops, tell)
+    match = partial(_match, client, chat.messages, *how)
     return match, variables
 
 
@@ -103,11 +105,13 @@ def _match(
     tools: Sequence[Tool],
     variables: Mapping[str, Any],
     drops: Sequence[str],
+    tell: Tell | None,
 ) -> Prompt:
     """Find the prompt of a chat."""
     held = messages if isinstance(messages, Handle) else client.matcher.hold(messages)
     try:
-        return client.matcher.match(owner, held.map(_link), session, tools, variables, drops)
+        how = (session, tools, variables, drops, tell)
+        return client.matcher.match(owner, held.map(_link), *how)
     except UnknownOutput as error:
         raise unknown_output(error) from None
 

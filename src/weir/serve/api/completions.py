@@ -30,6 +30,7 @@ from weir.serve.api.output_format import refuse_own_tools
 from weir.serve.api.requests import read_content
 from weir.serve.api.schemas.chat import ChatBody, CompletionBody, TextBody
 from weir.serve.api.sse import DONE, encode_event
+from weir.serve.api.thinking import note_without_template
 from weir.serve.client import EngineClient, Generation
 from weir.serve.engine.output import AnswerEvent, FinishEvent, TokenEvent
 from weir.serve.messages import Call, Message
@@ -65,6 +66,7 @@ async def complete(request: Request, client: Client, owner: Owner) -> Response:
     )
     check_model(client, body.model)
     refuse_own_tools(body)
+    note_without_template(body)
     match = partial(client.matcher.complete, owner, prompt)
     limit = ("max_tokens", body.max_tokens)
     job = make_request(client, body, match, limit, body.logprobs, DEFAULT_LIMIT)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Request, Response
 
 from weir.errors import quote
 from weir.serve.api.dependencies import (
@@ -19,14 +19,16 @@ from weir.serve.api.dependencies import (
     run_in_thread,
 )
 from weir.serve.api.errors import APIError
+from weir.serve.api.generation import warn
 from weir.serve.api.openapi import describe_body
 from weir.serve.api.requests import read_body
 from weir.serve.api.responses import lock
+from weir.serve.api.schemas.base import unknown_fields
 from weir.serve.api.schemas.responses import (
     ConversationBody,
     ItemsBody,
     MetadataBody,
-    SkippedItem,
+    items_of,
     result_param,
 )
 from weir.serve.client import EngineClient
@@ -39,10 +41,13 @@ PATH = "/v1/conversations/{name}"
 
 
 @router.post("/v1/conversations", openapi_extra=describe_body(ConversationBody))
-async def create(request: Request, client: Client, owner: Owner) -> dict[str, Any]:
+async def create(
+    request: Request, response: Response, client: Client, owner: Owner
+) -> dict[str, Any]:
     """Create a conversation."""
     body = await read_body(request, ConversationBody, owner)
-    items = [item.item() for item in body.items or () if not isinstance(item, SkippedItem)]
+    response.headers.update(warn(request, [*unknown_fields(body.items, "items")]))
+    items = items_of(body.items or ())
     _check_results(items)
     create = client.responses.create_conversation
     return conversation_object(await run_in_thread(create, owner, body.metadata or {}, items))
@@ -83,11 +88,14 @@ async def items(
 
 
 @router.post(PATH + "/items", openapi_extra=describe_body(ItemsBody))
-async def add(name: str, request: Request, client: Client, owner: Owner) -> dict[str, Any]:
+async def add(
+    name: str, request: Request, response: Response, client: Client, owner: Owner
+) -> dict[str, Any]:
     """Add items to a conversation, for the next response to process."""
     body = await read_body(request, ItemsBody, owner)
+    response.headers.update(warn(request, [*unknown_fields(body.items, "items")]))
     await _lock(request, client, owner, name)
-    made = [item.item() for item in body.items if not isinstance(item, SkippedItem)]
+    made = items_of(body.items)
     if any(one["type"] == "function_call_output" for one in made):
         _check_results(made, await asyncio.to_thread(client.responses.list_items, owner, name))
     await run_in_thread(client.responses.add_items, owner, name, made)

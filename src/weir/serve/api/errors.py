@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -125,12 +126,21 @@ def anthropic_error(error: APIError) -> dict[str, Any]:
     """An error in the form of Anthropic's API."""
     other = "invalid_request_error" if error.status < 500 else "api_error"
     kind = ANTHROPIC_TYPES.get(error.status, other)
-    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+    return {"type": "error", "error": {"type": kind, "message": _with_field(error)}}
 
 
 def ollama_error(error: APIError) -> dict[str, Any]:
     """An error in the form of Ollama's API."""
-    return {"error": str(error)}
+    return {"error": _with_field(error)}
+
+
+def _with_field(error: APIError) -> str:
+    """The message, after the field that it is about if it does not name it: the other APIs have no
+    separate place for the field. Its path within the field may be another there, and is left out.
+    """
+    message, param = str(error), error.body["error"]["param"]
+    field = re.split(r"[.\[]", param or "", maxsplit=1)[0]
+    return f"{field}: {message}" if field and field not in message else message
 
 
 def rate_limited(message: str) -> APIError:

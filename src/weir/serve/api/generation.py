@@ -328,9 +328,9 @@ def usage_of(generation: Generation, so_far: int | None = None) -> dict[str, Any
     prompt = generation.prompt
     answered = generation.tokens if so_far is None else so_far
     stats = [end.stats for end in generation.finished.values()]
-    ends = generation.finished.values()
+    ends = [end for _, end in sorted(generation.finished.items())]
     lost = max((end.lost for end in ends), key=len, default=())
-    used = [use for end in generation.finished.values() for use in end.used]
+    used = [use for end in ends for use in end.used]
     return {
         "prompt_tokens": prompt.length,
         "completion_tokens": answered,

@@ -96,17 +96,22 @@ class RequestMiddleware:
         """The error of a request that no route is to see."""
         if (refused := self._access.refuse(scope)) is not None:
             return refused
-        names = {name for name, _ in scope["headers"]}
-        # HTTP/1.0 knows no Transfer-Encoding, and two servers could see two ends of such a body.
-        if b"transfer-encoding" in names and (
-            b"content-length" in names or scope["http_version"] == "1.0"
-        ):
-            return APIError(
-                400,
-                "a request has a Content-Length or, from HTTP/1.1 on, a Transfer-Encoding",
-                headers={"Connection": "close"},
-            )
-        return None
+        return refuse_framing(scope)
+
+
+def refuse_framing(scope: Scope) -> APIError | None:
+    """The error of a request whose end two servers could see in two places."""
+    names = {name for name, _ in scope["headers"]}
+    # HTTP/1.0 knows no Transfer-Encoding.
+    if b"transfer-encoding" in names and (
+        b"content-length" in names or scope["http_version"] == "1.0"
+    ):
+        return APIError(
+            400,
+            "a request has a Content-Length or, from HTTP/1.1 on, a Transfer-Encoding",
+            headers={"Connection": "close"},
+        )
+    return None
 
 
 async def watch_stalls() -> None:

@@ -37,6 +37,7 @@ from weir.serve.api.schemas.ollama import (
     OllamaGenerateBody,
     ShowBody,
 )
+from weir.serve.api.thinking import note_without_template
 from weir.serve.client import EngineClient, Generation
 from weir.serve.messages import Call
 from weir.serve.thoughts import ThoughtDelta
@@ -87,6 +88,7 @@ async def generate(request: Request, client: Client, owner: Owner) -> Response:
         raise APIError(
             400, "raw and format cannot be combined; leave one of them out", param="format"
         )
+    note_without_template(body)
     is_here = isinstance(messages, list)
     text = messages[-1].content if is_here else await run_in_thread(messages.map, _text_of)
     match = partial(client.matcher.complete, owner, text)
@@ -157,7 +159,7 @@ async def show(request: Request, client: Client, owner: Owner) -> Response:
         "capabilities": can,
         "modified_at": _time(STARTED),
     }
-    given = [name for name in ("system", "template", "options") if getattr(body, name)]
+    given = [name for name in ("system", "template", "options", "verbose") if getattr(body, name)]
     return JSONResponse(described, headers=warn(request, given))
 
 

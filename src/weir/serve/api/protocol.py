@@ -34,7 +34,14 @@ _open: Counter[str] = Counter()  # connections by address
 
 
 class BoundedConnection(H11Protocol):
-    """A connection, which is closed where its address has a share of all, or its head is slow."""
+    """A connection, which is closed where its address has a share of all, or its head is slow.
+
+    Attributes:
+        bounded: whether an address may have a share of the connections only, and a body so many
+            small chunks.
+    """
+
+    bounded = True
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Count it, and begin to wait for a request."""
@@ -44,7 +51,7 @@ class BoundedConnection(H11Protocol):
         self._known = self.scope
         self._small = 0
         self._timer = self.loop.call_later(HEAD_SECONDS, self._end_slow)
-        if _open[self._address] > share_of(MAX_CONNECTIONS):
+        if self.bounded and _open[self._address] > share_of(MAX_CONNECTIONS):
             transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -63,7 +70,7 @@ class BoundedConnection(H11Protocol):
         # The first data of a request may have its head and much of its body.
         if begins or any(name == b"transfer-encoding" for name, _ in self.headers):
             self._small += len(SMALL_CHUNK.findall(data))
-        if self._small > SMALL_CHUNKS:
+        if self.bounded and self._small > SMALL_CHUNKS:
             self._refuse(f"a body may have {SMALL_CHUNKS:,} chunks of fewer than 256 bytes")
             return
         super().data_received(data)

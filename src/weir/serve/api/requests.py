@@ -31,6 +31,10 @@ Result = TypeVar("Result")
 SESSION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 SESSION_HEADER = "x-session-id"
 JSON = "application/json"
+FORM = "application/x-www-form-urlencoded"
+"""What `curl -d` says of a body."""
+BROWSER_HEADERS = ("origin", "sec-fetch-mode", "sec-fetch-site")
+"""A request of a web page has at least one of them."""
 MAX_DIGITS = 20
 """Digits of a Content-Length: `int` raises on a text with thousands of them."""
 DRAINED = 64_000_000
@@ -227,7 +231,7 @@ def _check_headers(request: Request, media_type: str) -> None:
     named = Message()
     named["content-type"] = request.headers.get("content-type", "")
     # Pages in a browser may send anything else to any address without asking.
-    if named.get_content_type() != media_type:
+    if named.get_content_type() != media_type and not _may_leave_out_type(request, media_type):
         what = "JSON" if media_type == JSON else "a file"
         raise APIError(415, f"the body must be {what}: Content-Type: {media_type}")
     charset = named.get_content_charset("utf-8")
@@ -239,6 +243,19 @@ def _check_headers(request: Request, media_type: str) -> None:
             "the body must not be compressed: leave Content-Encoding out",
             headers={"Accept-Encoding": "identity"},
         )
+
+
+def _may_leave_out_type(request: Request, media_type: str) -> bool:
+    """Whether a body is taken for JSON although the header does not say so.
+
+    LiteLLM's client of Ollama's API sends no type, and `curl -d` in Ollama's documentation sends
+    that of a form. Browsers name the page that sends a request (`Origin`).
+    """
+    headers = request.headers
+    if media_type != JSON or any(name in headers for name in BROWSER_HEADERS):
+        return False
+    named = headers.get("content-type", "").strip().lower()
+    return not named or (named == FORM and request.url.path.startswith("/api/"))
 
 
 async def read_body(request: Request, kind: type[Body], owner: str) -> Body:

@@ -209,6 +209,7 @@ async def _make_turn(
         find_variables(client, body),
         compacted is not None,
         check_drops(client, body),
+        body.tells_forgotten,
     )
 
 

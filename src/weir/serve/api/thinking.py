@@ -70,3 +70,13 @@ def find_variables(client: EngineClient, body: GenerationBody) -> dict[str, Any]
         elif effort != "none":
             body.note(body.effort_field)
     return found
+
+
+def note_without_template(body: GenerationBody) -> None:
+    """Note the options about thoughts of a prompt that is continued as it is."""
+    if body.enable_thinking:
+        body.note("enable_thinking")
+    if body.chat_template_kwargs:
+        body.note("chat_template_kwargs")
+    if body.effort not in (None, "none"):
+        body.note(body.effort_field)

@@ -1,6 +1,7 @@
-"""Replicas on Ray Serve: each is the same server as without a cluster, with a shared store.
+"""Replicas on Ray: each is the same server as without a cluster, with a shared store.
 
-Joins a cluster, deploys replicas, and waits for the end.
+Ray places their processes and starts them again; the front forwards requests to them. Joins a
+cluster, starts replicas, and serves until the end.
 """
 
 from __future__ import annotations
@@ -9,112 +10,117 @@ import contextlib
 import ipaddress
 import logging
 import os
+import secrets
 import signal
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import ray
-import torch
-from ray import serve
-from ray.serve.config import HTTPOptions, RequestRouterConfig
-from starlette.types import ASGIApp
 
 from weir.errors import WeirError
-from weir.loading import load
-from weir.native import choose_products
-from weir.serve.api import Keys, log_event, log_json, make_app
-from weir.serve.client import EngineClient
-from weir.serve.cluster.shared_turns import SharedTurns
-from weir.serve.cluster.storage import open_storage
-from weir.serve.engine.engine import Engine
+from weir.serve.api import log_json, run_app
+from weir.serve.api.front import Front
+from weir.serve.cluster.replica import ReplicaProcess, Settings
 from weir.serve.limits import Limits
-from weir.serve.sessions.snapshot import RowFormat
-from weir.serve.sessions.store import SessionStore
 
 LOCAL = "local"
-ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
-"""Ray's session affinity: requests with one `x-session-id` go to one replica while it is there."""
 PATIENCE = 5.0
 """Seconds in which a cluster must answer."""
+STARTING = 600.0
+"""Seconds in which a replica must have started again."""
+LATER = 10.0
+"""Seconds that a process may take to end after its last answer."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The settings of every replica: `place` is for `open_storage`, `keys` are SHA-256 hashes."""
-
-    model: str
-    policy: str
-    chunk: int
-    rows: int
-    place: str
-    name: str
-    most: int = 256
-    keys: tuple[str, ...] = ()
-    limits: Limits = field(default_factory=Limits)
-    deterministic: bool = False
-    threads: int | None = None
-    loading: dict[str, Any] = field(default_factory=dict)
-    aliases: tuple[str, ...] = ()
-    hosts: tuple[str, ...] = ()
-    origins: tuple[str, ...] = ()
-    notes_changes: bool = False
-
-
-@serve.ingress()
 class Replica:
-    """One engine behind OpenAI's HTTP API."""
+    """An actor of Ray's that runs a replica's process on its machine."""
 
-    def __init__(self, settings: Settings) -> None:
-        if settings.threads is not None:
-            torch.set_num_threads(settings.threads)
+    def __init__(self, settings: Settings, number: int) -> None:
+        if not ipaddress.ip_address(settings.host).is_loopback:
+            settings = replace(settings, host=ray.util.get_node_ip_address())
+        self._process = ReplicaProcess(settings, number)
+
+    def locate(self, *, failed: bool) -> tuple[str, int]:
+        """The address of the process, once it serves (`ReplicaProcess.locate`)."""
+        return self._process.locate(failed=failed)
+
+    def drain(self) -> None:
+        """Let the process end its answers."""
+        self._process.drain()
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the end of the process."""
+        self._process.wait(seconds)
+
+
+class Replicas:
+    """The replicas of a cluster.
+
+    Args:
+        settings: of each; the secret is made here.
+        number: of replicas.
+    """
+
+    def __init__(self, settings: Settings, number: int) -> None:
+        one_machine = len(ray.nodes()) == 1
+        self._drain = settings.limits.drain
+        self.secret = secrets.token_hex(32)
+        settings = replace(
+            settings, secret=self.secret, host="127.0.0.1" if one_machine else "0.0.0.0"
+        )
+        gpus = 1 if ray.cluster_resources().get("GPU", 0) >= number else 0
+        actor = ray.remote(Replica).options(
+            num_cpus=1,
+            num_gpus=gpus,
+            max_restarts=-1,
+            max_concurrency=4,  # an answer to `drain` does not wait for `locate`
+            scheduling_strategy="SPREAD",
+        )
+        self.actors: list[Any] = [actor.remote(settings, at) for at in range(number)]
+        try:
+            ray.get([actor.locate.remote(failed=False) for actor in self.actors])
+        except Exception as error:
+            raise WeirError(f"the replicas do not come up: {_reason(error)}") from None
+
+    def locate(self, number: int, *, failed: bool) -> tuple[str, int]:
+        """Where a replica is, which is started again where it is lost (`front.Locate`)."""
+        try:
+            found: tuple[str, int] = ray.get(
+                self.actors[number].locate.remote(failed=failed), timeout=STARTING
+            )
+        except Exception as error:
+            raise WeirError(_reason(error)) from None
+        return found
+
+    def serve(self, bound: socket.socket, limits: Limits) -> None:
+        """Serve at a bound socket until SIGTERM or SIGINT; answers have `limits.drain` seconds."""
         log_json()
-        model, tokenizer = load(settings.model, **settings.loading)
-        choose_products(model)
-        row_format = RowFormat.of(model, settings.policy, settings.chunk)
-        storage = open_storage(settings.place)
-        store = SessionStore(SharedTurns(storage, row_format, most=settings.most))
-        engine = Engine(
-            model,
-            settings.policy,
-            settings.rows,
-            store,
-            chunk=settings.chunk,
-            queue=settings.limits.queue,
-            shared=len(settings.keys) > 1,
-            deterministic=settings.deterministic,
-        )
-        engine.warm_up()
-        steps = engine.cache.steps
-        log_event("decode steps", run=steps["run"], reason=steps["reason"])
-        self._client = EngineClient(
-            engine,
-            tokenizer,
-            settings.name,
-            settings.limits,
-            is_replica=True,
-            aliases=settings.aliases,
-            notes_changes=settings.notes_changes,
-        )
-        self._access = settings.hosts, settings.origins
-        self._keys = Keys(settings.keys)
+        front = Front(len(self.actors), self.locate, self.secret)
 
-    def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Return the ASGI application to Ray."""
-        return make_app(self._client, self._keys, *self._access)
+        def drain() -> None:
+            front.end()
+            self._end()
 
-    def check_health(self) -> None:
-        """Health check for Ray, which replaces a replica whose engine has failed."""
-        if self._client.failure is not None:
-            raise WeirError("the engine has failed, and nothing is answered any more")
+        run_app(front, bound, limits, drain)
+
+    def _end(self) -> None:
+        with contextlib.suppress(Exception):  # actors that are lost have ended already
+            ray.get([actor.drain.remote() for actor in self.actors])
+            ray.get([actor.wait.remote(self._drain + LATER) for actor in self.actors])
+
+
+def _reason(error: Exception) -> str:
+    """The last line of an error: Ray puts the traceback of an actor before it."""
+    said = [line for line in str(error).strip().splitlines() if line.strip()]
+    return (said or [type(error).__name__])[-1].removeprefix("weir.errors.WeirError: ")
 
 
 @contextmanager
 def joined(address: str) -> Iterator[None]:
-    """Join a cluster for a `with` block; on exit, finish answers under way and remove all replicas.
+    """Join a cluster for a `with` block; on exit, remove all replicas.
 
     SIGTERM works like SIGINT inside the block. The address `local` is a cluster of this machine
     alone that ends with this process; others are `host:port` of a cluster's head.
@@ -125,8 +131,7 @@ def joined(address: str) -> Iterator[None]:
     try:
         yield
     finally:
-        serve.shutdown()
-        ray.shutdown()
+        ray.shutdown()  # which ends all actors, and they their processes
         signal.signal(signal.SIGTERM, before)
 
 
@@ -135,7 +140,6 @@ def _connect(address: str) -> None:
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     os.environ.setdefault("RAY_worker_niceness", "0")
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
         if address == LOCAL:
             ray.init(address=LOCAL, include_dashboard=False, **quiet)
@@ -165,33 +169,3 @@ def _check(address: str) -> None:
             f"{address} is another machine, and whoever reaches a Ray cluster without tokens can "
             "run anything there; start it with RAY_AUTH_MODE=token, and set that here too"
         )
-
-
-def deploy(settings: Settings, replicas: int, host: str, port: int) -> None:
-    """Deploy replicas at an address, and wait until all of them answer."""
-    gpus = 1 if ray.cluster_resources().get("GPU", 0) >= replicas else 0
-    limits = settings.limits
-    deployment = serve.deployment(
-        Replica,
-        name="weir",
-        num_replicas=replicas,
-        ray_actor_options={"num_cpus": 1, "num_gpus": gpus},
-        max_ongoing_requests=limits.open,
-        graceful_shutdown_timeout_s=limits.drain,
-        graceful_shutdown_wait_loop_s=0.5,
-        health_check_period_s=2,
-        request_router_config=RequestRouterConfig(request_router_class=ROUTER),
-    )
-    where = "HeadOnly" if len(ray.nodes()) == 1 else "EveryNode"
-    try:
-        serve.start(proxy_location=where, http_options=HTTPOptions(host=host, port=port))
-        serve.run(deployment.bind(settings), name="weir", route_prefix="/")
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise WeirError(f"the replicas do not come up: {reason}") from None
-
-
-def until_ended() -> None:
-    """Wait for SIGTERM or SIGINT."""
-    with contextlib.suppress(KeyboardInterrupt):
-        threading.Event().wait()

@@ -26,7 +26,7 @@ from weir.models import CACHE, input_device, transformers_model
 from weir.native import compile_steps
 from weir.policies import Policy
 from weir.pools import Marks
-from weir.serve.engine.prefixes import PrefixKey, PrefixState, PrefixStates
+from weir.serve.engine.prefixes import PrefixKey, PrefixPlace, PrefixState, PrefixStates
 from weir.serve.engine.sampler import SampledToken, sample
 from weir.serve.engine.scheduler import Scheduler
 from weir.serve.engine.sequence import Sequence, Stage
@@ -157,6 +157,7 @@ class Engine:
             decoded in calls of its own, since matrix products of other batches may round otherwise.
         prefixes: number of states of prompts that are kept in memory, so that an interrupted prompt
             is not read again from its beginning, nor the beginning that conversations share.
+        prefix_place: keeps those beginnings while the server does not run.
 
     Attributes:
         on_step: called twice a step, when listeners have got the tokens of a call.
@@ -175,6 +176,7 @@ class Engine:
         shared: bool = False,
         deterministic: bool = False,
         prefixes: int = PREFIXES,
+        prefix_place: PrefixPlace | None = None,
     ) -> None:
         self.model = model
         self.cache = StreamingCache(model, policy, chunk=chunk, batch=rows, failures="keep")
@@ -184,7 +186,7 @@ class Engine:
         self.scheduler = Scheduler(
             rows, queue, prefill_chunk, deterministic=deterministic, shared=shared
         )
-        self.prefixes = PrefixStates(prefixes)
+        self.prefixes = PrefixStates(prefixes, prefix_place)
         self.on_step: Callable[[], None] = lambda: None
         self._inspections: dict[Sequence, Future[RowInspection | None]] = {}
         self._seen = self._calls = 0

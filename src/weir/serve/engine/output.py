@@ -225,7 +225,8 @@ class OutputProcessor:
 
     Attributes:
         on_saved: called when the answer is saved, before the client hears of its end.
-        describe: describes the turns that have lost tokens, given the tokens that are still held.
+        describe: describes the turns that have lost tokens, given the tokens that are still held
+            and how many were read.
         stats: of its stream; set when the last token has come.
         held: the tokens of the stream that are still held then.
         rounds: the parts of the answer before this one, each of which called one of the server's
@@ -240,7 +241,7 @@ class OutputProcessor:
     queue: OutputQueue
     sender: EventSender
     on_saved: Callable[[], None]
-    describe: Callable[[Tensor], Iterable[dict[str, Any]]] = lambda held: ()
+    describe: Callable[[Tensor, int], Iterable[dict[str, Any]]] = lambda held, read: ()
     sequence: Sequence = field(init=False)
     stats: StreamStats = field(init=False)
     held: Tensor = field(init=False)
@@ -304,7 +305,9 @@ class OutputProcessor:
         try:
             self.finish()
             self.on_saved()
-            lost = tuple(self.describe(self.held)) if self.stats.forgotten else ()
+            lost = (
+                tuple(self.describe(self.held, self.stats.seen - 1)) if self.stats.forgotten else ()
+            )
         except Exception as error:
             self.on_failure(error)
             return

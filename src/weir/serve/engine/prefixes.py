@@ -8,8 +8,9 @@ its client hung up. Knows nothing about models or text.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from weir.cache import RowState
 
@@ -46,16 +47,41 @@ class PrefixState:
         return self.key.parent is None and len(self.ids) == self.key.beginning
 
 
+class PrefixPlace(Protocol):
+    """Keeps states while the server does not run. No method waits for a disk, but `read_all`."""
+
+    def read_all(self) -> list[PrefixState]:
+        """The states that are kept, the one used last at the end."""
+
+    def add(self, state: PrefixState) -> None:
+        """Keep a state."""
+
+    def use(self, state: PrefixState) -> None:
+        """Note that a state is used now."""
+
+    def remove(self, state: PrefixState) -> None:
+        """Keep a state no longer."""
+
+
 class PrefixStates:
     """Keeps at most `most` states in memory; the least recently used one is dropped first.
 
     The owner with the most states loses one, so that no owner can drop all of another's. Only the
     engine's thread calls this.
+
+    Args:
+        place: also keeps beginnings, which are here again after a restart.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, place: PrefixPlace | None = None) -> None:
         self._most = most
+        self._place = place
         self._kept: list[PrefixState] = []  # the one used last at the end
+        if place is not None:
+            found = place.read_all()
+            self._kept = found[max(0, len(found) - most) :]
+            for state in found[: max(0, len(found) - most)]:
+                place.remove(state)
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -71,6 +97,8 @@ class PrefixStates:
         if found is not None:
             self._kept.remove(found)
             self._kept.append(found)
+            if self._place is not None and found.is_beginning:
+                self._place.use(found)
         return found
 
     def add(self, new: PrefixState) -> None:
@@ -81,17 +109,25 @@ class PrefixStates:
         """
         if not self._most:
             return
-        self._kept = [kept for kept in self._kept if not _replaces(new, kept)]
+        self._drop([kept for kept in self._kept if _replaces(new, kept)])
         self._kept.append(new)
+        if self._place is not None and new.is_beginning:
+            self._place.add(new)
         if len(self._kept) > self._most:
             owners = [kept.key.owner for kept in self._kept]
             many = max(map(owners.count, owners))
             gone = next(kept for kept in self._kept if owners.count(kept.key.owner) == many)
-            self._kept.remove(gone)
+            self._drop([gone])
 
     def forget(self, parent: str) -> None:
         """Drop the states that follow a checkpoint that is deleted."""
-        self._kept = [kept for kept in self._kept if kept.key.parent != parent]
+        self._drop([kept for kept in self._kept if kept.key.parent == parent])
+
+    def _drop(self, gone: Sequence[PrefixState]) -> None:
+        for state in gone:
+            self._kept.remove(state)
+            if self._place is not None and state.is_beginning:
+                self._place.remove(state)
 
 
 def _replaces(new: PrefixState, kept: PrefixState) -> bool:

@@ -119,26 +119,25 @@ class RowFormat:
 
 def encode_checkpoint(row_format: RowFormat, checkpoint: Checkpoint) -> bytes:
     """Encode a checkpoint as a safetensors file."""
-    state = checkpoint.state
-    facts = {
-        "format": FORMAT,
-        **row_format.to_json(),
-        "row": state.facts,
-        "pending": list(checkpoint.pending),
-    }
+    return encode_state(row_format, checkpoint.state, pending=list(checkpoint.pending))
+
+
+def encode_state(row_format: RowFormat, state: RowState, **more: Any) -> bytes:
+    """Encode the state of a row as a safetensors file, with more facts about it."""
+    facts = {"format": FORMAT, **row_format.to_json(), "row": state.facts, **more}
     tensors = {name: t.detach().cpu().contiguous() for name, t in state.tensors.items()}
     return save(tensors, {KEY: json.dumps(facts)})
 
 
 def decode_checkpoint(row_format: RowFormat, data: bytes) -> Checkpoint:
     """Decode a file that `encode_checkpoint` wrote; the caller has verified its checksum."""
-    facts, state = _decode(row_format, data)
+    facts, state = decode_state(row_format, data)
     return Checkpoint(state, tuple(facts["pending"]))
 
 
 def decode_foreign(row_format: RowFormat, data: bytes) -> Checkpoint:
     """Decode and validate the checkpoint in an untrusted file (WeirError)."""
-    facts, state = _decode(row_format, data)
+    facts, state = decode_state(row_format, data)
     row_format.check(facts)
     token = integer(0, row_format.vocabulary - 1)
     try:
@@ -161,8 +160,8 @@ def decode_foreign(row_format: RowFormat, data: bytes) -> Checkpoint:
     return Checkpoint(state, tuple(facts["pending"]))
 
 
-def _decode(row_format: RowFormat, data: bytes) -> tuple[dict[str, Any], RowState]:
-    """Decode the stated format of a file, and its row without validation."""
+def decode_state(row_format: RowFormat, data: bytes) -> tuple[dict[str, Any], RowState]:
+    """Decode the facts of a file, and its row without validation."""
     try:
         facts = json.loads(_read_metadata(data)[KEY])
         tensors = load(data)

@@ -82,6 +82,18 @@ class SnapshotFolder:
             return None
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
+    def used(self, name: str) -> float:
+        """When a file was written or used last; 0 if there is none."""
+        try:
+            return os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_mtime
+        except FileNotFoundError:
+            return 0.0
+
+    def use(self, name: str) -> None:
+        """Note that a file is used now."""
+        _check(name)
+        os.utime(name, dir_fd=self._fd, follow_symlinks=False)
+
     def free_bytes(self) -> int:
         """Bytes that the disk has left, as far as it says."""
         return free_bytes(self._fd)

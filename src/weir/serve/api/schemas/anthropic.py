@@ -12,6 +12,7 @@ from weir.serve.api.schemas.base import (
     ListOf,
     Noted,
     Only,
+    Skipped,
     check_call_ids,
     show_name,
     unsupported,
@@ -55,7 +56,6 @@ class ResultBlock(Lenient):
     type: Literal["tool_result"]
     tool_use_id: Annotated[str, StringConstraints(min_length=1, max_length=256)]
     content: str | ListOf[TextBlock] | None = None
-    is_error: bool | None = None
 
     def message(self) -> Message:
         """Convert to the server's own type."""
@@ -65,7 +65,7 @@ class ResultBlock(Lenient):
         return Message("tool", content, result=self.tool_use_id)
 
 
-class SkippedBlock(Lenient):
+class SkippedBlock(Skipped):
     """A block that can be left out of a history: thoughts, and the work of Anthropic's tools."""
 
     type: Annotated[str, StringConstraints(max_length=64)]
@@ -102,7 +102,7 @@ Block = Annotated[
 
 
 class AnthropicMessage(Lenient):
-    """A message of the conversation. Unknown fields are ignored."""
+    """A message of the conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: str | ListOf[Block]
@@ -145,7 +145,7 @@ class AnthropicTool(Noted):
         return Tool(self.name, self.description, self.input_schema, bool(self.strict))
 
 
-class AnthropicSkippedTool(Lenient):
+class AnthropicSkippedTool(Skipped):
     """A tool of Anthropic's. The model is not told of it."""
 
     type: Annotated[str, StringConstraints(min_length=1, max_length=64)]
@@ -285,6 +285,10 @@ class CountBody(GenerationBody):
                 found.append(f"tools[{n}] ({show_name(tool.type)})")
             else:
                 found += tool.skipped_in(f"tools[{n}]")
+        if self.thinking is not None:
+            found += self.thinking.skipped_in("thinking")
+        if self.output_config is not None:
+            found += self.output_config.skipped_in("output_config")
         return [one for one in found if one != "cache_control"]  # what it asks for is always done
 
 

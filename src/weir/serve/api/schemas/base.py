@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, TypeVar
 
 from pydantic import (
@@ -96,13 +96,46 @@ def show_name(name: str) -> str:
     return shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}..."
 
 
+ECHOED = frozenset(
+    {"id", "type", "status", "object", "index", "created_at", "logprobs"}
+    | {"cache_control", "prompt_cache_breakpoint"}
+)
+"""Unknown fields that need no warning: they repeat what a server said of an answer, or ask it to
+keep in a cache what is always kept.
+"""
+MAX_NOTES = 1000
+
+
 class Lenient(BaseModel):
-    """An object whose unknown fields are ignored, so that what was received can be sent back."""
+    """A part of a message or an item. It may have unknown fields, so that what was received can be
+    sent back; `unknown_fields` finds those that a warning names.
+    """
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class Skipped(BaseModel):
+    """An object that has no effect as a whole, and that a warning names as a whole."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
 
-class SkippedTool(Lenient):
+def unknown_fields(value: Any, place: str) -> Iterator[str]:
+    """The unknown fields of messages, items and their parts, for a warning."""
+    if isinstance(value, list):
+        for n, one in enumerate(value):
+            yield from unknown_fields(one, f"{place}[{n}]")
+    elif isinstance(value, Lenient):
+        for name, given in (value.model_extra or {}).items():
+            if name not in ECHOED and not is_nothing(given):
+                yield f"{place}.{show_name(name)}"
+        for name in type(value).model_fields:
+            given = getattr(value, name)
+            if isinstance(given, list | BaseModel):
+                yield from unknown_fields(given, f"{place}.{name}")
+
+
+class SkippedTool(Skipped):
     """A tool that is not a function. The model is not told of it."""
 
     type: Annotated[str, StringConstraints(min_length=1, max_length=256)]

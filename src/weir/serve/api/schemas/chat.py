@@ -6,10 +6,12 @@ marked `Only` ask for what weir does not do, so they may be unset or have the va
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
+    BaseModel,
     Discriminator,
     Field,
     PrivateAttr,
@@ -21,6 +23,7 @@ from pydantic import (
 )
 
 from weir.serve.api.schemas.base import (
+    MAX_NOTES,
     Lenient,
     ListOf,
     Name,
@@ -32,6 +35,7 @@ from weir.serve.api.schemas.base import (
     check_limit,
     is_nothing,
     show_name,
+    unknown_fields,
     unsupported,
 )
 from weir.serve.api.schemas.formats import (
@@ -69,6 +73,8 @@ HONORED_OPTIONS = {
 }
 """Options of Ollama's `options` that have an effect, by the names here."""
 SKIPPED_OPTIONS = "skipped_options"
+ZERO_ASKS = {"keep_alive", "repeat_last_n", "id_slot", "typical_p"}
+"""Fields without an effect that ask for something when they are 0; others are off then."""
 MAX_OPTIONS = 64
 Limit = Annotated[Whole, Field(ge=-2, lt=2**31), AfterValidator(check_limit)]
 """Tokens of an answer; -1 and -2 are as many as the server allows, as with llama.cpp and Ollama."""
@@ -112,7 +118,7 @@ AnyPart = Annotated[
 
 
 class ChatMessage(Lenient):
-    """A message of the conversation. Unknown fields are ignored."""
+    """A message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | ListOf[AnyPart] | None = None
@@ -121,12 +127,20 @@ class ChatMessage(Lenient):
     tool_calls: Annotated[ListOf[ToolCall], Field(max_length=128)] | None = None
     tool_call_id: Annotated[str, StringConstraints(max_length=256)] | None = None
     function_call: Any = None
+    audio: Any = None
 
     @field_validator("function_call")
     @classmethod
     def _check_function_call(cls, value: Any) -> Any:
         if value:
             raise unsupported("functions are not served here; use tools and tool_calls")
+        return value
+
+    @field_validator("audio")
+    @classmethod
+    def _check_audio(cls, value: Any) -> Any:
+        if value:
+            raise unsupported("audio is not served here; send what was said as content")
         return value
 
     @model_validator(mode="after")
@@ -164,9 +178,11 @@ class WeirOptions(Strict):
 
     `tools` are tools of the server that the model may call. The server executes such a call within
     the answer. `drop` has the ids of calls whose outputs are dropped before the answer.
+    `tell_forgotten` lets the model read a note that says what has left its cache.
     """
 
     tools: Annotated[ListOf[Name], Field(max_length=16)] | None = None
+    tell_forgotten: bool | None = None
     drop: (
         Annotated[
             ListOf[Annotated[str, StringConstraints(min_length=1, max_length=256)]],
@@ -248,15 +264,28 @@ class GenerationBody(Strict):
             for name, given in options.items():
                 known = OPTIONS.get(name, name)
                 target = cls.limit_field if known == "max_tokens" else known
-                if known in HONORED_OPTIONS:
+                if known in HONORED_OPTIONS and target in cls.model_fields:
                     value.setdefault(target, given)
                 elif not is_nothing(given):
                     value.setdefault(SKIPPED_OPTIONS, {})[name] = None
         for name, known in OPTIONS.items():
             target = cls.limit_field if known == "max_tokens" else known
-            if name in value and name not in cls.model_fields and target not in value:
+            is_free = name not in cls.model_fields and target not in value
+            if name in value and is_free and target in cls.model_fields:
                 value[target] = value.pop(name)
         return value
+
+    @model_validator(mode="after")
+    def _note_unknown(self) -> Self:
+        """Note unknown fields of messages and items: those of a large body are not kept with it."""
+        found = (
+            one
+            for name in type(self).model_fields
+            if isinstance(value := getattr(self, name), list | BaseModel)
+            for one in unknown_fields(value, name)
+        )
+        self._notes += islice(found, MAX_NOTES)
+        return self
 
     chat_template_kwargs: (
         Annotated[dict[str, Variable], Field(max_length=16), bounded_dict(16)] | None
@@ -282,7 +311,7 @@ class GenerationBody(Strict):
             if field.annotation is Any
             and not any(isinstance(one, Only) for one in field.metadata)
             and not is_nothing(getattr(self, name))
-            and getattr(self, name) != 0
+            and (getattr(self, name) != 0 or name in ZERO_ASKS)
         ]
         options = [f"options.{show_name(name)}" for name in self.skipped_options or ()]
         return [*without, *options, *self._notes]
@@ -297,6 +326,11 @@ class GenerationBody(Strict):
     def note(self, what: str) -> None:
         """Name something in the warning that is not done as the client asks."""
         self._notes.append(what)
+
+    @property
+    def tells_forgotten(self) -> bool:
+        """Whether the model is told what it has forgotten."""
+        return self.weir is not None and bool(self.weir.tell_forgotten)
 
     @property
     def drops(self) -> list[str]:
@@ -387,6 +421,12 @@ class CompletionBody(GenerationBody):
     web_search_options: Annotated[Any, Only(None)] = None
 
     @property
+    def skipped(self) -> list[str]:
+        """The parts of the request that have no effect, for a warning."""
+        padded = self.stream_options is not None and self.stream_options.include_obfuscation
+        return [*super().skipped, *["stream_options.include_obfuscation"] * bool(padded)]
+
+    @property
     def num_answers(self) -> int:
         """Number of completions to generate."""
         return self.n or 1
@@ -418,11 +458,33 @@ class ChatBody(CompletionBody):
     tools: Annotated[ListOf[AnyTool], Field(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_end(self) -> Self:
+        """Accept what other servers call the beginning of an answer where it is done anyway."""
+        continues = self.messages[-1].role == "assistant"
+        for name, asked in (
+            ("continue_final_message", self.continue_final_message),
+            ("add_generation_prompt", _opposite(self.add_generation_prompt)),
+        ):
+            if asked is not None and asked != continues:
+                raise unsupported(
+                    f"{name} asks for something else than is done: an assistant's message at the "
+                    "end is continued, and any other is answered; leave it out"
+                )
+        return self
 
     @property
     def skipped(self) -> list[str]:
         """The parts of the request that have no effect, for a warning."""
-        return [*super().skipped, *skipped_tools(self.tools)]
+        form = self.response_format
+        described = (
+            form is not None and form.json_schema is not None and form.json_schema.description
+        )
+        forms = ["response_format.json_schema.description"] if described else []
+        return [*super().skipped, *skipped_tools(self.tools), *forms]
 
     @property
     def history(self) -> list[Message]:
@@ -464,6 +526,10 @@ class TextBody(CompletionBody):
         prompt: Any = self.prompt
         one: str | list[int] = prompt if isinstance(prompt, str) or _is_ids(prompt) else prompt[0]
         return one
+
+
+def _opposite(value: bool | None) -> bool | None:
+    return None if value is None else not value
 
 
 def _is_ids(prompt: list[Any]) -> bool:

@@ -7,7 +7,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from weir.serve.api.schemas.base import Lenient, ListOf, Only, Strict, unsupported
+from weir.serve.api.schemas.base import (
+    Lenient,
+    ListOf,
+    Only,
+    Strict,
+    check_call_ids,
+    unsupported,
+)
 from weir.serve.api.schemas.chat import GenerationBody, Limit
 from weir.serve.api.schemas.formats import AnyTool, FunctionTool, ToolOffer, skipped_tools
 from weir.serve.messages import Call, Message
@@ -31,7 +38,7 @@ class OllamaCall(Lenient):
 
 
 class OllamaMessage(Lenient):
-    """A message of the conversation. Unknown fields are ignored."""
+    """A message of the conversation."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
@@ -47,12 +54,18 @@ class OllamaMessage(Lenient):
             raise unsupported("images are not served here; leave them out")
         return value
 
+    @model_validator(mode="after")
+    def _check_calls(self) -> OllamaMessage:
+        check_call_ids(call.id for call in self.tool_calls or () if call.id)
+        return self
+
 
 def link_calls(messages: list[OllamaMessage]) -> list[Message]:
     """Convert messages to the server's own type.
 
-    Calls have no ids in this API. A result belongs to a call of the last message with calls: to the
-    first one without a result, or the first of the function `tool_name` if that is given.
+    A result belongs to the call with its `tool_call_id`. Most clients of this API send no ids: then
+    it belongs to a call of the last message with calls, the first one without a result, or the
+    first of the function `tool_name` if that is given.
     """
     found: list[Message] = []
     waiting: list[tuple[str, str]] = []  # the ids and names of calls without a result
@@ -60,13 +73,14 @@ def link_calls(messages: list[OllamaMessage]) -> list[Message]:
         calls: list[Call] = []
         for at, made in enumerate(message.tool_calls or ()):
             name, arguments = made.function.name, json.dumps(made.function.arguments)
-            calls.append(Call(f"call_{number}_{at}", name, arguments))
+            calls.append(Call(made.id or f"call_{number}_{at}", name, arguments))
         if calls:
             waiting = [(call.id, call.name) for call in calls]
         result = None
         if message.role == "tool":
             own = [one for one in waiting if message.tool_name in (None, one[1])]
             result = own[0][0] if own else (message.tool_name or "tool")
+            result = message.tool_call_id or result
             waiting = [one for one in waiting if one[0] != result]
         found.append(Message(message.role, message.content or "", None, tuple(calls), result))
     return found

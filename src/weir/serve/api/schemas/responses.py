@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -23,6 +23,7 @@ from weir.serve.api.schemas.base import (
     ListOf,
     Noted,
     Only,
+    Skipped,
     Strict,
     Whole,
     bounded_dict,
@@ -73,7 +74,7 @@ AnyItemPart = Annotated[
 
 
 class MessageItem(Lenient):
-    """A message. Unknown fields are ignored, so that output items can be sent back."""
+    """A message."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -132,27 +133,95 @@ class OtherCallItem(Lenient):
     """A call of a tool that is not a function, in a history.
 
     The model reads it as a call of a function: for `custom_tool_call` with the argument `input`,
-    for `local_shell_call` with those of its action.
+    for `local_shell_call` and `shell_call` with those of its action, for `apply_patch_call` with
+    those of its operation.
     """
 
-    type: Literal["custom_tool_call", "local_shell_call"]
+    type: Literal["custom_tool_call", "local_shell_call", "shell_call", "apply_patch_call"]
     call_id: CallId
-    name: PlainName = "local_shell"
+    name: PlainName | None = None
     input: str = ""
     action: dict[str, Any] | None = None
+    operation: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_name(self) -> Self:
+        if self.type == "custom_tool_call" and self.name is None:
+            raise unsupported("a custom_tool_call has a name")
+        return self
 
     def item(self) -> Item:
         """Convert to a call with a new id."""
-        given = {"input": self.input} if self.type == "custom_tool_call" else self.action or {}
-        return call_item(
-            new_id("fc"), Call(self.call_id, self.name, json.dumps(given)), "completed"
-        )
+        name = self.name or self.type.removesuffix("_call")
+        given = {"input": self.input} if self.type == "custom_tool_call" else self.action
+        call = Call(self.call_id, name, json.dumps(given or self.operation or {}))
+        return call_item(new_id("fc"), call, "completed")
 
 
-class OtherResultItem(ResultItem):
-    """The result of a call of a tool that is no function."""
+class OtherResultItem(Lenient):
+    """The result of a call of a tool that is no function.
 
-    type: Literal["custom_tool_call_output", "local_shell_call_output"]  # type: ignore[assignment]
+    That of a shell may be a list of what each command has written; the model reads it as JSON.
+    """
+
+    type: Literal[
+        "custom_tool_call_output",
+        "local_shell_call_output",
+        "shell_call_output",
+        "apply_patch_call_output",
+    ]
+    call_id: CallId
+    output: Annotated[
+        str | ListOf[ItemPart] | ListOf[dict[str, Any]] | None, Field(union_mode="left_to_right")
+    ] = None
+    status: Annotated[str, StringConstraints(max_length=64)] | None = None
+
+    @model_validator(mode="after")
+    def _check_output(self) -> Self:
+        written = isinstance(self.output, list) and any(isinstance(o, dict) for o in self.output)
+        if written and self.type != "shell_call_output":
+            raise unsupported("the output is a text, or a list of text parts")
+        if self.output is None and self.type != "apply_patch_call_output":
+            raise unsupported("an output is missing")
+        return self
+
+    def item(self) -> Item:
+        """Convert to an item with a new id."""
+        output = self.output
+        if output is None:
+            return result_item(self.call_id, self.status or "completed")
+        if isinstance(output, str):
+            return result_item(self.call_id, output)
+        if all(isinstance(part, ItemPart) for part in output):
+            parts = [part.model_dump() for part in output if isinstance(part, ItemPart)]
+            return result_item(self.call_id, parts)
+        return result_item(self.call_id, json.dumps(output, ensure_ascii=False))
+
+
+class McpCallItem(Lenient):
+    """A call of a tool of an MCP server with its result, in a history.
+
+    The model reads it as a call of a function, and its result.
+    """
+
+    type: Literal["mcp_call"]
+    id: CallId
+    name: PlainName
+    arguments: Arguments = "{}"
+    output: str | None = None
+    error: str | dict[str, Any] | None = None
+
+    def items(self) -> list[Item]:
+        """Convert to a call and its result, with new ids."""
+        error = self.error
+        if isinstance(error, dict):
+            error = json.dumps(error, ensure_ascii=False)
+        result = self.output if error is None else f"Error: {error}"
+        call = Call(self.id, self.name, self.arguments)
+        return [
+            call_item(new_id("fc"), call, "completed"),
+            result_item(self.id, result or ""),
+        ]
 
 
 class ReferenceItem(Lenient):
@@ -187,7 +256,7 @@ class CompactionItem(Lenient):
         return {"type": "compaction", "turn": self.encrypted_content.removeprefix(COMPACTED)}
 
 
-class SkippedItem(Lenient):
+class SkippedItem(Skipped):
     """An item that can be left out: thoughts, and searches whose results are in the answer."""
 
     type: Annotated[str, StringConstraints(max_length=64)]
@@ -200,6 +269,11 @@ KINDS = {
     "function_call_output": "a result",
     "custom_tool_call": "another call",
     "local_shell_call": "another call",
+    "shell_call": "another call",
+    "apply_patch_call": "another call",
+    "mcp_call": "a call with its result",
+    "shell_call_output": "another result",
+    "apply_patch_call_output": "another result",
     "custom_tool_call_output": "another result",
     "local_shell_call_output": "another result",
     "item_reference": "a reference",
@@ -233,6 +307,7 @@ AnyItem = Annotated[
     | Annotated[ResultItem, Tag("a result")]
     | Annotated[OtherCallItem, Tag("another call")]
     | Annotated[OtherResultItem, Tag("another result")]
+    | Annotated[McpCallItem, Tag("a call with its result")]
     | Annotated[ReferenceItem, Tag("a reference")]
     | Annotated[CompactionItem, Tag("a compaction")]
     | Annotated[SkippedItem, Tag("a skipped one")],
@@ -266,6 +341,14 @@ def _check_kept(items: list[Any]) -> list[Any]:
         if isinstance(item, ReferenceItem | CompactionItem | SkippedItem):
             raise unsupported(f"a conversation keeps no items of the type {item.type}")
     return items
+
+
+def items_of(given: Iterable[Any]) -> list[Item]:
+    """The items that a client gives, with new ids; one may stand for a call and its result."""
+    found: list[Item] = []
+    for item in given:
+        found += item.items() if isinstance(item, McpCallItem) else [item.item()]
+    return found
 
 
 KeptItems = Annotated[Items, AfterValidator(_check_kept)]
@@ -412,6 +495,8 @@ class ResponseBody(GenerationBody):
         included = [f"include ({show_name(one)})" for one in self.include or () if one != LOGPROBS]
         if self.text is not None and self.text.verbosity is not None:
             included.append("text.verbosity")
+        if self.text is not None and self.text.format is not None and self.text.format.description:
+            included.append("text.format.description")
         if self.reasoning is not None:
             included += self.reasoning.skipped_in("reasoning")
         return [*super().skipped, *skipped_tools(self.tools), *included]
@@ -452,7 +537,7 @@ class ResponseBody(GenerationBody):
         """The input as items with ids."""
         if isinstance(self.input, str):
             return [input_item("user", [self.input])]
-        return [item.item() for item in self.input or () if not isinstance(item, SkippedItem)]
+        return items_of(item for item in self.input or () if not isinstance(item, SkippedItem))
 
 
 def result_param(field: str, items: Sequence[Item], error: StrayResult) -> str | None:

@@ -1,0 +1,151 @@
+"""A folder of beginnings that conversations share, so that they outlast a restart.
+
+Each is a file with the state of a row and the tokens that it has read. A file's name is the
+beginning of its checksum. What is damaged, or of another model or policy, is ignored with a
+warning and deleted: it is read again from its text. Knows nothing about who asks for what.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from array import array
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from weir.cache import check_state
+from weir.errors import WeirError
+from weir.serve.engine.prefixes import PrefixKey, PrefixState
+from weir.serve.sessions.snapshot import RowFormat, decode_state, encode_state
+from weir.serve.sessions.snapshot_folder import SnapshotFolder
+
+LOG = logging.getLogger("weir.serve")
+
+
+class PrefixFolder:
+    """Keeps states in a folder (`PrefixPlace`); a thread writes them, in the order they come.
+
+    Args:
+        path: created if missing. It belongs to one server at a time, as the folder around it.
+        row_format: of the rows.
+    """
+
+    def __init__(self, path: Path, row_format: RowFormat) -> None:
+        self._row_format = row_format
+        self._path = path
+        try:
+            self._files = SnapshotFolder(path)
+        except OSError as error:
+            raise WeirError(f"{path} cannot be used: {error.strerror}") from None
+        self._names: dict[PrefixState, str] = {}  # only the thread changes it
+        self._writer = ThreadPoolExecutor(1, "weir-prefixes")
+
+    def close(self) -> None:
+        """Write what was added, and release the folder."""
+        self._writer.shutdown()
+        self._files.close()
+
+    def read_all(self) -> list[PrefixState]:
+        """The states in the folder, the one used last at the end."""
+        self._files.delete_parts()
+        found = []
+        names = self._files.list_names()
+        for name in sorted(names, key=self._files.used):
+            try:
+                state = self._read(name)
+            except (OSError, WeirError) as error:
+                reason = getattr(error, "strerror", None) or error
+                LOG.warning(
+                    "a beginning that conversations share is read again: %s/%s cannot be used "
+                    "and is deleted: %s",
+                    self._path.name,
+                    name,
+                    reason,
+                )
+                self._delete(name)
+                continue
+            self._names[state] = name
+            found.append(state)
+        return found
+
+    def add(self, state: PrefixState) -> None:
+        """Keep a state."""
+        self._do(self._write, state)
+
+    def use(self, state: PrefixState) -> None:
+        """Note that a state is used now."""
+        self._do(self._touch, state)
+
+    def remove(self, state: PrefixState) -> None:
+        """Keep a state no longer."""
+        self._do(self._remove, state)
+
+    def wait(self) -> None:
+        """Wait until everything so far is done."""
+        self._writer.submit(lambda: None).result()
+
+    def _do(self, function: Callable[[PrefixState], None], state: PrefixState) -> None:
+        self._writer.submit(partial(self._carefully, function, state))
+
+    def _carefully(self, function: Callable[[PrefixState], None], state: PrefixState) -> None:
+        try:
+            function(state)
+        except Exception as error:  # what is not kept is read again after a restart
+            reason = getattr(error, "strerror", None) or error
+            LOG.warning("a beginning that conversations share is not kept on disk: %s", reason)
+
+    def _write(self, state: PrefixState) -> None:
+        facts = {
+            "owner": state.key.owner,
+            "beginning": state.key.beginning,
+            "seed": state.key.seed,
+            "ids": list(state.ids),
+        }
+        data = encode_state(self._row_format, state.state, prefix=facts)
+        name = _name_of(data)
+        self._files.write(name, data)
+        self._names[state] = name
+
+    def _read(self, name: str) -> PrefixState:
+        size = self._files.size(name)
+        if size is None:
+            raise WeirError("it is not an ordinary file")
+        data = self._files.read(name, size)
+        if _name_of(data) != name:
+            raise WeirError("its checksum is not that of what was written")
+        facts, state = decode_state(self._row_format, data)
+        self._row_format.check(facts)
+        kind = self._row_format.kind
+        how: dict[str, Any] = {"chunk": kind["chunk"], "origin": kind["origin"]}
+        check_state(self._row_format.plans, state, vocabulary=self._row_format.vocabulary, **how)
+        try:
+            about = facts["prefix"]
+            key = PrefixKey(str(about["owner"]), None, int(about["beginning"]), int(about["seed"]))
+            ids = array("I", about["ids"])
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
+            raise WeirError(f"it does not say what it has read ({error})") from None
+        found = PrefixState(key, ids, state)
+        if not found.is_beginning:
+            raise WeirError("it has not read the whole beginning")
+        return found
+
+    def _touch(self, state: PrefixState) -> None:
+        if (name := self._names.get(state)) is not None:
+            self._files.use(name)
+
+    def _remove(self, state: PrefixState) -> None:
+        if (name := self._names.pop(state, None)) is not None:
+            self._delete(name)
+
+    def _delete(self, name: str) -> None:
+        try:
+            self._files.delete(name)
+        except OSError as error:
+            LOG.warning("%s cannot be deleted: %s", name, error.strerror)
+
+
+def _name_of(data: bytes) -> str:
+    return f"{hashlib.sha256(data).hexdigest()[:32]}.safetensors"
