@@ -75,6 +75,8 @@ def run(capsys: pytest.CaptureFixture[str], *words: object, columns: int = 100) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["weir", *map(str, words)])
         patch.setenv("COLUMNS", str(columns))
+        # On a busy machine everything takes long, and a line more would say so.
+        patch.setattr(common, "LONG_WAIT", LIMIT)
         for console in (common.output(), common.messages()):
             # A console made while COLUMNS was set keeps that width for good.
             patch.setattr(console, "_width", columns)

@@ -15,6 +15,8 @@ from terminal import CHATML, Ended, Process, make_model, run
 
 import weir
 from weir.cache import size_of
+from weir.cli import common
+from weir.models import UNFINISHED
 from weir.stream import Transcript, session
 
 FEW = ("--policy", "sink(4) | recent(20)", "--chunk", 8, "--max-tokens", 12)
@@ -65,6 +67,20 @@ def test_it_says_why_steps_are_not_native(chat, monkeypatch):
 
 
 @pytest.mark.slow
+def test_while_the_kernel_is_compiled_one_line_says_so(capfd, monkeypatch):
+    """The first step says it; a first line about steps would say it twice."""
+    common.say_steps({"run": "eager", "reason": UNFINISHED})
+    assert capfd.readouterr().err == ""
+    common.say_steps({"run": "eager", "reason": "it has other norms"})
+    assert "decode steps are not native (it has other norms); they run" in capfd.readouterr().err
+
+
+def test_a_broken_template_is_refused_before_the_first_message(chat, tmp_path):
+    ended = chat(of=make_model(tmp_path, "{{ 1 "))
+    assert (ended.code, ended.out, ended.err.count("\n")) == (1, "", 1)
+    assert "cannot be read: unexpected end of template" in ended.err
+
+
 def test_the_same_seed_says_the_same_and_another_says_something_else(chat):
     said = [chat("Hello", words=("--seed", seed)).out for seed in (1, 1, 2)]
     assert said[0] == said[1] != said[2]

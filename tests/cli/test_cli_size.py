@@ -266,7 +266,7 @@ def test_a_configuration_of_more_layers_than_any_model_has_is_refused_at_once(ca
     config.write_text(json.dumps({**facts, "num_hidden_layers": 10**6}))
     ended = run(capsys, "size", config)
     assert (ended.code, ended.out) == (1, "")
-    assert "says 1,000,000 layers, and no model has more than 2,000" in ended.err
+    assert "says num_hidden_layers = 1000000, where a whole number from 0 to 2,000" in ended.err
 
 
 def test_a_memory_that_holds_no_stream_says_so_after_the_figures(capsys, model):

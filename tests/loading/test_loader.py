@@ -102,6 +102,40 @@ def test_a_name_that_is_nowhere_is_named(name):
     refused(name, f"there is no model '{name}': not a folder here, and not to be had from the Hub")
 
 
+def test_a_hub_that_cannot_be_reached_is_told_at_once(monkeypatch):
+    """transformers would try again for half a minute."""
+    asked = []
+
+    def ask(self: Any, name: str, **given: Any) -> None:
+        asked.append(name)
+        raise ConnectionError("Name or service not known\nand more")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", ask)
+    monkeypatch.setattr("transformers.PreTrainedConfig.get_config_dict", None)  # would fail
+    for take in (weir.load, skeleton, is_encoder, load_processor):
+        with pytest.raises(WeirError) as refused:
+            take("d/none")
+        assert str(refused.value) == (
+            "there is no model 'd/none': not a folder here, and not to be had from the Hub, which "
+            "cannot be reached (Name or service not known)"
+        )
+    assert asked == ["d/none"] * 4
+
+
+def test_a_model_that_was_fetched_before_is_read_without_the_hub(folder, monkeypatch):
+    given = []
+
+    def read(place: str, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        given.append(more["local_files_only"])
+        raise OSError("nothing here")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr("weir.loading.loader.try_to_load_from_cache", lambda *a, **k: "a/path")
+    monkeypatch.setattr("transformers.PreTrainedConfig.get_config_dict", read)
+    refused("some/model", "nothing here")
+    assert given == [True]
+
+
 def test_a_file_that_is_not_there_is_not_sought_on_the_hub_and_a_misspelt_name_is_noticed():
     refused("folder/none.gguf", "there is no file 'folder/none.gguf'")
     refused("nanoo", "there is no model 'nanoo', did you mean 'nano'")
@@ -130,6 +164,11 @@ def without(*names: str) -> Callable[[Path], None]:
 
 def written(name: str, holds: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).write_text(holds)
+
+
+def tokenizer_config(folder: Path, **changes: Any) -> None:
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 def cut(folder: Path) -> None:
@@ -161,7 +200,57 @@ DAMAGED = {
     "a kind nobody knows": (config(model_type="nosuch"), "holds no model .*nosuch"),
     "a number that is text": (
         config(num_hidden_layers="four"),
-        "holds no model .*num_hidden_layers.*expected int, got str",
+        "says num_hidden_layers = 'four', where a whole number from 0 to 2,000 is expected",
+    ),
+    "a configuration nested too deep": (
+        written("config.json", "[" * 5000 + "]" * 5000),
+        "holds no model: its config.json is nested too deep; give",
+    ),
+    **{
+        f"{key} = {value}": (config(**{key: value}), f"says {key} = {value}, where a whole number")
+        for key, value in (
+            ("num_hidden_layers", 2**31),
+            ("num_hidden_layers", -1),
+            ("num_hidden_layers", 0),
+            ("num_key_value_heads", 0),
+            ("num_attention_heads", -4),
+            ("hidden_size", 2**62),
+            ("vocab_size", 2**31),
+            ("max_position_embeddings", -1),
+            ("sliding_window", 1.5),
+        )
+    },
+    "layers of another part": (
+        config(vision_config={"num_hidden_layers": 2**31}),
+        "says num_hidden_layers = 2147483648, where a whole number from 0 to 2,000 is expected",
+    ),
+    "more tokens than the weights have bytes": (
+        config(vocab_size=10**7),
+        r"says vocab_size = 10000000 and hidden_size = 32, but its weights have only [\d,]+ bytes",
+    ),
+    "a window of tokens that is text": (
+        config(sliding_window="x"),
+        "(says|for field) .?sliding_window",
+    ),
+    "an end of answers that is text": (
+        written("generation_config.json", '{"eos_token_id": [1, "x"]}'),
+        r"says eos_token_id = \[1, 'x'\], where the id of a token is expected; correct its gener",
+    ),
+    "an end of answers in two lists": (
+        written("generation_config.json", '{"eos_token_id": [[1]]}'),
+        r"says eos_token_id = \[\[1\]\], where the id",
+    ),
+    "no generation configuration, but a file": (
+        written("generation_config.json", ""),
+        "the file generation_config.json of .* is no JSON object; remove it",
+    ),
+    "a generation configuration nested too deep": (
+        written("generation_config.json", '{"a":' * 5000 + "1" + "}" * 5000),
+        "the file generation_config.json of .* is no JSON object; remove it",
+    ),
+    "a length that is text": (
+        lambda folder: tokenizer_config(folder, model_max_length="x"),
+        "the tokenizer of .* says model_max_length = 'x', where a number is expected",
     ),
     "no tokenizer": (without("tokenizer.json", "tokenizer_config.json"), "has no tokenizer"),
     "no tokenizer, where transformers makes an empty one": (untold, "has no tokenizer files"),
@@ -172,6 +261,14 @@ DAMAGED = {
         weights(**{"model.layers.1.mlp.up_proj.weight": None, "model.norm.weight": None}),
         "lacks 2 of its weights, model.layers.1.mlp.up_proj.weight for one",
     ),
+    **{
+        f"a weight with {value} in {weight}": (
+            weights(**{weight: torch.full(shape, value)}),
+            f"its weight {weight} has numbers that are not finite",
+        )
+        for value in (float("nan"), float("inf"), -float("inf"))
+        for weight, shape in (("model.norm.weight", (32,)), ("lm_head.weight", (61, 32)))
+    },
     "weights of another shape": (
         weights(**{"model.norm.weight": torch.ones(16)}),
         "weights of other shapes than its config.json says: 1 of them, model.norm.weight for one",
@@ -238,7 +335,7 @@ def test_a_revision_is_asked_for_wherever_files_are(monkeypatch):
         asked.append(given["revision"])
         raise OSError("nothing here")
 
-    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", read)
+    monkeypatch.setattr("transformers.PreTrainedConfig.get_config_dict", read)
     for take in (weir.load, skeleton, is_encoder):
         with pytest.raises(WeirError, match="nothing here"):
             take("some/model", revision="v2")

@@ -306,10 +306,42 @@ def without_a_product() -> dict[str, Any]:
     return keys
 
 
-def too_few_scores() -> dict[str, Any]:
-    keys = sentence_piece()
-    keys["tokenizer.ggml.scores"].pop()
-    return keys
+def with_numbers(
+    make: Callable[[], dict[str, Any]], name: str, change: Callable[[list[Any]], Any]
+) -> Callable[[], dict[str, Any]]:
+    """The keys of a file of which one list of numbers is changed."""
+
+    def changed() -> dict[str, Any]:
+        keys = make()
+        key = f"tokenizer.ggml.{name}"
+        numbers = list(keys.get(key) or [1] * len(keys["tokenizer.ggml.tokens"]))
+        keys[key] = change(numbers)
+        return keys
+
+    return changed
+
+
+NUMBERS = {
+    "fewer": (lambda numbers: numbers[:-1], r"items in {}, where one number for each"),
+    "more": (lambda numbers: [*numbers, numbers[0]], r"items in {}, where one number for each"),
+    "texts": (lambda numbers: ["1"] * len(numbers), r"says {} = .* an array of numbers is expect"),
+    "one": (lambda numbers: numbers[0], r"says {} = .*, where an array of numbers is expected"),
+    "no number": (
+        lambda numbers: [*map(float, numbers[:-1]), float("nan")],
+        r"says {} = nan for the token .*, where a finite number",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", [byte_level, sentence_piece])
+@pytest.mark.parametrize("name", ["token_type", "scores"])
+@pytest.mark.parametrize("change", NUMBERS)
+def test_every_token_has_one_number(
+    kind: Callable[[], dict[str, Any]], name: str, change: str, tmp_path: Path
+) -> None:
+    changed, message = NUMBERS[change]
+    with pytest.raises(WeirError, match=message.format(rf"tokenizer\.ggml\.{name}")):
+        read(tmp_path, with_numbers(kind, name, changed)())
 
 
 @pytest.mark.parametrize(
@@ -348,7 +380,6 @@ def too_few_scores() -> dict[str, Any]:
             lambda: byte_level(ggml__eos_token_id=-1),
             r"= -1, where the id of a token is expected; take",
         ),
-        (too_few_scores, r"not one number for each in tokenizer\.ggml\.scores"),
     ],
 )
 def test_what_cannot_be_followed_is_refused(

@@ -115,3 +115,35 @@ def test_an_embedding_that_computes_something_else_is_refused(name: str) -> None
     rotary.__class__ = Faster
     with pytest.raises(WeirError, match="a Faster, computes other cosines and sines than its"):
         StreamingCache(model, "window(4)")
+
+
+def _twice(module: nn.Module, given: Any, named: dict[str, Any]) -> Any:
+    return given, {**named, "position_ids": 2 * named["position_ids"]}
+
+
+def _nearer(module: nn.Module, given: Any, named: dict[str, Any]) -> Any:
+    return given, {**named, "position_ids": named["position_ids"].clamp(max=500)}
+
+
+def _gone(module: nn.Module, given: Any, named: dict[str, Any]) -> Any:
+    return given, {}
+
+
+@pytest.mark.parametrize("hook", [_twice, _nearer, _gone])
+def test_a_hook_that_changes_positions_is_refused_before_a_cache_is_made(hook: Any) -> None:
+    """weir counts positions itself, so that the hook would change nothing."""
+    model = make("llama")
+    handle = model.model.rotary_emb.register_forward_pre_hook(hook, with_kwargs=True)
+    with pytest.raises(WeirError, match="a forward pre-hook on the rotary embedding of this model"):
+        StreamingCache(model, "window(4)")
+    handle.remove()
+    StreamingCache(model, "window(4)")
+
+
+def test_a_hook_that_only_looks_is_no_reason_to_refuse() -> None:
+    model, seen = make("llama"), []
+    rotary = model.model.rotary_emb
+    rotary.register_forward_pre_hook(lambda module, given: seen.append(given))
+    rotary.register_forward_pre_hook(_later, with_kwargs=True)
+    StreamingCache(model, "window(4)")
+    assert seen

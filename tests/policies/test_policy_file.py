@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 import tomllib
 
 import pytest
@@ -105,3 +106,39 @@ def test_what_is_no_policy_file_is_refused(tmp_path, text, said):
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(WeirError, match=r"cannot read the policy file .*no\.toml: No such file"):
         weir.policy(str(tmp_path / "no.toml"))
+
+
+LINE = '[[layers]]\npolicy = "sink(1)"\n'
+LARGE = {
+    "a key of 100,000 parts": (".".join("a" * 100_000) + " = 1", "the key 'a.a.* of 16 parts or"),
+    "a table of 100,000 parts": ("[" + ".".join("a" * 100_000) + "]", "of 16 parts or more"),
+    "quoted parts": (" . ".join(["'a'", '"b"'] * 50_000) + " = 1", "of 16 parts or more"),
+    "in a table of one line": ("a = {" + ".".join("b" * 16) + " = 1}", "of 16 parts or more"),
+    "nested lists": ("a = " + "[" * 100_000, "nested too deep"),
+    "a long file": (
+        "#" * 1_000_001,
+        "has 1,000,001 bytes, and a policy file has at most 1,000,000",
+    ),
+    "many layers": (WHOLE + LINE * 2000, "has policies for 2,002 layers, and no model has more"),
+    "a long policy": (
+        WHOLE + LINE.replace("sink(1)", "sink(1)|" * 2049),
+        "the policy of layer 2 has 16,392 characters, and a policy has at most 16,384",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_a_file_that_would_take_long_to_read_is_refused(tmp_path, kind):
+    text, said = LARGE[kind]
+    path = tmp_path / "large.toml"
+    path.write_text(text)
+    began = time.process_time()
+    with pytest.raises(WeirError, match=said):
+        weir.policy(str(path))
+    assert time.process_time() - began < 2
+
+
+def test_keys_of_some_parts_are_read(tmp_path):
+    path = tmp_path / "deep.toml"
+    path.write_text(WHOLE + "\n[notes]\n" + ".".join("a" * 15) + " = [0.5, 1.25]\n")
+    assert weir.policy(str(path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from copy import deepcopy
@@ -9,7 +10,8 @@ from copy import deepcopy
 import pytest
 from servers import CHATML, logged, make_client, serving
 
-from weir.serve.messages import Call, Message, same_value
+from weir.serve import messages as messages_module
+from weir.serve.messages import Call, Message, hash_prefixes, same_value
 from weir.serve.tools.formats import Tool, describe_tools
 
 SYSTEM = {"role": "system", "content": "It is 10:40 on Monday. You are a clerk of few words."}
@@ -95,6 +97,18 @@ def test_values_that_are_equal_are_the_same_and_large_numbers_stay_exact():
 
     assert calling('{"n": 1}') == calling('{"n":1.0}') != calling('{"n": 2}')
     assert Message("user", "a", "x").canonical() != Message("user", "a", "y").canonical()
+
+
+@pytest.mark.parametrize("role", ["user", "assistant", "tool", 'odd"'])
+def test_a_long_content_is_hashed_in_parts_as_if_it_were_whole(role, monkeypatch):
+    monkeypatch.setattr(messages_module, "PART", 3)
+    content = 'a"b\\\n\u00e9\U0001f30a\ud83cd" [["u", "x"]'
+    message = Message(role, f" {content}\r\n", "n", result="x", place=3)
+    name = None if role == "assistant" else "n"
+    assert message.canonical() == json.dumps([role, content, name, 3])
+    assert message.canonical() == "".join(message.canonical_parts())
+    whole = hashlib.sha256(f"root\n{message.canonical()}".encode()).hexdigest()
+    assert hash_prefixes("root", [message]) == [whole]
 
 
 @pytest.mark.parametrize("held", [{"const": 2**53 + 1}, {"enum": [1, -(2**60)]}])

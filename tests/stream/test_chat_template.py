@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+import time
 
 import pytest
 from test_conversation import CHATML, INST, KIND, make_tokenizer
 
 from weir.errors import WeirError
-from weir.stream import BrokenTemplate, ChatTemplate, template_bounds
+from weir.stream import BrokenTemplate, ChatTemplate, check_template, template_bounds
 
 HISTORY = [{"role": "user", "content": "One"}, {"role": "assistant", "content": "Two"}]
 MORE = [
@@ -124,3 +125,29 @@ def test_a_template_that_refuses_what_it_is_asked_tells_of_no_beginning():
     assert turns.beginning([SYSTEM, *HISTORY], [1, 2, 3]) == 0
     turns = ChatTemplate(make_tokenizer("{{ raise_exception('never') }}"), set())
     assert turns.header([1, 2, 3]) == 0
+
+
+LONG = {
+    "many characters": ("a" * 70_000, "has 70,000 characters, and may have 65,536"),
+    "many words": ("{{ 1 }}" * 3000, "has 9,000 words, and may have 8,192"),
+    "many entries": ("{{ [" + "1," * 9000 + "] }}", "words, and may have 8,192"),
+    "brackets": ("{{ " + "[" * 2000 + "]" * 2000 + " }}", "fails with RecursionError"),
+    "more brackets": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "words, and may have 8,192"),
+    "a syntax error": ("{{ 1 ", "cannot be read: unexpected end of template"),
+    "an unknown filter": ("{{ 1 | nosuch }}", "cannot be read: No filter named"),
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_a_template_that_cannot_be_compiled_is_found_before_any_message(kind):
+    template, why = LONG[kind]
+    began = time.process_time()
+    with pytest.raises(BrokenTemplate, match=why):
+        check_template(make_tokenizer(template))
+    assert time.process_time() - began < 5
+
+
+def test_a_template_that_refuses_one_turn_is_not_broken():
+    check_template(make_tokenizer(ALTERNATE))
+    check_template(make_tokenizer("{{ raise_exception('never') }}"))
+    check_template(make_tokenizer(None))

@@ -36,6 +36,7 @@ _CALL = (
     '{"role":"assistant","tool_calls":[{"id":"x","type":"function","function":{"name":"f",'
     '"arguments":"['
 )
+_ANSWERED = '{"role":"assistant","content":"a"},{"role":"user","content":"b"}'
 _JSON = "Content-Type: application/json"
 _ODD: tuple[Any, ...] = (None, -1, 0, 2**63, 1e308, "", "x" * 1000, [], {}, True)
 SCRIPT = f"""
@@ -54,7 +55,7 @@ def make_bodies(model: str, size: int) -> dict[str, tuple[str, bytes]]:
     """Bodies of some size that cost much to refuse: by kind, each with its path."""
 
     def repeat(before: str, what: str, after: str) -> bytes:
-        times = max(1, (size - len(before) - len(after)) // len(what))
+        times = max(1, (size - len(before) - len(after)) // len(what.encode()))
         return (before + (what * times).rstrip(",") + after).encode()
 
     fields = ",".join(f'"f{n}":0' for n in range(size // 11))
@@ -73,7 +74,11 @@ def make_bodies(model: str, size: int) -> dict[str, tuple[str, bytes]]:
         "escapes": (CHAT, repeat(head + '"messages":"', "\\u00e9", '"}')),
         "no json": (CHAT, b"\xff" * size),
         "a long word": (CHAT, repeat(user, "a", '"}]}')),
-        "control tokens": (CHAT, repeat(user, "<|im_end|>", '"}]}')),
+        "accents": (CHAT, repeat(user, "\u00e9", '"}]}')),
+        "an answered word": (CHAT, repeat(user, "\u00e9", f'"}},{_ANSWERED}]}}')),
+        # For one character of four bytes, Python stores all characters of a text in four bytes.
+        "a wide word": (CHAT, repeat(f"{user}\U0001f30a", "a", '"}]}')),
+        "control tokens": (CHAT, repeat(user, "<|im_end|><|start|>", '"}]}')),
         "a history": (CHAT, repeat(head + '"messages":[', f"{_TURN}," * 2, "]}")),
         "an unknown history": (
             CHAT,

@@ -150,7 +150,7 @@ def chat(
             f"--system is for a new conversation, and {begun} goes on with one that has begun; "
             "give one of them"
         )
-    from weir.stream import Conversation, Stream
+    from weir.stream import Conversation, Stream, check_template
 
     kept: Transcript | None = None
     if go_on:
@@ -158,6 +158,7 @@ def chat(
         model_name, system = kept.facts["model"], kept.facts["system"]
         loading = kept.facts["loading"] | loading
     model, tokenizer = load_model(model_name, loading)
+    check_template(tokenizer)
     prepare_model(model, compiled=compiled)
     reason = ""
     if kept is not None:

@@ -151,8 +151,13 @@ def say_window(model: PreTrainedModel, policy: Policy, chunk: int) -> None:
 
 
 def say_steps(steps: dict[str, str | None]) -> None:
-    """Report that no engine runs decode steps, and why; `steps` is from a stream's report."""
-    if steps["run"] == "eager":
+    """Report that no engine runs decode steps, and why; `steps` is from a stream's report.
+
+    Nothing is said while the kernel of native steps is compiled, for the first step says that.
+    """
+    from weir.native.engine import UNFINISHED
+
+    if steps["run"] == "eager" and steps["reason"] != UNFINISHED:
         say(
             f"decode steps are not native ({steps['reason']}); they run uncompiled, which is slower"
         )

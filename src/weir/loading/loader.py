@@ -7,10 +7,13 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -25,6 +28,8 @@ from transformers import (
 )
 
 from weir.errors import TooLargeError, WeirError, quote, suggest
+from weir.loading.config_sizes import check_declared, check_decoder, check_ids, check_matrices
+from weir.loading.finite_weights import check_finite
 from weir.loading.progress import loading_bar
 from weir.models import (
     ASSETS,
@@ -70,8 +75,8 @@ from weir.native import (
     stored_in_blocks,
 )
 
-DEEPEST = 2000
-"""Most layers that a configuration may declare; even without weights, making one takes time."""
+PATIENCE = 10.0
+"""Seconds to wait for the Hub's first answer about a model."""
 FLOAT32_BELOW = 1 << 30
 """A GGUF file's model is float32 below this many parameters, and bfloat16 from there on, where no
 dtype is given."""
@@ -179,7 +184,16 @@ class _Source:
         """Load the files at a place with one of transformers' Auto classes; errors start with
         `beginning`.
         """
+        if self._is_cut_off:
+            more["local_files_only"] = True
         with report_as(beginning):
+            if kind is AutoConfig:
+                declared, _ = PreTrainedConfig.get_config_dict(
+                    place,
+                    revision=self.revision,
+                    local_files_only=more.get("local_files_only", False),
+                )
+                check_declared(self.name, declared)
             found = kind.from_pretrained(
                 place, revision=self.revision, trust_remote_code=self.trust_remote_code, **more
             )
@@ -192,6 +206,28 @@ class _Source:
                     stacklevel=2,
                 )
         return found
+
+    @cached_property
+    def _is_cut_off(self) -> bool:
+        """Whether the Hub cannot be reached, but the model's files were fetched before.
+
+        WeirError if they were not. Otherwise transformers would try for half a minute a file.
+        """
+        if is_local(self.name) or os.path.lexists(Path(self.name).expanduser()):
+            return False
+        place, beginning = _place(self.name)
+        try:
+            HfApi().model_info(place, revision=self.revision, timeout=PATIENCE)
+        except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled):
+            return False  # transformers says at once what is wrong
+        except Exception as error:
+            if isinstance(
+                try_to_load_from_cache(place, "config.json", revision=self.revision), str
+            ):
+                return True
+            why = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+            raise WeirError(f"{beginning}, which cannot be reached ({why})") from None
+        return False
 
     def config(self) -> Any:
         """Read the model's configuration."""
@@ -224,6 +260,7 @@ def _load_as(
     wanted = _dtype(name, dtype, device)
     place, _ = _place(name)
     config = source.config()
+    check_decoder(name, config)
     attend_by_sink(config)
     tokenizer = source.read(
         AutoTokenizer, f"{name} has no tokenizer that transformers can read", place
@@ -231,7 +268,15 @@ def _load_as(
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
         # Without files, transformers makes an empty tokenizer for GPT-2 and others.
         raise WeirError(f"{name} has no tokenizer files: save them beside the model")
+    if not isinstance(tokenizer.model_max_length, int | float):
+        raise WeirError(
+            f"the tokenizer of {name} says model_max_length = "
+            f"{quote(tokenizer.model_max_length)}, where a number is expected; correct its "
+            "tokenizer_config.json"
+        )
     begin_with_sink(tokenizer, sink_of(config))
+    _check_generation_config(name, place)
+    check_matrices(name, config, _stored_bytes(place))
     if device_map is None and str(device) == "cpu":
         _check_folder(name, place, config, wanted)
     model: PreTrainedModel
@@ -246,6 +291,8 @@ def _load_as(
         **({} if device_map is None else {"device_map": device_map}),
     )
     _check_weights(name, found)
+    check_finite(name, model)
+    check_ids(name, model.generation_config)
     if device_map is None:
         with report_as(f"the model cannot be put on the device {str(device)!r}"):
             model.to(device)  # type: ignore[arg-type]
@@ -274,6 +321,7 @@ def _load_gguf(
         torch.empty(0, device=wanted_device)
     header = read_header(path)
     config = config_of(header)
+    check_decoder(name, config)
     check_readable(header)
     attend_by_sink(config)
     tokenizer = tokenizer_of(header)
@@ -314,6 +362,7 @@ def _load_gguf(
         fill(model, _read_dense(model, dense, wanted_device, advance))
     left = [key for key, tensor in _all_tensors(model) if tensor.is_meta]
     assert not left, f"{left} have no numbers"
+    check_finite(str(path), model)
     if stored:
         run_blocks(model)
         finish_quantized(model)
@@ -394,8 +443,7 @@ def skeleton(
     """Make a causal language model without weights: shapes only, on the device `meta`.
 
     Arguments as for `load`; the name may also be a `config.json`, and no weights are needed. Raises
-    WeirError if there is no configuration, or it declares more layers than any model has
-    (`DEEPEST`).
+    WeirError if there is no configuration, or it declares sizes that no model has.
     """
     wanted = _dtype(name, dtype, device or default_device())
     source = _Source(name, **where)
@@ -409,12 +457,7 @@ def skeleton(
     else:
         config = source.config() if header is None else config_of(header)
     attend_by_sink(config)
-    layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0)
-    if isinstance(layers, int) and layers > DEEPEST:
-        raise WeirError(
-            f"the configuration of {name} says {layers:,} layers, and no model has more than "
-            f"{DEEPEST:,}"
-        )
+    check_decoder(name, config)
     if header is not None:
         wanted = _gguf_dtype(name, dtype, device or default_device(), header.parameters)
     elif wanted == "auto":
@@ -548,6 +591,8 @@ def _lack_of_model(folder: Path) -> str | None:
         return "it has no config.json"
     try:
         config = json.loads(path.read_text("utf-8"))
+    except RecursionError:
+        return "its config.json is nested too deep"
     except (OSError, ValueError):
         return None
     if isinstance(config, dict) and config.get("model_type"):
@@ -561,6 +606,32 @@ def _check_one_device(device: object, device_map: object) -> None:
             f"the device {str(device)!r} is for all of a model, and a device_map spreads it; give "
             "one of them"
         )
+
+
+def _check_generation_config(name: str, place: str) -> None:
+    """Refuse a generation_config.json that is no JSON object: transformers would do without it, and
+    answers would not end where the model ends them.
+    """
+    path = Path(place) / "generation_config.json"
+    if not path.is_file():
+        return
+    try:
+        found: Any = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise WeirError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise WeirError(
+            f"the file generation_config.json of {name} is no JSON object; remove it, or take "
+            "another copy of the model"
+        )
+
+
+def _stored_bytes(place: str) -> int:
+    """The bytes of the files with weights in a folder; 0 without any, or for an id on the Hub."""
+    files = (file for end in ("safetensors", "bin") for file in Path(place).glob(f"*.{end}"))
+    return sum(file.stat().st_size for file in files)
 
 
 def _check_folder(name: str, place: str, config: Any, dtype: Any) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from weir.errors import WeirError
+from weir.models.interception import has_hooks
 from weir.slab import Rotary
 
 _BY_LENGTH = ("longrope", "dynamic")
@@ -21,6 +22,8 @@ _BY_LENGTH = ("longrope", "dynamic")
 
 _TRIED = (0, 1, 2, 3, 7)
 """Positions at which an embedding is compared with weir's."""
+_FAR = (0, 1, 2, 3, 7, 1000, 100_000)
+"""Positions that hooks are tried with."""
 
 
 class RotaryWatch:
@@ -37,6 +40,7 @@ class RotaryWatch:
         self._module = rotary_of(model)
         if self._module is not None:
             _try(self._module, rotations)
+            _try_hooks(self._module, rotations)
         self._values: list[Any] = []
         self._tensors: list[Tensor] = []
         self._versions: list[int] = []
@@ -115,6 +119,38 @@ def _try(module: Any, rotations: Mapping[str | None, Rotary]) -> None:
                 "cosines and sines than its frequencies say, and weir computes them from the "
                 "frequencies; change inv_freq or attention_scaling, and not the forward"
             )
+
+
+def _try_hooks(module: Any, rotations: Mapping[str | None, Rotary]) -> None:
+    """Refuse hooks that change the positions that the module is given: weir counts positions of its
+    own, and the hooks would have no effect (WeirError). All positions may become later by as much.
+    """
+    hooks = {
+        number: hook
+        for number, hook in module._forward_pre_hooks.items()
+        if has_hooks({number: hook})
+    }
+    if not hooks or any(rotary.sections is not None for rotary in rotations.values()):
+        return
+    device = next((rotary.frequencies.device for rotary in rotations.values()), None)
+    places = torch.tensor([_FAR], dtype=torch.int64, device=device)
+    given: tuple[Any, ...] = (torch.zeros(1, 1, 1, dtype=torch.float32, device=device),)
+    named: dict[str, Any] = {"position_ids": places.clone()}
+    for number, hook in hooks.items():
+        if number in module._forward_pre_hooks_with_kwargs:
+            given, named = hook(module, given, named) or (given, named)
+        else:
+            changed = hook(module, given)
+            given = given if changed is None else changed
+            given = given if isinstance(given, tuple) else (given,)
+    found = named.get("position_ids", given[1] if len(given) > 1 else None)
+    moved = None if not isinstance(found, Tensor) or found.shape != places.shape else found - places
+    if moved is None or (moved != moved[0, 0]).any():
+        raise WeirError(
+            "a forward pre-hook on the rotary embedding of this model changes positions, which "
+            "weir counts itself, so that the hook has no effect; remove the hook, or change "
+            "inv_freq"
+        )
 
 
 def _read(module: nn.Module) -> tuple[list[Tensor], list[Any]]:

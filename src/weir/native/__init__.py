@@ -27,8 +27,15 @@ What is refused runs as the model's own step, and `StepEngine.why_not` says why.
 only the interface, `weir.models.step_engine`. `weir.compile_steps` switches it on (`switching`).
 """
 
-from weir.native.block_formats import BLOCK
-from weir.native.block_weights import AS_STORED, BLOCK_FORMATS, check_stored, has_block_weights
+from weir.native.block_formats import BLOCK, BLOCK_TYPES
+from weir.native.block_weights import (
+    AS_STORED,
+    BLOCK_FORMATS,
+    BlockEmbedding,
+    BlockLinear,
+    check_stored,
+    has_block_weights,
+)
 from weir.native.dispatch import linear_blocks, paths
 from weir.native.linear_kernels import choose_products
 from weir.native.quantized_weights import (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import stat
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -13,9 +14,18 @@ from typing import Any
 from weir.errors import WeirError, quote
 
 FORMAT = 1
+MOST_BYTES, MOST_LAYERS, MOST_CHARACTERS = 1_000_000, 2000, 16_384
+"""Bytes of a policy file, layers in it, and characters of the policy of one layer, which has a few
+hundred. Reading more takes long.
+"""
+DEEPEST = 16
+"""Parts of a dotted key that are too many: reading one takes the square of their number in time."""
 SUFFIX = ".toml"
 MODEL = {"kind": str, "layers": int, "width": int, "vocabulary": int, "dtype": str, "weights": str}
 """The fingerprint of a model in a file, as `models.fingerprint` makes it."""
+_PART = r"""(?:[A-Za-z0-9_-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+"""
+_DEEP = re.compile(rf"(?<![A-Za-z0-9_-]){_PART}(?:\.[ \t]*+{_PART}){{{DEEPEST - 1}}}")
+"""A key of too many parts."""
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 """Kinds of paths that are no regular files, by the type in their mode; others are devices."""
 
@@ -63,8 +73,20 @@ def read_policy_file(name: str) -> PolicyFile:
     path = expand_home(name)
     check_regular(path, "a policy file")
     try:
+        size = path.stat().st_size
+        if size > MOST_BYTES:
+            raise WeirError(
+                f"{name} has {size:,} bytes, and a policy file has at most {MOST_BYTES:,}; give "
+                "one that weir calibrate wrote"
+            )
         # Editors may put a byte order mark in front, which is no TOML.
-        facts = tomllib.loads(path.read_text("utf-8-sig"))
+        text = path.read_text("utf-8-sig")
+        if (deep := _DEEP.search(text)) is not None:
+            raise WeirError(
+                f"{name} is no policy file, for it has the key {quote(deep[0])} of {DEEPEST} parts "
+                "or more"
+            )
+        facts = tomllib.loads(text)
     except OSError as error:
         raise WeirError(f"cannot read the policy file {name}: {error.strerror}") from None
     except RecursionError:
@@ -83,9 +105,19 @@ def read_policy_file(name: str) -> PolicyFile:
         raise WeirError(f"{name} is damaged: it does not say of which model it is")
     if not isinstance(layers, list) or not layers:
         raise WeirError(f"{name} is damaged: its layers are no list of tables")
+    if len(layers) > MOST_LAYERS:
+        raise WeirError(
+            f"{name} is damaged: it has policies for {len(layers):,} layers, and no model has more "
+            f"than {MOST_LAYERS:,}"
+        )
     for number, layer in enumerate(layers):
         if not isinstance(layer, dict) or not isinstance(layer.get("policy"), str):
             raise WeirError(f"{name} is damaged: layer {number} has no policy")
+        if len(layer["policy"]) > MOST_CHARACTERS:
+            raise WeirError(
+                f"{name} is damaged: the policy of layer {number} has {len(layer['policy']):,} "
+                f"characters, and a policy has at most {MOST_CHARACTERS:,}"
+            )
     chunk = facts.get("chunk")
     if chunk is not None and (type(chunk) is not int or chunk < 1):
         raise WeirError(f"{name} is damaged: its chunk is no whole number from 1 on")

@@ -19,6 +19,8 @@ from weir.errors import WeirError, quote
 THINKING = re.compile(r"\A\s*<think>.*?(</think>\s*|\Z)", re.DOTALL)
 """The thoughts in front of an answer, which clients leave out of the history they send. In an
 answer that was cut they may have no end."""
+PART = 65_536
+"""Characters of a content that are encoded at once."""
 _plain = json.JSONEncoder(ensure_ascii=False).encode
 _encode = json.JSONEncoder(sort_keys=True).encode
 
@@ -117,15 +119,27 @@ class Message:
         also thoughts and its name. Of calls, names and arguments count, but not how the JSON is
         formatted or its numbers are written, nor ids; of a result, the place of its call.
         """
+        return "".join(self.canonical_parts())
+
+    def canonical_parts(self) -> Iterator[str]:
+        """The parts of `canonical`, of which a long message has many: a character may be six of its
+        JSON.
+        """
         content, name = self.content.replace("\r\n", "\n"), self.name
         if self.role == "assistant":
             content, name = THINKING.sub("", content), None
-        fields: list[Any] = [self.role, content.strip(), name]
+        content = content.strip()
+        fields: list[Any] = [self.role, "", name]
         if self.calls:
             fields.append([[call.name, same_value(call.parse_arguments())] for call in self.calls])
         if self.result is not None:
             fields.append(self.place)
-        return _encode(fields)
+        text = _encode(fields)
+        inside = len(f'[{_encode(self.role)}, "')
+        yield text[:inside]
+        for at in range(0, len(content), PART):
+            yield _encode(content[at : at + PART])[1:-1]
+        yield text[inside:]
 
 
 def same_value(value: Any) -> Any:
@@ -206,7 +220,10 @@ def hash_prefixes(root: str, messages: Sequence[Message]) -> list[str]:
     """
     hashes = []
     for message in messages:
-        root = hashlib.sha256(f"{root}\n{message.canonical()}".encode()).hexdigest()
+        digest = hashlib.sha256(f"{root}\n".encode())
+        for part in message.canonical_parts():
+            digest.update(part.encode())
+        root = digest.hexdigest()
         hashes.append(root)
     return hashes
 

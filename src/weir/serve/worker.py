@@ -8,6 +8,7 @@ take first what the worker was opened with. Knows nothing about HTTP, prompts or
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import logging
 import multiprocessing
@@ -41,8 +42,17 @@ several times while the body is parsed, which takes longer than to parse it.
 """
 RATE = 1_000_000
 """Bytes for which a call waits a second longer than a small one of the same client."""
+PIECE = 1_048_576
+"""Bytes of a message that are sent at once. Python copies what a pipe receives, but only a piece at
+a time.
+"""
+M_MMAP_THRESHOLD = -3
+"""The number that glibc's `mallopt` has for the size from which buffers are the system's own."""
 holder_of_call: ContextVar[str] = ContextVar("holder_of_call", default="")
 """The client that a call is for."""
+
+_Step = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A function, and what it is given after the value that it is called with."""
 
 
 class Worker:
@@ -57,6 +67,11 @@ class Worker:
     def open(self, given: Any) -> None:
         """Say what functions get before what they are called with; it can be pickled."""
         self._opened = given
+
+    @property
+    def opened(self) -> Any:
+        """What functions get first."""
+        return self._opened
 
     def call(self, function: Callable[..., Any], *given: Any) -> Any:
         """Call a function of a module; whatever it raises is raised here."""
@@ -105,7 +120,9 @@ class Handle:
         return self._worker.call(function, self._value, *given)
 
     def map(self, function: Callable[..., Any], *given: Any) -> Handle:
-        """Hold what a function makes of the value."""
+        """Hold what a function makes of the value; what it raises may be raised only where that is
+        used.
+        """
         return Handle(self._worker, self.call(function, *given))
 
 
@@ -196,17 +213,20 @@ class WorkerProcess(Worker):
         super().open(given)
         for process in self._processes:
             process.opened = given
-            _value_of(process.ask(*_pack(_keep, (given,))))
+            _value_of(process.ask(_Message((_keep, (given,)))))
 
     def call(self, function: Callable[..., Any], *given: Any) -> Any:
         """Call a function; Busy if the process is lost meanwhile, WeirError if it takes too long.
 
-        A bytearray is not copied.
+        A bytearray is sent as it is, and emptied as soon as it is sent: a large body must not be
+        here while a process works on it.
         """
-        data, buffers = _pack(function, given)
-        size = len(data) + sum(buffer.raw().nbytes for buffer in buffers)
-        with self._queue.take(holder_of_call.get(), size) as process:
-            answer = process.ask(data, buffers)
+        consumed = [each for each in given if isinstance(each, bytearray)]
+        given = tuple(pickle.PickleBuffer(o) if isinstance(o, bytearray) else o for o in given)
+        message = _Message((function, given))
+        del given
+        with self._queue.take(holder_of_call.get(), message.size) as process:
+            answer = process.ask(message, consumed)
         return _value_of(answer)
 
     def split(self, function: Callable[..., Any], *given: Any) -> tuple[Any, Handle]:
@@ -245,17 +265,21 @@ class WorkerOfMany:
         self._lock = threading.Lock()
         self._start(method, inherited)
 
-    def ask(self, data: bytes, buffers: list[pickle.PickleBuffer]) -> tuple[bool, Any]:
-        """Make a call; return whether it was good, and what it returned or raised."""
+    def ask(self, message: _Message, consumed: Sequence[bytearray] = ()) -> tuple[bool, Any]:
+        """Make a call; return whether it was good, and what it returned or raised.
+
+        Bytearrays that are `consumed` are emptied as soon as the message is sent.
+        """
         with self._lock:
             try:
                 if not self._process.is_alive():
                     self._restart()
-                _send(self.pipe, data, buffers)
+                message.send(self.pipe)
+                _drop(consumed)
                 if not self.pipe.poll(SECONDS):
                     self._kill()
                     raise WeirError("this takes too long to read; send less at once")
-                answer: tuple[bool, Any] = pickle.loads(self.pipe.recv_bytes())
+                answer: tuple[bool, Any] = _read(_receive(self.pipe))
             except (EOFError, OSError):
                 self._kill()
                 LOG.error("a worker process is lost, and is started again")
@@ -286,40 +310,122 @@ class WorkerOfMany:
         """Start the process again: this one has threads by now, and cannot be copied."""
         self.pipe.close()
         self._start("spawn")
-        _send(self.pipe, *_pack(_keep, (self.opened,)))
-        self.pipe.recv_bytes()
+        _Message((_keep, (self.opened,))).send(self.pipe)
+        _receive(self.pipe)
 
 
 class _Packed(Handle):
-    """A value that a process holds as bytes."""
+    """A value that a process holds as bytes: one copy, whatever is done with it.
+
+    Args:
+        steps: functions that are called with the value wherever it is unpacked, each with what else
+            it is given.
+    """
 
     _worker: WorkerProcess
 
+    def __init__(self, worker: WorkerProcess, value: Any, steps: tuple[_Step, ...] = ()) -> None:
+        super().__init__(worker, value)
+        self._steps = steps
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In the process it is the value. The bytes go there as they are, and are dropped there as
+        soon as they are read.
+        """
+        return _unpack, (pickle.PickleBuffer(self._value), self._steps)
+
     def get(self) -> Any:
-        return pickle.loads(self._value)
+        return _unpack(self._value, self._steps, self._worker.opened)
 
     def call(self, function: Callable[..., Any], *given: Any) -> Any:
-        return self._worker.call(_call, pickle.PickleBuffer(self._value), function, *given)
+        return self._worker.call(function, self, *given)
 
     def map(self, function: Callable[..., Any], *given: Any) -> Handle:
-        data = pickle.PickleBuffer(self._value)
-        return _Packed(self._worker, self._worker.call(_map, data, function, *given))
+        return _Packed(self._worker, self._value, (*self._steps, (function, given)))
+
+
+class _Message:
+    """Something that is sent to the other process; its buffers are not copied."""
+
+    def __init__(self, value: Any) -> None:
+        self._buffers: list[pickle.PickleBuffer] = []
+        self._data = pickle.dumps(value, 5, buffer_callback=self._buffers.append)
+
+    @property
+    def size(self) -> int:
+        """Its bytes, while it is not sent."""
+        return len(self._data) + sum(buffer.raw().nbytes for buffer in self._buffers)
+
+    def send(self, pipe: Connection) -> None:
+        """Send it, and let its buffers go."""
+        raws = [buffer.raw() for buffer in self._buffers]
+        pipe.send_bytes(pickle.dumps([len(self._data), *(raw.nbytes for raw in raws)]))
+        for raw in (memoryview(self._data), *raws):
+            for at in range(0, raw.nbytes, PIECE):
+                pipe.send_bytes(raw[at : at + PIECE])
+            raw.release()
+        for buffer in self._buffers:
+            buffer.release()
+
+
+def _drop(consumed: Sequence[bytearray]) -> None:
+    """Empty bytearrays, and return the memory of large ones to the system."""
+    size = sum(map(len, consumed))
+    for each in consumed:
+        each.clear()
+    if size >= PIECE:
+        with contextlib.suppress(OSError, AttributeError, TypeError):  # only glibc has it
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+def _return_large_buffers() -> None:
+    """Let the C library return each large buffer to the system when it is freed.
+
+    glibc no longer does so for buffers of up to 32 MB once one of that size has been freed, as
+    happens while a model is loaded. The buffers of a body would then stay in this process.
+    """
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # only glibc has it
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, PIECE)
+
+
+def _receive(pipe: Connection) -> list[bytearray]:
+    """The parts of a message of the other process: what it says, and its buffers."""
+    return [_receive_bytes(pipe, size) for size in pickle.loads(pipe.recv_bytes())]
+
+
+def _read(parts: list[bytearray]) -> Any:
+    """What a message says; its parts are let go."""
+    data, *buffers = parts
+    parts.clear()
+    return pickle.loads(data, buffers=buffers)
+
+
+def _receive_bytes(pipe: Connection, size: int) -> bytearray:
+    """So many bytes, with no copy of more than a piece."""
+    received = bytearray(size)
+    with memoryview(received) as view:
+        for at in range(0, size, PIECE):
+            pipe.recv_bytes_into(view[at : at + PIECE])
+    return received
+
+
+def _unpack(data: Any, steps: tuple[_Step, ...], *opened: Any) -> Any:
+    """The value of a handle."""
+    value = pickle.loads(data)
+    (kept,) = opened or _KEPT
+    for function, given in steps:
+        value = function(kept, value, *given)
+    return value
 
 
 # --- in the process
 
 
-def _pack_second(opened: Any, function: Callable[..., Any], *given: Any) -> tuple[Any, bytes]:
+def _pack_second(
+    opened: Any, function: Callable[..., Any], *given: Any
+) -> tuple[Any, pickle.PickleBuffer]:
     small, large = function(opened, *given)
-    return small, pickle.dumps(large, 5)
-
-
-def _map(opened: Any, data: Any, function: Callable[..., Any], *given: Any) -> bytes:
-    return pickle.dumps(function(opened, pickle.loads(data), *given), 5)
-
-
-def _call(opened: Any, data: Any, function: Callable[..., Any], *given: Any) -> Any:
-    return function(opened, pickle.loads(data), *given)
+    return small, pickle.PickleBuffer(pickle.dumps(large, 5))
 
 
 _KEPT: list[Any] = [None]
@@ -338,28 +444,27 @@ def _serve(pipe: Connection, inherited: Sequence[Connection]) -> None:
     os.nice(NICE)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of a copied process are not there
     torch.set_num_threads(1)
+    _return_large_buffers()
     gc.freeze()
     gc.set_threshold(*COLLECTED)
     with contextlib.suppress(EOFError, OSError):
         while True:
-            pipe.send_bytes(_answer(pipe))
+            _answer(_receive(pipe)).send(pipe)
 
 
-def _answer(pipe: Connection) -> bytes:
-    data, buffers = pipe.recv_bytes(), list(_received(pipe))
+def _answer(parts: list[bytearray]) -> _Message:
     try:
-        function, given = pickle.loads(data, buffers=buffers)
-        buffers.clear()
-        return pickle.dumps((True, function(_KEPT[0], *given)), 5)
+        function, given = _read(parts)
+        return _Message((True, function(_KEPT[0], *given)))
     except Exception as error:
         return _failure(error)
 
 
-def _failure(error: Exception) -> bytes:
+def _failure(error: Exception) -> _Message:
     try:
-        return pickle.dumps((False, (type(error), error.args, error.__dict__)), 5)
+        return _Message((False, (type(error), error.args, error.__dict__)))
     except Exception:  # some hold what cannot be pickled
-        return pickle.dumps((False, (RuntimeError, (f"{type(error).__name__}: {error}",), {})), 5)
+        return _Message((False, (RuntimeError, (f"{type(error).__name__}: {error}",), {})))
 
 
 def _restored(kind: type[Exception], args: tuple[Any, ...], state: dict[str, Any]) -> Exception:
@@ -369,30 +474,9 @@ def _restored(kind: type[Exception], args: tuple[Any, ...], state: dict[str, Any
     return error
 
 
-def _pack(
-    function: Callable[..., Any], given: Sequence[Any]
-) -> tuple[bytes, list[pickle.PickleBuffer]]:
-    """Pack a call; the bytes of a bytearray in it are not copied."""
-    given = tuple(pickle.PickleBuffer(o) if isinstance(o, bytearray) else o for o in given)
-    buffers: list[pickle.PickleBuffer] = []
-    return pickle.dumps((function, given), 5, buffer_callback=buffers.append), buffers
-
-
 def _value_of(answer: tuple[bool, Any]) -> Any:
     """What a call returned; raises what it raised."""
     good, value = answer
     if good:
         return value
     raise _restored(*value)
-
-
-def _send(pipe: Connection, data: bytes, buffers: list[pickle.PickleBuffer]) -> None:
-    pipe.send_bytes(data)
-    pipe.send_bytes(len(buffers).to_bytes(4, "little"))
-    for buffer in buffers:
-        pipe.send_bytes(buffer.raw())
-
-
-def _received(pipe: Connection) -> Iterator[bytes]:
-    for _ in range(int.from_bytes(pipe.recv_bytes(), "little")):
-        yield pipe.recv_bytes()

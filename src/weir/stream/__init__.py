@@ -7,6 +7,7 @@ from weir.stream.chat_template import (
     PromptEncoder,
     PromptTooLong,
     TextPlace,
+    check_template,
     mark_text,
     render_chat,
 )

@@ -14,14 +14,16 @@ import re
 import secrets
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import chain, pairwise
+from functools import cached_property, lru_cache, partial
+from io import StringIO
+from itertools import chain, islice, pairwise
 from types import MappingProxyType
 from typing import Any
 
-from jinja2.exceptions import TemplateError
+from jinja2 import Environment
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError, shorten
@@ -41,6 +43,9 @@ LONGEST = 512
 """Characters of a control token; the longest that is known has some thirty."""
 WINDOW = 65_536
 """Characters that are searched at once: no other thread runs meanwhile."""
+MOST_TEMPLATE, MOST_WORDS = 65_536, 8192
+"""Characters of a chat template, and words of its program. The longest that are known have some
+twenty thousand characters."""
 _BREAK = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")
 """A space between two letters: tokens of usual tokenizers begin there."""
 
@@ -129,9 +134,8 @@ class PromptEncoder:
         """
         if isinstance(value, str):
             pattern = self._special if trusted else self._named
-            while pattern is not None and (cuts := list(_find_cuts(pattern, value))):
-                parts = pairwise([0, *cuts, len(value)])
-                value = MARK.join(value[start:end] for start, end in parts)
+            while pattern is not None and (marked := _mark(pattern, value)) is not None:
+                value = marked
             return value
         mark = partial(self.mark, trusted=trusted)
         if isinstance(value, dict):
@@ -147,9 +151,8 @@ class PromptEncoder:
         if special and MARK not in text and len(text) <= PIECE:
             return self._checked(self._encode(text, special=True))
         ids: list[int] = []
-        parts = list(filter(None, text.split(MARK)))
-        for at in range(0, len(parts), SEVERAL):
-            several = parts[at : at + SEVERAL]
+        parts = _split(text)
+        while several := list(islice(parts, SEVERAL)):
             if max(map(len, several)) <= PIECE // SEVERAL:
                 ids += chain.from_iterable(self._encode(several))
             else:
@@ -249,15 +252,48 @@ class PromptEncoder:
         return ids
 
 
-def _find_cuts(pattern: re.Pattern[str], text: str) -> Iterator[int]:
-    """Find where to cut a text so that no pattern matches: after the first letter of a match."""
+def _mark(pattern: re.Pattern[str], text: str) -> str | None:
+    """A text with marks in all matches of a pattern; None if there are none.
+
+    Parts are joined a window at a time: a text can have a control token in every ten characters,
+    and all parts together take much more memory than the text.
+    """
+    marked, start = StringIO(), 0
+    for cuts in _find_cuts(pattern, text):
+        ends = pairwise([start, *cuts])
+        marked.write("".join(f"{text[one:other]}{MARK}" for one, other in ends))
+        start = cuts[-1]
+    if not start:
+        return None
+    marked.write(text[start:])
+    return marked.getvalue()
+
+
+def _find_cuts(pattern: re.Pattern[str], text: str) -> Iterator[list[int]]:
+    """Find where to cut a text so that no pattern matches: after the first letter of a match. A
+    list for each window that has any.
+    """
     after = 0
     for start in range(0, len(text), WINDOW):
+        cuts = []
         for found in pattern.finditer(text, max(start, after), start + WINDOW + LONGEST):
             if found.start() >= start + WINDOW:
                 break
             after = found.end()
-            yield found.start() + 1
+            cuts.append(found.start() + 1)
+        if cuts:
+            yield cuts
+
+
+def _split(text: str) -> Iterator[str]:
+    """The parts of a text between marks, without empty ones, as they are asked for."""
+    start = 0
+    while (end := text.find(MARK, start)) >= 0:
+        if end > start:
+            yield text[start:end]
+        start = end + 1
+    if start < len(text):
+        yield text[start:]
 
 
 def _pieces(text: str) -> Iterator[str]:
@@ -464,6 +500,34 @@ def _count_common(ids: Sequence[int], others: Sequence[int]) -> int:
     return next((place for place, (a, b) in pairs if a != b), min(len(ids), len(others)))
 
 
+def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Try a model's chat template, if it has one; BrokenTemplate if it cannot render any turn.
+
+    Found before the first message, an error costs the user nothing. A template that only refuses
+    this turn is not broken.
+    """
+    ChatTemplate(tokenizer, ()).header([])
+
+
+def _check_length(name: str, template: Any) -> None:
+    """Refuse a template that would take long to compile, which nothing else bounds."""
+    for text in template.values() if isinstance(template, Mapping) else [template]:
+        if isinstance(text, str) and (found := _too_long(text)):
+            raise BrokenTemplate(f"the chat template of {name} has {found}; give the model another")
+
+
+@lru_cache(maxsize=16)
+def _too_long(template: str) -> str:
+    """What a template has too much of, and how much it may have; "" if it is short enough."""
+    if len(template) > MOST_TEMPLATE:
+        return f"{len(template):,} characters, and may have {MOST_TEMPLATE:,}"
+    words = 0
+    with suppress(TemplateSyntaxError):  # rendering it says what is wrong
+        for _, kind, _ in Environment().lex(template):
+            words += kind not in ("whitespace", "data")
+    return f"{words:,} words, and may have {MOST_WORDS:,}" if words > MOST_WORDS else ""
+
+
 def render_chat(
     tokenizer: PreTrainedTokenizerBase,
     turns: Sequence[dict[str, Any]],
@@ -481,6 +545,7 @@ def render_chat(
         BrokenTemplate: the template fails, takes too much memory, or does not come to an end.
     """
     name = tokenizer.name_or_path or "this model"
+    _check_length(name, tokenizer.chat_template)
     try:
         with bounded([*turns, *tools]):
             text = tokenizer.apply_chat_template(
@@ -491,6 +556,11 @@ def render_chat(
                 continue_final_message=not add_generation_prompt,
                 **variables,
             )
+    except TemplateSyntaxError as error:
+        why = shorten(str(error))
+        raise BrokenTemplate(
+            f"the chat template of {name} cannot be read: {why}; give the model another"
+        ) from None
     except TemplateError as error:
         why = shorten(str(error))
         raise WeirError(f"the model's chat template refuses these messages: {why}") from None

@@ -7,6 +7,7 @@ takes about a second.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,7 @@ def _vocabulary(header: GGUFHeader) -> tuple[list[str], list[int]]:
         raise WeirError(
             f"{header.path} has the token {twice[:60]!r} twice; take another file of the model"
         )
+    _numbers(header, "scores", len(words))  # refused also where they are not needed
     return words, _numbers(header, "token_type", len(words)) or []
 
 
@@ -171,12 +173,20 @@ def _numbers(header: GGUFHeader, name: str, n: int) -> list[Any] | None:
     field = header.fields.get(key)
     if field is None:
         return None
-    if not isinstance(field, GGUFArray) or len(field) < n:
+    if not isinstance(field, GGUFArray) or field.of_texts or len(field) != n:
+        found = f"{len(field):,} items" if isinstance(field, GGUFArray) else repr(field)[:60]
         raise WeirError(
-            f"{header.path} has {n:,} tokens, but not one number for each in {key}; take another "
-            "file of the model"
+            f"{header.path} has {n:,} tokens, but {found} in {key}, where one number for each is "
+            "expected; take another file of the model"
         )
-    return header.array(key)
+    numbers = header.array(key)
+    wrong = next((at for at, each in enumerate(numbers) if not math.isfinite(each)), None)
+    if wrong is not None:
+        raise WeirError(
+            f"{header.path} says {key} = {numbers[wrong]} for the token {wrong:,}, where a finite "
+            "number is expected; take another file of the model"
+        )
+    return numbers
 
 
 def _of_type(words: Sequence[str], types: Sequence[int], *wanted: int) -> list[str]:

@@ -321,12 +321,12 @@ async def _read(
     return read, counter
 
 
-def _parse(_: Any, data: bytes, kind: type[Body], counter: NodeCounter) -> Body:
+def _parse(_: Any, data: bytearray, kind: type[Body], counter: NodeCounter) -> Body:
     return parse_body(data, kind, counter)
 
 
 def _take_content(
-    _: Any, data: bytes, kind: type[Body], counter: NodeCounter, field: str, what: str
+    _: Any, data: bytearray, kind: type[Body], counter: NodeCounter, field: str, what: str
 ) -> tuple[Body, Any]:
     body = parse_body(data, kind, counter)
     content = getattr(body, what)
@@ -336,11 +336,18 @@ def _take_content(
 def parse_body(
     data: bytes | bytearray, kind: type[Body], counter: NodeCounter | None = None
 ) -> Body:
-    """Parse and validate the body of a request (APIError); `counter` counts JSON in its texts."""
+    """Parse and validate the body of a request (APIError); `counter` counts JSON in its texts.
+
+    A bytearray is emptied, so that a large body is not in memory twice.
+    """
+    text = bytes(data)  # `from_json` copies a bytearray, and would keep both
+    if isinstance(data, bytearray):
+        data.clear()
     try:
-        value = from_json(data.removeprefix(BOM_UTF8), cache_strings="keys")
+        value = from_json(text.removeprefix(BOM_UTF8), cache_strings="keys")
     except ValueError as error:
         raise invalid_json(str(error)) from None
+    del text
     try:
         return kind.model_validate(value, context=counter and counter.feed_text)
     except ValidationError as error:

@@ -1,0 +1,71 @@
+"""Refuses models whose weights are not finite, which give wrong answers and no error.
+
+A NaN in the last layers changes only the logits: a sampler takes the token with the NaN, or fails
+long after the model was loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from weir.errors import WeirError
+from weir.native import BLOCK_TYPES, BlockEmbedding, BlockLinear
+
+CHUNK = 1 << 18
+"""Numbers that are looked at together: what is computed of them stays in a processor's cache."""
+
+_EXPONENTS = {
+    torch.float64: (torch.int64, 0x7FF0000000000000),
+    torch.float32: (torch.int32, 0x7F800000),
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float16: (torch.int16, 0x7C00),
+}
+"""By dtype, whole numbers of the same size, and the exponent's bits: all of them are set in numbers
+that are not finite, and in no others."""
+
+
+def check_finite(name: str, model: nn.Module) -> None:
+    """Refuse a model with a weight that has NaN or infinity (WeirError)."""
+    wrong = list(_find_not_finite(model))
+    if not wrong:
+        return
+    others = f", and so do {len(wrong) - 1} other weights" if len(wrong) > 1 else ""
+    raise WeirError(
+        f"{name} cannot be used: its weight {wrong[0]} has numbers that are not finite (NaN or "
+        f"infinity){others}; download it again, or take another copy of the model"
+    )
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether all numbers are finite; True for dtypes that are not checked."""
+    known = _EXPONENTS.get(tensor.dtype)
+    if known is None or tensor.is_meta or not tensor.numel():
+        return True
+    whole, exponent = known
+    bits = tensor.detach()
+    bits = (bits if bits.is_contiguous() else bits.contiguous()).view(whole).flatten()
+    without_sign = torch.iinfo(whole).max
+    parts = [(part & without_sign).max() for part in bits.split(CHUNK)]
+    return bool((torch.stack(parts).max() < exponent).item())
+
+
+def _find_not_finite(model: nn.Module) -> Iterator[str]:
+    """The names of weights that are not finite."""
+    for key, tensor in model.named_parameters():
+        # Weights of other types, as torchao makes them, were made of ones that are checked here.
+        if type(tensor) is nn.Parameter and not is_finite(tensor):
+            yield key
+    for key, module in model.named_modules():
+        if isinstance(module, BlockLinear | BlockEmbedding) and not is_finite(_numbers_of(module)):
+            yield f"{key}.weight"
+
+
+def _numbers_of(module: BlockLinear | BlockEmbedding) -> Tensor:
+    """The numbers in blocks of weights that may be not finite: their scales, or all of 16 bits."""
+    form = BLOCK_TYPES[module.kind]
+    if form.number:
+        return module.codes.view(torch.float16 if form.number == "half" else torch.bfloat16)
+    return module.scales[:, :, : form.heads].contiguous().view(torch.float16)
