@@ -16,7 +16,7 @@ from terminal import CHATML, Ended, Process, make_model, run
 import weir
 from weir.cache import size_of
 from weir.cli import common
-from weir.models import UNFINISHED
+from weir.native import UNFINISHED
 from weir.stream import Transcript, session
 
 FEW = ("--policy", "sink(4) | recent(20)", "--chunk", 8, "--max-tokens", 12)

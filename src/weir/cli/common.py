@@ -155,7 +155,7 @@ def say_steps(steps: dict[str, str | None]) -> None:
 
     Nothing is said while the kernel of native steps is compiled, for the first step says that.
     """
-    from weir.native.engine import UNFINISHED
+    from weir.native import UNFINISHED
 
     if steps["run"] == "eager" and steps["reason"] != UNFINISHED:
         say(

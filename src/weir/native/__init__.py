@@ -37,6 +37,7 @@ from weir.native.block_weights import (
     has_block_weights,
 )
 from weir.native.dispatch import linear_blocks, paths
+from weir.native.engine import UNFINISHED
 from weir.native.linear_kernels import choose_products
 from weir.native.quantized_weights import (
     BITS,

@@ -210,6 +210,10 @@ class McpCallItem(Lenient):
     arguments: Arguments = "{}"
     output: str | None = None
     error: str | dict[str, Any] | None = None
+    # Where the call was made, and how it went: the result says what the model has to know of it.
+    server_label: str | None = None
+    approval_request_id: str | None = None
+    status: str | None = None
 
     def items(self) -> list[Item]:
         """Convert to a call and its result, with new ids."""
