@@ -44,11 +44,12 @@ def leave_sinks_alone(patch):
 
 
 def take_the_next_block_for_sinks(patch):
-    class Shifted(worker.SinkRows):
-        def __post_init__(self):
-            object.__setattr__(self, "masters", self.masters + 1)
+    stock = worker.SinkTurner.turn
 
-    patch.setattr(worker, "SinkRows", Shifted)
+    def turn(self, stack, rotary, rows):
+        stock(self, stack, rotary, worker.SinkRows(rows.masters + 1, rows.scratch, rows.by))
+
+    patch.setattr(worker.SinkTurner, "turn", turn)
 
 
 def keep_a_block_less(patch):

@@ -102,8 +102,7 @@ def test_a_hit_in_the_prefix_cache_equals_a_cold_start(models):
         assert (warm - theirs).abs().max() <= allowed(folder)
         # A longer prompt goes on where the shorter one ended; so does one with its answer.
         ((more, longer, cached),) = ask(llm, [tokens[:1300] + again + tokens[1300:1700]])
-        # vLLM looks for the block that the answer filled only if it was full a few steps ago.
-        assert cached in (1280, 1312)
+        assert cached == 1280  # vLLM caches the windows at the ends of prompts, not of answers
         theirs = weir_says(folder, POLICY, tokens[:1300] + again + tokens[1300:1700] + more)[-16:]
         assert (longer - theirs).abs().max() <= allowed(folder)
         # Several that share a prefix, at once.
@@ -128,7 +127,8 @@ def test_a_prefix_that_is_computed_in_the_same_step_is_shared(models):
     prompts = [tokens[:800], tokens[:700] + random_tokens(90, seed=1), tokens[:40], tokens]
     with engine(folder, POLICY, enable_prefix_caching=True, max_num_batched_tokens=2048) as llm:
         answers = ask(llm, prompts)
-        assert [cached for *_, cached in answers] == [0, 672, 32, 800]
+        # vLLM caches the windows at the ends of prompts, and every block of sinks.
+        assert [cached for *_, cached in answers] == [0, 32, 32, 768]
     for prompt, (more, ours, _) in zip(prompts, answers, strict=True):
         theirs = weir_says(folder, POLICY, prompt + more)[-16:]
         assert (ours - theirs).abs().max() <= allowed(folder)
