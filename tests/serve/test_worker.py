@@ -170,6 +170,12 @@ def test_large_bodies_get_the_answers_that_they_get_in_threads(servers, kind, mo
     assert ask(apart, path, body) == wanted
 
 
+def without_ids(usage: dict[str, Any]) -> dict[str, Any]:
+    """A usage, but for the ids of turns, which differ from server to server."""
+    turns = [{**turn, "id": None} for turn in usage["weir"]["forgotten_turns"]]
+    return {**usage, "weir": {**usage["weir"], "forgotten_turns": turns}}
+
+
 def test_a_long_chat_goes_on_from_a_saved_turn(servers):
     usages = []
     for server in servers:
@@ -178,7 +184,7 @@ def test_a_long_chat_goes_on_from_a_saved_turn(servers):
         first = server.post(CHAT, {**body, "messages": said}).json()
         said += [first["choices"][0]["message"], {"role": "user", "content": "b" * 100}]
         usages.append(server.post(CHAT, {**body, "messages": said}).json()["usage"])
-    assert usages[0] == usages[1]
+    assert without_ids(usages[0]) == without_ids(usages[1])
     assert usages[0]["prompt_tokens_details"]["cached_tokens"] > 400
 
 
@@ -191,7 +197,7 @@ def test_a_long_input_goes_on_from_a_response(servers):
         body |= {"previous_response_id": first["id"], "user": "x" * SIZE}
         items = [{"role": "user", "content": "b"}] * 100
         usages.append(server.post(RESPONSE, {**body, "input": items}).json()["usage"])
-    assert usages[0] == usages[1]
+    assert without_ids(usages[0]) == without_ids(usages[1])
     assert usages[0]["input_tokens_details"]["cached_tokens"] > 400
 
 
