@@ -152,20 +152,17 @@ def test_text_in_front_takes_the_place_of_the_start_token(capsys, model, text):
     assert front["ppl"] != pytest.approx(plain["ppl"], rel=nll_off(reader, 299))
 
 
-@pytest.mark.parametrize(("weight", "shown"), [(float("nan"), "nan"), (1e30, "inf")])
-def test_a_perplexity_that_is_no_number_ends_the_reading_in_one_sentence(
-    capsys, tmp_path, text, weight, shown
-):
+def test_a_perplexity_that_is_no_number_ends_the_reading_in_one_sentence(capsys, tmp_path, text):
     model = make_model(tmp_path)
     broken = AutoModelForCausalLM.from_pretrained(model)
-    broken.lm_head.weight.data[: broken.config.vocab_size // 2] = weight
+    broken.lm_head.weight.data[: broken.config.vocab_size // 2] = 1e30
     broken.save_pretrained(model)
     words = ("--text", text, "--model", model, "--tokens", 900)
     for_people, for_programs = (run(capsys, "stream", *words, *more) for more in ((), ("--json",)))
     for ended in (for_people, for_programs):
         assert ended.code == 1
         assert ended.err.splitlines()[-1].startswith("weir: there is no perplexity: what the model")
-    assert f"perplexity {shown} over 200 tokens" in for_people.out
+    assert "perplexity inf over 200 tokens" in for_people.out
     assert json.loads(for_programs.out, parse_constant=pytest.fail)["ppl"] is None
 
 
