@@ -40,7 +40,9 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 """The precisions of a KV cache that can be served."""
 TOKEN_BYTES = 120
 """Bytes of host memory for each token of a running request, at most: its number in lists of the
-scheduler and of the process that answers, and in the table of the worker. It is an estimate; `bench memory` measures it."""
+scheduler and of the process that answers, and in the table of the worker. This is an estimate;
+`bench memory` measures the whole process.
+"""
 
 
 def watch_modules(parent: Any, name: str, child: Any) -> None:
