@@ -163,6 +163,37 @@ def test_options_without_an_effect_are_named(server):
     assert answer.headers["x-weir-warning"] == "no effect here: keep_alive, options.num_ctx"
 
 
+def test_a_wrong_option_has_the_name_that_the_client_gave_it(server):
+    for options, words in (
+        ({"num_predict": -5}, "Invalid 'options.num_predict': it is to be -2 or more."),
+        ({"repeat_penalty": 99}, "Invalid 'options.repeat_penalty': it is to be 10 or less."),
+        ({"stop": ["a", 5]}, "Invalid 'options.stop[1]': it is to be a text."),
+        (5, "Invalid 'options': it is to be an object."),
+    ):
+        answer = server.post("/api/chat", {**ask(USER, stream=False), "options": options})
+        assert (answer.status_code, answer.json()["error"]) == (400, words)
+    answer = server.post("/api/chat", ask(USER, stream=False, think=5))
+    words = "it is to be true or false, or 'low', 'medium' or 'high'"
+    assert answer.json()["error"] == f"Invalid 'think': {words}."
+
+
+def test_an_option_beside_the_field_of_its_name_is_named_as_skipped(server):
+    chat = {"model": "small", "messages": [USER], "max_tokens": 2, "temperature": 0}
+    answer = server.post("/v1/chat/completions", {**chat, "options": {"temperature": 1}})
+    assert answer.headers["x-weir-warning"] == "no effect here: options.temperature"
+
+
+def test_a_model_is_described_by_its_size_and_needs_a_name(server):
+    described = server.post("/api/show", {"model": "small"}).json()
+    count = described["model_info"]["general.parameter_count"]
+    assert described["details"]["parameter_size"] == f"{count / 1e6:.2f}M"
+    answer = server.post("/api/show", {})
+    assert (answer.status_code, answer.json()["error"]) == (
+        400,
+        "Missing required parameter: 'model'.",
+    )
+
+
 def test_ollamas_own_client(server):
     ollama = pytest.importorskip("ollama")
     client = ollama.Client(host=server.url)

@@ -250,6 +250,11 @@ def test_a_bad_request_is_refused_where_it_is_wrong(server, name):
         ("messages", [], "it has 0 entries, and needs 1"),
         ("stream", "yes", "it is to be true or false"),
         ("tool_choice", "some", "it is to be 'none', 'auto' or 'required'"),
+        ("stop", {}, "it is to be a text or a list"),
+        ("model", 5, "it is to be a text"),
+        ("n_predict", 2, "it is another name of max_tokens; leave one of them out"),
+        ("options", 5, "it is to be an object"),
+        ("options", {f"o{n}": 1 for n in range(65)}, "it has 65 entries, and may have 64"),
     ],
 )
 def test_what_is_wrong_is_told_in_words(server, field, value, words):
@@ -459,8 +464,33 @@ def test_models_tell_of_a_window_without_end(server):
 
 def test_what_is_not_there_is_an_error_of_the_same_form(server):
     assert error_of(httpx.get(f"{server.url}/v1/nothing"))[0] == 404
-    assert error_of(httpx.get(f"{server.url}{CHAT}"))[0] == 405
+    wrong = httpx.get(f"{server.url}{CHAT}")
+    assert error_of(wrong)[0] == 405
+    assert wrong.json()["error"]["code"] == "method_not_allowed"
     assert error_of(httpx.get(f"{server.url}/docs"))[0] == 404
+
+
+def test_a_wrong_method_is_told_all_that_are_right(server):
+    allowed = {
+        "/v1/sessions/one": "DELETE, GET",
+        "/v1/conversations/one": "DELETE, GET, POST",
+        CHAT: "POST",
+    }
+    for path, methods in allowed.items():
+        answer = httpx.put(f"{server.url}{path}", headers={"Authorization": f"Bearer {ALICE}"})
+        assert (answer.status_code, answer.headers["allow"]) == (405, methods)
+
+
+@pytest.mark.parametrize("most", [2**31, 2**53 - 1, 1e15])
+def test_a_limit_beyond_what_the_server_gives_is_as_many_as_it_gives(server, most):
+    answer = send(server, CHAT, chat_of(max_tokens=most, stop=[" ", "e", "a", "o"]))
+    assert answer.status_code == 200
+    assert "max_tokens" in answer.headers["x-weir-warning"]
+
+
+def test_an_unknown_model_is_answered_with_an_option_that_can_be_pasted(server):
+    assert error_of(send(server, CHAT, chat_of(model="a b")))[2].endswith("--alias 'a b'.")
+    assert "--alias" not in error_of(send(server, CHAT, chat_of(model="")))[2]
 
 
 def test_half_a_request_hurts_nobody(server):

@@ -19,6 +19,7 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
 from weir import __version__
@@ -106,6 +107,9 @@ def make_app(
     others = completions, responses, conversations, models, sessions, items, memory, operations
     for part in others:
         app.include_router(part.router, dependencies=[Depends(authorize)], responses=ERRORS)
+    parts = [operations.public, page.public, anthropic.router, ollama.router]
+    parts += [part.router for part in others]
+    app.state.ways = [route for part in parts for route in part.routes]
     return RequestMiddleware(app, metrics, access)
 
 
@@ -136,9 +140,20 @@ async def _respond_to_error(request: Request, error: Exception) -> Response:
     elif isinstance(error, HTTPException):  # Starlette's own: unknown paths and methods
         message = f"there is no {request.method} {request.url.path[:200]} here"
         headers = dict(error.headers) if error.headers else None
-        error = APIError(error.status_code, message, code="not_found", headers=headers)
+        if error.status_code == 405:
+            headers = {"Allow": ", ".join(_methods_at(request))}
+        error = APIError(error.status_code, message, headers=headers)
     # Any other goes on to the middleware, which logs it.
     return (error if isinstance(error, APIError) else server_error()).response(request.url.path)
+
+
+def _methods_at(request: Request) -> list[str]:
+    """The methods of all routes of a path: Starlette knows only those of the first."""
+    found: set[str] = set()
+    for route in request.app.state.ways:
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
+            found |= route.methods or set()
+    return sorted(found)
 
 
 def bind(host: str, port: int, keys: Keys) -> socket.socket:

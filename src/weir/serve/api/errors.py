@@ -14,7 +14,13 @@ from weir.errors import shorten
 
 CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}
 
-DEFAULT_CODES = {400: "invalid_value", 408: "request_timeout", 415: "unsupported_media_type"}
+DEFAULT_CODES = {
+    400: "invalid_value",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "request_timeout",
+    415: "unsupported_media_type",
+}
 """Codes of errors that have none of their own, by status."""
 
 TYPES = {
@@ -212,6 +218,8 @@ def _invalid(found: Sequence[Mapping[str, Any]]) -> APIError:
             first = other
     kind, message = first["type"], _message(first)
     param = param_of(first["loc"])
+    if kind in TYPES or kind == "literal_error":
+        message = f"it is to be {_either(_accepted(found, param))}"
     if not param and kind == "model_type":
         message = "the body is to be an object of JSON"
     if kind == "extra_forbidden":
@@ -224,6 +232,23 @@ def _invalid(found: Sequence[Mapping[str, Any]]) -> APIError:
     elif param:
         message = f"Invalid '{param}': {message[:1].lower()}{message[1:]}."
     return APIError(400, message, param=param, code=CODES.get(kind))
+
+
+def _accepted(found: Sequence[Mapping[str, Any]], param: str | None) -> list[str]:
+    """What the members of a union accept at a path, each kind of value once."""
+    accepted: dict[str, None] = {}
+    for error in found:
+        kind, loc = error["type"], error["loc"]
+        if loc and isinstance(loc[-1], str) and loc[-1][:1].isupper():
+            loc = loc[:-1]  # the class that a member of the union is
+        if param_of(loc) == param and (kind in TYPES or kind == "literal_error"):
+            accepted[TYPES[kind] if kind in TYPES else error["ctx"]["expected"]] = None
+    return list(accepted)
+
+
+def _either(kinds: Sequence[str]) -> str:
+    """A list of alternatives, some of which may be such lists themselves."""
+    return (", or " if any(" or " in one for one in kinds) else " or ").join(kinds)
 
 
 def _message(error: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from datetime import UTC, datetime
 from typing import Any
@@ -80,10 +81,11 @@ def check_model(client: EngineClient, name: str) -> None:
     """Refuse a name that the model does not have (APIError)."""
     if name == client.name or name in client.aliases or ANY_NAME in client.aliases:
         return
+    alias = f", or start weir serve with --alias {shlex.quote(shorten(name))}" if name else ""
     raise APIError(
         404,
-        f"there is no model {shorten(name)!r} here; this server has {client.name!r}. Ask for that, "
-        f"or start weir serve with --alias {shorten(name)}.",
+        f"there is no model {shorten(name)!r} here; this server has {client.name!r}. "
+        f"Ask for that{alias}.",
         param="model",
         code="model_not_found",
     )

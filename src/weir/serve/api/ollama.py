@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from weir import __version__
 from weir.serve.api.chat_request import AnswerReader, ChatRequest, answer_chat
 from weir.serve.api.dependencies import Client, Owner, run_in_thread
-from weir.serve.api.errors import APIError, ollama_error
+from weir.serve.api.errors import CODES, APIError, ollama_error
 from weir.serve.api.generation import (
     Events,
     Renderer,
@@ -140,7 +140,11 @@ async def running(client: Client) -> dict[str, Any]:
 async def show(request: Request, client: Client, owner: Owner) -> Response:
     """Describe the model."""
     body = await read_body(request, ShowBody, owner)
-    check_model(client, own_name(client, body.model or body.name or ""))
+    name = body.model or body.name
+    if not name:
+        message = "Missing required parameter: 'model'."
+        raise APIError(400, message, param="model", code=CODES["missing"])
+    check_model(client, own_name(client, name))
     config = client.engine.model.config.get_text_config(decoder=True)
     kind = str(config.model_type)
     can = ["completion", "tools"] + ["thinking"] * client.renderer.thinks
@@ -194,12 +198,13 @@ def _card(client: EngineClient, name: str) -> dict[str, Any]:
 def _details(client: EngineClient) -> dict[str, Any]:
     model = client.engine.model
     kind = str(model.config.get_text_config(decoder=True).model_type)
+    millions = model.num_parameters() / 1e6
     return {
         "parent_model": "",
         "format": "safetensors",
         "family": kind,
         "families": [kind],
-        "parameter_size": f"{model.num_parameters() / 1e9:.2f}B",
+        "parameter_size": f"{millions / 1e3:.2f}B" if millions >= 1e3 else f"{millions:.2f}M",
         "quantization_level": str(model.dtype).removeprefix("torch."),
     }
 

@@ -6,21 +6,26 @@ marked `Only` ask for what weir does not do, so they may be unset or have the va
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import islice
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     Discriminator,
     Field,
+    ModelWrapValidatorHandler,
     PrivateAttr,
     StringConstraints,
     Tag,
+    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
 )
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
+from pydantic_core.core_schema import ErrorType
 
 from weir.serve.api.schemas.base import (
     MAX_NOTES,
@@ -76,7 +81,7 @@ SKIPPED_OPTIONS = "skipped_options"
 ZERO_ASKS = {"keep_alive", "repeat_last_n", "id_slot", "typical_p"}
 """Fields without an effect that ask for something when they are 0; others are off then."""
 MAX_OPTIONS = 64
-Limit = Annotated[Whole, Field(ge=-2, lt=2**31), AfterValidator(check_limit)]
+Limit = Annotated[Whole, Field(ge=-2, lt=2**63), AfterValidator(check_limit)]
 """Tokens of an answer; -1 and -2 are as many as the server allows, as with llama.cpp and Ollama."""
 Variable = Annotated[str, StringConstraints(max_length=1024)] | bool | Whole | float | None
 """A variable of a chat template."""
@@ -84,6 +89,26 @@ Effort = Annotated[str, StringConstraints(max_length=64)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 Token = Annotated[Whole, Field(ge=0, lt=2**31)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+
+
+def _wrong_at(field: str, words: str) -> ValidationError:
+    """The error that a field is wrong, for a validator of the whole body."""
+    lines = InitErrorDetails(type=unsupported(words), loc=(field,), input=None)
+    return ValidationError.from_exception_data("body", [lines])
+
+
+def _renamed(
+    error: ErrorDetails, names: Mapping[tuple[str | int, ...], tuple[str, ...]]
+) -> InitErrorDetails:
+    """An error at the place that the client wrote."""
+    loc, kind = error["loc"], error["type"]
+    known = kind in get_args(ErrorType)
+    return InitErrorDetails(
+        type=kind if known else PydanticCustomError(kind, error["msg"]),
+        loc=(*names.get(loc[:1], loc[:1]), *loc[1:]),
+        input=error["input"],
+        ctx=error.get("ctx", {}),
+    )
 
 
 class TextPart(Lenient):
@@ -266,13 +291,19 @@ class GenerationBody(Strict):
         if not isinstance(value, dict):
             return value
         value, options = dict(value), value.get("options")
-        if isinstance(options, dict) and len(options) <= MAX_OPTIONS:
+        if "options" in value and "options" not in cls.model_fields and options is not None:
+            if not isinstance(options, dict):
+                raise _wrong_at("options", "it is to be an object")
+            if len(options) > MAX_OPTIONS:
+                words = f"it has {len(options)} entries, and may have {MAX_OPTIONS}"
+                raise _wrong_at("options", words)
             del value["options"]
             for name, given in options.items():
                 known = OPTIONS.get(name, name)
                 target = cls.limit_field if known == "max_tokens" else known
-                if known in HONORED_OPTIONS and target in cls.model_fields:
-                    value.setdefault(target, given)
+                is_known = known in HONORED_OPTIONS and target in cls.model_fields
+                if is_known and target not in value:
+                    value[target] = given
                 elif not is_nothing(given):
                     value.setdefault(SKIPPED_OPTIONS, {})[name] = None
         for name, known in OPTIONS.items():
@@ -280,7 +311,40 @@ class GenerationBody(Strict):
             is_free = name not in cls.model_fields and target not in value
             if name in value and is_free and target in cls.model_fields:
                 value[target] = value.pop(name)
+            elif name in value and name not in cls.model_fields and not is_nothing(value[name]):
+                raise _wrong_at(name, f"it is another name of {target}; leave one of them out")
         return value
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _name_as_given(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Name a wrong field as the client does, if `_rename` gave it another name."""
+        try:
+            return handler(value)
+        except ValidationError as error:
+            names = cls._names_given(value)
+            found = error.errors(include_url=False)
+            if not any(one["loc"][:1] in names for one in found):
+                raise
+            raise ValidationError.from_exception_data(
+                error.title, [_renamed(one, names) for one in found]
+            ) from None
+
+    @classmethod
+    def _names_given(cls, value: Any) -> dict[tuple[str | int, ...], tuple[str, ...]]:
+        """The places of the fields that `_rename` renames, by those that it gives them."""
+        if not isinstance(value, dict):
+            return {}
+        options = value.get("options")
+        given: dict[str, tuple[str, ...]] = {name: (name,) for name in OPTIONS if name in value}
+        if isinstance(options, dict):
+            given = {name: ("options", name) for name in options} | given
+        return {
+            (target,): place
+            for name, place in reversed(given.items())
+            if (known := OPTIONS.get(name, name)) in HONORED_OPTIONS
+            and (target := cls.limit_field if known == "max_tokens" else known) not in value
+        }
 
     @model_validator(mode="after")
     def _note_unknown(self) -> Self:
