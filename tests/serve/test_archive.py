@@ -209,6 +209,29 @@ def test_tool_outputs_are_archived(server):
     assert usage["recalled"]["excerpts"][0]["role"] == "tool"
 
 
+@pytest.mark.parametrize("dropped", [False, True])
+def test_a_dropped_output_of_a_tool_is_not_recalled(server, dropped):
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+    call = {"id": "c2", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    chat = Chat(server, f"dropped {dropped}".replace(" ", "-"))
+    chat.messages = [
+        {"role": "user", "content": f"Look it up {dropped}."},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c2", "content": f"Result: {CODE}"},
+    ]
+    body = {"model": "small", "messages": chat.messages, "max_tokens": 4, "tools": tools}
+    answer = server.post(CHAT, {**body, "tool_choice": "none"}, **chat.headers)
+    assert answer.status_code == 200, answer.text
+    chat.messages.append(answer.json()["choices"][0]["message"])
+    server.settled()
+    if dropped:
+        path = f"{server.url}/v1/sessions/{chat.headers['x-session-id']}/items/c2"
+        assert httpx.delete(path, timeout=600).status_code == 200
+    chat.say(FILLER, tools=tools, tool_choice="none")
+    usage = chat.say(ASK, tools=tools, tool_choice="none")
+    assert any(CODE in text for text in told(usage)) == (not dropped)
+
+
 def test_the_archive_survives_a_restart(tmp_path):
     with serving(make(tmp_path)) as server:
         chat = Chat(server, "kept")

@@ -551,7 +551,8 @@ class PromptMatcher:
         if most < 1 or self._store.archive is None:
             return None
         asked: str = held.call(_asked_in, known)
-        found = self._store.archive.search(parent.owner, parent.node, asked)
+        dropped = self._store.dropped_places(parent.owner, parent.node)
+        found = self._store.archive.search(parent.owner, parent.node, asked, dropped)
         return self._quote(found, most) if found else None
 
     def complete(self, owner: str, text: str | Sequence[int] | Handle) -> Prompt:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -129,9 +129,14 @@ class TurnArchive:
 
     # --- reading
 
-    def search(self, owner: str, node: str, text: str) -> list[Excerpt]:
+    def search(
+        self, owner: str, node: str, text: str, dropped: Sequence[tuple[int, int]] = ()
+    ) -> list[Excerpt]:
         """Find what answers the questions in a text among what was said up to a turn and has left
         the cache; nothing if the archive cannot be read.
+
+        Outputs of tools that were dropped, at the places `dropped`, are not found: whoever dropped
+        them does not want them to be read again.
         """
         if self.problem is not None or not (asked := find_inquiries(text)):
             return []
@@ -141,7 +146,11 @@ class TurnArchive:
                 return []
             known = int.from_bytes(end.held[:8], "little")
             held = HeldRanges(end.held[8:], known)
-            return ArchiveSearch(self._read, owner, end).search(asked, held, MOST)
+
+            def is_left_out(start: int, stop: int) -> bool:
+                return held(start, stop) or any(a < stop and start < b for a, b in dropped)
+
+            return ArchiveSearch(self._read, owner, end).search(asked, is_left_out, MOST)
         except Exception as error:
             self._give_up(error)
             return []

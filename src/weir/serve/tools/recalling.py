@@ -39,7 +39,8 @@ def make_recall_tool() -> OwnTool:
 
 def _recall(context: ToolContext, arguments: Mapping[str, Any]) -> str:
     """Search what was said up to the turn that is being answered."""
-    archive, parent = context.engine.store.archive, context.prompt.parent
+    store, parent = context.engine.store, context.prompt.parent
+    archive, owner = store.archive, context.prompt.owner
     if archive is None or archive.problem is not None:
         raise WeirError("the archive of this server cannot be read at the moment")
     if parent is None:
@@ -48,7 +49,8 @@ def _recall(context: ToolContext, arguments: Mapping[str, Any]) -> str:
     # Whatever its form, it asks.
     asked = query if query.rstrip().endswith("?") else f"{query.rstrip(' .!;:')}?"
     parts: list[str] = []
-    for one in archive.search(context.prompt.owner, parent.node, asked):
+    dropped = store.dropped_places(owner, parent.node)
+    for one in archive.search(owner, parent.node, asked, dropped):
         part = quote_excerpt(one, one.text, SPEAKERS)
         if sum(map(len, parts)) + len(part) + len(parts) > MAX_RESULT:
             break
