@@ -115,10 +115,12 @@ def test_a_stream_says_the_same(server):
         "message_stop",
     ]
     assert found[0]["message"]["content"] == []
+    assert "weir" not in found[0]["message"]["usage"]
     assert joined(found) == whole["content"]
     ended = next(one for one in found if one["type"] == "message_delta")
     assert ended["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
     assert ended["usage"]["output_tokens"] == 6
+    assert ended["usage"]["weir"]["seen"] == whole["usage"]["weir"]["seen"] > 0
 
 
 def test_pings_come_while_the_prompt_waits(server):

@@ -16,7 +16,7 @@ from weir.serve.api.errors import APIError
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]", "::1")
 HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\]")
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9\[\]._:-]+|null")
-EXPOSED = ("x-session-id", "x-request-id", "x-weir-warning", "retry-after")
+EXPOSED = ("x-session-id", "x-request-id", "x-weir-warning", "x-weir-forgotten", "retry-after")
 """Headers that web pages may read."""
 
 

@@ -84,8 +84,10 @@ class AnthropicRenderer(Renderer):
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
+            # Anthropic's clients keep its unknown fields, and nothing has been read yet.
+            "usage": {name: n for name, n in self._usage().items() if name != "weir"},
         }
-        yield encode_event({"type": "message_start", "message": {**begun, "usage": self._usage()}})
+        yield encode_event({"type": "message_start", "message": begun})
         async for several in events:
             yield b"".join(encode_event(one) for event in several for one in self._add(event))
         ended = {"type": "message_delta", "delta": self._stop(), "usage": self._usage()}
