@@ -292,7 +292,7 @@ def _load_as(
     )
     _check_weights(name, found)
     check_finite(name, model)
-    check_ids(name, model.generation_config)
+    check_ids(name, getattr(model, "generation_config", None))  # an encoder has none
     if device_map is None:
         with report_as(f"the model cannot be put on the device {str(device)!r}"):
             model.to(device)  # type: ignore[arg-type]
