@@ -288,12 +288,12 @@ def test_slots_of_one_sequence_are_freed_before_the_next_is_read():
 
     def count(done: int, of: int) -> None:
         nonlocal most
-        most = max(most, sum(isinstance(found, Slab) for found in gc.get_objects()))
+        most = max(most, sum(type(found) is Slab for found in gc.get_objects()))
 
     gc.collect()
     gc.disable()
     try:
-        before = sum(isinstance(found, Slab) for found in gc.get_objects())
+        before = sum(type(found) is Slab for found in gc.get_objects())
         maps.first_shares(asked(model, on_step=count), tokens(5, 600))
         maps.mean_logits(asked(model, on_step=count), tokens(70, 16))
     finally:
