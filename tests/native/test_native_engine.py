@@ -31,6 +31,11 @@ from weir.native.block_weights import Blocks, put
 from weir.native.program import StepProgram
 
 pytest.importorskip("numba", reason="not installed: pip install '.[fast]'")
+from weir.native.kernels import mlp_blocks
+
+needs_block_kernels = pytest.mark.skipif(
+    not mlp_blocks.SUPPORTED, reason="blocks are multiplied with VNNI or AVX2 only"
+)
 CHUNK, PROMPT, STEPS = 4, 30, 26
 POLICIES = [
     "window(16)",
@@ -516,6 +521,7 @@ KINDS_OF_A_LAYER = {
 }
 
 
+@needs_block_kernels
 @pytest.mark.parametrize("dense", [(), ("k_proj", "o_proj"), ("up_proj",)], ids=str)
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_layer_may_mix_kinds_of_blocks_and_dense_weights(
@@ -565,6 +571,7 @@ KINDS_OF_A_FILE = {
 }
 
 
+@needs_block_kernels
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_layer_may_mix_types_of_a_file(rows: int, threads: int, taken) -> None:
     """Of random codes, with scales of which the numbers are as large as a model's."""
