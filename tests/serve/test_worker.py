@@ -84,6 +84,13 @@ def test_a_process_works_with_what_it_was_opened_with(process):
     assert rest == ["opened", 1, b"x"]
 
 
+def test_a_body_is_emptied_once_it_is_sent(process):
+    """Otherwise a large body is in both processes while one of them works on it."""
+    body = bytearray(worker.PIECE + 1)
+    assert process.call(length_of, body) == worker.PIECE + 1
+    assert body == b""
+
+
 @pytest.mark.parametrize("kind", [Worker, WorkerProcess])
 def test_what_is_held_is_worked_on_where_it_is(kind, process):
     it = process if kind is WorkerProcess else Worker()
