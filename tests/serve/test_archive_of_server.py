@@ -54,6 +54,10 @@ class Chat:
     def say(self, text: str, **given: Any) -> dict[str, Any]:
         """Say something; returns `usage.weir`."""
         self.messages.append({"role": "user", "content": text})
+        return self.go_on(**given)
+
+    def go_on(self, **given: Any) -> dict[str, Any]:
+        """Have the messages so far answered; returns `usage.weir`."""
         body = {"model": "small", "messages": self.messages, "max_tokens": 4, "temperature": 0}
         answer = self.server.post(CHAT, {**body, **given}, **self.headers)
         assert answer.status_code == 200, answer.text
@@ -189,46 +193,41 @@ def test_text_stays_when_its_turn_is_deleted_to_make_room():
         assert told(chat.say(ASK)) == [CODE]
 
 
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+OFFERED = {"tools": TOOLS, "tool_choice": "none"}
+
+
+def look_up(chat: Chat, asked: str, call_id: str) -> None:
+    """A turn in which a tool has returned the code."""
+    call = {"id": call_id, "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    chat.messages += [
+        {"role": "user", "content": asked},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call_id, "content": f"Result: {CODE}"},
+    ]
+    chat.go_on(**OFFERED)
+
+
 def test_tool_outputs_are_archived(server):
-    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
-    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     chat = Chat(server, "tools")
     chat.say("Look it up.")
-    chat.messages += [
-        {"role": "user", "content": "Again."},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c1", "content": f"Result: {CODE}"},
-    ]
-    body = {"model": "small", "messages": chat.messages, "max_tokens": 4, "tools": tools}
-    answer = server.post(CHAT, {**body, "tool_choice": "none"}, **chat.headers)
-    assert answer.status_code == 200, answer.text
-    chat.messages.append(answer.json()["choices"][0]["message"])
-    chat.say(FILLER, tools=tools, tool_choice="none")
-    usage = chat.say(ASK, tools=tools, tool_choice="none")
+    look_up(chat, "Again.", "c1")
+    chat.say(FILLER, **OFFERED)
+    usage = chat.say(ASK, **OFFERED)
     assert told(usage) == [f"Result: {CODE}"]
     assert usage["recalled"]["excerpts"][0]["role"] == "tool"
 
 
 @pytest.mark.parametrize("dropped", [False, True])
 def test_a_dropped_output_of_a_tool_is_not_recalled(server, dropped):
-    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
-    call = {"id": "c2", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-    chat = Chat(server, f"dropped {dropped}".replace(" ", "-"))
-    chat.messages = [
-        {"role": "user", "content": f"Look it up {dropped}."},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c2", "content": f"Result: {CODE}"},
-    ]
-    body = {"model": "small", "messages": chat.messages, "max_tokens": 4, "tools": tools}
-    answer = server.post(CHAT, {**body, "tool_choice": "none"}, **chat.headers)
-    assert answer.status_code == 200, answer.text
-    chat.messages.append(answer.json()["choices"][0]["message"])
+    chat = Chat(server, f"dropped-{dropped}")
+    look_up(chat, f"Look it up {dropped}.", "c2")
     server.settled()
     if dropped:
         path = f"{server.url}/v1/sessions/{chat.headers['x-session-id']}/items/c2"
         assert httpx.delete(path, timeout=600).status_code == 200
-    chat.say(FILLER, tools=tools, tool_choice="none")
-    usage = chat.say(ASK, tools=tools, tool_choice="none")
+    chat.say(FILLER, **OFFERED)
+    usage = chat.say(ASK, **OFFERED)
     assert any(CODE in text for text in told(usage)) == (not dropped)
 
 

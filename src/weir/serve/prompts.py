@@ -551,8 +551,7 @@ class PromptMatcher:
         if most < 1 or self._store.archive is None:
             return None
         asked: str = held.call(_asked_in, known)
-        dropped = self._store.dropped_places(parent.owner, parent.node)
-        found = self._store.archive.search(parent.owner, parent.node, asked, dropped)
+        found = self._store.search_archive(parent.owner, parent.node, asked)
         return self._quote(found, most) if found else None
 
     def complete(self, owner: str, text: str | Sequence[int] | Handle) -> Prompt:

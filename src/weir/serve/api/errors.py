@@ -235,7 +235,7 @@ def _invalid(found: Sequence[Mapping[str, Any]]) -> APIError:
 
 
 def _accepted(found: Sequence[Mapping[str, Any]], param: str | None) -> list[str]:
-    """What the members of a union accept at a path, each kind of value once."""
+    """List the kinds of values that the members of a union accept at a path, each once."""
     accepted: dict[str, None] = {}
     for error in found:
         kind, loc = error["type"], error["loc"]

@@ -33,6 +33,7 @@ from weir.serve.sessions.records import (
 )
 from weir.serve.sessions.turn_archive import TurnArchive
 from weir.serve.sessions.turn_tables import TurnTables
+from weir.stream.archive import Excerpt
 
 _log = logging.getLogger(__name__)
 DEFAULT_KEPT = 256
@@ -238,6 +239,15 @@ class SessionStore:
     def dropped_places(self, owner: str, node: str) -> list[tuple[int, int]]:
         """Where the dropped results are that the turns which lead to one have read."""
         return [each for place in self._places for each in place.dropped_places(owner, node)]
+
+    def search_archive(self, owner: str, node: str, text: str) -> list[Excerpt]:
+        """Find what answers the questions in a text among what was said up to a turn and has left
+        the cache; nothing without an archive. Dropped outputs are not found.
+        """
+        if self.archive is None:
+            return []
+        dropped = self.dropped_places(owner, node) if self.dropped_chains(owner) else []
+        return self.archive.search(owner, node, text, dropped)
 
     def get_session(self, owner: str, session: str) -> SessionSummary | None:
         """A session of the owner's."""

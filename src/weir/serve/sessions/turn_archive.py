@@ -130,13 +130,13 @@ class TurnArchive:
     # --- reading
 
     def search(
-        self, owner: str, node: str, text: str, dropped: Sequence[tuple[int, int]] = ()
+        self, owner: str, node: str, text: str, dropped: Sequence[tuple[int, int]]
     ) -> list[Excerpt]:
         """Find what answers the questions in a text among what was said up to a turn and has left
         the cache; nothing if the archive cannot be read.
 
-        Outputs of tools that were dropped, at the places `dropped`, are not found: whoever dropped
-        them does not want them to be read again.
+        Text at the places `dropped` is not found. These are outputs of tools that were dropped, so
+        that the model does not read them again.
         """
         if self.problem is not None or not (asked := find_inquiries(text)):
             return []

@@ -40,8 +40,7 @@ def make_recall_tool() -> OwnTool:
 def _recall(context: ToolContext, arguments: Mapping[str, Any]) -> str:
     """Search what was said up to the turn that is being answered."""
     store, parent = context.engine.store, context.prompt.parent
-    archive, owner = store.archive, context.prompt.owner
-    if archive is None or archive.problem is not None:
+    if store.archive is None or store.archive.problem is not None:
         raise WeirError("the archive of this server cannot be read at the moment")
     if parent is None:
         return NOTHING
@@ -49,8 +48,7 @@ def _recall(context: ToolContext, arguments: Mapping[str, Any]) -> str:
     # Whatever its form, it asks.
     asked = query if query.rstrip().endswith("?") else f"{query.rstrip(' .!;:')}?"
     parts: list[str] = []
-    dropped = store.dropped_places(owner, parent.node)
-    for one in archive.search(owner, parent.node, asked, dropped):
+    for one in store.search_archive(context.prompt.owner, parent.node, asked):
         part = quote_excerpt(one, one.text, SPEAKERS)
         if sum(map(len, parts)) + len(part) + len(parts) > MAX_RESULT:
             break
