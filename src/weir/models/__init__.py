@@ -26,6 +26,7 @@ from weir.models.images import MOST_OFFSET, OFFSETS, PICTURES, Images, images_of
 from weir.models.interception import MethodPatch, forward_lock_of, has_class_forward, has_hooks
 from weir.models.kept_files import cache_folder, read_json, write_json
 from weir.models.library_errors import report_as
+from weir.models.maskless_cache import MasklessCache
 from weir.models.memory import free_memory, stored_bytes
 from weir.models.model_spec import (
     DROPPING,

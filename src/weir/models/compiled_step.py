@@ -19,11 +19,11 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from weir.errors import WeirError
 from weir.models.cache_name import CACHE
+from weir.models.maskless_cache import MasklessCache
 from weir.models.notices import say, say_once
 from weir.models.step_engine import Given, OwnForward
 from weir.slab import AttentionParams, HeadSplit, HeldPart, Step, StepSlots
@@ -94,7 +94,7 @@ def _run_decoder(own: OwnForward, given: Given) -> BaseModelOutputWithPast:
     return own(**given)
 
 
-class StepCache(Cache):
+class StepCache(MasklessCache):
     """The cache in a compiled forward of one token a row.
 
     Attributes:
@@ -102,7 +102,7 @@ class StepCache(Cache):
     """
 
     def __init__(self, step: Step) -> None:
-        super().__init__(layers=[])
+        super().__init__()
         layers = step.held()
         device = layers[0][0].slots.keys.device
         ends = torch.from_numpy(step.spans[:, 1:]).to(device)
@@ -126,18 +126,6 @@ class StepCache(Cache):
     ) -> Tensor:
         """Store one token of each row and answer its queries [batch, heads, 1, key_dim]."""
         return self._layers[layer].attend(queries, keys, values, params, self._waiting)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0: positions come from weir."""
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Return sizes for a mask that is never read."""
-        return query_length, 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Return 0, for a mask that is never read."""
-        return 0
 
 
 class _LayerParts:

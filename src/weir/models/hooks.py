@@ -55,7 +55,7 @@ from weir.slab import AttentionParams, StepSlots
 
 @dataclass(frozen=True)
 class Chosen:
-    """What runs the decode steps of a model.
+    """The choice of an engine for the decode steps of a model.
 
     Attributes:
         make: makes the engine; None for the model's own steps.
@@ -70,7 +70,7 @@ NOT_ASKED = Chosen(None, "weir.compile_steps(model) has not been called")
 """The choice for a model of which nobody has asked for an engine."""
 
 _CHOSEN: weakref.WeakKeyDictionary[nn.Module, Chosen] = weakref.WeakKeyDictionary()
-"""What runs decode steps, by decoder."""
+"""The choice for each decoder."""
 
 _ATTACHED: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
 """Attachments by decoder."""

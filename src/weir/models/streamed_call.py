@@ -1,6 +1,6 @@
-"""What hooks on a model need of a cache and of a call under way with it.
+"""Protocols through which hooks on a model use a cache and a running call.
 
-`cache.StreamingCache` and `cache.Forward`, of a room above, are the ones there are.
+`cache.StreamingCache` and `cache.Forward`, in a room above, implement them.
 """
 
 from __future__ import annotations

@@ -24,9 +24,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
 
-from weir.models import CACHE, MethodPatch, ModelLayerSpec, ModelSpec
+from weir.models import CACHE, MasklessCache, MethodPatch, ModelLayerSpec, ModelSpec
 from weir.native.form import (
     DecoderForm,
     LayerForm,
@@ -153,11 +152,11 @@ class _TrialRotary(nn.Module):
         return rotation_tables(self._rotations, kind, places, own[0].shape[-1]) or own
 
 
-class _TrialCache(Cache):
+class _TrialCache(MasklessCache):
     """A cache for one call of one layer: it records the call, and answers random numbers."""
 
     def __init__(self, answers: Tensor | None = None) -> None:
-        super().__init__(layers=[])
+        super().__init__()
         self.answers = answers
         self.calls: list[tuple[Tensor, Tensor, Tensor, AttentionParams]] = []
 
@@ -174,18 +173,6 @@ class _TrialCache(Cache):
         self.calls.append((queries, keys, values, params))
         assert self.answers is not None
         return self.answers[:, :, None]
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0: positions come from weir."""
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Return sizes for a mask that is never read."""
-        return query_length, 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Return 0, for a mask that is never read."""
-        return 0
 
 
 class _LayerTrial:
