@@ -13,11 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from servers import Server, serving
+from servers import Server, serving_nano
 
-import weir
-from weir.loading.loader import ASSETS
-from weir.serve import Engine, EngineClient, Limits, ResponseStore, SessionStore
+from weir.models import ASSETS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "serve" / "clients"))
 
@@ -65,12 +63,7 @@ needs_nano = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    model, tokenizer = weir.load("nano")
-    limits, store = Limits(answer=200), SessionStore(keep=64)
-    policy = "pinned(streaming_llm(budget=256), n=64, header=16)"
-    engine = Engine(model, policy, 4, store, queue=limits.queue)
-    client = EngineClient(engine, tokenizer, "nano", limits, ResponseStore(None, limits.texts))
-    with serving(client) as server:
+    with serving_nano(rows=4, answer=200) as server:
         yield server
 
 

@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from reference.naive import make_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+import weir
 from weir.serve import Engine, EngineClient, Limits, ResponseStore, SessionStore
 from weir.serve.api import Keys, bind, make_app
 from weir.serve.api.protocol import BoundedConnection
@@ -149,19 +150,12 @@ def make_client(
     )
 
 
-@contextlib.contextmanager
-def serving(
-    engine_client: EngineClient, keys: Keys | None = None, **access: list[str]
-) -> Iterator[Server]:
-    """A client of an engine, served by uvicorn in a thread of its own."""
-    bound = bind("127.0.0.1", 0, keys or Keys())
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # what is not read is soon too much
+def run_app(
+    app: Any, connection: type[BoundedConnection], bound: socket.socket
+) -> tuple[uvicorn.Server, threading.Thread]:
+    """Start to serve an app at a socket, in a thread."""
     config = uvicorn.Config(
-        make_app(engine_client, keys, **access),
-        http=BoundedConnection,
-        log_config=None,
-        lifespan="on",
-        timeout_graceful_shutdown=5,
+        app, http=connection, log_config=None, lifespan="on", timeout_graceful_shutdown=5
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
@@ -169,6 +163,32 @@ def serving(
     while not server.started:
         assert thread.is_alive()
         time.sleep(0.01)
+    return server, thread
+
+
+@contextlib.contextmanager
+def serving_nano(
+    pinned: int = 64, rows: int = 2, answer: int = 64, aliases: Sequence[str] = ()
+) -> Iterator[Server]:
+    """Serve nano to the clients that people use, with `pinned` tokens of a beginning."""
+    model, tokenizer = weir.load("nano")
+    limits, store = Limits(answer=answer), SessionStore(keep=64)
+    policy = f"pinned(streaming_llm(budget=256), n={pinned}, header=16)"
+    engine = Engine(model, policy, rows, store, queue=limits.queue)
+    book = ResponseStore(None, limits.texts)
+    client = EngineClient(engine, tokenizer, "nano", limits, book, aliases=aliases)
+    with serving(client) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def serving(
+    engine_client: EngineClient, keys: Keys | None = None, **access: list[str]
+) -> Iterator[Server]:
+    """A client of an engine, served by uvicorn in a thread of its own."""
+    bound = bind("127.0.0.1", 0, keys or Keys())
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # what is not read is soon too much
+    server, thread = run_app(make_app(engine_client, keys, **access), BoundedConnection, bound)
     try:
         yield Server(engine_client, server, bound.getsockname()[1])
     finally:

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from servers import POLICY, make_model, make_tokenizer, raw
+from servers import POLICY, make_model, make_tokenizer, raw, run_app
 
 from weir.errors import WeirError
 from weir.serve import Engine, EngineClient, Limits, ResponseStore
@@ -92,19 +92,6 @@ class Cluster:
         return sum(one.client.engine.load().busy for one in self.servers)
 
 
-def _run(app: Any, connection: type[BoundedConnection], bound: socket.socket) -> Any:
-    config = uvicorn.Config(
-        app, http=connection, log_config=None, lifespan="on", timeout_graceful_shutdown=5
-    )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive()
-        time.sleep(0.01)
-    return server, thread
-
-
 def _behind(place: Path, limits: Limits) -> Behind:
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
@@ -113,7 +100,7 @@ def _behind(place: Path, limits: Limits) -> Behind:
     client = EngineClient(engine, tokenizer, "small", limits, ResponseStore(most=limits.texts))
     bound = listen_for_front("127.0.0.1")
     app = OnlyFront(make_app(client, Keys(map(_hash, (*KEYS, SPARE)))), "secret")
-    return Behind(client, *_run(app, FrontConnection, bound), bound)
+    return Behind(client, *run_app(app, FrontConnection, bound), bound)
 
 
 def _hash(key: str) -> str:
@@ -129,7 +116,7 @@ def _serving(place: Path) -> Iterator[Cluster]:
     app = Front(2, lambda n, *, failed: made.locate(n, failed=failed), "secret")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(front_module, "CHECKED", 0.2)
-        server, thread = _run(app, BoundedConnection, bound)
+        server, thread = run_app(app, BoundedConnection, bound)
         yield made
         server.should_exit = True
         thread.join(30)
@@ -305,6 +292,15 @@ def _body_of(path: str) -> dict[str, Any]:
     return {**body, limit: {"num_predict": 60_000} if path == "/api/chat" else 60_000}
 
 
+@contextlib.contextmanager
+def _answering(cluster: Cluster, path: str) -> Iterator[Iterator[bytes]]:
+    """The parts of a long stream, as they come."""
+    headers = {"authorization": f"Bearer {KEYS[0]}"}
+    url, body = f"{cluster.url}{path}", _body_of(path)
+    with httpx.stream("POST", url, json=body, headers=headers, timeout=60) as answer:
+        yield answer.iter_raw()
+
+
 @pytest.mark.parametrize(
     ("path", "ended"),
     [
@@ -315,12 +311,7 @@ def _body_of(path: str) -> dict[str, Any]:
     ],
 )
 def test_a_drained_server_tells_those_whom_it_answers(passing, path, ended):
-    body = _body_of(path)
-    headers = {"authorization": f"Bearer {KEYS[0]}"}
-    with httpx.stream(
-        "POST", f"{passing.url}{path}", json=body, headers=headers, timeout=60
-    ) as answer:
-        parts = answer.iter_raw()
+    with _answering(passing, path) as parts:
         got = next(parts)
         _wait_until(lambda: passing.busy == 1)
         for one in passing.servers:
@@ -332,12 +323,7 @@ def test_a_drained_server_tells_those_whom_it_answers(passing, path, ended):
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/api/chat", RESPONSE])
 def test_a_server_that_dies_ends_its_streams_with_an_error(cluster, path):
-    body = _body_of(path)
-    headers = {"authorization": f"Bearer {KEYS[0]}"}
-    with httpx.stream(
-        "POST", f"{cluster.url}{path}", json=body, headers=headers, timeout=60
-    ) as answer:
-        parts = answer.iter_raw()
+    with _answering(cluster, path) as parts:
         got = next(parts)
         _wait_until(lambda: cluster.busy == 1)
         for one in cluster.servers:

@@ -23,11 +23,9 @@ from pathlib import Path
 
 import pytest
 from relay import Exchange, Relay, relaying
-from servers import Server, serving
+from servers import Server, serving_nano
 
-import weir
-from weir.loading.loader import ASSETS
-from weir.serve import Engine, EngineClient, Limits, ResponseStore, SessionStore
+from weir.models import ASSETS
 
 HERE = Path(__file__).parent / "clients"
 sys.path.insert(0, str(HERE))
@@ -66,12 +64,7 @@ def needs(package: str) -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    model, tokenizer = weir.load("nano")
-    limits, store = Limits(answer=64), SessionStore(keep=64)
-    policy = "pinned(streaming_llm(budget=256), n=64, header=16)"
-    engine = Engine(model, policy, 2, store, queue=limits.queue)
-    client = EngineClient(engine, tokenizer, "nano", limits, ResponseStore(None, limits.texts))
-    with serving(client) as server:
+    with serving_nano() as server:
         yield server
 
 

@@ -24,11 +24,9 @@ from typing import Any
 
 import pytest
 from relay import Exchange, Relay, relaying
-from servers import Server, serving
+from servers import Server, serving_nano
 
-import weir
 from weir.models import ASSETS
-from weir.serve import Engine, EngineClient, Limits, ResponseStore, SessionStore
 
 HERE = Path(__file__).parent / "clients"
 PAGE = (Path(__file__).parents[2] / "docs" / "clients.md").read_text("utf-8")
@@ -111,14 +109,7 @@ class ReadTokens(logging.Handler):
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    model, tokenizer = weir.load("nano")
-    limits, store = Limits(answer=64), SessionStore(keep=64)
-    policy = "pinned(streaming_llm(budget=256), n=512, header=16)"
-    engine = Engine(model, policy, 2, store, queue=limits.queue)
-    book = ResponseStore(None, limits.texts)
-    aliases = ["claude-sonnet-4-5-20250929", "gpt-4o"]
-    client = EngineClient(engine, tokenizer, "nano", limits, book, aliases=aliases)
-    with serving(client) as server:
+    with serving_nano(512, aliases=["claude-sonnet-4-5-20250929", "gpt-4o"]) as server:
         yield server
 
 

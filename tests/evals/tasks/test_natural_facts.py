@@ -17,18 +17,6 @@ from weir.evals.tasks import natural_facts
 from weir.evals.tasks.natural_facts import KINDS, Facts, ToldFacts, Wording
 from weir.stream import read_stream
 
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-
-@pytest.fixture(scope="module")
-def nano():
-    model, tokenizer = weir.load("nano")
-    tokenizer.chat_template = TEMPLATE
-    return model, tokenizer
-
 
 class Reader:
     """A stream's stand-in that knows the ids of its last `window` tokens."""

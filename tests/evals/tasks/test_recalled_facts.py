@@ -16,18 +16,6 @@ from weir.evals.tasks.lines import ADJECTIVES, NOUNS
 from weir.evals.tasks.recalled_facts import Recalled, RecalledFact, draw_recalled, judge
 from weir.stream.archive.questions import find_terms
 
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-
-@pytest.fixture(scope="module")
-def nano():
-    model, tokenizer = weir.load("nano")
-    tokenizer.chat_template = TEMPLATE
-    return model, tokenizer
-
 
 def subject_of(nano, policy="sink(4) | recent(500)"):
     return Subject("nano", *nano, weir.policy(policy), chunk=16)
