@@ -503,7 +503,7 @@ class StreamingCache(Cache):
 
     @property
     def made_with(self) -> dict[str, Any]:
-        """The arguments of the cache beside model, policy and seed."""
+        """The arguments of the cache other than model, policy and seed."""
         return {
             "chunk": self.chunk,
             "positions": self.positions,

@@ -78,7 +78,7 @@ class RecalledFact(NamedTuple):
 
 @dataclass
 class _Tally:
-    """What became of the questions of one form, distance and way."""
+    """Counts of the answers to questions of one form, distance and way."""
 
     right: int = 0
     wrong: int = 0
