@@ -2,7 +2,7 @@
 
 A word counts by how rare it is in the conversation, and for more if it is a name or a number. A
 passage is found if it has enough of the question's words, and if so many of them are unlikely to
-meet by chance. `weir bench recall` measures both thresholds.
+occur together by chance. `weir eval --tasks found` measures both thresholds.
 """
 
 from __future__ import annotations
