@@ -251,7 +251,7 @@ def test_without_extras_every_file_is_imported_or_says_what_to_install(
     for file, package in missing:
         assert package.partition(".")[0] in EXTRAS, f"{file} needs {package}: of what?"
     rooms = {file.split(".")[1] for file, *_ in missing}
-    assert rooms == {"cli", "evals", "kernels", "serve"}
+    assert rooms == {"cli", "evals", "kernels", "native", "serve"}
     assert {file for file, *_ in missing if ".evals." in file} == {"weir.evals.harness"}
 
 

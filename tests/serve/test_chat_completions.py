@@ -8,7 +8,7 @@ import math
 import httpx
 import openai
 import pytest
-from servers import CHATML, make_client, make_tokenizer, serving
+from servers import CHATML, make_client, make_tokenizer, serving, serving_nano
 
 USER = {"role": "user", "content": "Hello there"}
 
@@ -123,6 +123,16 @@ def test_an_end_token_ends_an_answer_unless_it_is_to_be_ignored(server, client):
     assert cached == length([USER])
     given["extra_body"] = {"ignore_eos": True}
     assert ask(client, [USER], **given).usage.completion_tokens == 8
+
+
+def test_a_new_line_ends_an_answer_of_a_model_without_chat_template_unless_ends_are_ignored():
+    with serving_nano() as nano:
+        (newline,) = nano.engine_client.tokenizer("\n", add_special_tokens=False)["input_ids"]
+        given = {"model": "nano", "logit_bias": {str(newline): 100}}
+        assert ask(nano.client(), [USER], **given).choices[0].finish_reason == "stop"
+        answer = ask(nano.client(), [USER], **given, extra_body={"ignore_eos": True})
+        assert answer.choices[0].finish_reason == "length"
+        assert answer.usage.completion_tokens == 8
 
 
 def test_logprobs_are_those_of_the_tokens(client):

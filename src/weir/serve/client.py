@@ -82,6 +82,7 @@ class GenerationRequest:
         constraint: makes for each answer the format that it is held to; None for any text.
         tools: the client's functions that the model may call.
         own: the server's tools that the model may call; None if there are none.
+        ignores_end: whether an answer goes on past the model's own end of a turn (`ignore_eos`).
     """
 
     match: Callable[[], Prompt]
@@ -93,6 +94,7 @@ class GenerationRequest:
     tools: tuple[Tool, ...] = ()
     calls_only: bool = False
     own: OwnTools | None = None
+    ignores_end: bool = False
 
 
 class ServerClosing(WeirError):

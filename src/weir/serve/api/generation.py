@@ -124,6 +124,7 @@ def make_request(
         tokens or min(default, limits.answer),
         tuple(body.stops),
         stop_ids if body.ignore_eos else stop_ids | client.stop_ids,
+        ignores_end=bool(body.ignore_eos),
     )
 
 

@@ -113,6 +113,7 @@ async def add_constraint(
     client: EngineClient = http.app.state.client
     if (
         client.renderer.is_line_based
+        and not request.ignores_end
         and held_to is None
         and (offer.choice != "required" or offer.own)
     ):
