@@ -86,13 +86,17 @@ LESSER := ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_
 MIDDLE := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 \
 	WEIR_KERNELS=reference OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE
 
+# What they run through: the tests of rooms that compute. The pages, the commands and the server call
+# the same functions. KERNEL_TESTS=tests runs everything.
+KERNEL_TESTS ?= $(addprefix tests/,kernels native slab pools policies cache models loading stream)
+
 test-kernels: $(VENV)/.installed-dev ## pytest twice more, under the kernels of lesser processors
 	$(call stage,tests under SSE 4.2$(comma) one thread)
 	$(LESSER) TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor-lesser \
-		$(pytest) $(TESTS)
+		$(pytest) -m 'not slow and not models' $(or $(TESTS),$(KERNEL_TESTS))
 	$(call stage,tests under AVX2$(comma) two threads$(comma) without kernels of weir)
 	$(MIDDLE) TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor-middle \
-		$(pytest) $(TESTS)
+		$(pytest) -m 'not slow and not models' $(or $(TESTS),$(KERNEL_TESTS))
 
 # The releases of transformers that weir is tested with: the oldest that it supports, the last that
 # calls a cache past_key_values, and the newest that pip installs. Each has a separate environment with
