@@ -88,6 +88,7 @@ def test_without_one_it_is_the_policy_for_everybody(folder, llama):
     assert find_model_policy(str(folder)) is None
 
 
+@pytest.mark.filterwarnings("ignore:.*numba and a processor with AVX2")  # on lesser ones
 def test_nano_comes_with_one_for_its_own_weights_however_they_are_held():
     theirs = find_model_policy("nano")
     assert theirs is not None and len(theirs.pipes) == 4
@@ -107,6 +108,7 @@ def test_nano_with_other_weights_has_none_and_is_not_refused(ids):
     assert str(weir.Stream(model).policy) == EVERYBODYS
 
 
+@pytest.mark.filterwarnings("ignore:.*numba and a processor with AVX2")  # on lesser ones
 def test_a_file_holds_for_a_model_whose_weights_are_rounded_to_blocks(tmp_path):
     """Their numbers are others then, so that only shape and vocabulary are compared."""
     model, _ = weir.load("nano", device="cpu")

@@ -138,6 +138,7 @@ def test_a_file_of_the_wrong_kind_of_blocks_is_refused(tmp_path):
         weir.models.gguf.check_readable(weir.models.gguf.read_header(path))
 
 
+@pytest.mark.filterwarnings("ignore:.*numba and a processor with AVX2")  # on lesser ones
 @pytest.mark.parametrize("weights", ["q8_0", "q4_1"])
 def test_other_weights_are_made_from_the_dense_numbers(file, weights):
     model, _ = weir.load(str(file), weights=weights, device="cpu")
