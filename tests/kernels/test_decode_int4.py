@@ -38,6 +38,7 @@ KERNEL = "weir.kernels.cpu.decode"
     lanes=st.sampled_from([8, 16]),
     threads=st.booleans(),
 )
+@pytest.mark.own_kernels
 def test_it_is_the_formula(
     seed, batch, kv_heads, group, coded, exact, unread, dims, masked, dtype, lanes, threads
 ):

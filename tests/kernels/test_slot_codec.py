@@ -61,6 +61,7 @@ def test_a_peak_halfway_between_two_is_rounded_to_the_even_one():
     assert peaks.flatten().tolist() == [1.0, 1 + 2.0**-6]
 
 
+@pytest.mark.own_kernels
 def test_a_graph_that_is_compiled_has_no_kernel(monkeypatch):
     x = torch.zeros(1)
     assert dispatch.quantize("int8", x) is not None
@@ -96,6 +97,7 @@ def vectors(dim):
 
 
 @pytest.mark.parametrize("dim", [2, 6, 16, 64, 96, 128, 512])
+@pytest.mark.own_kernels
 def test_int4_has_the_same_bits(dim):
     x = vectors(dim)
     assert dispatch.quantize("int4", x) is not None and dispatch.dequantize("int4", x) is not None

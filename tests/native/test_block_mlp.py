@@ -55,6 +55,7 @@ def own(module, x):
 
 
 @torch.no_grad()
+@pytest.mark.own_kernels
 def test_many_rows_are_the_kernels(mlp, x, ran):
     found, wanted = mlp(x), own(mlp, x)
     assert ran[0] is found and not torch.equal(found, wanted)
@@ -67,6 +68,7 @@ def test_few_rows_are_the_modules(mlp, x):
 
 
 @torch.no_grad()
+@pytest.mark.own_kernels
 def test_a_hook_on_a_layer_is_called(mlp, x, ran):
     seen = []
     handle = mlp.down_proj.register_forward_pre_hook(lambda _, given: seen.append(given))
@@ -76,6 +78,7 @@ def test_a_hook_on_a_layer_is_called(mlp, x, ran):
 
 
 @torch.no_grad()
+@pytest.mark.own_kernels
 def test_a_module_that_computes_something_else_runs_itself(mlp, x, ran, monkeypatch):
     kind = type(mlp)
 
@@ -90,6 +93,7 @@ def test_a_module_that_computes_something_else_runs_itself(mlp, x, ran, monkeypa
 
 
 @torch.no_grad()
+@pytest.mark.own_kernels
 def test_gate_and_up_exchanged_run_themselves(mlp, x, ran, monkeypatch):
     def exchanged(self, x):
         return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))

@@ -22,6 +22,7 @@ from weir.native import quantize_weights
 from weir.native.program import StepProgram
 
 pytest.importorskip("numba", reason="not installed: pip install 'weir-kv[fast]'")
+pytestmark = pytest.mark.own_kernels
 step = pytest.importorskip("weir.native.kernels.step")
 blocks = pytest.importorskip("weir.native.kernels.linear_blocks")
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}

@@ -33,6 +33,7 @@ from weir.native.program import StepProgram
 pytest.importorskip("numba", reason="not installed: pip install '.[fast]'")
 from weir.native.kernels import mlp_blocks
 
+pytestmark = pytest.mark.own_kernels
 needs_block_kernels = pytest.mark.skipif(
     not mlp_blocks.SUPPORTED, reason="blocks are multiplied with VNNI or AVX2 only"
 )

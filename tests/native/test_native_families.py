@@ -10,6 +10,7 @@ from weir import StreamingCache, compile_steps
 from weir.models.model_spec import INTERFACE_FAMILIES, OWN_FAMILIES
 
 pytest.importorskip("numba", reason="not installed: pip install 'weir-kv[fast]'")
+pytestmark = pytest.mark.own_kernels
 SAID = families()
 UNTESTED = {"qwen2_vl_text, qwen2_5_vl_text"}
 """Parts of models with images, which are no causal language models by themselves."""

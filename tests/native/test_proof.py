@@ -29,6 +29,7 @@ from weir.native.module_trials import activation_of
 from weir.native.program import StepProgram
 
 pytest.importorskip("numba", reason="not installed: pip install 'weir-kv[fast]'")
+pytestmark = pytest.mark.own_kernels
 PROMPT, STEPS = 21, 5
 Change = Callable[[Any], Any]
 

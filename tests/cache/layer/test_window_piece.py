@@ -129,5 +129,6 @@ def test_other_pools_fold_behind_each_chunk(text, monkeypatch):
     assert count_folds(text, 64, monkeypatch) == 4
 
 
+@pytest.mark.own_kernels
 def test_a_window_folds_once(monkeypatch):
     assert count_folds("streaming_llm(40)", 70, monkeypatch) == 1
