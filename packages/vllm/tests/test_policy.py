@@ -121,7 +121,7 @@ def test_defaults_are_those_of_weir():
         ("sink(4) | recent(124):int8", "exact slots only"),
         ("[[window(64), window(512)], window(128)]", "by KV head"),
         ("budgets.toml", "policy files"),
-        ("[recent(64), dense]", "some layers only"),
+        ("[recent(64), dense]", "in some layers lets their memory grow"),
         ("sink(4) | recent(60) | heavy(64)", "heavy cannot be served by vLLM"),
         ("quantized(streaming_llm(64))", "8 or 4 bits"),
         ("no_such(4)", "no pool or policy is called 'no_such'"),
