@@ -50,7 +50,7 @@ def pages() -> list[str]:
     return [str(path.relative_to(ROOT)) for path in paths]
 
 
-SHOWN = re.compile(r"\)  # ([<{\[\"'\d].*)$")
+SHOWN = re.compile(r"\)  # ([<{\[\"'\d].*|[A-Z]\w+\(.*)$")
 """A comment after a `print` that shows what is printed; other comments explain."""
 
 
