@@ -34,7 +34,7 @@ pytest = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --max-worker-res
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo smollm2 readme test test-all test-models test-versions test-vllm checks test-kernels browser lint types docs bench \
+.PHONY: help demo smollm2 results test test-all test-models test-versions test-vllm checks test-kernels browser lint types docs bench \
 	clients peers models clean distclean
 
 help: ## what there is to make
@@ -48,11 +48,11 @@ smollm2: $(VENV)/.installed-smollm2 ## the same as a chat on SmolLM2-135M-Instru
 	$(call stage,weir demo --model smollm2 --dtype float32)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(nproc)} $(BIN)/weir demo --model smollm2 --dtype float32 --out demo-smollm2
 
-# Where the default policy has changed, these two are what README shows of it.
-readme: smollm2 ## its table and picture, written into README.md and docs/images/
+# Run this after a change of the default policy.
+results: smollm2 ## the table and picture of make smollm2, written into docs/results.md and docs/images/
 	cp demo-smollm2/perplexity.svg docs/images/smollm2.svg
-	awk '/<!-- make readme -->/ { print; while ((getline line < "demo-smollm2/table.md") > 0) print line; skip = 1 } \
-		/<!-- end -->/ { skip = 0 } !skip' README.md > README.md.part && mv README.md.part README.md
+	awk '/<!-- make results -->/ { print; while ((getline line < "demo-smollm2/table.md") > 0) print line; skip = 1 } \
+		/<!-- end -->/ { skip = 0 } !skip' docs/results.md > docs/results.md.part && mv docs/results.md.part docs/results.md
 
 test: checks ## what must pass: ruff, mypy, the documentation, and pytest without the slow tests
 	$(call stage,tests (pytest$(comma) without those marked slow))

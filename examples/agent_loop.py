@@ -1,11 +1,11 @@
-"""An agent in one stream: it calls a tool, the result is fed, and so on without end.
+"""Run an agent in one endless stream: it calls a tool, reads the result, and goes on.
 
     python examples/agent_loop.py [MODEL]
 
-There are two tools: `look_up` finds a number in a directory, `dial` takes one and says who
-answers. Whom it has looked up, the agent dials by heart: the model writes the number, from what
-the stream still holds. Results are fed like any other text, between calls the agent reads on in a
-book, and nothing is read twice.
+There are two tools: `look_up` finds a number in a directory, and `dial` says who answers at a
+number. The agent looks up each name once. After that the model has to write the number from what
+the stream still holds. Results of tools are fed like any other text. Between calls, the agent
+reads a book. Nothing is read twice.
 """
 
 import random

@@ -1,10 +1,11 @@
-"""Measure two policies on the same text: how they read on, and what they remember.
+"""Compare policies on the same text: how well they predict it, and what they remember.
 
     python examples/compare_policies.py [MODEL] [FILE.jsonl]
 
-What `weir eval` does, from Python. Each cell's line is written when it is done, a run that was
-killed goes on where it was, and `weir report FILE.jsonl` makes pages of it. What `dense` does not
-recall inside the window, the model cannot do.
+This does in Python what `weir eval` does. Each result is written as soon as it is done, and a run
+that was interrupted continues where it stopped. `weir report FILE.jsonl` makes a report of the
+results. If `dense`, the plain cache, does not recall something inside the window, then the model
+cannot do it, whatever the cache.
 """
 
 import sys

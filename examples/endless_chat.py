@@ -1,8 +1,8 @@
-"""Talk to a model without end: each turn is fed once, and the cache stays as large as it is.
+"""Chat with a model without end: each turn is fed once, and the cache keeps its size.
 
     python examples/endless_chat.py [MODEL]
 
-Lines come from the keyboard, or from a pipe; Ctrl-D ends it.
+Lines come from the keyboard or from a pipe. Ctrl-D ends the chat.
 """
 
 import sys
@@ -14,7 +14,7 @@ model, tokenizer = weir.load(sys.argv[1] if len(sys.argv) > 1 else "nano")
 stream = weir.Stream(model, "streaming_llm(budget=256)", seed=0)
 conversation = Conversation(stream, tokenizer)
 if tokenizer.chat_template is None:
-    print("This model has no chat template: it goes on from what you write.")
+    print("This model has no chat template: it continues what you write.")
 
 while True:
     try:

@@ -1,9 +1,10 @@
-"""Read one prompt once, and let it have many answers.
+"""Read a prompt once, and generate many answers to it.
 
     python examples/fork_a_prompt.py [MODEL]
 
-`take_row` gives all that a row of a cache is, and `put_row` puts it into as many rows of another
-as you like: a prompt of a million tokens costs one reading, and each answer a copy of fixed size.
+`take_row` returns the whole state of a row of a cache, and `put_row` puts it into any number of
+rows of another cache. A prompt of a million tokens is read once, and each answer costs one copy
+of a fixed size.
 """
 
 import sys

@@ -1,9 +1,9 @@
-"""Go on with many texts at once: a batch of rows of different lengths, each as if it were alone.
+"""Continue many texts of different lengths in one batch, each as if it were alone.
 
     python examples/many_texts.py [MODEL]
 
-Rows are padded on the left, as transformers wants it; padding never enters the cache. Each row
-has its slots, is folded by its own tokens, and may end when it likes.
+Pad the texts on the left. Padding never enters the cache. Each row has separate slots, its own
+tokens decide what stays in them, and it can end before the others.
 """
 
 import sys

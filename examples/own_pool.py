@@ -1,9 +1,9 @@
-"""A pool of one's own: milestones, tokens at even distances over the whole past.
+"""Write a pool: milestones, which are tokens at equal distances over the whole past.
 
     python examples/own_pool.py [MODEL]
 
-A place in the stream counts the more the oftener two divides it. With four slots and 100 tokens
-read, those are 64, 32, 96, and 16. The further the stream goes the wider they stand, and no
+The score of a place in the stream is the largest power of two that divides it. After 100 tokens,
+the four best places are 64, 32, 96 and 16. The longer the stream, the wider the distances. No
 random number is drawn.
 """
 
@@ -35,9 +35,9 @@ model, tokenizer = weir.load(sys.argv[1] if len(sys.argv) > 1 else "nano")
 ids = tokenizer(read_text(BOOK)[:6_000]).input_ids
 for policy in ("sink(4) | recent(252)", "sink(4) | recent(236) | milestones(16)"):
     stream = weir.Stream(model, policy)
-    nll = stream.score(ids)[0, 1:]  # the first token has nothing before it
+    nll = stream.score(ids)[0, 1:]  # nothing predicts the first token
     print(f"{policy}: perplexity {nll.mean().exp():.1f} over {stream.seen:,} tokens")
 
 slots = stream.slots(layer=0)
 mine = slots.pool == slots.pools.index("milestones")
-print("milestones stand at", sorted(slots.position[mine & (slots.position >= 0)].unique().tolist()))
+print("milestones are at", sorted(slots.position[mine & (slots.position >= 0)].unique().tolist()))

@@ -1,10 +1,11 @@
-"""Read a book far past the window, and ask for what its first page said.
+"""Read a book far past the model's window, and ask what its first page said.
 
     python examples/read_a_book.py [MODEL]
 
 Two policies read the same 1,500 tokens with 256 slots. `streaming_llm` keeps the first four
-tokens and the newest, `kcenter` tokens whose keys lie far apart: in a novel, numbers are such.
-`dense` keeps all and is asked after 200: where a model cannot answer then, no policy forgets.
+tokens and the newest ones. `kcenter` keeps tokens whose keys are far apart; in a novel, numbers
+are. `dense` keeps every token and is asked after 200 tokens. If it cannot answer, the model cannot,
+and the other two policies say nothing about forgetting.
 """
 
 import sys

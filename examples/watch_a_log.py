@@ -1,11 +1,11 @@
-"""Follow a log, point at the lines that surprise, and ask about a line that was read long ago.
+"""Follow a log, show the surprising lines, and ask about a line that was read long ago.
 
     python examples/watch_a_log.py [MODEL] [FILE] [QUESTION]
 
-Every line is read once, in a cache of fixed size. What it is worth is how surprising its tokens
-are, given all before it: the odd ones stand out. The text goes into an archive, so that `recall`
-finds a line again however long ago it was read. Without a file it makes up a log, with odd lines in
-it.
+Every line is read once, in a cache of fixed size. The script prints the lines whose tokens are
+most surprising after the lines before them. The text also goes into an archive, so `recall` finds
+a line however long ago it was read. If you name no file, the script makes up a log that has a few
+odd lines.
 """
 
 import random
@@ -30,11 +30,11 @@ stream = weir.Stream(
     model,
     "sink(4) | recent(124) | kcenter(128)",
     chunk=32,
-    archive=weir.Archive(),  # or a path, to keep it
+    archive=weir.Archive(),  # in memory; give a path to keep it
     tokenizer=tokenizer,
 )
 stream.feed(tokenizer("The log:\n").input_ids)
-places, nats = [], []  # where each line stands in the stream, and how surprising it was
+places, nats = [], []  # where each line is in the stream, and how surprising it was
 for line in lines:
     start = stream.seen
     nats.append(float(stream.score(tokenizer(f"{line}\n", add_special_tokens=False)).sum()))
@@ -43,7 +43,7 @@ for line in lines:
 print(f"{len(lines):,} lines, {stream.seen:,} tokens, {stream.nbytes:,} bytes")
 held = {it.token for it in stream.holding().tokens()}
 kept = [mean(place in held for place in where) for where in places]
-# The first lines surprise by being the first, and the newest are all still there.
+# The first lines are surprising because nothing comes before them. The newest are all still held.
 middle = [n for n in range(10, len(lines)) if places[n][-1] < stream.seen - 160]
 odd = [n for n in middle if nats[n] > 2.5 * median(nats)]
 for n in odd:

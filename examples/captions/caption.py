@@ -1,13 +1,14 @@
 """The task `caption`: images described in a sentence, by BLEU, ROUGE-L and CIDEr.
 
-BalanceKV (Han et al. 2025), section 4.5 and Table 4: InternVL2.5-8B on MS COCO, caches compressed
-to a fourth and a sixteenth. For models that see images; their own processor reads the files.
+This is the task of BalanceKV (Han et al. 2025), section 4.5 and Table 4: InternVL2.5-8B on MS COCO,
+with caches compressed to a quarter and a sixteenth. It is for models that read images. The model's
+own processor reads the files.
 
     weir --import examples/captions/caption.py eval --model seer --policies "dense, balancekv" \
         --task 'caption(captions="seer/captions.json", images="seer/images", most=16)'
 
 Needs `pip install '.[eval,images]'`. COCO's evaluation (Chen et al. 2015, section 3) splits words
-with a tokenizer in Java; `words` does nearly the same in a line. METEOR is left out.
+with a tokenizer in Java. `words` does nearly the same in one line. METEOR is left out.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Caption(Task):
             The figures of `metrics`, CIDEr from 0 to 10 and the others from 0 to 1; "asked";
             "missing", the reasons for images that cannot be read; "answers"; and `costs`.
         """
-        caption_scores(["ready"], [["ready"]])  # a missing package is found now, not in hours
+        caption_scores(["ready"], [["ready"]])  # find a missing package now, not in hours
         processor = load_cached_processor(subject.name, subject.loading)
         entries = read_captions(self.captions)
         folder = Path(self.images).expanduser()

@@ -1,12 +1,12 @@
-"""Train a tiny model that sees, from nothing and in minutes, on drawings of colored shapes.
+"""Train a tiny model that reads images, from scratch and in minutes, on drawings of colored shapes.
 
     python examples/captions/drawings.py --out seer
 
-"a red circle left of a blue square": two shapes, their colors and how they lie are all there is to
-see, so that the task beside it has a figure on any machine. The model is a LLaVA (Liu et al. 2023,
-"Visual Instruction Tuning"): a CLIP-shaped vision tower, a projector, a Llama. What is written is
-an ordinary transformers folder with its processor, and beside it drawings that were not trained on,
-with captions in COCO's format.
+Each drawing has two shapes, as in "a red circle left of a blue square". With this model, the task
+in caption.py can run on any machine. The model is a LLaVA (Liu et al. 2023, "Visual Instruction
+Tuning"): a CLIP-shaped vision tower, a projector and a Llama. The script writes an ordinary
+transformers folder with the model and its processor. The folder also has drawings that the model
+was not trained on, with captions in COCO's format.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ COLORS = {
 }
 SHAPES = ("circle", "square", "triangle")
 RELATIONS = {"left of": "right of", "above": "below"}
-"""How the first shape of a caption lies to the second, and the second to the first."""
+"""Relation of the first shape to the second, and of the second to the first."""
 GRAY = (128, 128, 128)
-"""The ground, which the processor makes zeros of."""
+"""Background color, which the processor turns into zeros."""
 SIDE, PATCH = 64, 8
 """Pixels of a drawing and of a patch: 64 patches, each a token."""
 PAD, BEGIN, END, UNKNOWN, IMAGE = "<pad>", "<s>", "</s>", "<unk>", "<image>"
 IGNORED = -100
-"""The label of what is not to be learned."""
+"""Label of tokens that the loss ignores."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Scene:
 
     Attributes:
         one, other: a shape as (color, form).
-        relation: how the one lies to the other.
+        relation: where the first shape is, relative to the other.
     """
 
     one: tuple[str, str]
@@ -64,12 +64,12 @@ class Scene:
 
     @property
     def caption(self) -> str:
-        """What is to be said of it."""
+        """The caption that the model learns."""
         return f"{_named(self.one)} {self.relation} {_named(self.other)}"
 
     @property
     def captions(self) -> tuple[str, ...]:
-        """That, and other ways to say it, as several people would."""
+        """That caption and other ways to say it, as several people would write them."""
         return (
             self.caption,
             f"{_named(self.other)} {RELATIONS[self.relation]} {_named(self.one)}",
@@ -79,16 +79,16 @@ class Scene:
 
 @dataclass(frozen=True)
 class ImageRecipe:
-    """How the captioner is made.
+    """Settings for making and training the captioner.
 
     Attributes:
-        steps: of training.
+        steps: training steps.
         rows: drawings in a step.
         held_out: drawings that are kept for measuring.
-        width: of the hidden states of both towers.
-        layers: of each tower.
+        width: width of the hidden states of both towers.
+        layers: layers of each tower.
         rate: the highest learning rate.
-        seed: of drawings, weights and order.
+        seed: seed of drawings, weights and order.
     """
 
     steps: int = 2500
@@ -108,7 +108,7 @@ class ImageRecipe:
 
 
 def scenes() -> list[Scene]:
-    """Every scene of two different shapes, in one order."""
+    """Every scene of two different shapes, in a fixed order."""
     things = list(product(COLORS, SHAPES))
     return [
         Scene(one, other, relation)
@@ -118,7 +118,7 @@ def scenes() -> list[Scene]:
 
 
 def draw(scene: Scene, dice: random.Random) -> Any:
-    """A drawing of a scene, its shapes of any size and place that are true to it: a PIL image."""
+    """Draw a scene as a PIL image; sizes and places are random within the relation."""
     from PIL import Image, ImageDraw
 
     picture = Image.new("RGB", (SIDE, SIDE), GRAY)
@@ -142,7 +142,7 @@ def draw(scene: Scene, dice: random.Random) -> Any:
 
 
 def make_captioner(recipe: ImageRecipe) -> tuple[PreTrainedModel, ProcessorMixin]:
-    """The model with new weights, and its processor.
+    """Make the model with new weights, and its processor.
 
     Raises:
         WeirError: Pillow is not installed.
@@ -184,7 +184,7 @@ def make_captioner(recipe: ImageRecipe) -> tuple[PreTrainedModel, ProcessorMixin
     torch.manual_seed(recipe.seed)
     model = LlavaForConditionalGeneration(config)
     with torch.no_grad():
-        # As large as what a patch is embedded to: at CLIP's own size, places are learned last.
+        # As large as the embedding of a patch. With CLIP's own size, places are learned last.
         for name, weight in model.named_parameters():
             if "position_embedding" in name:
                 weight.normal_(std=0.3)
@@ -200,13 +200,13 @@ def train_captioner(
 ) -> dict[str, Any]:
     """Train a captioner and write it to a folder.
 
-    The folder holds the model with its processor, `loss.csv`, and of drawings that were not trained
-    on `captions.json` (COCO's format) and `images/`.
+    The folder gets the model with its processor and `loss.csv`. It also gets the drawings that
+    the model was not trained on, in `images/` and `captions.json` (COCO's format).
 
     Args:
-        recipe: how it is made.
-        out: the folder; made if it is not there.
-        on_step: told after each step how many are done, of how many, and its loss.
+        recipe: settings.
+        out: the folder; created if it does not exist.
+        on_step: called after each step with the number of steps done, their total, and the loss.
 
     Returns:
         "parameters", "loss" of the last step, "right": the share of held-out drawings described
@@ -214,7 +214,7 @@ def train_captioner(
 
     Raises:
         WeirError: Pillow is not installed, the folder holds a model or cannot be written, or the
-            loss is no number.
+            loss is not a finite number.
     """
     if (out / "config.json").exists():
         raise WeirError(f"the folder {out} holds a model already; name another")
@@ -265,7 +265,7 @@ def _named(thing: tuple[str, str]) -> str:
 
 
 def _parted(recipe: ImageRecipe) -> tuple[list[Scene], list[Scene]]:
-    """Scenes to train on, and scenes that are kept."""
+    """Scenes to train on, and held-out scenes."""
     every = scenes()
     random.Random(recipe.seed).shuffle(every)
     if recipe.held_out >= len(every):

@@ -1,12 +1,13 @@
 """The baseline: n-grams of token ids under interpolated modified Kneser-Ney smoothing.
 
 Chen & Goodman 1999, "An empirical study of smoothing techniques for language modeling", section 3:
-a seen n-gram gives up a discount that depends on its count (1, 2, or 3 and more). What a context
-gains in this way goes to the next shorter one, whose n-grams count not by how often they occur but
-by how many different tokens they follow. Below single tokens lies the uniform distribution.
+each n-gram that was seen gives up a discount that depends on its count (1, 2, or 3 and more). The
+discounts of a context go to the next shorter context. There, an n-gram counts not by how often it
+occurs, but by how many different tokens it follows. Below single tokens is the uniform
+distribution.
 
-The model knows nothing about text or tokenizers; only `main` does. An n-gram is one integer, its
-first token in the highest bits, so that sorted n-grams stand together by context.
+The model works on token ids. Only `main` reads text and uses a tokenizer. An n-gram is one integer
+with its first token in the highest bits, so sorting groups n-grams by context.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """StreamingLLM's figures (Xiao et al. 2024), and which of its claims the measured figures support.
 
-A model *needs* something where perplexity without it is more than 1 % higher, and *does without* it
-where it is less than 1 % higher; the whole 95 % interval, over pairs of the same 500 tokens, has to
-lie on one side. Otherwise nothing is settled. That a sink is enough is not settled either for a
-model that does well without any. The rules were fixed before there were figures.
+A model *needs* something if perplexity without it is more than 1% higher, and *does without* it if
+perplexity is less than 1% higher. In both cases the whole 95% interval, over pairs of the same 500
+tokens, must be on one side. Otherwise the claim is open. The claim that a sink is enough is also
+open for a model that does well without any. These rules were fixed before anything was measured.
 """
 
 from __future__ import annotations

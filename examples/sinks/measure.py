@@ -1,7 +1,7 @@
 """Measures of a trained model: streaming loss by cache configuration, abilities, attention shares.
 
-Every model is measured on the same tokens of text. The tokens that a model puts in front of a text
-come in addition and are never scored.
+Every model is measured on the same tokens of text. Tokens that a model puts in front of a text are
+added and never scored.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python examples/sinks/sinks.py --text books.txt.xz --out sinks
 
-trains models with no sink, a Zero Sink, one and two learnable sinks, streams held-out books with 0,
-1, 2 and 4 initial tokens kept, and writes tables, plots and a page into the folder. An interrupted
-run goes on: training at its last checkpoint, measuring at the last figure.
+The script trains models with no sink, a Zero Sink, and one and two learnable sinks. It streams
+held-out books through them with 0, 1, 2 and 4 initial tokens kept, and writes tables, plots and a
+page into the folder. An interrupted run continues from the last checkpoint or figure.
 """
 
 from __future__ import annotations

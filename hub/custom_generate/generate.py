@@ -1,4 +1,4 @@
-"""`generate()` in a cache of fixed size, as transformers loads it from a folder or the Hub."""
+"""`generate()` in a cache of fixed size, which transformers loads from this folder or the Hub."""
 
 import weir
 from weir.models import CACHE
@@ -19,10 +19,10 @@ def generate(
 
     Args:
         model: the model whose `generate` was called.
-        policy, chunk, seed, positions, prefill: of the cache, as for `weir.StreamingCache`.
-        cache: a `weir.StreamingCache` to continue in; the arguments for a new one are ignored then.
-        past_key_values: the same, as transformers before 5.24 calls it.
-        asked: all that `generate` was asked for, a streamer too.
+        policy, chunk, seed, positions, prefill: arguments of `weir.StreamingCache`.
+        cache: a `weir.StreamingCache` to continue in; the arguments above are ignored then.
+        past_key_values: the same, under the name that transformers before 5.24 uses.
+        asked: all other arguments of `generate`, including a streamer.
 
     Returns:
         What `model.generate` returns.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import doctest
+import io
 import re
 import shlex
 from collections.abc import Callable, Iterator
@@ -48,9 +50,25 @@ def pages() -> list[str]:
     return [str(path.relative_to(ROOT)) for path in paths]
 
 
+SHOWN = re.compile(r"\)  # ([<{\[\"'\d].*|[A-Z]\w+\(.*)$")
+"""A comment after a `print` that shows what is printed; other comments explain."""
+
+
+def pattern(shown: str) -> re.Pattern[str]:
+    """What output must be like to be as shown: `…` is anything."""
+    return re.compile(".*".join(map(re.escape, shown.split("…"))), re.DOTALL)
+
+
 def run(code: str, page: str, space: dict[str, Any]) -> None:
-    """Run a block as a module of its own would be run."""
-    exec(compile(code, page, "exec", dont_inherit=True), space)
+    """Run a block as a separate module, and compare what it prints with the comments."""
+    lines = code.splitlines()
+    for statement in ast.parse(code, page).body:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            part = ast.Module([statement], [])
+            exec(compile(part, page, "exec", dont_inherit=True), space)
+        if shown := SHOWN.search(lines[(statement.end_lineno or 0) - 1]):
+            assert pattern(shown[1]).fullmatch(printed.getvalue().rstrip("\n"))
 
 
 @pytest.fixture

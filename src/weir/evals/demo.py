@@ -394,9 +394,10 @@ def write_excerpt(result: dict[str, Any], folder: Path) -> None:
         heads += [f"right after {story['away']:,} tokens"]
     rows = [
         [
-            f"`{policy['policy']}`",
+            # A pipe would end the cell.
+            f"`{policy['policy']}`".replace("|", r"\|"),
             f"{policy['ppl']:,.1f}",
-            f"{policy['kv_bytes'] / 1e6:,.1f} MB",
+            _format_bytes(policy["kv_bytes"]),
             *(f"{policy[key]} of {count}" for key in ("soon", "knows") if story and key in policy),
         ]
         for policy in result["policies"]
@@ -405,6 +406,11 @@ def write_excerpt(result: dict[str, Any], folder: Path) -> None:
     plot = _plot(result, result["policies"], "ppl_by_block", "perplexity", log=True)
     (folder / "table.md").write_text(table + "\n", "utf-8")
     (folder / "perplexity.svg").write_text(plot + "\n", "utf-8")
+
+
+def _format_bytes(count: int) -> str:
+    """Format bytes so that caches of almost the same size can be told apart."""
+    return f"{count / 1e6:,.1f} MB" if count >= 1e6 else f"{count / 1e3:,.1f} kB"
 
 
 def _look(choices: tuple[Any, ...], result: dict[str, Any], policy: dict[str, Any]) -> Any:
