@@ -837,7 +837,18 @@ class StreamingCache(Cache):
                 "saved session"
             )
 
-    # --- for the hooks of the model
+    # --- for callers of the model, and its hooks
+
+    def run_step(self, ids: Tensor) -> Tensor | None:
+        """Run a step of the model without calling it, from token ids [batch, 1] to logits [batch,
+        1, vocabulary]; None, and nothing has happened, where the model has to be called.
+
+        It is what the model would do, errors included, in a fraction of the calls.
+        """
+        model = self._model()
+        if model is None or ids.shape[1] != 1:
+            return None
+        return self.attachment.run_step(model, self, self.stack.slots, ids)
 
     def begin(self, given: dict[str, Any], without: tuple[int, ...] = ()) -> Forward:
         """Begin a forward; `given` are the decoder's arguments by name.

@@ -162,6 +162,42 @@ class Attachment:
         reason = engine.why_not(slots, rows)
         return {"run": engine.run if reason is None else "eager", "reason": reason}
 
+    def run_step(
+        self, model: nn.Module, cache: StreamedCache, slots: StepSlots, ids: Tensor
+    ) -> Tensor | None:
+        """Run a step of a model without calling it, where the engine runs whole steps.
+
+        Args:
+            model: the causal language model around the decoder.
+            cache: a cache of it.
+            slots: of the cache.
+            ids: a token of each row [batch, 1].
+
+        Returns:
+            The logits [batch, 1, vocabulary]; None, and nothing has happened, where the model has
+            to be called.
+        """
+        engine = self.engine
+        if engine is None or self.facts.images is not None or torch.is_grad_enabled():
+            return None
+        with self._lock:
+            run = engine.whole_step(model, slots)
+            if run is None or self._running is not None:
+                return None
+            running = cache.begin({"input_ids": ids, CACHE: cache})
+            try:
+                step = running.step()
+                logits = None if step is None else run(step, running.given["input_ids"])
+                if step is None or logits is None:
+                    return None
+                running.commit_step(step)
+            except BaseException as error:
+                running.abandon(error)
+                raise
+            running.finish()
+            cache.end()
+            return logits
+
     def leave(self) -> None:
         """Remove all hooks and restore the model."""
         for patch in (self._forward, *self._patches):

@@ -13,7 +13,9 @@ understood is refused by name, and the model's own steps run.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,12 +23,21 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from weir import kernels
-from weir.models import CACHE, Given, ModelSpec, OwnForward, attention_modules, has_hooks, say_once
+from weir.models import (
+    CACHE,
+    Given,
+    ModelSpec,
+    OwnForward,
+    RunWhole,
+    attention_modules,
+    has_hooks,
+    say_once,
+)
 from weir.native import dispatch
 from weir.native.check import check_program
-from weir.native.form import DecoderForm, NotNative, read_decoder
-from weir.native.program import OutOfDate, StepProgram
-from weir.native.proof import prove
+from weir.native.form import DecoderForm, NotNative, read_decoder, read_model
+from weir.native.program import OutOfDate, StepProgram, Whole
+from weir.native.proof import prove, prove_model
 from weir.native.watch import Watch
 from weir.slab import AttentionParams, Step, StepSlots
 
@@ -68,6 +79,7 @@ class NativeStep:
         self._compiling: threading.Thread | None = None
         self._waited = False
         self._proved: set[Any] = set()
+        self._whole: tuple[weakref.ref[nn.Module], Whole | None] | None = None
         try:  # the kernel is often there before the first step is
             read_decoder(self._decoder, self._attentions())
         except NotNative:
@@ -78,7 +90,11 @@ class NativeStep:
         """Read the decoder's form and prove it, unless that holds; see `StepEngine.prepare`."""
         if self._watch is not None and self._watch.holds():
             return
-        self._watch = Watch(self._decoder)
+        parts = (getattr(self._decoder, name, None) for name in ("layers", "norm"))
+        rotary = getattr(self._decoder, "rotary_emb", None)  # caches watch the rest of it
+        # The decoder's own hooks run around every kind of step.
+        self._watch = Watch(self._decoder, parts, [rotary] if isinstance(rotary, nn.Module) else [])
+        self._whole = None
         self._form, self._reason, self._proved = None, None, set()
         try:
             with torch.no_grad():
@@ -117,7 +133,8 @@ class NativeStep:
             if slots.refused is not None and slots.refused[0] == key:
                 return None
             try:
-                program = StepProgram(form, self._params, watch, step)
+                whole = self._read_whole(form, slots)
+                program = StepProgram(form, self._params, watch, step, whole)
                 if program.sizes not in self._proved:
                     embedded, whole = self._trial_embedding(given, batch), not self._proved
                     check_program(program, form, step, embedded, whole)
@@ -139,6 +156,49 @@ class NativeStep:
         hidden = program.run(self._embedded(given), step)
         step.largest = program.largest
         return BaseModelOutputWithPast(last_hidden_state=hidden, **{CACHE: given.get(CACHE)})
+
+    def whole_step(self, model: nn.Module, slots: StepSlots) -> RunWhole | None:
+        """Return what runs a model's steps; see `StepEngine.whole_step`."""
+        program = slots.program
+        if slots.asker is None or slots.asker() is not model:
+            slots.asker, slots.program = weakref.ref(model), None
+            return None
+        if not isinstance(program, StepProgram) or program.whole is None:
+            return None
+        return partial(self._run_whole, program)
+
+    def _run_whole(self, program: StepProgram, step: Step, ids: Tensor) -> Tensor | None:
+        whole, watch = program.whole, self._watch
+        assert whole is not None
+        if kernels.is_compiling() or torch.is_autocast_enabled("cpu") or ids.shape[1] != 1:
+            return None
+        if watch is None or not watch.holds() or not program.fits(watch, step):
+            return None
+        if not whole.watch.holds():
+            self._whole = step.slots.program = None
+            return None
+        logits = program.run_whole(ids, step)
+        step.largest = program.largest
+        return logits
+
+    def _read_whole(self, form: DecoderForm, slots: StepSlots) -> Whole | None:
+        """Return the model whose logits are asked for, if whole steps compute what it does."""
+        model = None if slots.asker is None else slots.asker()
+        if model is None:
+            return None
+        known = self._whole
+        if known is None or known[0]() is not model:
+            self._whole = known = weakref.ref(model), None
+            try:
+                with torch.no_grad():
+                    made = read_model(model, self._decoder, form)
+                    prove_model(model, self._decoder, made, form.norm.width)
+                parts, decoder = (made.embedding, made.head.module), self._decoder
+                watch = Watch(model, parts, [model, decoder])
+                self._whole = known = known[0], Whole(known[0], made, watch)
+            except Exception:  # then steps are the decoder's, whose outputs the model takes on
+                pass
+        return known[1]
 
     def why_not(self, slots: StepSlots, rows: int) -> str | None:
         """Return why steps over a cache's slots are the model's own; see `StepEngine.why_not`."""

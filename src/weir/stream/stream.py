@@ -537,6 +537,10 @@ class Stream:
             mask[list(without)] = 0
             more["attention_mask"] = mask
         with torch.no_grad():
+            if not more and piece.embeddings is None and self.model is self._served:
+                found = cache.run_step(piece.ids)
+                if found is not None:
+                    return found
             more |= {CACHE: cache, "use_cache": True}
             logits: Tensor = self.model(**piece.given, **more).logits
         return logits

@@ -103,7 +103,8 @@ class ModelRunner:
         self.sizes: tuple[int, ...] = ()
         self._model = model
         self._cache = cache
-        self._device = input_device(transformers_model(model))
+        self._served = transformers_model(model)
+        self._device = input_device(self._served)
 
     def run(self, tokens: Mapping[int, list[int]]) -> tuple[Tensor, dict[int, WeirError]]:
         """Call the model once; if it raises, no row has changed, unless `cache.broken`.
@@ -121,14 +122,18 @@ class ModelRunner:
         if any(len(part) < width for part in parts):
             mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in parts])
         with self._cache.only(first, stop):
-            out = self._model(
-                input_ids=ids.to(self._device),
-                attention_mask=None if mask is None else mask.to(self._device),
-                use_cache=True,
-                logits_to_keep=1,
-                **{CACHE: self._cache},
-            )
-        logits: Tensor = out.logits[:, -1]
+            ids, found = ids.to(self._device), None
+            if mask is None and self._model is self._served:
+                found = self._cache.run_step(ids)
+            if found is None:
+                found = self._model(
+                    input_ids=ids,
+                    attention_mask=None if mask is None else mask.to(self._device),
+                    use_cache=True,
+                    logits_to_keep=1,
+                    **{CACHE: self._cache},
+                ).logits
+        logits: Tensor = found[:, -1]
         index = [row - first for row in tokens]
         if index != list(range(len(logits))):
             logits = logits[index]
