@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
@@ -48,7 +49,6 @@ from weir.models import (
     attach,
     detach,
     input_device,
-    rotary_of,
     transformers_model,
     weights_of,
 )
@@ -839,16 +839,17 @@ class StreamingCache(Cache):
 
     # --- for callers of the model, and its hooks
 
-    def run_step(self, ids: Tensor) -> Tensor | None:
-        """Run a step of the model without calling it, from token ids [batch, 1] to logits [batch,
-        1, vocabulary]; None, and nothing has happened, where the model has to be called.
+    def run_step(self, tokens: list[int]) -> Tensor | None:
+        """Run a step of the model without calling it: a token of each row goes in, and logits
+        [batch, vocabulary] come out.
 
-        It is what the model would do, errors included, in a fraction of the calls.
+        Returns None, and nothing has happened, where the model has to be called: where the engine
+        runs no whole steps, or a token is refused.
         """
         model = self._model()
-        if model is None or ids.shape[1] != 1:
+        if model is None:
             return None
-        return self.attachment.run_step(model, self, self.stack.slots, ids)
+        return self.attachment.run_step(model, self, self.stack.slots, tokens)
 
     def begin(self, given: dict[str, Any], without: tuple[int, ...] = ()) -> Forward:
         """Begin a forward; `given` are the decoder's arguments by name.
@@ -873,10 +874,35 @@ class StreamingCache(Cache):
             twice=self._twice,
             is_pad=self._is_pad,
         )
+        return self._start(given, begun, without)
+
+    def begin_step(self, tokens: list[int]) -> Forward | None:
+        """Begin a forward of one token of each row, by a few calls; None where `begin` has more to
+        look at, as after padding or with a token out of range.
+        """
+        self._check_whole()
+        if self not in self.attachment.caches or self._repeating or self._twice:
+            return None
+        facts = self.attachment.facts
+        begun = self.rows.begin_step(
+            tokens,
+            vocabulary=facts.vocabulary,
+            chunk=self.chunk,
+            origin=self.origin,
+            device=self._device,
+        )
+        if begun is None:
+            return None
+        self.stack.failed, self.stack.folded, self.stack.again = {}, None, {}
+        return self._start({"input_ids": np.array(tokens)[:, None]}, begun, ())
+
+    def _start(
+        self, given: dict[str, Any], begun: BegunForward, without: tuple[int, ...]
+    ) -> Forward:
         self.only_new = False
         known, model = self._known_places, self._model()
         if model is not None and self._rotaries:
-            rotary = rotary_of(model)
+            rotary = self._rotary_watch.find(model, self.attachment.facts.decoder)
             self.attachment.hook_rotary(rotary)
             self._rotary_watch.check(rotary)
         if known is not None and model is not None and self.origin + max(begun.after.seen) > known:

@@ -210,7 +210,7 @@ class Forward:
 
     def step(self) -> Step | None:
         """Return the call as a decode step; None if it cannot be one."""
-        if not self.plan.step or torch.is_grad_enabled():
+        if not self.plan.step:
             return None
         (segment,) = self.plan.segments
         return None if segment.pictured is not None else self.stack.step(segment)
@@ -220,7 +220,7 @@ class Forward:
         assert step.largest is not None
         (segment,) = self.plan.segments
         # One check of all layers; one a layer only if it fails.
-        whole = math.isfinite(step.largest.amax().item())
+        whole = math.isfinite(step.largest.amax().item() if step.top is None else step.top)
         self._stored = whole and not segment.due and not self.stack.moves_on_axes
         if self._stored:
             return

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -219,25 +219,37 @@ class ForwardPlan:
             slices.
         step: one column, so at most one token a row; tails may be unequally full. A row without a
             token writes into the slot that waits for its next one, and does not advance.
-        positions: each column's place in the stream [batch or 1, length], int64; undefined
-            where a column holds no token. For a model with three axes the place on them, with
-            images among the columns one on each axis [batch, length, 3].
         prefill: fold the prompt once, after exact attention (`prefill="full"`): one segment.
+
+    Args:
+        placed: `positions`, or each row's first place, where all columns hold tokens.
     """
 
     segments: list[Segment]
     length: int
     regular: bool
     step: bool
-    positions: Tensor
+    placed: Tensor | list[int]
     prefill: bool = False
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Each column's place in the stream [batch or 1, length], int64; undefined where a column
+        holds no token.
+
+        For a model with three axes the place on them, with images among the columns one on each
+        axis [batch, length, 3].
+        """
+        if isinstance(self.placed, Tensor):
+            return self.placed
+        return _positions(None, self.length, self.placed, self.segments[0].device)
 
     def on(self, device: torch.device) -> ForwardPlan:
         """Copy the plan for a layer on another device than the token ids."""
         if all(segment.device == device for segment in self.segments):
             return self
         moved = [segment.on(device) for segment in self.segments]
-        return replace(self, segments=moved, positions=self.positions.to(device))
+        return replace(self, segments=moved, placed=self.positions.to(device))
 
     def after(self, seen: list[int], waiting: list[int]) -> tuple[list[int], list[int]]:
         """Return the tokens seen and the tokens in the tail of each row after this plan."""
@@ -274,12 +286,11 @@ def plan_forward(
     """
     marks = [Marks()] * batch if marks is None else marks
     if real is None and length == 1 and not prefill:  # a decode step
-        columns = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        columns = _first_columns(batch, device)
         due = [row for row, held in enumerate(waiting) if held + 1 == chunk]
         kept = list(seen), list(waiting)
         segment = Segment(columns, [1] * batch, *kept, due, origin, device, marks)
-        positions = _positions(None, 1, [origin + n for n in seen], device)
-        return ForwardPlan([segment], 1, segment.in_step, True, positions)
+        return ForwardPlan([segment], 1, segment.in_step, True, [origin + n for n in seen])
     if real is None:
         columns = torch.arange(length, device=device).expand(batch, length)
         left = [length] * batch
@@ -316,6 +327,13 @@ def plan_forward(
     return ForwardPlan(segments, length, regular, step, positions, prefill)
 
 
+@lru_cache(maxsize=64)
+def _first_columns(batch: int, device: torch.device) -> Tensor:
+    """The columns of a step [batch, 1], which nobody writes to."""
+    with torch.inference_mode(False):
+        return torch.zeros(batch, 1, dtype=torch.int64, device=device)
+
+
 def _positions(real: Tensor | None, length: int, begin: list[int], device: torch.device) -> Tensor:
     """`ForwardPlan.positions`, for rows that begin at the places `begin`."""
     if real is not None:
@@ -340,7 +358,7 @@ def place_on_axes(
     ahead = torch.tensor(drift, device=plan.positions.device)
     if offsets is None:
         segments = [replace(segment, drift=ahead) for segment in plan.segments]
-        return replace(plan, segments=segments, positions=plan.positions + ahead[:, None]), drift
+        return replace(plan, segments=segments, placed=plan.positions + ahead[:, None]), drift
     offsets = offsets.to(ahead.device)
     steps = offsets[:, :, 4] if real is None else offsets[:, :, 4] * real
     clock = plan.segments[0].start + ahead
@@ -354,7 +372,7 @@ def place_on_axes(
         segments.append(replace(segment, drift=clock - segment.after, pictured=pictured))
     positions = begins[:, :, None] + offsets[:, :, :3]
     then: list[int] = (clock - segments[-1].after).tolist()
-    return replace(plan, segments=segments, positions=positions), then
+    return replace(plan, segments=segments, placed=positions), then
 
 
 def _clock_after(segment: Segment, before: Tensor, after: Tensor) -> Tensor:
@@ -542,6 +560,29 @@ class Rows:
             tail,
         )
         return BegunForward(plan, after.keeping(before, out), refused, ids, again)
+
+    def begin_step(
+        self, tokens: list[int], *, vocabulary: int, chunk: int, origin: int, device: torch.device
+    ) -> BegunForward | None:
+        """Plan a forward of one token of each row, as `begin` does; None where there is more to
+        check than that.
+
+        Args:
+            tokens: the token of each row.
+            vocabulary, chunk, origin: as for `begin`.
+            device: of the model's inputs.
+        """
+        batch = len(tokens)
+        if batch != len(self.seen) or any(self.ended) or any(self.drift):
+            return None
+        if min(tokens) < 0 or max(tokens) >= vocabulary:
+            return None
+        held = self.seen, self.waiting, chunk, device
+        plan = plan_forward(None, batch, 1, *held, origin=origin, marks=self.marks)
+        counts = plan.after(self.seen, self.waiting)
+        claimed = [count + 1 for count in self.claimed]
+        rest = claimed, list(tokens), [False] * batch, self.marks, self.drift, self.tail
+        return BegunForward(plan, Rows(self.columns + 1, *counts, *rest), {}, None)
 
     def _repeat(
         self, ids: Tensor | None, real: Tensor | None, plan: ForwardPlan, chunk: int

@@ -163,7 +163,7 @@ class Attachment:
         return {"run": engine.run if reason is None else "eager", "reason": reason}
 
     def run_step(
-        self, model: nn.Module, cache: StreamedCache, slots: StepSlots, ids: Tensor
+        self, model: nn.Module, cache: StreamedCache, slots: StepSlots, tokens: list[int]
     ) -> Tensor | None:
         """Run a step of a model without calling it, where the engine runs whole steps.
 
@@ -171,23 +171,23 @@ class Attachment:
             model: the causal language model around the decoder.
             cache: a cache of it.
             slots: of the cache.
-            ids: a token of each row [batch, 1].
+            tokens: a token of each row.
 
         Returns:
-            The logits [batch, 1, vocabulary]; None, and nothing has happened, where the model has
-            to be called.
+            The logits [batch, vocabulary]; None, and nothing has happened, where the model has to
+            be called.
         """
         engine = self.engine
-        if engine is None or self.facts.images is not None or torch.is_grad_enabled():
+        if engine is None or self.facts.images is not None:
             return None
         with self._lock:
             run = engine.whole_step(model, slots)
-            if run is None or self._running is not None:
+            running = None if run is None or self._running is not None else cache.begin_step(tokens)
+            if run is None or running is None:
                 return None
-            running = cache.begin({"input_ids": ids, CACHE: cache})
             try:
                 step = running.step()
-                logits = None if step is None else run(step, running.given["input_ids"])
+                logits = None if step is None else run(step, tokens)
                 if step is None or logits is None:
                     return None
                 running.commit_step(step)
@@ -265,6 +265,7 @@ class Attachment:
         for name in _MORE:
             asked = given.get(name)
             plain |= bool(getattr(config, name, False) if asked is None else asked)
+        plain |= torch.is_grad_enabled()
         step = None if self.engine is None or plain else running.step()
         if self.engine is not None and step is not None:
             output = self.engine.step(step, given, own)

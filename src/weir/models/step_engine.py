@@ -19,8 +19,8 @@ Given = dict[str, Any]
 """A decoder's arguments by name; transformers decides what they are."""
 OwnForward = Callable[..., BaseModelOutputWithPast]
 """A decoder's own forward."""
-RunWhole = Callable[[Step, Tensor], Tensor | None]
-"""Runs a step of tokens [batch, 1] as `StepEngine.step` does, and returns logits [batch, 1,
+RunWhole = Callable[[Step, list[int]], Tensor | None]
+"""Runs a step of a token of each row as `StepEngine.step` does, and returns logits [batch,
 vocabulary]; None, with no effect, where the model has to be called."""
 
 

@@ -154,7 +154,7 @@ class NativeStep:
                     slots.program, slots.refused = None, (key, "its norm has another dtype")
                 return output
         hidden = program.run(self._embedded(given), step)
-        step.largest = program.largest
+        step.largest, step.top = program.largest, program.top
         return BaseModelOutputWithPast(last_hidden_state=hidden, **{CACHE: given.get(CACHE)})
 
     def whole_step(self, model: nn.Module, slots: StepSlots) -> RunWhole | None:
@@ -167,18 +167,18 @@ class NativeStep:
             return None
         return partial(self._run_whole, program)
 
-    def _run_whole(self, program: StepProgram, step: Step, ids: Tensor) -> Tensor | None:
+    def _run_whole(self, program: StepProgram, step: Step, tokens: list[int]) -> Tensor | None:
         whole, watch = program.whole, self._watch
         assert whole is not None
-        if kernels.is_compiling() or torch.is_autocast_enabled("cpu") or ids.shape[1] != 1:
+        if kernels.is_compiling() or torch.is_autocast_enabled("cpu"):
             return None
         if watch is None or not watch.holds() or not program.fits(watch, step):
             return None
         if not whole.watch.holds():
             self._whole = step.slots.program = None
             return None
-        logits = program.run_whole(ids, step)
-        step.largest = program.largest
+        logits = program.run_whole(tokens, step)
+        step.largest, step.top = program.largest, program.top
         return logits
 
     def _read_whole(self, form: DecoderForm, slots: StepSlots) -> Whole | None:

@@ -133,6 +133,7 @@ class StepProgram:
         self._before_layers = len(table)
         most = max(sum(part.slots.keys.shape[1] for part in layer) for layer in held)
         self.largest = table.memory(len(parts), batch, most)
+        self._largest = self.largest.flatten().numpy()
         self.layers: list[LayerOperations] = []
         done = 0
         for layer, own, how in zip(form.layers, held, params, strict=True):
@@ -176,16 +177,20 @@ class StepProgram:
         self.table.run(self._first, self._stop)
         return out if self.dtype == out.dtype else out.to(self.dtype)
 
-    def run_whole(self, ids: Tensor, step: Step) -> Tensor:
-        """Return the logits [batch, 1, vocabulary] of one token of each row, of ids [batch, 1]."""
+    def run_whole(self, tokens: Sequence[int], step: Step) -> Tensor:
+        """Return the logits [batch, vocabulary] of one token of each row."""
         assert self.logits is not None
-        self._tokens[:] = ids.numpy()[:, 0]
+        self._tokens[:] = tokens
         self._place(step)
         self.logits = out = torch.empty_like(self.logits)  # callers keep it
         self._logits_at[0], self._onto[0] = out.data_ptr(), self._normed_at
         self.table.run()
-        out = out[:, None]
         return out if self.dtype == out.dtype else out.to(self.dtype)
+
+    @property
+    def top(self) -> float:
+        """The largest of `largest`; NaN if one of them is."""
+        return float(np.maximum.reduce(self._largest))
 
     def _place(self, step: Step) -> None:
         self._spans[:], self._waiting[:], self._places[:] = step.spans, step.waiting, step.places

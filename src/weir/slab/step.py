@@ -169,6 +169,7 @@ class Step:
         largest: output; the largest absolute key or value of each part of a layer and row, or of
             each head of these [parts, batch] or [parts, batch, heads], float32. None until the step
             has taken effect in the slots.
+        top: output; the largest of `largest`, if the engine has found it.
 
     Args:
         slots: see the attribute.
@@ -177,6 +178,7 @@ class Step:
     """
 
     largest: Tensor | None = None
+    top: float | None = None
 
     def __init__(
         self,

@@ -236,7 +236,12 @@ class Stream:
                 raise WeirError("embeddings have their ids beside them in a list, not an iterator")
             pieces = (self._read_inputs(piece) for piece in pieces_of(token_ids, PIECE))
             return self._feed(pieces, all_logits)
-        return self._feed([self._read_inputs(token_ids, embeddings, offsets)], all_logits)
+        inputs = self._read_inputs(token_ids, embeddings, offsets)
+        if inputs.ids.numel() == len(self._last) == 1 and inputs.embeddings is None:
+            if not all_logits and self._step(int(inputs.ids)):
+                assert self._logits is not None
+                return self._logits.clone()
+        return self._feed([inputs], all_logits)
 
     def _feed(self, inputs: Iterable[Inputs], all_logits: bool = False) -> Tensor:
         kept: list[Tensor] = []
@@ -339,7 +344,8 @@ class Stream:
             token = int(chosen)
             if said is not None:
                 said.add(token)
-            self._feed([Inputs(chosen.to(self._device))])
+            if not self._step(token):
+                self._feed([Inputs(chosen.to(self._device))])
             yield token
             if token in ends:
                 return
@@ -537,13 +543,27 @@ class Stream:
             mask[list(without)] = 0
             more["attention_mask"] = mask
         with torch.no_grad():
-            if not more and piece.embeddings is None and self.model is self._served:
-                found = cache.run_step(piece.ids)
-                if found is not None:
-                    return found
             more |= {CACHE: cache, "use_cache": True}
             logits: Tensor = self.model(**piece.given, **more).logits
         return logits
+
+    def _step(self, token: int) -> bool:
+        """Feed a token to the only row by a whole step; False, with no effect, where the model has
+        to be called, which also says why a token is refused.
+        """
+        cache = self.cache
+        if cache is None or self.model is not self._served:
+            return False
+        try:
+            logits = cache.run_step([token])
+        except NotFiniteError:
+            return False
+        if logits is None:
+            return False
+        self._logits, self._last = logits, [token]
+        if self._text is not None:
+            self._text.add(self._last)
+        return True
 
     def _keep(self, piece: Inputs, logits: Tensor, without: Collection[int] = ()) -> Tensor:
         """Keep the last tokens and logits of all rows but `without`, and return the logits."""

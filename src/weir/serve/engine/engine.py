@@ -122,22 +122,26 @@ class ModelRunner:
         if any(len(part) < width for part in parts):
             mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in parts])
         with self._cache.only(first, stop):
-            ids, found = ids.to(self._device), None
-            if mask is None and self._model is self._served:
-                found = self._cache.run_step(ids)
-            if found is None:
-                found = self._model(
-                    input_ids=ids,
-                    attention_mask=None if mask is None else mask.to(self._device),
-                    use_cache=True,
-                    logits_to_keep=1,
-                    **{CACHE: self._cache},
-                ).logits
-        logits: Tensor = found[:, -1]
+            found = None
+            if width == 1 and mask is None and self._model is self._served:
+                found = self._cache.run_step([part[0] for part in parts])
+            logits = self._call(ids, mask) if found is None else found
         index = [row - first for row in tokens]
         if index != list(range(len(logits))):
             logits = logits[index]
         return logits, {row + first: error for row, error in self._cache.failed.items()}
+
+    def _call(self, ids: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the model's logits after the last column [rows, vocabulary]."""
+        out = self._model(
+            input_ids=ids.to(self._device),
+            attention_mask=None if mask is None else mask.to(self._device),
+            use_cache=True,
+            logits_to_keep=1,
+            **{CACHE: self._cache},
+        )
+        logits: Tensor = out.logits[:, -1]
+        return logits
 
     def _span(self, rows: Collection[int], width: int) -> tuple[int, int]:
         """The rows of a call: the first, and the one after the last."""
