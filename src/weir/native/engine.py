@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -133,11 +134,7 @@ class NativeStep:
             if slots.refused is not None and slots.refused[0] == key:
                 return None
             try:
-                whole = self._read_whole(form, slots)
-                program = StepProgram(form, self._params, watch, step, whole)
-                if program.sizes not in self._proved:
-                    embedded, whole = self._trial_embedding(given, batch), not self._proved
-                    check_program(program, form, step, embedded, whole)
+                program = self._make_program(form, watch, step, given)
             except OutOfDate:
                 return own(**given)
             except Exception as error:
@@ -146,8 +143,8 @@ class NativeStep:
                 slots.refused = key, reason
                 return own(**given)
             slots.program, slots.refused = program, None
-            if program.sizes not in self._proved:  # the usual step overwrites what trials wrote
-                self._proved.add(program.sizes)
+            if program.kind not in self._proved:  # the usual step overwrites what trials wrote
+                self._proved.add(program.kind)
                 output = own(**given)
                 hidden = output.last_hidden_state
                 if hidden is None or hidden.dtype != program.dtype:
@@ -181,23 +178,42 @@ class NativeStep:
         step.largest, step.top = program.largest, program.top
         return logits
 
+    def _make_program(
+        self, form: DecoderForm, watch: Watch, step: Step, given: Given
+    ) -> StepProgram:
+        """Make the table of whole steps if logits are asked for, else of the decoder's, and check
+        it if none of its kind was checked before.
+        """
+        whole = self._read_whole(form, step.slots)
+        while True:
+            try:
+                program = StepProgram(form, self._params, watch, step, whole)
+                if program.kind not in self._proved:
+                    embedded = self._trial_embedding(given, len(step.waiting))
+                    check_program(program, form, step, embedded, not self._proved)
+                return program
+            except NotNative:
+                if whole is None:
+                    raise
+            # What is around the decoder may be all that differs.
+            whole, self._whole = None, (whole.model, None)
+
     def _read_whole(self, form: DecoderForm, slots: StepSlots) -> Whole | None:
-        """Return the model whose logits are asked for, if whole steps compute what it does."""
+        """Return the model whose logits are asked for; None where it computes more than its decoder
+        and its head, so that it has to be called.
+        """
         model = None if slots.asker is None else slots.asker()
         if model is None:
             return None
         known = self._whole
         if known is None or known[0]() is not model:
-            self._whole = known = weakref.ref(model), None
-            try:
-                with torch.no_grad():
-                    made = read_model(model, self._decoder, form)
-                    prove_model(model, self._decoder, made, form.norm.width)
-                parts, decoder = (made.embedding, made.head.module), self._decoder
-                watch = Watch(model, parts, [model, decoder])
-                self._whole = known = known[0], Whole(known[0], made, watch)
-            except Exception:  # then steps are the decoder's, whose outputs the model takes on
-                pass
+            reference, made = weakref.ref(model), None
+            with suppress(Exception), torch.no_grad():  # whatever others' modules raise
+                found = read_model(model, self._decoder, form)
+                prove_model(model, self._decoder, found, form.norm.width)
+                parts = found.embedding, found.head.module
+                made = Whole(reference, found, Watch(model, parts, [model, self._decoder]))
+            self._whole = known = reference, made
         return known[1]
 
     def why_not(self, slots: StepSlots, rows: int) -> str | None:

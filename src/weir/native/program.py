@@ -82,7 +82,7 @@ class StepProgram:
 
     Attributes:
         largest: the largest absolute key or value of each layer, row and head in the last step.
-        sizes: what tells it from others that need a proof of their own.
+        kind: what tells it from others that need a proof of their own.
         table: the operations.
         layers: those of each layer.
         hidden: [rows, width], float32, what layers read and add to.
@@ -116,7 +116,7 @@ class StepProgram:
             raise NotNative("there is no kernel for steps here")
         self._watch, self._slabs, self._threads = watch, step.slots.slabs, torch.get_num_threads()
         parts = [part for layer in held for part in layer]
-        self.sizes = tuple((part.slots.sizes, part.heads) for part in parts)
+        self.kind = whole, tuple((part.slots.sizes, part.heads) for part in parts)
         batch = len(step.waiting)
         self.table = table = make(batch, self._threads)
         self._spans, self._waiting, self._places = (

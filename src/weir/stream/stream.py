@@ -238,9 +238,9 @@ class Stream:
             return self._feed(pieces, all_logits)
         inputs = self._read_inputs(token_ids, embeddings, offsets)
         if inputs.ids.numel() == len(self._last) == 1 and inputs.embeddings is None:
-            if not all_logits and self._step(int(inputs.ids)):
-                assert self._logits is not None
-                return self._logits.clone()
+            logits = None if all_logits else self._step(int(inputs.ids))
+            if logits is not None:
+                return logits.clone()
         return self._feed([inputs], all_logits)
 
     def _feed(self, inputs: Iterable[Inputs], all_logits: bool = False) -> Tensor:
@@ -344,7 +344,7 @@ class Stream:
             token = int(chosen)
             if said is not None:
                 said.add(token)
-            if not self._step(token):
+            if self._step(token) is None:
                 self._feed([Inputs(chosen.to(self._device))])
             yield token
             if token in ends:
@@ -547,23 +547,21 @@ class Stream:
             logits: Tensor = self.model(**piece.given, **more).logits
         return logits
 
-    def _step(self, token: int) -> bool:
-        """Feed a token to the only row by a whole step; False, with no effect, where the model has
-        to be called, which also says why a token is refused.
+    def _step(self, token: int) -> Tensor | None:
+        """Feed a token to the only row by a whole step, and return the logits that are kept; None,
+        with no effect, where the model has to be called, which also says why it refuses a token.
         """
-        cache = self.cache
-        if cache is None or self.model is not self._served:
-            return False
+        if self.cache is None or self.model is not self._served:
+            return None
         try:
-            logits = cache.run_step([token])
+            logits = self.cache.run_step([token])
         except NotFiniteError:
-            return False
-        if logits is None:
-            return False
-        self._logits, self._last = logits, [token]
-        if self._text is not None:
-            self._text.add(self._last)
-        return True
+            return None
+        if logits is not None:
+            self._logits, self._last = logits, [token]
+            if self._text is not None:
+                self._text.add([token])
+        return logits
 
     def _keep(self, piece: Inputs, logits: Tensor, without: Collection[int] = ()) -> Tensor:
         """Keep the last tokens and logits of all rows but `without`, and return the logits."""

@@ -481,9 +481,7 @@ class StepTable:
         self._made.append({name: _address(value) for name, value in fields.items()})
         return len(self._made) - 1
 
-    def multiply(
-        self, weights: Sequence[Any], outs: Sequence[Tensor], **fields: Any
-    ) -> np.ndarray:
+    def multiply(self, weights: Sequence[Any], outs: Sequence[Tensor], **fields: Any) -> np.ndarray:
         """Add products of one input with some weights (`models.native_form.Weight`), and return
         their table, which may be changed between steps.
         """
