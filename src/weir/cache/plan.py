@@ -579,10 +579,19 @@ class Rows:
             return None
         held = self.seen, self.waiting, chunk, device
         plan = plan_forward(None, batch, 1, *held, origin=origin, marks=self.marks)
-        counts = plan.after(self.seen, self.waiting)
-        claimed = [count + 1 for count in self.claimed]
-        rest = claimed, list(tokens), [False] * batch, self.marks, self.drift, self.tail
-        return BegunForward(plan, Rows(self.columns + 1, *counts, *rest), {}, None)
+        seen, waiting = plan.after(self.seen, self.waiting)
+        after = Rows(
+            self.columns + 1,
+            seen,
+            waiting,
+            [count + 1 for count in self.claimed],
+            list(tokens),
+            [False] * batch,
+            self.marks,
+            self.drift,
+            self.tail,
+        )
+        return BegunForward(plan, after, {}, None)
 
     def _repeat(
         self, ids: Tensor | None, real: Tensor | None, plan: ForwardPlan, chunk: int

@@ -196,7 +196,7 @@ class NativeStep:
                 if whole is None:
                     raise
             # What is around the decoder may be all that differs.
-            whole, self._whole = None, (whole.model, None)
+            self._whole, whole = (whole.model, None), None
 
     def _read_whole(self, form: DecoderForm, slots: StepSlots) -> Whole | None:
         """Return the model whose logits are asked for; None where it computes more than its decoder

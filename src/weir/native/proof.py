@@ -125,14 +125,14 @@ def prove_model(model: Any, decoder: nn.Module, form: ModelForm, width: int) -> 
         NotNative: the model computes something else.
     """
     hidden, cache = trial_rows(width)[:, None], _TrialCache()
-    ids = torch.arange(len(hidden))[:, None]
+    ids, held = torch.arange(len(hidden))[:, None], dict[str, Any]([(CACHE, cache)])
 
     def answer() -> Any:
-        return BaseModelOutputWithPast(last_hidden_state=hidden.clone(), **{CACHE: cache})
+        return BaseModelOutputWithPast(last_hidden_state=hidden.clone(), **held)
 
     head, inner = StandIn(form.head.module, 0), _Recorder(decoder, answer)
     copy = copy_module(model, {id(decoder): inner, id(form.head.module): head})
-    output = copy.forward(input_ids=ids, attention_mask=None, use_cache=True, **{CACHE: cache})
+    output = copy.forward(input_ids=ids, attention_mask=None, use_cache=True, **held)
     if len(inner.calls) != 1:
         raise NotNative(f"it uses its decoder {len(inner.calls)} times")
     args, kwargs = inner.calls[0]
