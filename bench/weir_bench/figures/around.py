@@ -27,7 +27,8 @@ def around(setting: Setting) -> Iterator[Row]:
     cache = full_compiled(setting, twin_of(setting), PLAIN, sizes.slots)
     if cache is None or cache.cache.steps["run"] != "native":
         raise Skipped("steps are not native here")
-    ways = {"whole": cache.step, "called": partial(cache.feed, cache.token)}
+    called = partial(cache.feed, cache.token)
+    ways: dict[str, Callable[[], object]] = {"whole": cache.step, "called": called}
     with undisturbed():
         for way in (*ways.values(), cache.step):  # the first makes the table
             way()
