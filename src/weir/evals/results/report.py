@@ -33,6 +33,7 @@ from weir.evals.results.summary import (
     by_distance,
     group_by,
     overviews,
+    paired,
     short_heads,
     strip_budget,
 )
@@ -260,8 +261,9 @@ FORMATS = {"html": "report.html", "md": "report.md", "csv": "tables.csv", "latex
 USUAL = ("html", "md")
 MARKS = "Bold is best, underlined second best."
 SURE = (
-    "Behind a figure stand its 95 % interval (Wilson's of answers that were counted, Student's "
-    "over seeds), the standard deviation over seeds, and n, answers or seeds; a figure without "
+    "After each figure you find its 95 % interval (Wilson's for counted answers, Student's over "
+    "seeds, and for a perplexity of one seed Student's over the whole blocks of the text), the "
+    "standard deviation over seeds, and n: answers, seeds or blocks. A figure without an interval "
     "was measured once."
 )
 
@@ -269,6 +271,16 @@ STYLE = "body { max-width: 60rem; } svg { min-width: 30rem; }"
 """CSS for wide tables and pictures."""
 ACROSS = (
     "Behind a figure stand Student's 95 % interval, the standard deviation and n of the models."
+)
+
+
+PAIRED = (
+    "Each policy next to streaming_llm at the same bytes or slots, or next to the only "
+    "streaming_llm there is: the ratio, or for shares of right answers the difference. Both read "
+    "the same text and answer the same questions, so the 95 % interval is that of the pairs: "
+    "Student's over blocks of the text, over books or over seeds, and Newcombe's for answers. n "
+    "counts the pairs. If the interval contains 1 (for a ratio) or 0 (for a difference), this "
+    "measurement does not tell the two policies apart."
 )
 
 
@@ -340,6 +352,8 @@ def _parts(done: Sequence[CellRecord]) -> Iterator[ReportPart]:
             "largest cache over all tasks."
         )
         yield ReportPart(table.title, words, table=table)
+    for table in paired(done):
+        yield ReportPart(table.title, f"{PAIRED} {MARKS}", table=table)
     for table in across_models(done):
         words = (
             "What each policy makes of a model's figures at the same bytes or slots: the ratio, or "
