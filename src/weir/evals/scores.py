@@ -58,9 +58,9 @@ def paired_shares(first: Sequence[bool], second: Sequence[bool]) -> tuple[float,
     here, there = (both + one) / n, (both + other) / n
     (low, high), (low_there, high_there) = wilson(both + one, n), wilson(both + other, n)
     sides = (both + one) * (other + neither) * (both + other) * (one + neither)
-    product = both * neither - one * other
+    product = float(both * neither - one * other)
     # Newcombe's correction for continuity: a small positive agreement counts as none.
-    product = max(product - n / 2, 0) if product > 0 else product
+    product = max(product - n / 2, 0.0) if product > 0 else product
     agreement = product / math.sqrt(sides) if sides else 0.0
 
     def reach(mine: float, theirs: float) -> float:
