@@ -438,7 +438,7 @@ def _parts(done: Sequence[CellRecord]) -> Iterator[ReportPart]:
         )
         yield ReportPart(table.title, words, table=table)
     for table in paired(done):
-        yield ReportPart(table.title, f"{PAIRED} {MARKS}", table=table)
+        yield ReportPart(table.title, PAIRED, table=table)
     for table in across_models(done):
         words = (
             "What each policy makes of a model's figures at the same bytes or slots: the ratio, or "

@@ -295,7 +295,8 @@ def paired(records: Sequence[CellRecord]) -> list[FigureTable]:
     Perplexities are paired by blocks of the text, answers by questions, and other figures by seeds.
     With several books there is a column that pairs by books. A policy is put beside `REFERENCE` at
     the same bytes or slots, or beside the only one there is. Figures where lower is better are
-    ratios, the others differences.
+    ratios, the others differences. None is marked as best: the best of these can be worse than the
+    reference.
     """
     done = [r for r in records if r["status"] == "done" and r["value"] is not None]
     tables = []
@@ -310,13 +311,13 @@ def paired(records: Sequence[CellRecord]) -> list[FigureTable]:
             better = cells[0]["better"]
             head = f"{short[setting]}, {'ratio' if better == 'lower' else 'difference'}"
             figures = tuple(_paired(pairs[row], better == "lower") for row in rows)
-            columns.append(Column(head, figures, better))
+            columns.append(Column(head, figures, None))
             for row in rows:
                 for one, other in pairs[row][:1]:
                     books[row] += zip(book_losses(one), book_losses(other), strict=False)
         if max(map(len, books.values()), default=0) > 1:
             figures = tuple(_ratio([a - b for a, b in books[row]]) for row in rows)
-            columns.append(Column("ppl by books, ratio", figures, "lower"))
+            columns.append(Column("ppl by books, ratio", figures, None))
         found = [column for column in columns if any(column.figures)]
         kept = [n for n in range(len(rows)) if any(column.figures[n] for column in found)]
         if not kept:
