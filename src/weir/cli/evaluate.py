@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,6 +34,15 @@ if TYPE_CHECKING:
     from weir.evals.results import CellRecord, Column
     from weir.evals.results import FigureTable as Figures
 
+
+class Equal(StrEnum):
+    """What all policies of a comparison have the same of."""
+
+    slots = "slots"
+    bytes = "bytes"
+    kv = "kv"
+
+
 USUAL = (128, 256, 384)
 """Default budgets, made for nano: the largest leaves room for a chunk in its window of 512."""
 
@@ -62,6 +72,14 @@ def evaluate(
         Option(
             help="Instead of budgets, sizes of a stream's cache: 900kB,1.4MB; policies get the "
             "largest budget that fits."
+        ),
+    ] = None,
+    equal: Annotated[
+        Equal | None,
+        Option(
+            help="What all policies have the same of: slots, bytes of the whole cache, or bytes of "
+            "keys and values (kv). Without --memory, bytes are those of streaming_llm at each "
+            "budget. [default: bytes with --memory, else slots]"
         ),
     ] = None,
     seeds: Annotated[str, Option(help="Seeds of all random draws: 0,1,2.")] = "0",
@@ -111,6 +129,7 @@ def evaluate(
         policies,
         budgets=_budgets(budgets, protocol, memory),
         memory=[] if memory is None else [read_bytes(word) for word in memory.split(",")],
+        equal=None if equal is None else equal.value,
         seeds=options.numbers("--seeds", seeds),
         paper=protocol,
         chunk=chunk,
@@ -120,7 +139,7 @@ def evaluate(
         compiled=compiled,
     )
     if not any(cell.budget for cell in grid.cells):
-        unused = ("budgets", "memory")
+        unused = ("budgets", "memory", "equal")
         options.say_unused(
             context, unused, "no policy here takes a budget and is written without one"
         )

@@ -51,7 +51,7 @@ def check_cell(line: JsonRecord, cells: int) -> None:
     if "protocol" not in line:
         raise line.wrong("protocol", "is missing")
     checks: dict[str, Callable[[str], object]] = {
-        **dict.fromkeys(("protocol", "positions", "pools", "stands_for"), line.text),
+        **dict.fromkeys(("protocol", "positions", "pools", "stands_for", "equal"), line.text),
         **dict.fromkeys(("chunk", "budget", "memory"), line.count),
         "loading": line.record,
         "compiled": line.flag,
@@ -69,6 +69,11 @@ def check_cell(line: JsonRecord, cells: int) -> None:
         for row in result.records("by_distance"):
             for name in ("distance", "asked", "right"):
                 row.count(name)
+    if "by_book" in result:
+        for book in result.records("by_book"):
+            book.number("ppl")
+    if "marks" in result and set(result.text("marks")) - {"0", "1"}:
+        raise result.wrong("marks", "must have a 1 for each right answer and a 0 for each other")
     if "cells" in result:
         for cell in result.records("cells"):
             cell.count("length")

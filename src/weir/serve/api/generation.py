@@ -162,6 +162,8 @@ async def send_answers(
     named = generation.prompt.session
     if named is not None and is_hidden(named):
         named = None
+    if named is not None:
+        add_log_fields(http.scope, session=named)
     headers = {} if named is None and not always_named else {SESSION_HEADER: named or ""}
     if (parent := generation.prompt.parent) is not None and parent.usage.get("forgotten"):
         headers[FORGOTTEN_HEADER] = str(parent.usage["forgotten"])

@@ -334,6 +334,7 @@ async function start() {
   page.model = model.id;
   byId("model").textContent = model.id;
   byId("policy").textContent = model.weir.policy;
+  byId("policy").title = model.weir.pools;
   if (model.weir.continues) byId("say").placeholder = "Begin a sentence, and the model goes on";
   await open(fromAddress());
 }
