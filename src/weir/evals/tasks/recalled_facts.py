@@ -12,6 +12,7 @@ import json
 import re
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -86,6 +87,7 @@ class _Tally:
     stale: int = 0
     found: int = 0
     tokens: int = 0
+    computed: int = 0
 
     def as_json(self) -> dict[str, Any]:
         asked = self.right + self.wrong + self.unsaid
@@ -150,7 +152,8 @@ class Recalled(Task):
             "accuracy", the share of right answers to told facts with the first way; "cells", for
             each form, distance and way the answers that are "right", "wrong" and "unsaid", those
             that gave an answer which has changed ("stale"), the questions for which something was
-            recalled ("found") and the "tokens" of all of it; "false_recalls", the share of turns
+            recalled ("found"), the "tokens" of all of it, and the tokens that were "computed"
+            before the answers; "false_recalls", the share of turns
             that ask for nothing earlier and got something, with "false_by"; medians of the
             "search_ms" and, by way, of the "first_ms" to the first token; "archive_bytes" a token;
             "archived_turns", "tokens", "kv_bytes".
@@ -283,7 +286,26 @@ class _RunState:
 
 
 class _Aside(Conversation):
-    """A conversation that leaves nothing in the archive."""
+    """A conversation that leaves nothing in the archive.
+
+    Attributes:
+        newest: messages that are computed again with the first turn.
+        computed: tokens that were read for the last turn, all of `newest` included.
+    """
+
+    newest: Sequence[dict[str, str]] = ()
+    computed = 0
+
+    def turn(self, text: str, quoted: str = "") -> list[int]:
+        """Return the ids of a turn of the user; the first comes with the newest messages."""
+        if not self.newest or self.stream.seen:
+            return super().turn(text, quoted)
+        said = {"role": "user", "content": quoted + text}
+        return self._turns.whole([*self.newest, said])
+
+    def _feed(self, text: str, ids: list[int]) -> None:
+        self.computed = len(ids)
+        super()._feed(text, ids)
 
     def _resume(self) -> None:
         pass
@@ -419,6 +441,7 @@ class _Run:
         setattr(tally, verdict, getattr(tally, verdict) + 1)
         tally.found += bool(talk.recalled)
         tally.tokens += talk.recalled_tokens
+        tally.computed += talk.computed
 
     def _aside(self, way: str) -> Conversation:
         """A conversation beside the stream that leaves nothing behind."""
@@ -435,10 +458,12 @@ class _Run:
                 break
             newest.insert(0, pair)
         stream = Stream(self._subject.model, "dense")
-        talk = _Aside(stream, tokenizer, None, None, None, most)
-        for pair in newest:
-            talk.take_in(*pair)
-        talk.archive = self._archive
+        talk = _Aside(stream, tokenizer, None, None, self._archive, most)
+        talk.newest = [
+            {"role": role, "content": text}
+            for pair in newest
+            for role, text in zip(("user", "assistant"), pair, strict=True)
+        ]
         talk.held = HeldPlaces(self._talk.stream)
         return talk
 
