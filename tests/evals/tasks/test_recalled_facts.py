@@ -70,7 +70,7 @@ def test_facts_are_about_different_people_and_paraphrases_share_only_the_name():
 
 def test_the_search_finds_what_was_told_and_nothing_of_what_was_not(nano):
     found = FoundFacts("1000 20000", samples=16).run(subject_of(nano), quiet)
-    by = {(cell["form"], cell["distance"]): cell for cell in found["cells"]}
+    by = {(cell["form"], cell["distance"]): cell for cell in found["by_form"]}
     assert found["found"] > 0.9
     for distance in (1000, 20000):
         assert by["never", distance]["none"] >= 15
@@ -87,8 +87,15 @@ def test_wrong_parameters_are_refused():
         Recalled(distances="far")
 
 
-def cells(found):
-    return [{k: v for k, v in cell.items() if k != "first_ms"} for cell in found["cells"]]
+def test_a_chat_without_a_cache_computes_its_newest_turns_for_every_question(nano):
+    task = Recalled("400", 1, 1, forms="once", ways="recall plain none", every=1)
+    found = task.run(subject_of(nano, "sink(4) | recent(200)"), quiet)
+    by = {row["way"]: row for row in found["by_form"]}
+    assert by["recall"]["found"] == by["plain"]["found"] == 1
+    assert by["recall"]["tokens"] == by["plain"]["tokens"] > 0 == by["none"]["tokens"]
+    assert by["recall"]["computed"] == by["none"]["computed"] + by["recall"]["tokens"]
+    assert by["plain"]["computed"] > by["recall"]["computed"] + 100
+    assert found["first_ms"].keys() == {"recall", "plain", "none"}
 
 
 @pytest.mark.slow
@@ -114,11 +121,11 @@ def test_a_run_that_was_interrupted_ends_as_one_that_was_not(nano, tmp_path, mon
     saved = json.loads((tmp_path / "state" / "0" / "progress.json").read_text())
     assert saved["stream"].startswith("stream-") and saved["statements"] > 0
     again = task.run(subject_of(nano), quiet)
-    assert cells(again) == cells(whole) and again["tokens"] == whole["tokens"]
+    assert again["by_form"] == whole["by_form"] and again["tokens"] == whole["tokens"]
     assert again["archived_turns"] == whole["archived_turns"]
-    asked = sum(cell["asked"] for cell in cells(whole))
+    asked = sum(cell["asked"] for cell in whole["by_form"])
     assert asked == 2 * 5 * 2
-    recalled = [c for c in cells(whole) if c["way"] == "recall" and c["form"] == "once"]
+    recalled = [c for c in whole["by_form"] if c["way"] == "recall" and c["form"] == "once"]
     assert recalled[0]["found"] == 2 and recalled[0]["tokens"] > 0
     other = Recalled(**{**settings, "samples": 3}, state=str(tmp_path / "state"))
     with pytest.raises(WeirError, match="has the state of recalled"):

@@ -59,7 +59,8 @@ def check_cell(line: JsonRecord, cells: int) -> None:
     for name, check in checks.items():
         if line.values.get(name) is not None:
             check(name)
-    # What reports draw: blocks of a text, answers by distance, cells of heat maps.
+    # What reports draw: blocks of a text, answers by distance, also by form and way, cells of heat
+    # maps.
     result = line.record("result")
     if "ppl_by_block" in result:
         result.numbers("ppl_by_block")
@@ -69,6 +70,14 @@ def check_cell(line: JsonRecord, cells: int) -> None:
         for row in result.records("by_distance"):
             for name in ("distance", "asked", "right"):
                 row.count(name)
+    if "by_form" in result:
+        for row in result.records("by_form"):
+            row.text("form")
+            for name in ("distance", "asked"):
+                row.count(name)
+            if "way" in row:  # answers, and not what a search found
+                row.text("way")
+                row.count("right")
     if "cells" in result:
         for cell in result.records("cells"):
             cell.count("length")

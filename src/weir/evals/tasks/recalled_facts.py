@@ -149,7 +149,7 @@ class Recalled(Task):
         """Tell, read and ask.
 
         Returns:
-            "accuracy", the share of right answers to told facts with the first way; "cells", for
+            "accuracy", the share of right answers to told facts with the first way; "by_form", for
             each form, distance and way the answers that are "right", "wrong" and "unsaid", those
             that gave an answer which has changed ("stale"), the questions for which something was
             recalled ("found"), the "tokens" of all of it, and the tokens that were "computed"
@@ -187,7 +187,7 @@ class Recalled(Task):
         return {
             "accuracy": sum(t.right for t in told) / asked if asked else None,
             "asked": asked,
-            "cells": [
+            "by_form": [
                 {"form": form, "distance": distance, "way": way, **tally.as_json()}
                 for (form, distance, way), tally in sorted(whole.items())
             ],
