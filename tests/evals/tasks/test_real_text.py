@@ -154,13 +154,16 @@ def test_turns_that_get_something_recalled_are_counted(tmp_path):
     path = tmp_path / "bench.jsonl"
     told = "The secret access code of Alice Moreau is 48213."
     asked = "What is the secret access code of Alice Moreau?"
-    pairs = [[told, asked], ["Tell me about the rain.", "More."]] * 2
+    pairs = [
+        [f"{told} {'The river is wide and slow here. ' * 70}", asked],
+        ["Tell me about the rain.", "More."],
+    ] * 2
     path.write_text("\n".join(json.dumps({"turns": pair}) for pair in pairs))
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    subject = Subject("nano", model, tokenizer, weir.policy("recent(24)"), chunk=8)
+    subject = Subject("nano", model, tokenizer, weir.policy("recent(400)"), chunk=16)
     found = MTBench(str(path), most=8, recall=128).run(subject, quiet)
     assert found["recalls"] == [0, 2]
-    assert [texts for texts in found["recalled"] if texts] == [[told]] * 2
+    assert [told in texts[0] for texts in found["recalled"] if texts] == [True, True]
     assert MTBench(str(path), most=8).run(subject, quiet)["recalls"] == [0, 0]
 
 

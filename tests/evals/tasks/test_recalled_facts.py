@@ -68,6 +68,55 @@ def test_facts_are_about_different_people_and_paraphrases_share_only_the_name():
             assert " now " in fact.told[1]
 
 
+def test_more_forms_change_nothing_of_the_others():
+    usual = draw_recalled(8, np.random.default_rng(0))
+    told, others = draw_recalled(8, np.random.default_rng(0), ("sessions", "order", "once"))
+    assert (told[: len(usual[0])], others) == usual
+    more = told[len(usual[0]) :]
+    assert [fact.form for fact in more] == ["sessions"] * 8 + ["order"] * 8
+    assert not {fact.question for fact in more} & {fact.question for fact in usual[0]}
+    for fact in more:
+        first, second = fact.told
+        if fact.form == "order":
+            assert fact.answer in first and fact.before in second
+            assert fact.answer in fact.question and fact.before in fact.question
+        else:
+            assert fact.beside is not None
+            assert fact.beside.answer in first and fact.answer in second
+            assert fact.beside.question in fact.question
+            numbers = {"code", "number", "year"}
+            assert (fact.kind in numbers) != (fact.beside.kind in numbers)
+
+
+@pytest.mark.parametrize(
+    ("said", "verdict"),
+    [
+        ("The code is 48213, and Al Bo likes the otter.", "right"),
+        ("The code is 48213.", "unsaid"),
+        ("The code is 48213, and Al Bo likes the fox.", "wrong"),
+        ("I do not know.", "unsaid"),
+    ],
+)
+def test_an_answer_to_two_questions_is_right_if_both_are(said, verdict):
+    one = RecalledFact("sessions", "code", ("",), "What is the code of Al Bo?", " 48213")
+    both = RecalledFact("sessions", "animal", ("", ""), "What?", " otter", beside=one)
+    assert judge(said, both) == verdict
+
+
+@pytest.mark.parametrize(
+    ("said", "verdict"),
+    [
+        ("You told me about the boat of Al Bo first, and then of Cy Dee.", "right"),
+        ("The boat of Cy Dee.", "wrong"),
+        ("Cy Dee came before Al Bo.", "wrong"),
+        ("The boat.", "unsaid"),
+    ],
+)
+def test_the_first_name_of_an_answer_counts(said, verdict):
+    fact = RecalledFact("order", "name", ("", ""), "The boat of Cy Dee, or of Al Bo?", "Al Bo")
+    assert judge(said, fact._replace(before="Cy Dee")) == verdict
+
+
 def test_the_search_finds_what_was_told_and_nothing_of_what_was_not(nano):
     found = FoundFacts("1000 20000", samples=16).run(subject_of(nano), quiet)
     by = {(cell["form"], cell["distance"]): cell for cell in found["by_form"]}
@@ -88,8 +137,8 @@ def test_wrong_parameters_are_refused():
 
 
 def test_a_chat_without_a_cache_computes_its_newest_turns_for_every_question(nano):
-    task = Recalled("400", 1, 1, forms="once", ways="recall plain none", every=1)
-    found = task.run(subject_of(nano, "sink(4) | recent(200)"), quiet)
+    task = Recalled("600", 1, 1, forms="once", ways="recall plain none", every=1)
+    found = task.run(subject_of(nano), quiet)
     by = {row["way"]: row for row in found["by_form"]}
     assert by["recall"]["found"] == by["plain"]["found"] == 1
     assert by["recall"]["tokens"] == by["plain"]["tokens"] > 0 == by["none"]["tokens"]

@@ -239,6 +239,8 @@ FORMS = {
     "changed": "changed since",
     "several": "three facts in a sentence",
     "paraphrased": "other words, the same name",
+    "sessions": "two things, told apart",
+    "order": "which was told first",
 }
 """Forms of the task `recalled`, as its pictures call them. The others have no right answers."""
 WAYS = {"recall": "with recall", "none": "without", "plain": "retrieval, no cache"}

@@ -12,7 +12,7 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -34,9 +34,13 @@ from weir.stream.archive import Archive, cut_sentences
 from weir.train import NAMES
 
 Way = Literal["recall", "none", "plain"]
-FORMS = ("once", "changed", "several", "paraphrased", "never")
+FORMS = ("once", "changed", "several", "paraphrased", "never", "sessions", "order")
 """Told once; told again with another answer; three in one sentence; asked for in other words, which
-share only the name; never told."""
+share only the name; never told; two things about somebody, told in different turns and asked for in
+one; which of two things was told first. Questions of LongMemEval are of these forms: `once` is its
+single-session-user, `changed` knowledge-update, `never` abstention, `sessions` multi-session, and
+`order` temporal reasoning."""
+USUAL = FORMS[:5]
 WAYS = ("recall", "none", "plain")
 """The cache with recall, the cache alone, and the found passages with the newest turns on an empty
 cache, all of it computed again."""
@@ -54,6 +58,20 @@ PARAPHRASES = (
     "When was the ship of {} made?",
 )
 """Questions for each of `KINDS` that share no word with the fact but the name."""
+PAIRS = ((0, 3), (2, 1), (5, 4), (7, 6))
+"""Two of `KINDS` for each question about two things: the answer to one is a number, to the other
+not."""
+THINGS = (
+    "secret access code",
+    "password",
+    "house number",
+    "favourite animal",
+    "city",
+    "meeting",
+    "treasure",
+    "boat",
+)
+"""What each of `KINDS` tells about somebody."""
 TOGETHER = 3
 FILLER = 700
 """Characters of the book that a turn reads out."""
@@ -64,10 +82,16 @@ NEWEST = 512
 """Tokens of the newest turns that the way `plain` computes again."""
 SAVED = 20_000
 """Tokens between two states that are saved."""
+BEGAN = 1_793_000_000.0
+"""When a stream begins, in seconds since 1970: quotations say when something was said."""
+SECONDS = 2.0
+"""Seconds that a token takes."""
 
 
 class RecalledFact(NamedTuple):
-    """A fact: its statement, its question, the right answer, and the one it had before."""
+    """A fact: its statements, its question, the right answer, the one it had before or that could
+    be given in its place, and another fact that the same question asks for.
+    """
 
     form: str
     kind: str
@@ -75,6 +99,7 @@ class RecalledFact(NamedTuple):
     question: str
     answer: str
     before: str = ""
+    beside: RecalledFact | None = None
 
 
 @dataclass
@@ -106,7 +131,8 @@ class Recalled(Task):
         samples: facts of each form.
         per_stream: facts of each form on one stream; fewer than `samples` for a policy that keeps
             everything.
-        forms: the forms that are asked for, with spaces between them; all are told.
+        forms: the forms that are asked for, with spaces between them; the first five are told in
+            any case.
         ways: how questions are answered, with spaces between them: `recall`, `none`, `plain`.
         most: tokens of recalled text in a turn.
         every: tokens of book between two statements.
@@ -118,7 +144,7 @@ class Recalled(Task):
     distances: str | int = "1000 10000"
     samples: Count = 64
     per_stream: Count = 64
-    forms: str = " ".join(FORMS)
+    forms: str = " ".join(USUAL)
     ways: str = "recall none"
     most: Count = 256
     every: Count = 100
@@ -198,11 +224,14 @@ class Recalled(Task):
 
 
 def draw_recalled(
-    count: int, rng: np.random.Generator
+    count: int, rng: np.random.Generator, forms: Collection[str] = USUAL
 ) -> tuple[list[RecalledFact], list[RecalledFact]]:
-    """Draw facts to be told, in order, and those that are only asked for."""
+    """Draw facts to be told, in order, and those that are only asked for.
+
+    Of `sessions` and `order`, those in `forms` are drawn, after all others.
+    """
     names = [f"{first} {last}" for last in SURNAMES for first in NAMES]
-    drawn = iter(rng.permutation(names)[: 4 * count].tolist())
+    drawn = iter(rng.permutation(names).tolist())
     told: list[RecalledFact] = []
     others: list[RecalledFact] = []
     several: list[tuple[str, RecalledFact]] = []
@@ -238,11 +267,47 @@ def draw_recalled(
         ]
         sentence = f"{', '.join(parts[:-1])}, and {parts[-1]}." if parts[1:] else f"{parts[0]}."
         told += [fact._replace(told=(sentence,)) for _, fact in group]
+    if "sessions" in forms:
+        told += [_draw_two(next(drawn), PAIRS[n % len(PAIRS)], rng) for n in range(count)]
+    if "order" in forms:
+        told += [_draw_order(next(drawn), next(drawn), n, rng) for n in range(count)]
     return told, others
+
+
+def _draw_two(name: str, kinds: tuple[int, int], rng: np.random.Generator) -> RecalledFact:
+    """Draw two things about somebody, which one question asks for."""
+    parts: list[RecalledFact] = []
+    for begun, question, kind in (KINDS[number] for number in kinds):
+        value = draw_answer(kind, rng)
+        sentence = f"{begun.format(name)}{value}."
+        parts.append(RecalledFact("sessions", kind, (sentence,), question.format(name), value))
+    one, other = parts
+    both = f"{one.question} {other.question}"
+    return other._replace(told=one.told + other.told, question=both, beside=one)
+
+
+def _draw_order(first: str, second: str, number: int, rng: np.random.Generator) -> RecalledFact:
+    """Draw two facts of which one is told before the other."""
+    kind = number % len(KINDS)
+    begun, _, answer = KINDS[kind]
+    told = tuple(f"{begun.format(name)}{draw_answer(answer, rng)}." for name in (first, second))
+    one, other = rng.permutation([first, second]).tolist()
+    thing = THINGS[kind]
+    asked = f"What did I tell you first, the {thing} of {one} or the {thing} of {other}?"
+    return RecalledFact("order", "name", told, asked, first, second)
 
 
 def judge(answer: str, fact: RecalledFact) -> str:
     """Say whether an answer is "right", "stale" (what was told before), "wrong" or "unsaid"."""
+    if fact.beside is not None:
+        verdicts = {judge(answer, one) for one in (fact.beside, fact._replace(beside=None))}
+        return next(one for one in ("wrong", "unsaid", "right") if one in verdicts)
+    if fact.kind == "name":  # the one that is named first
+        places = [_plain(answer).find(_plain(name)) for name in (fact.answer, fact.before)]
+        if max(places) < 0:
+            return "unsaid"
+        first, second = (len(answer) if place < 0 else place for place in places)
+        return "right" if first < second else "wrong"
     said = _values(answer, fact.kind)
     right, old = _plain(fact.answer), _plain(fact.before)
     if old and old in said:
@@ -283,6 +348,15 @@ class _RunState:
     false: dict[str, int] = field(default_factory=dict)
     times: dict[str, list[float]] = field(default_factory=dict)
     newest: list[list[str]] = field(default_factory=list)
+
+
+class _Dated(Conversation):
+    """A conversation in which time passes with the tokens, and not with the speed of a machine."""
+
+    def _keep(self, role: str, text: str, start: int) -> None:
+        if self.archive is not None:
+            at = BEGAN + SECONDS * start
+            self.archive.add(role, text, start=max(0, start), stop=self.stream.seen, at=at)
 
 
 class _Aside(Conversation):
@@ -326,7 +400,7 @@ class _Run:
         folder: Path | None,
     ) -> None:
         self._task, self._subject, self._folder = task, subject, folder
-        told, others = draw_recalled(count, rng)
+        told, others = draw_recalled(count, rng, task.forms.split())
         self._facts = [*told, *others]
         statements = list(dict.fromkeys(s for fact in told for s in fact.told[:1]))
         later = [fact.told[1] for fact in told if len(fact.told) > 1]
@@ -345,7 +419,7 @@ class _Run:
             if (folder / "progress.json").exists():
                 stream = self._restore(folder)
         self._archive = Archive(path)
-        self._talk = Conversation(
+        self._talk = _Dated(
             stream or subject.stream(), subject.tokenizer, archive=self._archive, recall=task.most
         )
         self._archive.rewind(self._talk.stream.seen)
