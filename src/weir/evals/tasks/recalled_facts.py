@@ -517,7 +517,7 @@ class _Run:
         tally.tokens += talk.recalled_tokens
         tally.computed += talk.computed
 
-    def _aside(self, way: str) -> Conversation:
+    def _aside(self, way: str) -> _Aside:
         """A conversation beside the stream that leaves nothing behind."""
         tokenizer, most = self._subject.tokenizer, self._task.most
         if way != "plain":
