@@ -438,7 +438,9 @@ class _Run:
             if self._done.statements < len(self._statements):
                 self._tell()
             elif self._done.due:
-                self._read(min(place for place, *_ in self._done.due))
+                # A million tokens may lie before the next question: the state is saved on the way.
+                next_due = min(place for place, *_ in self._done.due)
+                self._read(min(next_due, self._talk.stream.seen + SAVED))
             seen = self._talk.stream.seen
             if self._folder is not None and seen >= saved + SAVED:
                 self._save(self._folder)
