@@ -252,3 +252,39 @@ def test_the_papers_of_the_policies_that_ran_are_cited(results, tmp_path):
         for paper in papers_of(f"{name}(budget=64)")
     }
     assert numbers >= {"2402.06082", "2502.07861", "2410.23079", "2401.06104"}
+
+
+def recalled(form: str, way: str, distance: int, right: int) -> dict[str, Any]:
+    return {"form": form, "way": way, "distance": distance, "right": right, "asked": 4}
+
+
+def test_answers_with_recall_are_drawn_over_the_distance(tmp_path):
+    forms = [
+        recalled(form, way, distance, 3 if way == "recall" else 0)
+        for form in ("once", "changed", "never")
+        for way in ("recall", "none")
+        for distance in (1000, 10000)
+    ]
+    more = {"metric": "accuracy", "better": "higher"}
+    path = tmp_path / "r.jsonl"
+    with ResultsFile(path, {"grid": "abc", "cells": [{}] * 2}) as file:
+        file.append(record(0, "weir(64)", 0.5, 100, **more, result={"by_form": forms}))
+        near = [recalled("once", "none", 200, 4)]
+        file.append(record(1, "dense", 1.0, 900, **more, setting="b", result={"by_form": near}))
+    page, markdown = write_report(path, tmp_path / "out")
+    assert "m: facts from the archive" in page.read_text("utf-8")
+    assert "(recalled-0.svg)" in markdown.read_text("utf-8")
+    picture = (tmp_path / "out" / "recalled-0.svg").read_text("utf-8")
+    for words in ("told once", "changed since", "weir(64), with recall", "dense, without"):
+        assert words in picture
+    assert "three facts" not in picture and "never" not in picture
+
+
+@pytest.mark.parametrize("wrong", [{"distance": "far"}, {"way": 3}, {"right": None}, {"form": 1}])
+def test_answers_that_are_no_answers_are_refused(tmp_path, wrong):
+    path = tmp_path / "r.jsonl"
+    with ResultsFile(path, {"grid": "abc", "cells": [{}]}) as file:
+        row = {**recalled("once", "none", 200, 4), **wrong}
+        file.append(record(0, "dense", 1.0, 900, result={"by_form": [row]}))
+    with pytest.raises(WeirError, match=rf"the field 'result\.by_form\[0\]\.{next(iter(wrong))}'"):
+        write_report(path, tmp_path / "out")

@@ -59,7 +59,8 @@ def check_cell(line: JsonRecord, cells: int) -> None:
     for name, check in checks.items():
         if line.values.get(name) is not None:
             check(name)
-    # What reports draw: blocks of a text, answers by distance, cells of heat maps.
+    # What reports draw: blocks of a text, answers by distance, also by form and way, cells of heat
+    # maps.
     result = line.record("result")
     if "ppl_by_block" in result:
         result.numbers("ppl_by_block")
@@ -74,6 +75,14 @@ def check_cell(line: JsonRecord, cells: int) -> None:
             book.number("ppl")
     if "marks" in result and set(result.text("marks")) - {"0", "1"}:
         raise result.wrong("marks", "must have a 1 for each right answer and a 0 for each other")
+    if "by_form" in result:
+        for row in result.records("by_form"):
+            row.text("form")
+            for name in ("distance", "asked"):
+                row.count(name)
+            if "way" in row:  # answers, and not what a search found
+                row.text("way")
+                row.count("right")
     if "cells" in result:
         for cell in result.records("cells"):
             cell.count("length")

@@ -45,6 +45,7 @@ from weir.evals.results.summary import (
     short_heads,
     strip_budget,
 )
+from weir.evals.scores import wilson
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -286,6 +287,67 @@ def plot_heat(records: Sequence[CellRecord]) -> Picture | None:
     return picture
 
 
+FORMS = {
+    "once": "told once",
+    "changed": "changed since",
+    "several": "three facts in a sentence",
+    "paraphrased": "other words, the same name",
+    "sessions": "two things, told apart",
+    "order": "which was told first",
+}
+"""Forms of the task `recalled`, as its pictures call them. The others have no right answers."""
+WAYS = {"recall": "with recall", "none": "without", "plain": "retrieval, no cache"}
+
+
+def plot_recalled(records: Sequence[CellRecord]) -> str | None:
+    """Plot right answers over the distance, a panel for each form and a line for each way; None
+    without results of `recalled`.
+
+    The records are of one model. A policy is named where there are several of them.
+    """
+    rows = [
+        {**row, "policy": record["policy"]}
+        for record in records
+        for row in record["result"].get("by_form", ())
+        if "way" in row and row["form"] in FORMS and row["asked"]
+    ]
+    if not rows:
+        return None
+    forms = [form for form in FORMS if any(row["form"] == form for row in rows)]
+    lines = unique((row["policy"], row["way"]) for row in rows)
+    several = len(unique(policy for policy, _ in lines)) > 1
+    farthest = max(row["distance"] for row in rows)
+    with svg_figure("recalled", WIDTH, _height(len(lines)) - 0.4) as (figure, out):
+        panels = figure.subplots(1, len(forms), squeeze=False, sharey=True)[0]
+        for axes, form in zip(panels, forms, strict=True):
+            for number, (policy, way) in enumerate(lines):
+                of_line = [r for r in rows if (r["policy"], r["way"]) == (policy, way)]
+                points = group_by((r for r in of_line if r["form"] == form), "distance")
+                counts = {
+                    distance: (sum(r["right"] for r in mine), sum(r["asked"] for r in mine))
+                    for (distance,), mine in sorted(points.items())
+                }
+                shares = [right / asked for right, asked in counts.values()]
+                sure = [wilson(right, asked) for right, asked in counts.values()]
+                below = [share - low for share, (low, _) in zip(shares, sure, strict=True)]
+                above = [high - share for share, (_, high) in zip(shares, sure, strict=True)]
+                name = WAYS.get(way, way)
+                label = f"{policy}, {name}" if several else name
+                how = {"lw": 1.4, "ms": 5, "capsize": 2, "elinewidth": 0.8, **line_style(number)}
+                if form != forms[0]:
+                    label = "_"  # the legend has it from the first panel
+                axes.errorbar(list(counts), shares, yerr=[below, above], label=label, **how)
+            axes.set_xscale("log")
+            axes.set_xlim(100, 2 * farthest)
+            axes.set_ylim(-0.03, 1.03)
+            axes.set_title(FORMS[form], fontsize=9)
+            style_axes(axes)
+        panels[0].set_ylabel("right answers")
+        figure.supxlabel("tokens since", fontsize=9)
+        figure.legend(loc="outside lower left", frameon=False, fontsize=8, ncols=3)
+    return out[0]
+
+
 def _share(cells: Sequence[dict[str, Any]]) -> float:
     """Mean accuracy; NaN if nothing was asked, which leaves a hole."""
     return float(mean(cell["accuracy"] for cell in cells)) if cells else math.nan
@@ -472,6 +534,18 @@ def _parts(done: Sequence[CellRecord]) -> Iterator[ReportPart]:
             if picture is not None:
                 title = f"{model}: {short[setting]}, {heading}"
                 yield ReportPart(title, words, picture=picture, name=f"{kind}-{number}")
+    yield from _recalled_parts(done)
+
+
+def _recalled_parts(done: Sequence[CellRecord]) -> Iterator[ReportPart]:
+    for number, ((model,), mine) in enumerate(group_by(done, "model").items()):
+        if (picture := plot_recalled(mine)) is not None:
+            words = (
+                "Share of right answers by the tokens that were read since the fact was told, with "
+                "95 % intervals (Wilson's)."
+            )
+            title = f"{model}: facts from the archive"
+            yield ReportPart(title, words, picture=picture, name=f"recalled-{number}")
 
 
 def _facts(cells: int, records: Sequence[CellRecord]) -> str:
