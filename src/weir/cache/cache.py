@@ -755,11 +755,19 @@ class StreamingCache(Cache):
         """Return for how many tokens there is room in the slots that the beginning of a row leaves
         free; None if no pool of the policy keeps marked tokens (`kept`).
         """
-        pools = (pool for plan in self.plans for pool in plan.spec.pipe.pools)
-        slots = [pool.n for pool in pools if isinstance(pool, Kept)]
-        if not slots:
+        slots = self.slots_to_keep
+        if slots is None:
             return None
-        return 0 if marks.beginning is None else max(0, min(slots) - marks.beginning)
+        return 0 if marks.beginning is None else max(0, slots - marks.beginning)
+
+    @property
+    def slots_to_keep(self) -> int | None:
+        """The number of slots for the beginning of a row and for the tokens that its marks keep;
+        None if no pool keeps marked tokens, or not in all layers.
+        """
+        pipes = [plan.spec.pipe for plan in self.plans if plan.spec.pipe.slots is not None]
+        found = [[pool.n for pool in pipe.pools if isinstance(pool, Kept)] for pipe in pipes]
+        return min((min(slots) for slots in found), default=None) if all(found) else None
 
     @property
     def window(self) -> int:

@@ -2,6 +2,7 @@
 
 from weir.pools.balance import Balance, Halves, Sums
 from weir.pools.base import (
+    MOST_RANGES,
     MOST_WEIGHT,
     Fold,
     Marks,

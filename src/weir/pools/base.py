@@ -28,7 +28,7 @@ FINITE, FROM_0, LOG_WEIGHT = (-MOST, MOST), (0.0, MOST), (-torch.inf, MOST_WEIGH
 """Bounds of tensors of a state, for `find_outside`."""
 
 
-MOST_KEPT = 1024
+MOST_RANGES = 1024
 """Ranges of tokens that a row may be told to keep."""
 
 
@@ -67,8 +67,8 @@ class Marks:
 
 def wrong_ranges(kept: Any) -> str | None:
     """Say what is wrong with ranges of tokens to keep (`Marks.kept`); None if they are right."""
-    if not isinstance(kept, tuple | list) or len(kept) > MOST_KEPT:
-        return f"must be at most {MOST_KEPT} ranges, as in ((100, 150), (200, 230))"
+    if not isinstance(kept, tuple | list) or len(kept) > MOST_RANGES:
+        return f"must be at most {MOST_RANGES} ranges, as in ((100, 150), (200, 230))"
     last = 0
     for one in kept:
         whole = isinstance(one, tuple | list) and len(one) == 2 and all(fits(n, int) for n in one)
