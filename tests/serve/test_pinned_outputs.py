@@ -12,6 +12,7 @@ from test_drops import (
     CALL,
     HISTORY,
     SECRET,
+    TOOL,
     USER,
     answer,
     ask,
@@ -298,3 +299,11 @@ def test_responses_pin_by_the_ids_of_calls(server):
     assert SECRET in held_text(server, session)
     wrong = {**more, "weir": {"pin": ["c2"]}}
     assert server.post("/v1/responses", wrong).json()["error"]["param"] == "weir.pin[0]"
+
+
+def test_it_stays_pinned_where_the_tools_change(server):
+    history, _ = talk(server, HISTORY, "one", weir={"pin": ["call_a/b"]})
+    other = {"type": "function", "function": {"name": "write", "parameters": {"type": "object"}}}
+    found = ask(server, history, "one", tools=[TOOL, other]).json()
+    assert found["usage"]["weir"]["reread"]["why"] == "tools"
+    assert found["usage"]["weir"]["pinned_outputs"] == len(SECRET)

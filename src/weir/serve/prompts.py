@@ -19,7 +19,7 @@ from weir.errors import WeirError, quote
 from weir.models import ModelSink
 from weir.pools import MOST_RANGES
 from weir.serve.changes import ChangedPrefixes, Outline, describe_change
-from weir.serve.messages import Message, ResultPlace, hash_prefixes
+from weir.serve.messages import DROPPED, Message, ResultPlace, hash_prefixes
 from weir.serve.pins import (
     PinnedPlaces,
     PinRoom,
@@ -29,7 +29,7 @@ from weir.serve.pins import (
     introduce,
     was_dropped,
 )
-from weir.serve.reread import Reread, explain_reread
+from weir.serve.reread import Reread, explain_reread, find_nearest, same_results
 from weir.serve.roles import SystemPlaces
 from weir.serve.sessions.records import TurnRecord, is_hidden
 from weir.serve.sessions.store import SessionStore
@@ -58,8 +58,6 @@ LOOKUPS = 256
 """Answers of a history, from the newest on, that are looked up among saved turns."""
 NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 """No further variables for a chat template."""
-DROPPED = "[This output was dropped.]"
-"""Stands in a prompt for a result that was dropped, where its history is read again."""
 Tell = Callable[[TurnRecord], str]
 """Writes a note for the model about the turn that a prompt continues."""
 BESIDE = 64
@@ -414,9 +412,11 @@ class PromptMatcher:
         self._drop_all(owner, drops, chains)
         pinned = self._find_pins(owner, pins, chains)
         prefixes: list[tuple[int, str]] = held.call(_hash_answers, root)
-        refused = False
+        refused, nearest = False, None
         outline = None if self._changes is None else held.call(_outline, root)
-        for known, chain in prefixes:
+        for number, (known, chain) in enumerate(prefixes):
+            if number == 1 and not refused:
+                nearest = self._look_back(owner, held, root, session)
             parent, note = self._store.find_history(owner, chain), ""
             if parent is None and outline is not None:
                 parent, note = self._find_changed(owner, outline, known)
@@ -428,15 +428,19 @@ class PromptMatcher:
             prompt = self._extend(parent, held, known, *how, chain=chain, note=note)
             if prompt is not None:
                 prompt = _with_outline(prompt, outline)
-                return self._explained(prompt, held, known, prefixes, session, refused=refused)
+                if number == 0:
+                    return prompt
+                return self._explained(prompt, held, known, prefixes, nearest, refused=refused)
             refused = True
+        if len(prefixes) == 1 and not refused:
+            nearest = self._look_back(owner, held, root, session)
         known, chain = prefixes[0] if prefixes else (0, root)
         dropped = self._store.dropped_chains(owner)
         how_read = (tools, dict(variables), root, dropped)
         prompt = held.call(_render_all, known, chain, *how_read)
         prompt = _with_outline(replace(prompt, owner=owner), outline)
         prompt = self._keep(prompt, PinnedPlaces(), (), pinned, prompt.beginning)
-        prompt = self._explained(prompt, held, 0, prefixes, session, refused=refused)
+        prompt = self._explained(prompt, held, 0, prefixes, nearest, refused=refused)
         return replace(
             _with_shared_ids(prompt),
             owner=owner,
@@ -485,7 +489,8 @@ class PromptMatcher:
         wanted = self._store.pinned_chains(prompt.owner) | pins.keys()
         if not wanted:
             return prompt
-        new = [one.where for one in prompt.messages if one.where and one.where.chain in wanted]
+        read = [one.where for one in prompt.messages if one.where]
+        new = [one for one in read if one.chain in wanted and one.start < one.stop]
         places = (*found.held, *prompt.kept, *new)
         missing = [call for chain, call in pins.items() if chain not in {p.chain for p in places}]
         if pins:
@@ -516,13 +521,32 @@ class PromptMatcher:
         note = describe_change(systems, outline.systems)
         return (None, "") if note is None else (self._store.find_turn(owner, node), note)
 
+    def _look_back(self, owner: str, held: Handle, root: str, session: str | None) -> list[Message]:
+        """Find the conversation that a history, which is read again, is most like.
+
+        Results that were dropped or pinned there are so in this history, too.
+        """
+        messages: list[Message] = held.get()
+        nearest = find_nearest(self._store, owner, messages, session)
+        dropped, pinned = self._store.dropped_chains(owner), self._store.pinned_chains(owner)
+        if not (dropped or pinned):
+            return nearest
+        before = same_results(nearest, messages)
+        hashes: list[str] = held.call(_hash_all, root) if before else []
+        for at, chain in before.items():
+            if chain in dropped:
+                self._store.drop_result(owner, hashes[at])
+            elif chain in pinned:
+                self._store.pin_result(owner, hashes[at])
+        return nearest
+
     def _explained(
         self,
         prompt: Prompt,
         held: Handle,
         known: int,
         prefixes: list[tuple[int, str]],
-        session: str | None,
+        nearest: Sequence[Message] | None,
         *,
         refused: bool,
     ) -> Prompt:
@@ -530,9 +554,8 @@ class PromptMatcher:
         answered = prefixes[0][0] if prefixes else 0
         if known >= answered:
             return prompt
-        how = (known, answered, session)
-        messages: list[Message] = held.get()
-        found = explain_reread(self._store, prompt.owner, messages, *how, refused=refused)
+        how = (known, answered, self._store.dropped_chains(prompt.owner))
+        found = explain_reread(nearest or (), held.get(), *how, refused=refused)
         return replace(prompt, reread=found)
 
     def find_saved(
