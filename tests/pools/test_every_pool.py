@@ -261,7 +261,7 @@ def test_seeds_change_what_is_held_by_stochastic_pools_only(name):
 TOO_SMALL = {
     "beginning": "beginning(0) | recent(4)",
     "header": "sink(4) | header(0)",
-    "kept": "beginning(3) | recent(4) | kept(4)",
+    "kept": "beginning(3) | kept(4)",
     "sink": "sink(0) | recent(4)",
     "recent": "recent(0)",
     "reservoir": "recent(4) | reservoir(0)",

@@ -114,7 +114,11 @@ class ResponseTurn:
         return None, self.items
 
     def _hidden(self, prompt: Prompt) -> Prompt:
-        """A prompt whose turn is found by the same history, but not by its id."""
+        """A prompt whose turn is found by the same history, but not by its id; in a session that
+        the client names it is a turn like any other.
+        """
+        if self.session is not None:
+            return prompt
         before = prompt.parent and prompt.parent.session
         if before and is_hidden(before):
             return replace(prompt, session=before)

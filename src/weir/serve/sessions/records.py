@@ -140,7 +140,7 @@ class TurnTokens:
 @dataclass(frozen=True)
 class SessionSummary:
     """A session as lists show it: when its first kept turn and its newest ended, in seconds since
-    1970, and facts of the newest.
+    1970, and facts of the newest. Its topic is that of the newest turn with a user message.
     """
 
     id: str

@@ -282,7 +282,8 @@ class SessionStore:
             for new in place.summaries(owner, session):
                 old = found.pop(new.id, None)  # what has turns in memory too was used last
                 if old is not None:
-                    new = replace(new, turns=old.turns + new.turns, created=old.created)
+                    topic, turns = new.topic or old.topic, old.turns + new.turns
+                    new = replace(new, turns=turns, created=old.created, topic=topic)
                 found[new.id] = new
         return list(found.values())
 

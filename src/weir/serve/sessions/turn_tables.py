@@ -139,7 +139,11 @@ WITH own AS (
     WHERE owner = ?2 AND (?3 IS NULL OR session = ?3) GROUP BY session
 )
 SELECT own.session AS id, head.node AS head, turns, begin.created AS created,
-    head.created AS used, head.seen, head.usage, head.topic
+    head.created AS used, head.seen, head.usage, coalesce((
+        SELECT topic FROM members JOIN records ON records.node = members.node
+        WHERE members.owner = ?2 AND session = own.session AND topic != ''
+        ORDER BY members.number DESC LIMIT 1
+    ), '') AS topic
 FROM own
 JOIN members AS late ON late.number = newest JOIN records AS head ON head.node = late.node
 JOIN members AS early ON early.number = oldest JOIN records AS begin ON begin.node = early.node
