@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import httpx
 import pytest
 from anything import TAKES_TOOLS, random_client
-from servers import CHATML, make_client, make_tokenizer, serving
+from servers import CHATML, make_client, make_tokenizer, serving, serving_nano
 from test_drops import (
     CALL,
     HISTORY,
@@ -307,3 +309,39 @@ def test_it_stays_pinned_where_the_tools_change(server):
     found = ask(server, history, "one", tools=[TOOL, other]).json()
     assert found["usage"]["weir"]["reread"]["why"] == "tools"
     assert found["usage"]["weir"]["pinned_outputs"] == len(SECRET)
+
+
+AGENTS = Path(__file__).parents[2] / "docs" / "agents.md"
+(EXAMPLE,) = re.findall(r"^```python\n(.*?)^```$", AGENTS.read_text("utf-8"), re.S | re.M)
+
+
+def test_the_example_of_the_page_keeps_a_fact_of_nano():
+    """nano holds the output, by its places in the stream, after several times its window."""
+    with serving_nano(pinned=200) as server:
+        space: dict = {}
+        exec(EXAMPLE.replace("http://127.0.0.1:8000", server.url), space)
+        first, history = space["answer"], space["history"]
+        tokens = first.usage.weir["pinned_outputs"]
+        assert tokens > 4
+        session = server.store.list_sessions("")[-1].id
+        (item,) = items(server, session)
+        own = set(range(item["start"], item["start"] + item["tokens"]))
+        for words in ("The army went on. " * 60, "It was cold. " * 60, "Nobody spoke. " * 60):
+            text = space["answer"].choices[0].message.content
+            history += [answer(text), {"role": "user", "content": words}]
+            space["answer"] = space["client"].chat.completions.create(
+                model="nano", messages=history, max_tokens=8
+            )
+        usage = space["answer"].usage.weir
+        assert usage["seen"] > 2 * (256 + 200)
+        assert usage["pinned_outputs"] == tokens
+        server.settled()
+        held = memory(server, session)
+        by_pool = {one["at"]: one for one in held["tokens"] if one["at"] in own}
+        assert by_pool.keys() == own
+        read = "".join(by_pool[at]["text"] for at in sorted(own))
+        assert read.strip() == "The regiment marches at dawn."
+        # What came right after it has left.
+        assert not {item["start"] + item["tokens"] + n for n in range(60, 100)} & {
+            one["at"] for one in held["tokens"]
+        }
