@@ -116,11 +116,11 @@ def make_request(
         sampling = body.sampling_params(logprobs, secrets.randbits(62), client.defaults)
     except WeirError as error:
         raise APIError(400, str(error)) from None
-    for number, token in enumerate(body.stop_token_ids or ()):
-        if token >= client.vocabulary:
+    for number, stop in enumerate(body.stop_token_ids or ()):
+        if stop >= client.vocabulary:
             raise APIError(
                 400,
-                f"Invalid 'stop_token_ids[{number}]': there is no token {token}; this model has "
+                f"Invalid 'stop_token_ids[{number}]': there is no token {stop}; this model has "
                 f"the tokens 0 to {client.vocabulary - 1}.",
                 param=f"stop_token_ids[{number}]",
             )
