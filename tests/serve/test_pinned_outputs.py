@@ -311,6 +311,25 @@ def test_it_stays_pinned_where_the_tools_change(server):
     assert found["usage"]["weir"]["pinned_outputs"] == len(SECRET)
 
 
+@pytest.mark.parametrize("field", ["pin", "drop"])
+def test_an_output_is_named_in_a_conversation_whose_system_message_changes(field):
+    """With --note-changes it goes on where it was, and its outputs have the hashes of before."""
+    with start(notes_changes=True) as server:
+        system = {"role": "system", "content": "It is 10:40."}
+        first = ask(server, [system, *HISTORY], "one")
+        history = [{"role": "system", "content": "It is 10:41."}, *HISTORY, said(first), USER]
+        second = ask(server, history, "one", weir={field: ["call_a/b"]})
+        usage = second.json()["usage"]["weir"]
+        assert "10:41" in usage["noted"]
+        assert "reread" not in usage
+        assert usage.get("pinned_outputs", 0) == (len(SECRET) if field == "pin" else 0)
+        if field == "drop":
+            assert SECRET not in held_text(server, "one")
+        else:
+            talk(server, [*history, said(second), WORDS], "one")
+            assert SECRET in held_text(server, "one")
+
+
 AGENTS = Path(__file__).parents[2] / "docs" / "agents.md"
 (EXAMPLE,) = re.findall(r"^```python\n(.*?)^```$", AGENTS.read_text("utf-8"), re.S | re.M)
 

@@ -420,6 +420,8 @@ class PromptMatcher:
             parent, note = self._store.find_history(owner, chain), ""
             if parent is None and outline is not None:
                 parent, note = self._find_changed(owner, outline, known)
+                if parent is not None:
+                    pinned = self._as_read(parent, drops, pinned)
             if parent is None:
                 continue
             if tell is not None:
@@ -468,6 +470,22 @@ class PromptMatcher:
             if chains[call] in dropped:
                 raise was_dropped(call)
         return {chains[call]: call for call in pins}
+
+    def _as_read(
+        self, parent: TurnRecord, drops: Sequence[str], pins: Mapping[str, str]
+    ) -> dict[str, str]:
+        """Drop and pin the outputs of some calls under the hashes with which they were read: a
+        history whose system messages have changed has others.
+        """
+
+        def hash_of(call: str) -> str | None:
+            found = self._store.list_results(parent.owner, parent.node, call, 1)
+            return found[0][1].chain if found else None
+
+        for call in drops:
+            if (chain := hash_of(call)) is not None:
+                self._store.drop_result(parent.owner, chain)
+        return {hash_of(call) or chain: call for chain, call in pins.items()}
 
     def _keep(
         self,
