@@ -31,6 +31,7 @@ PIPES = {
     "sink": ["sink(3) | recent(6)"],
     "beginning": ["beginning(3) | sink(2) | recent(5)"],
     "header": ["recent(5) | header(3)", "recent(4) | header(3) | heavy(5)"],
+    "kept": ["beginning(3) | recent(5) | kept(3)", "beginning(3) | recent(4) | kept(3) | heavy(5)"],
     "recent": ["recent(8)", "recent(3) | recent(5)", "recent(none)"],
     "reservoir": ["recent(4) | reservoir(6)", "recent(4) | reservoir(6, weighted=true)"],
     "uniform": [
@@ -260,6 +261,7 @@ def test_seeds_change_what_is_held_by_stochastic_pools_only(name):
 TOO_SMALL = {
     "beginning": "beginning(0) | recent(4)",
     "header": "sink(4) | header(0)",
+    "kept": "beginning(3) | kept(4)",
     "sink": "sink(0) | recent(4)",
     "recent": "recent(0)",
     "reservoir": "recent(4) | reservoir(0)",

@@ -53,7 +53,7 @@ from weir.models import (
     weights_of,
 )
 from weir.policies import Policy, resolve_chunk
-from weir.pools import Marks, fits
+from weir.pools import Kept, Marks, fits
 from weir.slab import Heads
 
 ASSISTED = (
@@ -557,7 +557,7 @@ class StreamingCache(Cache):
             "last": only.last[0],
             "ended": only.ended[0],
             "seed": self.stack[0].state.seeds[row],
-            "marks": asdict(only.marks[0]),
+            "marks": _marks_fact(only.marks[0]),
             "lengths": lengths,
         }
         if three_axes(self.plans):
@@ -719,16 +719,17 @@ class StreamingCache(Cache):
     def mark(self, row: int, marks: Marks) -> None:
         """Set the marks of a row: facts of its stream that pools cannot see in tokens.
 
-        The pools `beginning` and `header` read them from the next fold on; others ignore them.
-        Marks stay with the row when it is taken and put.
+        The pools `beginning`, `header` and `kept` read them from the next fold on; others ignore
+        them. Marks stay with the row when it is taken and put. A token is kept only if it is still
+        among the newest, or has not been read yet (`window`).
 
         Args:
             row: the row; in an empty cache, row 0 makes it a cache of one row.
             marks: the new marks.
 
         Raises:
-            WeirError: there is no such row, or tokens of it have been folded with another
-                beginning.
+            WeirError: there is no such row, tokens of it have been folded with another beginning,
+                or the tokens to keep do not fit into the slots that the beginning leaves free.
         """
         if not isinstance(marks, Marks):
             raise WeirError(f"a row is told weir.pools.Marks, not {quote(marks)}")
@@ -742,7 +743,39 @@ class StreamingCache(Cache):
                 f"the beginning of row {row} is {before.beginning} tokens and cannot become "
                 f"{marks.beginning} any more: it has been folded"
             )
+        tokens, room = sum(stop - start for start, stop in marks.kept), self.room_to_keep(marks)
+        if tokens and room is not None and tokens > room:
+            raise WeirError(
+                f"{tokens} tokens are to be kept, and the slots of the beginning have room for "
+                f"{room}"
+            )
         self.stack.rows = self.rows.marked(row, marks)
+
+    def room_to_keep(self, marks: Marks) -> int | None:
+        """Return for how many tokens there is room in the slots that the beginning of a row leaves
+        free; None if no pool of the policy keeps marked tokens (`kept`).
+        """
+        slots = self.slots_to_keep
+        if slots is None:
+            return None
+        return 0 if marks.beginning is None else max(0, slots - marks.beginning)
+
+    @property
+    def slots_to_keep(self) -> int | None:
+        """The number of slots for the beginning of a row and for the tokens that its marks keep;
+        None if no pool keeps marked tokens, or not in all layers.
+        """
+        pipes = [plan.spec.pipe for plan in self.plans if plan.spec.pipe.slots is not None]
+        found = [[pool.n for pool in pipe.pools if isinstance(pool, Kept)] for pipe in pipes]
+        return min((min(slots) for slots in found), default=None) if all(found) else None
+
+    @property
+    def window(self) -> int:
+        """The number of newest tokens that every layer and KV head is sure to hold, beside those
+        that wait for a fold.
+        """
+        pipes = (plan.spec.pipe for plan in self.plans)
+        return min(pipe.slots_of(pipe.run) for pipe in pipes)
 
     @contextmanager
     def only(self, start: int, stop: int) -> Iterator[None]:
@@ -979,6 +1012,13 @@ class StreamingCache(Cache):
         forward = SecondReading(self.stack, given, begun, self._rotaries, self.begin)
         forward.rows = self._rows_again
         return forward
+
+
+def _marks_fact(marks: Marks) -> dict[str, Any]:
+    """The marks of a row as JSON."""
+    fact = asdict(marks)
+    kept = fact.pop("kept")
+    return fact | {"kept": [list(one) for one in kept]} if kept else fact
 
 
 def _describe_heads(heads: Heads) -> list[int | str]:

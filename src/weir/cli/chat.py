@@ -47,7 +47,13 @@ HELP = """/forgotten       show which turns are gone from the cache
 /quit            leave; so does Ctrl-D. Ctrl-C stops an answer
 \"\"\"              begins and ends a message of several lines"""
 
-PLAIN_NAMES = {"sink": "the first", "beginning": "the first", "recent": "the newest", "header": ""}
+PLAIN_NAMES = {
+    "sink": "the first",
+    "beginning": "the first",
+    "recent": "the newest",
+    "header": "",
+    "kept": "",
+}
 """Words for what pools keep; those without are named."""
 FORMAT_WORDS = {"int8": "8 bits", "int4": "4 bits", "k8v4": "8 and 4 bits", "fp8": "8-bit floats"}
 HEADER = 16

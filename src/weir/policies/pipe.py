@@ -10,7 +10,7 @@ place in the pipe, and the types, shapes and numbers of slots, never the content
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -162,7 +162,7 @@ class Pipe(Policy):
     @cached_property
     def slots(self) -> int | None:
         """Slots per KV head; None where a pool has no limit."""
-        sizes = [pool.slots() for pool in self.pools]
+        sizes = [0 if pool.shares_slots else pool.slots() for pool in self.pools]
         return None if None in sizes else sum(size for size in sizes if size is not None)
 
     @cached_property
@@ -206,8 +206,17 @@ class Pipe(Policy):
         return self.slots_of(self.quantized)
 
     def slots_of(self, pools: Collection[int]) -> int:
-        """Count the slots of some pools per KV head, those without a limit left out."""
-        return sum(self.pools[i].slots() or 0 for i in pools)
+        """Count the slots of some pools per KV head. Those without a limit are left out, and so are
+        pools that share the slots of the first one.
+        """
+        counted = (self.pools[i] for i in pools if not self.pools[i].shares_slots)
+        return sum(pool.slots() or 0 for pool in counted)
+
+    def too_many_shared(self, lengths: Sequence[int]) -> bool:
+        """Whether the first pool and those that share its slots have more than these in use."""
+        pairs = zip(self.pools, lengths, strict=True)
+        shared = sum(length for pool, length in pairs if pool.shares_slots)
+        return bool(shared) and lengths[0] + shared > (self.pools[0].slots() or 0)
 
     needs_mass = _of_any("needs_mass")
     needs_second_reading = _of_any("needs_second_reading")
@@ -324,6 +333,12 @@ def _check_formats(pools: tuple[Pool, ...], formats: tuple[str, ...], run: tuple
             raise WeirError(
                 f"the slots of {pool.name} change at every fold and would be quantized again each "
                 f"time, so they stay exact: write {pool.name} without :{name}"
+            )
+    for pool, name in zip(pools, formats, strict=True):
+        if pool.shares_slots and name != formats[0]:
+            raise WeirError(
+                f"{pool.name} has the slots of {pools[0].name}, so both have one format: write "
+                f":{name or formats[0]} after both, or after none"
             )
     if different and any(pool.slots() is None for pool in pools):
         raise WeirError("a pipe without a limit has no quantized slots; give each pool a size")

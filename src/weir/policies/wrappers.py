@@ -1,7 +1,8 @@
 """Policies around another one: `pinned`, `pyramid` and `quantized`.
 
-`pinned` puts a pool of the stream's beginning in front of a layer's pools, and behind those that
-pass tokens on in order one for the header of the running turn (`weir.pools.Marks`). `quantized`
+`pinned` puts a pool of the stream's beginning in front of a layer's pools. After those that pass
+tokens on in order it puts two more: one for the header of the running turn, and one for tokens that
+are to be kept, in the slots that the beginning leaves free (`weir.pools.Marks`). `quantized`
 leaves the first and the newest tokens, and those that marks name, as the model computes them.
 
 PyramidKV (Cai et al. 2024, "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information
@@ -22,7 +23,7 @@ from weir.errors import WeirError
 from weir.policies.library import Recompute, kcenter, streaming_llm
 from weir.policies.pipe import Origin, Pipe, Policy, check_format
 from weir.policies.registry import NAMED, PolicyCall, named
-from weir.pools import Beginning, Frame, Header, Pool, Snap
+from weir.pools import Beginning, Frame, Header, Kept, Pool, Snap
 
 EXACT = "exact"
 SAME = "same"
@@ -99,7 +100,7 @@ class Pinned(PolicyWrapper):
 
     Attributes:
         policy: the policy that holds everything else.
-        n: slots of each layer for the beginning.
+        n: slots of each layer for the beginning, and for tokens that are to be kept.
         header: slots of each layer for the header.
         format: the format of the slots for the beginning, by the names of `slab.FORMATS`; "same"
             for that of the policy's quantized slots, or int8 if it has none.
@@ -126,7 +127,7 @@ class Pinned(PolicyWrapper):
         return f"n={self.n}, header={self.header}{form}"
 
     def rewrite(self, pipe: Pipe) -> Pipe:
-        """Add the two pools; refuse a pipe that has such pools, or no limit."""
+        """Add the pools; refuse a pipe that has such pools, or no limit."""
         if pipe.needs_marks:
             raise WeirError(f"{self.policy} keeps a stream's beginning already")
         if pipe.slots is None:
@@ -134,13 +135,14 @@ class Pinned(PolicyWrapper):
         pools = pipe.pools
         # As late as possible: behind the header tokens are out of order, and pools have to sort.
         place = next((at for at, pool in enumerate(pools) if not pool.in_order), len(pools))
-        with_both = (Beginning(self.n), *pools[:place], Header(self.header), *pools[place:])
+        marked = Header(self.header), Kept(self.n)
+        with_all = (Beginning(self.n), *pools[:place], *marked, *pools[place:])
         given = pipe.formats or ("",) * len(pools)
         first = "" if self.format == EXACT else self.format
         if self.format == SAME:
             first = next(filter(None, given), "int8")
-        formats = (first, *given[:place], "", *given[place:])
-        return Pipe(with_both, formats=formats)
+        formats = (first, *given[:place], "", first, *given[place:])
+        return Pipe(with_all, formats=formats)
 
 
 @named("any policy, and what a conversation must not lose beside it")
@@ -151,7 +153,8 @@ def pinned(
 
     `n` slots are for the beginning and `header` for the control tokens in front of an answer, in
     addition to those of the policy. How many of them a row uses, its marks say; a row without marks
-    has `n` more sinks.
+    has `n` more sinks. Slots that the beginning leaves free are for other tokens that the marks
+    name.
 
     Args:
         policy: the policy that holds everything else; none for StreamingLLM.

@@ -426,6 +426,6 @@ def _layout_after(spec: LayerSpec, tokens: int) -> Layout:
     """The layout of a row after so many tokens, each of which went to the first pool with room."""
     lengths = []
     for pool in spec.pipe.pools:
-        lengths.append(min(tokens, pool.slots() or 0))
+        lengths.append(0 if pool.shares_slots else min(tokens, pool.slots() or 0))
         tokens -= lengths[-1]
     return lay_out(spec.pipe, lengths)

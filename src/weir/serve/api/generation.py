@@ -30,6 +30,7 @@ from weir.serve.client import EngineClient, Generation, GenerationRequest, Serve
 from weir.serve.engine.engine import Cancelled
 from weir.serve.engine.output import AnswerEvent, FinishEvent, TokenEvent
 from weir.serve.engine.scheduler import Busy
+from weir.serve.pins import count_tokens, pin_for
 from weir.serve.prompts import LOOKUPS, Prompt
 from weir.serve.sessions.records import StorageFull, is_hidden
 from weir.serve.structured import BadSchema
@@ -39,8 +40,6 @@ FORGOTTEN_HEADER = "x-weir-forgotten"
 """How many tokens of the conversation no slot held any more when the last answer ended."""
 WARNINGS = 16
 """Parts of a request that a warning names."""
-PIN_STEP = 256
-"""A warning names a multiple of it for `--pin`."""
 ATTEMPTS = 2 + LOOKUPS
 """How often a request is started at most. It is started again if the turn that it continues is
 dropped while it waits, or if the turn's snapshot is damaged: then from the turn before, and in the
@@ -117,6 +116,14 @@ def make_request(
         sampling = body.sampling_params(logprobs, secrets.randbits(62), client.defaults)
     except WeirError as error:
         raise APIError(400, str(error)) from None
+    for number, stop in enumerate(body.stop_token_ids or ()):
+        if stop >= client.vocabulary:
+            raise APIError(
+                400,
+                f"Invalid 'stop_token_ids[{number}]': there is no token {stop}; this model has "
+                f"the tokens 0 to {client.vocabulary - 1}.",
+                param=f"stop_token_ids[{number}]",
+            )
     stop_ids = frozenset(body.stop_token_ids or ())
     return GenerationRequest(
         match,
@@ -200,12 +207,22 @@ async def send_answers(
 
 def _warn_unpinned(http: Request, client: EngineClient, prompt: Prompt) -> str:
     """Log that the beginning of a new conversation has no room, and return what to do about it;
-    empty if there is room, or the conversation was warned about in its first turn.
+    empty if there is room, or the conversation was warned about in its first turn. The same for
+    outputs that are pinned, in every turn.
     """
     pinned = client.pinned
+    if prompt.unkept:
+        parent = prompt.parent
+        beginning = prompt.beginning if parent is None else parent.usage.get("beginning", 0)
+        needed = pin_for(beginning + count_tokens(prompt.kept) + prompt.unkept)
+        add_log_fields(http.scope, unpinned=prompt.unkept, pin=needed)
+        return (
+            f"{prompt.unkept} tokens of pinned outputs have no room, and leave the cache like "
+            f"others; start the server with --pin {needed}"
+        )
     if prompt.parent is not None or pinned is None or prompt.beginning <= pinned:
         return ""
-    needed = -(-prompt.beginning // PIN_STEP) * PIN_STEP
+    needed = pin_for(prompt.beginning)
     add_log_fields(http.scope, unpinned=prompt.beginning - pinned, pin=needed)
     return (
         f"only the first {pinned} of the {prompt.beginning} tokens of the system message and tools "
@@ -336,6 +353,7 @@ def usage_of(generation: Generation, so_far: int | None = None) -> dict[str, Any
     ends = [end for _, end in sorted(generation.finished.items())]
     lost = max((end.lost for end in ends), key=len, default=())
     used = [use for end in ends for use in end.used]
+    outputs = max((one.pinned_outputs for one in stats), default=0)
     return {
         "prompt_tokens": prompt.length,
         "completion_tokens": answered,
@@ -349,6 +367,7 @@ def usage_of(generation: Generation, so_far: int | None = None) -> dict[str, Any
             "pinned": max((one.pinned for one in stats), default=0),
             "beginning": max((one.beginning for one in stats), default=0),
             "forgotten": max((one.forgotten for one in stats), default=0),
+            **({"pinned_outputs": outputs} if outputs else {}),
             **({} if prompt.reread is None else {"reread": prompt.reread.to_json()}),
             **({"noted": prompt.note} if prompt.note else {}),
             **({"forgotten_turns": list(lost)} if lost else {}),

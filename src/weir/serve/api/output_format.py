@@ -50,10 +50,11 @@ def add_own_tools(client: EngineClient, body: GenerationBody, offer: ToolOffer) 
 
 
 def refuse_own_tools(body: GenerationBody) -> None:
-    """Refuse the server's tools and drops for texts, which have no calls (APIError)."""
-    if body.drops:
-        message = "texts have no outputs of tools; leave it out, or send a chat"
-        raise APIError(400, message, param="weir.drop", code="unsupported")
+    """Refuse the server's tools, drops and pins for texts, which have no calls (APIError)."""
+    for name, calls in (("drop", body.drops), ("pin", body.pins)):
+        if calls:
+            message = "texts have no outputs of tools; leave it out, or send a chat"
+            raise APIError(400, message, param=f"weir.{name}", code="unsupported")
     if body.own_tools:
         message = "the server's tools are for chats; leave them out, or send a chat"
         raise APIError(400, message, param="weir.tools", code="unsupported")

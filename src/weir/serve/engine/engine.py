@@ -13,7 +13,7 @@ import threading
 from array import array
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +30,7 @@ from weir.serve.engine.prefixes import PrefixKey, PrefixPlace, PrefixState, Pref
 from weir.serve.engine.sampler import SampledToken, sample
 from weir.serve.engine.scheduler import Scheduler
 from weir.serve.engine.sequence import Sequence, Stage
+from weir.serve.messages import ResultPlace
 from weir.serve.sessions.records import Checkpoint
 from weir.serve.sessions.store import SessionStore
 
@@ -156,8 +157,9 @@ class ModelRunner:
 class Engine:
     """Runs sequences.
 
-    `submit`, `cancel`, `resume`, `drop`, `inspect`, `forget`, `stop`, `load` and `is_busy` may be
-    called from any thread. All else happens in the thread that calls `run`, or `step` in a test.
+    `submit`, `cancel`, `resume`, `drop`, `keep`, `inspect`, `forget`, `stop`, `load` and `is_busy`
+    may be called from any thread. All else happens in the thread that calls `run`, or `step` in a
+    test.
 
     Args:
         chunk: tokens between two folds; None for what the policy was measured with, or 64.
@@ -201,6 +203,7 @@ class Engine:
         self._seen = self._calls = 0
         self._resumed: list[tuple[Sequence, Continuation | Exception]] = []
         self._drops: list[tuple[Sequence, tuple[int, int]]] = []
+        self._keeps: list[tuple[Sequence, ResultPlace, Future[bool]]] = []
         self._forgotten: list[str] = []  # checkpoints whose `PrefixState`s the next step drops
         self._stopping = False
         self._changed = threading.Condition()  # guards all of the above, and wakes `run`
@@ -253,6 +256,18 @@ class Engine:
             self._drops.append((sequence, place))
             self._changed.notify()
 
+    def keep(self, sequence: Sequence, place: ResultPlace) -> Future[bool]:
+        """Keep a result of a running sequence from its next step on.
+
+        The future says whether it is kept: not if some of its tokens have left the window, if there
+        is no room, or if the sequence does not run by then.
+        """
+        future: Future[bool] = Future()
+        with self._changed:
+            self._keeps.append((sequence, place, future))
+            self._changed.notify()
+        return future
+
     def inspect(self, sequence: Sequence) -> Future[RowInspection | None]:
         """Inspect a sequence's row between two steps; the result is None if it has none by then.
 
@@ -294,13 +309,13 @@ class Engine:
         """Step until `stop`, then until all sequences have ended."""
         while True:
             with self._changed:
-                while not (self.scheduler or self._inspections or self._stopping):
+                asked = self._inspections or self._keeps
+                while not (self.scheduler or asked or self._stopping):
                     self._changed.wait()
-                if not (self.scheduler or self._inspections):
+                    asked = self._inspections or self._keeps
+                if not (self.scheduler or asked):
                     return
-                if self.scheduler.all_calling and not (
-                    self._resumed or self._inspections or self._drops
-                ):
+                if self.scheduler.all_calling and not (self._resumed or asked or self._drops):
                     # Whatever changes wakes this, and a new sequence may find a free row.
                     self._changed.wait(IDLE_SECONDS)
             self.step()
@@ -310,6 +325,7 @@ class Engine:
         """Admit sequences, decode a token of every answer, and prefill a chunk of a prompt."""
         self._cancel()
         self._drop()
+        self._keep()
         self._go_on()
         self._admit()
         for batch in self.scheduler.decode_batches():
@@ -351,6 +367,31 @@ class Engine:
         read = [(start, min(stop, seen)) for start, stop in sequence.dropped if start < seen]
         self.cache.drop(sequence.row, read)
 
+    def _keep(self) -> None:
+        """Keep the results that `keep` was asked for."""
+        with self._changed:
+            keeps, self._keeps = self._keeps, []
+        for sequence, place, future in keeps:
+            future.set_result(sequence.is_running and self._keep_in_row(sequence, place))
+
+    def _keep_in_row(self, sequence: Sequence, place: ResultPlace) -> bool:
+        """Keep a result in the row of a sequence, if all of it can be kept."""
+        assert sequence.row is not None
+        if place in sequence.kept:
+            return True
+        row = sequence.row
+        folded = self.cache.origin + self.cache.seen[row] - self.cache.waiting[row]
+        if place.start < folded - self.cache.window:
+            return False
+        before = sequence.kept
+        sequence.kept = tuple(sorted((*before, place)))
+        try:
+            self.cache.mark(row, replace(self.cache.marks[row], kept=sequence.kept_ranges))
+        except WeirError:
+            sequence.kept = before
+            return False
+        return True
+
     def _go_on(self) -> None:
         """Let the sequences go on whose calls are done."""
         with self._changed:
@@ -374,8 +415,8 @@ class Engine:
         """Mark the last tokens that a sequence has not read yet as the header of its answer."""
         assert sequence.row is not None
         answer = self.cache.origin + self.cache.seen[sequence.row] + len(sequence.unread)
-        beginning = self.cache.marks[sequence.row].beginning
-        self.cache.mark(sequence.row, Marks(beginning, answer - header, header))
+        before = self.cache.marks[sequence.row]
+        self.cache.mark(sequence.row, replace(before, turn=answer - header, header=header))
 
     def _admit(self) -> None:
         """Give free rows to sequences that wait."""
@@ -417,7 +458,8 @@ class Engine:
         if checkpoint is not None:
             beginning = self.cache.marks[sequence.row].beginning
         answer = self.cache.origin + self.cache.seen[sequence.row] + len(sequence.unread)
-        marks = Marks(beginning, answer - sequence.header, sequence.header)
+        header = sequence.header
+        marks = Marks(beginning, answer - header, header, sequence.kept_ranges)
         self.cache.mark(sequence.row, marks)
 
     def _find_prefix(self, sequence: Sequence) -> PrefixState | None:
@@ -428,7 +470,13 @@ class Engine:
         if sequence.owner is None:
             return None
         most = len(sequence.unread) - max(1, sequence.header)
-        return self.prefixes.find(_key_of(sequence, sequence.owner), sequence.unread, most)
+        key = _key_of(sequence, sequence.owner)
+        found = self.prefixes.find(key, sequence.unread, most)
+        if found is None and key.kept and sequence.parent is None:
+            # One that has not read the first result to be kept will do, too.
+            most = min(most, sequence.kept[0].start - self.cache.origin)
+            found = self.prefixes.find(replace(key, kept=()), sequence.unread, most)
+        return found
 
     def _keep_prefix(self, sequence: Sequence) -> None:
         """Keep the state of a row in which a part of a prompt has been read."""
@@ -440,7 +488,10 @@ class Engine:
             return
         ids = array("I", [*sequence.pending, *sequence.prompt_ids][: sequence.num_read])
         state = self.cache.take_row(sequence.row)
-        self.prefixes.add(PrefixState(_key_of(sequence, sequence.owner), ids, state))
+        key = _key_of(sequence, sequence.owner)
+        if key.kept and self.cache.seen[sequence.row] + self.cache.origin <= sequence.kept[0].start:
+            key = replace(key, kept=())
+        self.prefixes.add(PrefixState(key, ids, state))
 
     def _size_of_piece(self, sequence: Sequence) -> int:
         """How many tokens of a prompt are read next.
@@ -633,8 +684,8 @@ class Engine:
 def _key_of(sequence: Sequence, owner: str) -> PrefixKey:
     """The key of the states that a sequence may continue from, and leaves."""
     if sequence.parent is not None:
-        return PrefixKey(owner, sequence.parent, 0, 0)
-    return PrefixKey(owner, None, sequence.beginning, sequence.seed)
+        return PrefixKey(owner, sequence.parent, 0, 0, sequence.kept_ranges)
+    return PrefixKey(owner, None, sequence.beginning, sequence.seed, sequence.kept_ranges)
 
 
 def sizes_of(engine: Engine) -> tuple[int, ...]:

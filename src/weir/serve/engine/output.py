@@ -35,6 +35,7 @@ class StreamStats:
         pinned: tokens of its beginning that stay for ever.
         beginning: tokens that its beginning has.
         forgotten: tokens that no layer and KV head holds in a slot any more.
+        pinned_outputs: tokens of outputs of tools that are kept for good.
     """
 
     seen: int
@@ -44,6 +45,7 @@ class StreamStats:
     pinned: int
     beginning: int
     forgotten: int
+    pinned_outputs: int
 
     @classmethod
     def of(cls, cache: StreamingCache, row: int, held: int) -> StreamStats:
@@ -62,6 +64,7 @@ class StreamStats:
             pinned=min(slots, beginning),
             beginning=beginning,
             forgotten=seen - held,
+            pinned_outputs=sum(stop - start for start, stop in cache.marks[row].kept),
         )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from weir.cache import RowState
 from weir.serve.engine.sampler import SampledToken, Sampler
+from weir.serve.messages import ResultPlace
 from weir.serve.sessions.records import TurnRecord
 
 
@@ -73,6 +74,7 @@ class Sequence:
             of them has not been fed yet.
         num_brought: how many of `output_ids` were brought, and not sampled.
         dropped: places in the stream of tokens that are dropped from the row (`Engine.drop`).
+        kept: places of results that the row keeps for good, in order (`Engine.keep`).
         prefilled: of a fork, the state and logits [vocabulary] at the end of the prompt.
     """
 
@@ -93,6 +95,7 @@ class Sequence:
     record: Callable[[Sequence, str], TurnRecord] | None = None
     on_stop: Callable[[], str | None] | None = None
     dropped: tuple[tuple[int, int], ...] = ()
+    kept: tuple[ResultPlace, ...] = ()
 
     stage: Stage = Stage.WAITING
     cancelled: bool = False
@@ -105,6 +108,11 @@ class Sequence:
     output_ids: list[int] = field(default_factory=list)
     num_brought: int = 0
     prefilled: tuple[RowState, Tensor] | None = None
+
+    @property
+    def kept_ranges(self) -> tuple[tuple[int, int], ...]:
+        """The first place of each result that is kept, and the one after its last."""
+        return tuple((place.start, place.stop) for place in self.kept)
 
     @property
     def is_running(self) -> bool:
