@@ -299,7 +299,7 @@ FORMS = {
 WAYS = {"recall": "with recall", "none": "without", "plain": "retrieval, no cache"}
 
 
-def plot_recalled(records: Sequence[CellRecord]) -> str | None:
+def plot_recalled(records: Sequence[CellRecord]) -> Picture | None:
     """Plot right answers over the distance, a panel for each form and a line for each way; None
     without results of `recalled`.
 
@@ -317,7 +317,7 @@ def plot_recalled(records: Sequence[CellRecord]) -> str | None:
     lines = unique((row["policy"], row["way"]) for row in rows)
     several = len(unique(policy for policy, _ in lines)) > 1
     farthest = max(row["distance"] for row in rows)
-    with svg_figure("recalled", WIDTH, _height(len(lines)) - 0.4) as (figure, out):
+    with drawn_figure("recalled", WIDTH, _height(len(lines), 3) - 0.4) as (figure, picture):
         panels = figure.subplots(1, len(forms), squeeze=False, sharey=True)[0]
         for axes, form in zip(panels, forms, strict=True):
             for number, (policy, way) in enumerate(lines):
@@ -345,7 +345,7 @@ def plot_recalled(records: Sequence[CellRecord]) -> str | None:
         panels[0].set_ylabel("right answers")
         figure.supxlabel("tokens since", fontsize=9)
         figure.legend(loc="outside lower left", frameon=False, fontsize=8, ncols=3)
-    return out[0]
+    return picture
 
 
 def _share(cells: Sequence[dict[str, Any]]) -> float:
