@@ -50,30 +50,25 @@ class LayerParts:
         self.parts = parts
         self.split = HeadSplit.of([part.spec.heads for part in parts], torch.device("cpu"))
 
-    def answer(
+    def attend(
         self,
-        method: Callable[..., Tensor],
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
         params: AttentionParams,
-        *more: Any,
+        plan: ForwardPlan,
     ) -> Tensor:
-        """Call `Layer.attend` or `Layer.reread` of the whole layer."""
+        """Call `Layer.attend` of each part, and join the answers."""
         if self.split is None:
-            return method(self.parts[0], queries, keys, values, params, *more)
+            return self.parts[0].attend(queries, keys, values, params, plan)
         if keys.shape[1] != len(self.split.order):
             raise WeirError(
                 f"layer {self.parts[0].spec.index} makes keys of {keys.shape[1]} heads, and this "
                 f"cache holds {len(self.split.order)}; a cache serves one model only"
             )
         self.split = self.split.on(keys.device)
-        calls = [partial(_call, method, part, more) for part in self.parts]
+        calls = [partial(part.attend, plan=plan) for part in self.parts]
         return self.split.answer(calls, queries, keys, values, params)
-
-
-def _call(method: Callable[..., Tensor], part: Layer, more: Sequence[Any], *given: Any) -> Tensor:
-    return method(part, *given, *more)
 
 
 @dataclass(frozen=True)
@@ -101,7 +96,6 @@ class LayerStack(list[Layer]):
         broken: whether a call was interrupted during a fold.
         failed: by row, why its tokens of the last forward were refused.
         folded: the folds of the last forward, until `on_fold` is called.
-        again: by row, the ids of a chunk that has folded and is to be read a second time.
         slots: what all decode steps over these layers have in common.
     """
 
@@ -109,7 +103,6 @@ class LayerStack(list[Layer]):
     broken: bool
     failed: dict[int, WeirError]
     folded: Folded | None
-    again: dict[int, list[int]]
     slots: StepSlots
 
     def __init__(self, layers: Iterable[Layer]) -> None:
@@ -125,7 +118,7 @@ class LayerStack(list[Layer]):
         for layer in self:
             layer.reset()
         self.rows = Rows()
-        self.broken, self.failed, self.folded, self.again = False, {}, None, {}
+        self.broken, self.failed, self.folded = False, {}, None
 
     def step(self, segment: Segment) -> Step | None:
         """Return a step of one token a row; None where steps cannot be of constant shape."""
@@ -202,9 +195,9 @@ class Forward:
         """
         parts, plan = self.stack.by_index[layer], self.plan.on(queries.device)
         if not torch.is_grad_enabled():  # cheaper than a second no_grad
-            return parts.answer(Layer.attend, queries, keys, values, params, plan)
+            return parts.attend(queries, keys, values, params, plan)
         with torch.no_grad():
-            out = parts.answer(Layer.attend, queries, keys, values, params, plan)
+            out = parts.attend(queries, keys, values, params, plan)
         refused: Tensor = _NoGradient.apply(out, queries, keys, values)
         return refused
 
@@ -251,9 +244,6 @@ class Forward:
                 raise self._record_failures(failed) from None
         if not self._stored:
             self._commit()
-        stack.again = {
-            row: ids for row, ids in self._begun.again.items() if row not in stack.failed | failed
-        }
         stack.rows = self._begun.after.keeping(stack.rows, failed) if failed else self._begun.after
         stack.failed |= self._begun.refused
         if failed:
@@ -340,34 +330,6 @@ class Forward:
         return NotFiniteError(
             layer, row=row if batch > 1 else None, place=column, token=token, others=others
         )
-
-
-class SecondReading(Forward):
-    """A call that repeats a chunk of some rows, and of which only their tokens' scores stay.
-
-    Attributes:
-        rows: the rows that repeat something.
-    """
-
-    rows: tuple[int, ...] = ()
-
-    def attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
-    ) -> Tensor:
-        """Compute one layer's attention for the repeated tokens, which are not stored."""
-        plan = self.plan.on(queries.device)
-        parts = self.stack.by_index[layer]
-        with torch.no_grad():
-            return parts.answer(Layer.reread, queries, keys, values, params, plan, self.rows)
-
-    def step(self) -> None:
-        """Return None: a second reading is no step."""
-
-    def finish(self) -> None:
-        """Keep nothing: the slots are as they were."""
-
-    def abandon(self, error: BaseException) -> None:
-        """Undo nothing: nothing was stored."""
 
 
 class _NoGradient(torch.autograd.Function):

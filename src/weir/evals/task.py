@@ -92,6 +92,7 @@ class Subject:
             seed=self.seed,
             positions=self.positions,
             prefill=self.prefill,
+            tokenizer=self.tokenizer,
         )
         self.ran[str(self.policy)] = made.policy.stands_for
         return made

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,7 +23,6 @@ from weir.cache.layer.attention import (
     attend_prompt,
     mask_of_piece,
     mask_of_step,
-    read_again,
     store_last_queries,
     store_queries,
 )
@@ -386,27 +384,6 @@ class Layer:
             self.state.slab.append(*rest, self.state.used[0])
             self._pending = Pending(plan.segments[-1], params)
         return answers
-
-    def reread(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        params: AttentionParams,
-        plan: ForwardPlan,
-        rows: Sequence[int],
-    ) -> Tensor:
-        """Answer a second reading of the last tokens of `rows`, and keep what they were given.
-
-        Arguments as for `attend`; the tokens take no slot, and other rows are not answered.
-        """
-        batch, heads, length, _ = queries.shape
-        queries = queries.view(batch, keys.shape[1], heads // keys.shape[1], length, -1)
-        new, segment = NewTokens(queries, keys, values, params), plan.segments[0]
-        out = values.new_zeros((*queries.shape[:4], values.shape[3]))
-        for row in rows:
-            out[row] = read_again(self.state, row, new.row(row), segment.of_row(row))[0]
-        return out.flatten(1, 2)
 
     def _note_spans(self, segment: Segment) -> None:
         """Store the places of a segment's tokens on three axes, for the folds that move them."""

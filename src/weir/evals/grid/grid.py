@@ -87,8 +87,8 @@ def protocol(name: str) -> Protocol:
     return PROTOCOLS[name]
 
 
-NOT_IN_EVERY = {"recompute", "pinned", "pyramid", "quantized"}
-"""Named policies that `all` leaves out: the slow oracle, and those built around another."""
+NOT_IN_EVERY = {"recompute", "kvzip", "pinned", "pyramid", "quantized"}
+"""Named policies that `all` leaves out: those that are no stream, and those around another."""
 
 
 @dataclass(frozen=True)
