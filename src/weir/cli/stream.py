@@ -78,9 +78,7 @@ def stream(
         say(f"{source} has {len(ids):,} tokens, not {tokens:,}; all of them are read")
     if positions.value == "rolling":
         say_window(model, wanted, chunk)
-    reader = Stream(
-        model, wanted, chunk=chunk, seed=seed, positions=positions.value, tokenizer=tokenizer
-    )
+    reader = Stream(model, wanted, chunk=chunk, seed=seed, positions=positions.value)
     with interruptible() as interrupt, show_progress(wanted.brief, len(ids)) as show:
 
         def step(reading: PerplexityMeter) -> bool:

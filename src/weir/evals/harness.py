@@ -49,8 +49,8 @@ def likelihoods(
 ) -> list[Likelihood]:
     """Compute the likelihood of each continuation after its context, both non-empty ids.
 
-    All rows form one batch, on the cache of one new stream; `recompute` and `kvzip`, which have none
-    yet, read them one by one.
+    All rows form one batch, on the cache of one new stream; `recompute` and `kvzip`, which have
+    none yet, read them one by one.
     """
     stream = make_stream()
     if stream.cache is None and len(contexts) > 1:

@@ -125,7 +125,8 @@ class KVzip(Policy):
     @property
     def after(self) -> Pipe:
         """The pipe of a cache that holds what was kept of the text, and goes on."""
-        return KeptText((Sink(self.kept), Recent(self.newest)), text=str(self))
+        pools = Sink(self.kept), Recent(self.newest)
+        return KeptText(pools, text=self.text, chosen_by=self.stands_for)
 
     def for_layer(self, layer: int, layers: int) -> Pipe:
         """Raise an error: a text is read whole before anything is chosen."""
@@ -137,13 +138,20 @@ class KVzip(Policy):
         )
 
 
+@dataclass(frozen=True, repr=False)
 class KeptText(Pipe):
-    """The pipe of a cache under `kvzip` once its text has been read."""
+    """The pipe of a cache under `kvzip` once its text has been read.
+
+    Attributes:
+        chosen_by: the policy that chose the tokens, with its sizes.
+    """
+
+    chosen_by: str = ""
 
     @property
     def stands_for(self) -> str:
-        """The policy that chose the tokens."""
-        return self.text
+        """The policy that chose the tokens: its pools alone would hold the first of a stream."""
+        return self.chosen_by
 
 
 def ends(sinks: int, recent: int) -> tuple[Pool, ...]:
