@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 
 from weir.cache.default_policy import check_origin, choose_policy
 from weir.cache.ended_rows import watch
-from weir.cache.forward import Folded, Forward, LayerStack
+from weir.cache.forward import Folded, Forward, LayerStack, Outcome
 from weir.cache.layer import Layer
 from weir.cache.layers import (
     LayerPlan,
@@ -226,12 +226,12 @@ class StreamingCache(Cache):
     @property
     def broken(self) -> bool:
         """Whether a call was interrupted during a fold."""
-        return self.stack.broken
+        return self.stack.outcome.broken
 
     @property
     def failed(self) -> dict[int, WeirError]:
         """By row, why its tokens of the last forward were refused; see the class."""
-        return self.stack.failed
+        return self.stack.outcome.failed
 
     @property
     def on_fold(self) -> Callable[[Folded], None] | None:
@@ -827,7 +827,7 @@ class StreamingCache(Cache):
         if self not in self.attachment.caches:
             raise WeirError("this cache was detached from its model; make a new one")
         if not without:
-            self.stack.failed, self.stack.folded = {}, None
+            self.stack.outcome = Outcome()
         begun = self.rows.begin(
             given,
             vocabulary=self.attachment.facts.vocabulary,
@@ -878,13 +878,13 @@ class StreamingCache(Cache):
 
     def end(self) -> None:
         """End a forward: call `on_fold`, and raise for refused rows; the other rows went on."""
-        stack = self.stack
-        folded, stack.folded = stack.folded, None
+        outcome = self.stack.outcome
+        folded, outcome.folded = outcome.folded, None
         if folded is not None and self.on_fold is not None:
             self.on_fold(folded)
-        if stack.failed and self.failures == "raise":
+        if outcome.failed and self.failures == "raise":
             # A raised error references this frame: kept here, it would keep the cache alive.
-            failed, stack.failed = stack.failed, {}
+            failed, outcome.failed = outcome.failed, {}
             raise failed[min(failed)]
 
 
