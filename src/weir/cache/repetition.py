@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from weir.cache.cache import StreamingCache
-from weir.cache.layer.fold import Pending, fold_rows
+from weir.cache.layer import Pending, fold_rows
 from weir.cache.observing import AttentionCall, ListeningCache
 from weir.cache.plan import Segment
 from weir.pools import Marks, select_highest

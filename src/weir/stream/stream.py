@@ -164,8 +164,7 @@ class Stream:
         Copied together with its model, it is a stream of the copy.
         """
         model = memo.get(id(self.model), self.model)
-        recomputes = isinstance(self._held, Recomputation)
-        made_with = {} if recomputes else self._held.made_with
+        made_with = {} if isinstance(self._held, Recomputation) else self._held.made_with
         made = Stream(model, self.policy, seed=self.seed, tokenizer=self._tokenizer, **made_with)
         if isinstance(self._held, Recomputation):
             assert isinstance(made._held, Recomputation)
