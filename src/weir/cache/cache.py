@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 
 from weir.cache.default_policy import check_origin, choose_policy
 from weir.cache.ended_rows import watch
-from weir.cache.forward import Folded, Forward, LayerStack, SecondReading
+from weir.cache.forward import Folded, Forward, LayerStack, Outcome
 from weir.cache.layer import Layer
 from weir.cache.layers import (
     LayerPlan,
@@ -24,13 +24,12 @@ from weir.cache.layers import (
     keep_freed_memory,
     known_places,
     plan_layers,
-    reads_twice,
     three_axes,
     warn_of_place,
     warn_of_window,
     with_gates,
 )
-from weir.cache.plan import BegunForward, Rows, place_on_axes, plan_forward
+from weir.cache.plan import BegunForward, Rows
 from weir.cache.row_state import RowState, check_kind, check_state
 from weir.cache.snapshot import (
     Contents,
@@ -42,7 +41,6 @@ from weir.cache.snapshot import (
 )
 from weir.errors import WeirError, quote, shorten
 from weir.models import (
-    CACHE,
     DROPPING,
     RotaryWatch,
     StopTokens,
@@ -162,13 +160,6 @@ class StreamingCache(Cache):
         self._rotaries = facts.rotations
         self._rotary_watch = RotaryWatch(served, facts.rotations)
         self.plans = with_gates(plans, facts)
-        self._twice = reads_twice(self.plans)
-        self._repeating = False
-        if self._twice and prefill == "full":
-            raise WeirError(
-                'reconstruct reads each chunk twice, and prefill="full" has one chunk of any '
-                'length; choose prefill="chunked"'
-            )
         check_memory(self.plans, self.policy, batch or 1, self._device)
         keep_freed_memory()
         if rolling:
@@ -235,12 +226,12 @@ class StreamingCache(Cache):
     @property
     def broken(self) -> bool:
         """Whether a call was interrupted during a fold."""
-        return self.stack.broken
+        return self.stack.outcome.broken
 
     @property
     def failed(self) -> dict[int, WeirError]:
         """By row, why its tokens of the last forward were refused; see the class."""
-        return self.stack.failed
+        return self.stack.outcome.failed
 
     @property
     def on_fold(self) -> Callable[[Folded], None] | None:
@@ -411,13 +402,6 @@ class StreamingCache(Cache):
         """Tokens that wait for the next fold, by row."""
         return list(self.rows.waiting)
 
-    def room(self, row: int | None = None) -> int | None:
-        """Return how many tokens a call may bring to a row, or to any; None for any number."""
-        if not self._twice:
-            return None
-        waiting = self.rows.waiting if row is None else [self.rows.waiting[row]]
-        return self.chunk - max(waiting, default=0)
-
     @property
     def slots_by_layer(self) -> list[int | None]:
         """Slots that the policy has in each layer, in the KV head with most, those of new tokens
@@ -562,8 +546,6 @@ class StreamingCache(Cache):
         }
         if three_axes(self.plans):
             facts["drift"] = only.drift[0]
-        if self._twice:
-            facts["tail"] = only.tail[0]
         return RowState(kind, facts, tensors)
 
     def put_row(self, row: int, state: RowState, *, check: bool = True) -> None:
@@ -601,7 +583,6 @@ class StreamingCache(Cache):
         names = ("seen", "waiting", "claimed", "last", "ended")
         parts: list[Any] = [[facts[name]] for name in names]
         parts += [[Marks(**facts["marks"])], [facts.get("drift", 0)]]  # no drift on one axis
-        parts.append([facts.get("tail", [])])
         for layer, tensors, lengths in zip(self.stack, own, facts["lengths"], strict=True):
             layer.state.put_row(row, tensors, lengths, facts["seed"])
         self.stack.rows = self.rows.with_row(row, Rows(facts["columns"], *parts))
@@ -659,10 +640,8 @@ class StreamingCache(Cache):
             if plan.spec.pipe.slots is None:
                 return f"{self.policy} keeps every token as the model computes it"
             for pool in plan.spec.pipe.pools:
-                if not pool.drops and not pool.needs_second_reading:
+                if not pool.drops:
                     return f"the slots of the pool {pool.name} may stand for several tokens"
-        if self._twice:
-            return "a policy with reconstruct reads each chunk twice"
         return None
 
     def drop(self, row: int, ranges: Iterable[tuple[int, int]]) -> None:
@@ -893,9 +872,7 @@ class StreamingCache(Cache):
         if self not in self.attachment.caches:
             raise WeirError("this cache was detached from its model; make a new one")
         if not without:
-            if self._repeating:
-                return self._begin_again(given)
-            self.stack.failed, self.stack.folded, self.stack.again = {}, None, {}
+            self.stack.outcome = Outcome()
         begun = self.rows.begin(
             given,
             vocabulary=self.attachment.facts.vocabulary,
@@ -904,7 +881,6 @@ class StreamingCache(Cache):
             origin=self.origin,
             without=without,
             fixed=self._batch is not None,
-            twice=self._twice,
             is_pad=self._is_pad,
         )
         return self._start(given, begun, without)
@@ -914,7 +890,7 @@ class StreamingCache(Cache):
         look at, as after padding or with a token out of range.
         """
         self._check_whole()
-        if self not in self.attachment.caches or self._repeating or self._twice:
+        if self not in self.attachment.caches:
             return None
         facts = self.attachment.facts
         begun = self.rows.begin_step(
@@ -926,7 +902,7 @@ class StreamingCache(Cache):
         )
         if begun is None:
             return None
-        self.stack.failed, self.stack.folded, self.stack.again = {}, None, {}
+        self.stack.outcome = Outcome()
         return self._start({"input_ids": np.array(tokens)[:, None]}, begun, ())
 
     def _start(
@@ -972,46 +948,14 @@ class StreamingCache(Cache):
 
     def end(self) -> None:
         """End a forward: call `on_fold`, and raise for refused rows; the other rows went on."""
-        stack = self.stack
-        if self._repeating:
-            return
-        if stack.again:
-            self._read_again()
-        folded, stack.folded = stack.folded, None
+        outcome = self.stack.outcome
+        folded, outcome.folded = outcome.folded, None
         if folded is not None and self.on_fold is not None:
             self.on_fold(folded)
-        if stack.failed and self.failures == "raise":
+        if outcome.failed and self.failures == "raise":
             # A raised error references this frame: kept here, it would keep the cache alive.
-            failed, stack.failed = stack.failed, {}
+            failed, outcome.failed = outcome.failed, {}
             raise failed[min(failed)]
-
-    def _read_again(self) -> None:
-        """Have the model read the chunks that have just folded a second time."""
-        again, self.stack.again = self.stack.again, {}
-        ids = torch.zeros(self.rows.batch or 1, self.chunk, dtype=torch.int64)
-        for row, part in again.items():
-            ids[row] = torch.tensor(part)
-        self._repeating, self._rows_again = True, tuple(again)
-        try:
-            with torch.no_grad():
-                decoder = self.attachment.facts.decoder
-                decoder(input_ids=ids.to(self._device), use_cache=True, **{CACHE: self})
-        finally:
-            self._repeating = False
-
-    def _begin_again(self, given: dict[str, Any]) -> Forward:
-        """Begin a second reading: a chunk behind each row's last token, of which nothing stays."""
-        rows, length = self.rows, self.chunk
-        batch = rows.batch or 1
-        where = torch.device("cpu") if self._device.type == "meta" else self._device
-        plan = plan_forward(
-            None, batch, length, rows.seen, [0] * batch, length + 1, where, origin=self.origin
-        )
-        plan, _ = place_on_axes(plan, rows.drift, None, None)
-        begun = BegunForward(plan, rows, {}, None)
-        forward = SecondReading(self.stack, given, begun, self._rotaries, self.begin)
-        forward.rows = self._rows_again
-        return forward
 
 
 def _marks_fact(marks: Marks) -> dict[str, Any]:

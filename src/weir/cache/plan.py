@@ -193,15 +193,6 @@ class Segment:
         counts = [0 if row in gone else count for row, count in enumerate(self.counts)]
         return replace(self, counts=counts, due=[row for row in self.due if row not in gone])
 
-    def of_row(self, row: int) -> Segment:
-        """Copy the segment for a batch of one of its rows."""
-        only, parts = slice(row, row + 1), (self.counts, self.seen, self.waiting)
-        counts, seen, waiting = (part[only] for part in parts)
-        drift = None if self.drift is None else self.drift[only]
-        pictured = None if self.pictured is None else self.pictured[only]
-        own = replace(self, columns=self.columns[only], counts=counts, seen=seen, waiting=waiting)
-        return replace(own, due=[], marks=self.marks[only], drift=drift, pictured=pictured)
-
     def ends(self, slots: tuple[int, ...]) -> StepEnds:
         """Return the `StepEnds` of these slots, shared between layers."""
         ends = self._ends.get(slots)
@@ -394,14 +385,12 @@ class BegunForward:
         after: the rows after the forward.
         refused: by row, why its tokens are refused; the other rows go on.
         ids: token ids for the model, those out of range replaced; None if none were fed.
-        again: by row, the ids of the chunk that folds, where it is read a second time.
     """
 
     plan: ForwardPlan
     after: Rows
     refused: dict[int, WeirError]
     ids: Tensor | None
-    again: dict[int, list[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -419,7 +408,6 @@ class Rows:
             this token is padding.
         marks: the marks of each row.
         drift: each row's next place on three axes minus that in the stream; 0 without images.
-        tail: the ids of the tokens in each row's tail, where chunks are read twice; else none.
     """
 
     columns: int = 0
@@ -430,14 +418,13 @@ class Rows:
     ended: list[bool] = field(default_factory=list)
     marks: list[Marks] = field(default_factory=list)
     drift: list[int] = field(default_factory=list)
-    tail: list[list[int]] = field(default_factory=list)
 
     @classmethod
     def empty(cls, batch: int) -> Rows:
         """Make rows without tokens."""
         zeros = [0] * batch
         ended, marks = [False] * batch, [Marks()] * batch
-        return cls(0, zeros, zeros, zeros, [None] * batch, ended, marks, zeros, [[]] * batch)
+        return cls(0, zeros, zeros, zeros, [None] * batch, ended, marks, zeros)
 
     @property
     def batch(self) -> int | None:
@@ -465,7 +452,7 @@ class Rows:
 
     def _parts(self) -> tuple[list[Any], ...]:
         rest = self.last, self.ended, self.marks
-        return self.seen, self.waiting, self.claimed, *rest, self.drift, self.tail
+        return self.seen, self.waiting, self.claimed, *rest, self.drift
 
     def begin(
         self,
@@ -477,7 +464,6 @@ class Rows:
         origin: int,
         without: Collection[int] = (),
         fixed: bool = False,
-        twice: bool = False,
         is_pad: Callable[[Tensor], Tensor] | None = None,
     ) -> BegunForward:
         """Check and plan a forward, given the decoder's arguments by name.
@@ -486,7 +472,6 @@ class Rows:
             prefill: fold the first forward at once.
             without: rows whose tokens are left out.
             fixed: whether the cache was made with a number of rows, which a reset keeps.
-            twice: whether chunks are read twice, so that their ids are kept.
             is_pad: tells which of some ids [rows] or embeddings [rows, width] are the padding
                 token; None if there is none.
 
@@ -544,10 +529,6 @@ class Rows:
         plan, drift = place_on_axes(plan, before.drift, given.get(OFFSETS), real)
         counts = [length] * batch if claimed is None else claimed.sum(dim=1).tolist()
         seen, waiting = plan.after(before.seen, before.waiting)
-        again: dict[int, list[int]] = {}
-        tail = before.tail
-        if twice:
-            again, tail = before._repeat(ids, real, plan, chunk)
         after = Rows(
             before.columns + length,
             seen,
@@ -557,9 +538,8 @@ class Rows:
             [False] * batch,
             before.marks,
             drift,
-            tail,
         )
-        return BegunForward(plan, after.keeping(before, out), refused, ids, again)
+        return BegunForward(plan, after.keeping(before, out), refused, ids)
 
     def begin_step(
         self, tokens: list[int], *, vocabulary: int, chunk: int, origin: int, device: torch.device
@@ -589,29 +569,8 @@ class Rows:
             [False] * batch,
             self.marks,
             self.drift,
-            self.tail,
         )
         return BegunForward(plan, after, {}, None)
-
-    def _repeat(
-        self, ids: Tensor | None, real: Tensor | None, plan: ForwardPlan, chunk: int
-    ) -> tuple[dict[int, list[int]], list[list[int]]]:
-        """Return the ids of each chunk that folds, by row, and those in the tails afterwards."""
-        if ids is None:
-            raise WeirError(
-                "the pool reconstruct repeats token ids, and embeddings were fed; choose a policy "
-                "without it"
-            )
-        if len(plan.segments) > 1:
-            raise WeirError(
-                f"the pool reconstruct reads each {chunk} tokens twice before more come, so a call "
-                f"may not bring {ids.shape[1]:,} at once; feed them through weir.Stream, or choose "
-                "a policy that reads once, as with gated in its place"
-            )
-        rows = [ids[row] if real is None else ids[row][real[row]] for row in range(len(ids))]
-        tail = [old + new.tolist() for old, new in zip(self.tail, rows, strict=True)]
-        again = {row: part[:chunk] for row, part in enumerate(tail) if len(part) >= chunk}
-        return again, [part[chunk:] if row in again else part for row, part in enumerate(tail)]
 
     def keeping(self, before: Rows, rows: Collection[int]) -> Rows:
         """Return these rows, with `rows` as they were in `before`."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from weir.cache.layer import Layout, lay_out
-from weir.cache.layers import LayerPlan, reads_twice, three_axes
+from weir.cache.layers import LayerPlan, three_axes
 from weir.errors import WeirError, quote, shorten
 from weir.policies import saved_policy
 from weir.pools import MOST_WEIGHT, wrong_ranges
@@ -163,8 +163,6 @@ def row_facts(plans: Sequence[LayerPlan], vocabulary: int, chunk: int) -> Kind:
         for pools in (plan.spec.pipe.pools for plan in plans)
     ]
     more = {"drift": integer(-FARTHEST)} if three_axes(plans) else {}
-    if reads_twice(plans):
-        more["tail"] = list_of(integer(0, vocabulary - 1))
     return record(
         columns=integer(),
         seen=integer(),
@@ -258,8 +256,6 @@ def _check_facts(facts: Mapping[str, Any], *, chunk: int, origin: int, whole_pro
     for name in ("seen", "claimed"):
         if facts[name] > columns:
             raise ValidationError(f"{name} is {facts[name]:,}, and columns only {columns:,}")
-    if len(facts.get("tail", [0] * waiting)) != waiting:
-        raise ValidationError(f"tail has {len(facts['tail'])} ids, and {waiting} tokens wait")
     clock = origin + seen + facts.get("drift", 0)
     if not origin <= clock <= FARTHEST:
         raise ValidationError(f"drift is {facts['drift']:,}, which {seen:,} tokens never leave")

@@ -38,6 +38,7 @@ POLICIES: dict[str, dict[str, str]] = {
     "The field": {
         "h2o": "tokens that were read the most so far",
         "snapkv": "a long prompt and one answer: what its end looks at",
+        "kvzip": "one long text read whole: what the model needs to repeat it",
         "pyramidkv": "as snapkv, with more slots in the lower layers",
         "defensivekv": "tokens that any query needed, not only the average one",
         "reskv": "hearing an average of what was evicted",

@@ -142,7 +142,6 @@ class Pipe(Policy):
             check_place(pool, self.pools[:place])
         object.__setattr__(self, "formats", self.formats or ("",) * len(self.pools))
         _check_formats(self.pools, self.formats, self.run)
-        _check_mass(self.pools)
         if not self.text:
             object.__setattr__(self, "text", self.stands_for)
 
@@ -219,7 +218,6 @@ class Pipe(Policy):
         return bool(shared) and lengths[0] + shared > (self.pools[0].slots() or 0)
 
     needs_mass = _of_any("needs_mass")
-    needs_second_reading = _of_any("needs_second_reading")
     needs_shares = _of_any("needs_shares")
     needs_gates = _of_any("needs_gates")
     needs_marks = _of_any("needs_marks")
@@ -347,17 +345,6 @@ def _check_formats(pools: tuple[Pool, ...], formats: tuple[str, ...], run: tuple
         raise WeirError(
             "of the newest tokens the older are quantized and the newer exact: write "
             "recent(64) | recent(64):int8, and not the other way round"
-        )
-
-
-def _check_mass(pools: tuple[Pool, ...]) -> None:
-    """Refuse a pipe in which `Slots.mass` would have to be a sum and a largest share at once."""
-    twice = [pool.name for pool in pools if pool.needs_second_reading]
-    sums = [pool.name for pool in pools if pool.needs_mass]
-    if twice and sums:
-        raise WeirError(
-            f"{twice[0]} judges by a second reading and {sums[0]} by all attention received, and a "
-            "slot has one number for both; leave one of them out"
         )
 
 

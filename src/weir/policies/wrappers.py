@@ -20,7 +20,7 @@ from fractions import Fraction
 from typing import ClassVar, Self
 
 from weir.errors import WeirError
-from weir.policies.library import Recompute, kcenter, streaming_llm
+from weir.policies.library import KVzip, Recompute, kcenter, streaming_llm
 from weir.policies.pipe import Origin, Pipe, Policy, check_format
 from weir.policies.registry import NAMED, PolicyCall, named
 from weir.pools import Beginning, Frame, Header, Kept, Pool, Snap
@@ -427,7 +427,7 @@ def with_slots(policy: Policy, slots: str | None) -> Policy:
         return made.as_written(str(call), call)
     if slots != EXACT:
         return Quantized(policy, slots)
-    if not isinstance(policy, Recompute) and any(pipe.quantized for pipe in policy.pipes):
+    if not isinstance(policy, Recompute | KVzip) and any(pipe.quantized for pipe in policy.pipes):
         raise _has_own_format(policy)
     return policy
 

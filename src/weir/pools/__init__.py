@@ -35,7 +35,6 @@ from weir.pools.parameters import (
 )
 from weir.pools.ranked import Ranked, Tallied, pool_neighbors, select_highest
 from weir.pools.recent import Recent
-from weir.pools.reconstruct import Reconstruct
 from weir.pools.registry import CONSTANTS, POOLS, WAITING, WORD, check_free, check_name, pool
 from weir.pools.reservoir import Reservoir
 from weir.pools.residue import Residue

@@ -163,13 +163,6 @@ class Pool(ABC):
         return False
 
     @property
-    def needs_second_reading(self) -> bool:
-        """Whether each chunk is read twice for it, and `Slots.mass` is the largest share of its
-        attention that a query of the second reading has given the token, in place of the sum.
-        """
-        return False
-
-    @property
     def needs_queries(self) -> int:
         """How many of the last queries it reads when it folds (`Fold.queries`)."""
         return 0
@@ -336,7 +329,6 @@ class PoolWrapper(Pool):
 
     drops = _of_inner("drops")
     needs_mass = _of_inner("needs_mass")
-    needs_second_reading = _of_inner("needs_second_reading")
     needs_queries = _of_inner("needs_queries")
     needs_shares = _of_inner("needs_shares")
     needs_gates = _of_inner("needs_gates")

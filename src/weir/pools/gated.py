@@ -2,7 +2,7 @@
 
 KVzap (Jégou and Jeblick 2026, "KVzap: Fast, Adaptive, and Faithful KV Cache Pruning",
 arXiv:2601.07891) and Fast KVzip (arXiv:2601.17668): a small map a layer, trained on the model at
-hand, predicts the logarithm of KVzip's score (`reconstruct`) without a second reading. Theirs reads
+hand, predicts the logarithm of KVzip's score (`kvzip`) without a repetition. Theirs reads
 hidden states; this one reads the keys and values of all heads, which lie in the slots anyway.
 """
 

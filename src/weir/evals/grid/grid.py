@@ -92,8 +92,8 @@ Equal = Literal["slots", "bytes", "kv"]
 and values."""
 YARDSTICK = "streaming_llm"
 """The policy whose bytes at each budget all others get, if sizes are not given in bytes."""
-NOT_IN_EVERY = {"recompute", "pinned", "pyramid", "quantized"}
-"""Named policies that `all` leaves out: the slow oracle, and those built around another."""
+NOT_IN_EVERY = {"recompute", "kvzip", "pinned", "pyramid", "quantized"}
+"""Named policies that `all` leaves out: those that are no stream, and those around another."""
 
 
 @dataclass(frozen=True)

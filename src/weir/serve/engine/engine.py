@@ -498,8 +498,7 @@ class Engine:
 
         A long beginning ends a piece, so that its state can be kept for other conversations.
         """
-        most = self.scheduler.prefill_chunk
-        size = min(most, self.cache.room(sequence.row) or most)
+        size = self.scheduler.prefill_chunk
         if self._shares_beginning(sequence) and sequence.num_read < sequence.beginning:
             size = min(size, sequence.beginning - sequence.num_read)
         return size
