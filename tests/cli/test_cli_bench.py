@@ -91,7 +91,7 @@ def test_the_table_is_written_beside_the_figures(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (("--only", "speed"), "there is no figure 'speed'; there are decode, recompute"),
+        (("--only", "speed"), "there is no figure 'speed'; there are decode, around"),
         (("--flat", "--only", "decode"), "--flat is a figure of its own"),
         (
             ("--policies", "weir,wier"),

@@ -37,8 +37,8 @@ COMMANDS = {
     "advise": "Try policies on a text's beginning, within some memory or slots, and recommend one.",
     "calibrate": "Measure which layers need how many slots, and write a policy that says so.",
     "eval": "Measure policies on tasks, cell by cell, into a file that survives a crash.",
-    "report": "Write results as one HTML page with its plots inside, and as Markdown, CSV or "
-    "LaTeX.",
+    "report": "Write results as one HTML page with its plots inside, and as Markdown, CSV, LaTeX "
+    "or PDF.",
     "inspect": "Look into a model: attention maps, sinks, keys, norms, and what a policy keeps, as "
     "one page.",
     "attention-error": "Compare attention under a policy with exact attention, layer by layer.",
