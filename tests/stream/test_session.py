@@ -307,7 +307,7 @@ def test_facts_that_are_no_facts_are_refused(llama, tmp_path, facts):
     refused(llama, tmp_path / "odd")
 
 
-@pytest.mark.parametrize("number", [3, 5])
+@pytest.mark.parametrize("number", [4, 6])
 def test_a_session_of_another_format_is_refused_by_its_number(
     llama, ids, tmp_path, monkeypatch, number
 ):
@@ -316,7 +316,7 @@ def test_a_session_of_another_format_is_refused_by_its_number(
     monkeypatch.setattr(session, "FORMAT", number)
     stream.save(tmp_path / "other")
     monkeypatch.undo()
-    refused(llama, tmp_path / "other", f"session format {number}; this weir reads 4")
+    refused(llama, tmp_path / "other", f"session format {number}; this weir reads 5")
 
 
 def test_a_session_of_another_model_is_refused_and_says_what_differs(fresh_llama, llama, saved):
@@ -349,13 +349,12 @@ def test_a_policy_that_is_no_longer_known_is_named(llama, saved, monkeypatch):
     refused(llama, saved, "a policy that this weir does not know.*'streaming_llm'")
 
 
-def rewrite(path: Path, **kind: str | None) -> None:
-    """The same session, whose kind says otherwise; None for what it does not say."""
+def rewrite(path: Path, **changed: str) -> None:
+    """The same session, whose facts say otherwise."""
     with safe_open(path, framework="pt") as file:
         facts = json.loads(file.metadata()[session.KEY])
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    facts["kind"] = {k: v for k, v in {**facts["kind"], **kind}.items() if v is not None}
-    session.write_file(path, facts, tensors)
+    session.write_file(path, {**facts, **changed}, tensors)
 
 
 def test_a_name_that_stands_for_others_by_now_goes_on_under_those_it_stood_for(
@@ -380,8 +379,8 @@ def test_a_name_that_stands_for_others_by_now_goes_on_under_those_it_stood_for(
         assert restored.policy == meant
         assert same(restored, stream, ids(1, 80))
     assert str(weir.Stream.restore(llama, path).policy) == "weir(budget=24)"
-    rewrite(path, pools=None)
-    refused(llama, path, "kind is not that of a cache")
+    rewrite(path, pools="sink(4) | recent(20)")
+    refused(llama, path, "row 0: this row is of a cache with policy")
 
 
 # --- saving
@@ -389,8 +388,8 @@ def test_a_name_that_stands_for_others_by_now_goes_on_under_those_it_stood_for(
 
 def test_a_session_says_what_it_is(saved):
     facts = session.SessionFile(saved).facts
-    assert (facts["policy"], facts["format"]) == (POLICY, 4)
-    assert [row["seen"] for row in facts["rows"]] == [PARTLY_FULL]
+    assert (facts["policy"], facts["format"]) == (POLICY, 5)
+    assert facts["made_with"]["chunk"] == 8 and len(facts["last"]) == 1
     assert facts["model"]["kind"] == "llama"
 
 

@@ -36,7 +36,7 @@ MAX_DROPPED = 4096
 """Results of an owner's sessions that can be dropped at a time, and as many that can be pinned."""
 DROPPED, PINNED = "dropped", "pinned"
 """Tables of results that are not to be read again, and of those that are to be kept."""
-VERSION = 2
+VERSION = 3
 """Version of the tables (`PRAGMA user_version`)."""
 
 TABLES = """
