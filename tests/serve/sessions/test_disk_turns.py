@@ -24,7 +24,7 @@ from stores import CHUNK, MODEL, NODES, POLICY, has, kept, kill, record, same, s
 from weir.errors import WeirError
 from weir.models import fingerprint
 from weir.policies import format_policy_file
-from weir.serve import Engine, Sampler, SamplingParams, Sequence, SessionStore
+from weir.serve import Engine, Sampler, SamplingParams, SessionStore, TokenSequence
 from weir.serve.sessions import snapshot_folder as folder_file
 from weir.serve.sessions.store_format import StoreFormat
 
@@ -455,7 +455,7 @@ class Heard:
 def answers(engine: Engine, name: str, start: str | None, ids: list[int]) -> list[int]:
     heard = Heard()
     engine.submit(
-        Sequence(
+        TokenSequence(
             name, start, ids, 6, frozenset(), Sampler(SamplingParams()), heard, record=bare_record
         )
     )
