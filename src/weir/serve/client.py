@@ -715,7 +715,7 @@ class EngineClient:
         return DroppedOutput(call, place.stop - place.start, again=again)
 
     def _find_output(
-        self, owner: str, session: str, call: str, sequence: Sequence | None
+        self, owner: str, session: str, call: str, sequence: TokenSequence | None
     ) -> ResultPlace | None:
         """Find where the newest output of a call is, dropped or not, in a session or in its
         sequence that runs.
@@ -777,11 +777,11 @@ class EngineClient:
             for one in {place, *(kept for kept in sequence.kept if kept.chain == place.chain)}:
                 self.engine.drop(sequence, (one.start, one.stop))
 
-    def _readers(self, owner: str, output: ToolOutput) -> list[Sequence]:
+    def _readers(self, owner: str, output: ToolOutput) -> list[TokenSequence]:
         """The sequences under way that have read an output, or will read it."""
         with self._lock:
             generations = [one for one in self._generations if one.prompt.owner == owner]
-        found: list[Sequence] = []
+        found: list[TokenSequence] = []
         for generation in generations:
             prompt = generation.prompt
             read = [one.where for one in prompt.messages]
@@ -838,7 +838,9 @@ class EngineClient:
             raise NoOutput(call, "pinned ")
         self.store.unpin_result(owner, found.place.chain)
 
-    def _end_of(self, owner: str, session: str, sequence: Sequence | None) -> TurnRecord | None:
+    def _end_of(
+        self, owner: str, session: str, sequence: TokenSequence | None
+    ) -> TurnRecord | None:
         """The newest saved turn of a session, or the one that its running sequence continues."""
         if sequence is not None:
             return self.prompt_of(sequence).parent
