@@ -21,7 +21,7 @@ from torch import Tensor
 from weir.cache.file_facts import FARTHEST, FileFacts, ListOf, Whole, read_facts
 from weir.cache.layer import Layout, lay_out
 from weir.cache.layers import LayerPlan, three_axes
-from weir.cache.tensor_bytes import Size, TensorBytes, write_tensors
+from weir.cache.tensor_bytes import TensorBytes, TensorSize, write_tensors
 from weir.errors import WeirError, quote, shorten
 from weir.policies import saved_policy
 from weir.pools import MOST_WEIGHT, wrong_ranges
@@ -256,7 +256,7 @@ def _check_lengths(plans: Sequence[LayerPlan], lengths: list[list[int]]) -> None
 
 
 def _check_sizes(
-    plans: Sequence[LayerPlan], found: Mapping[str, Size], facts: Mapping[str, Any]
+    plans: Sequence[LayerPlan], found: Mapping[str, TensorSize], facts: Mapping[str, Any]
 ) -> None:
     """Refuse tensors of names or sizes that a row of such layers does not have."""
     by_layer = _by_layer(found, len(plans))
@@ -265,7 +265,9 @@ def _check_sizes(
             _check_layer_sizes(plan, own, facts["lengths"][layer])
 
 
-def _check_layer_sizes(plan: LayerPlan, found: Mapping[str, Size], lengths: Sequence[int]) -> None:
+def _check_layer_sizes(
+    plan: LayerPlan, found: Mapping[str, TensorSize], lengths: Sequence[int]
+) -> None:
     """Refuse tensors of one row of a layer that are not its slots in use (`LayerSpec.held`)."""
     wanted = plan.slab.tensors(1)
     for name in found:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-Size = tuple[tuple[int, ...], torch.dtype]
+TensorSize = tuple[tuple[int, ...], torch.dtype]
 """A tensor's shape and dtype."""
 
 DTYPES = {
@@ -48,7 +48,7 @@ class TensorBytes:
     """
 
     metadata: dict[str, str]
-    sizes: dict[str, Size]
+    sizes: dict[str, TensorSize]
     _data: Tensor
     _starts: dict[str, int]
 
@@ -71,7 +71,7 @@ class TensorBytes:
         texts = isinstance(metadata, dict) and all(isinstance(t, str) for t in metadata.values())
         if not texts:
             raise ValueError("its metadata is not text")
-        sizes: dict[str, Size] = {}
+        sizes: dict[str, TensorSize] = {}
         starts: dict[str, int] = {}
         end = 8 + length
         for name, (size, start, stop) in sorted(
@@ -94,7 +94,7 @@ class TensorBytes:
         return (part if aligned else part.clone()).view(dtype).reshape(shape)
 
 
-def _read_entry(entry: Any) -> tuple[Size, int, int]:
+def _read_entry(entry: Any) -> tuple[TensorSize, int, int]:
     """Read a tensor's size, and its first byte and the one after its last, counted from 0."""
     try:
         dtype, shape, (start, stop) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
