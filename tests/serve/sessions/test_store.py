@@ -38,6 +38,7 @@ from stores import (
 )
 
 from weir.errors import WeirError
+from weir.serve.messages import Message
 from weir.serve.sessions import export
 from weir.serve.sessions import snapshot_folder as folder_file
 from weir.serve.sessions.records import SessionSummary, TurnRecord, pack_ids, unpack_ids
@@ -390,15 +391,13 @@ def test_a_forged_snapshot_is_refused_though_its_checksum_is_right(tmp_path, sen
 
 
 @pytest.mark.parametrize("what", ["snapshot", "header", "lists"])
-def test_what_is_too_large_in_a_file_is_refused_before_it_is_read(tmp_path, monkeypatch, what):
+def test_what_is_too_large_in_a_file_is_refused_before_it_is_read(tmp_path, what):
     path = exported(tmp_path)
     if what == "snapshot":
         forged(path, lambda data: data + bytes(2 * FORM.turn_bytes()))
     else:
-        lie(path, "turns", 0, "usage", to=[[]] * 200_000 if what == "lists" else "x" * 300_000)
-        monkeypatch.setattr(export, "MAX_FACTS", 1_000_000 if what == "lists" else 200_000)
-        monkeypatch.setattr(export, "HEADER", 1000)
-        monkeypatch.setattr(export, "_validated", None)
+        most = export.MAX_FACTS + export.HEADER
+        lie(path, "turns", 0, "usage", to=[[]] * 200_000 if what == "lists" else "x" * most)
     with store(tmp_path / "two") as its:
         with pytest.raises(WeirError, match=TOO_LARGE[what]):
             unpack(its, "me", path)
@@ -412,10 +411,11 @@ TOO_LARGE = {
 }
 
 
-def test_more_than_a_file_may_say_is_not_exported(tmp_path, monkeypatch):
-    monkeypatch.setattr(export, "MAX_FACTS", 100)
+def test_more_than_a_file_may_say_is_not_exported(tmp_path):
+    long = replace(record("a", 0), messages=(Message("user", "x" * export.MAX_FACTS),))
     with pytest.raises(WeirError, match="export fewer of the newest turns"):
-        exported(tmp_path)
+        export.write_export(tmp_path / "file", [(NODES[0], long)], FORM)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_no_export_is_refused(tmp_path):
