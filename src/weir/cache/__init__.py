@@ -28,6 +28,7 @@ __all__ = [
     "Folded",
     "Held",
     "Holding",
+    "RowFormat",
     "RowState",
     "Size",
     "StreamingCache",

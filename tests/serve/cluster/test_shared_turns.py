@@ -224,7 +224,7 @@ def test_a_fork_is_a_session_of_its_own(replicas):
 def test_a_folder_of_another_policy_is_refused(shared):
     Replicas(shared)
     other = StoreFormat.of(MODEL, "recent(6)", 4)
-    with pytest.raises(WeirError, match="cannot be used here: its rows have the policy"):
+    with pytest.raises(WeirError, match="cannot be used here: its rows are of a cache with policy"):
         SharedTurns(shared, other)
 
 
