@@ -90,8 +90,8 @@ def test_facts_that_are_none_are_named_as_a_whole():
 @pytest.mark.parametrize(
     "change",
     [
-        {"ids": ["x"] * 300_000},
-        {f"n{n}": n for n in range(300_000)},
+        {"ids": ["x"] * 1_000_000},
+        {f"n{n}": n for n in range(1_000_000)},
         {"inner": {"at": "x" * 10**7}},
     ],
 )
