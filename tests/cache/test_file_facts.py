@@ -1,13 +1,12 @@
-"""The first wrong fact of a file is named, in time that the size of the file explains."""
+"""The first wrong fact of a file is named, alone, however many there are."""
 
 from __future__ import annotations
 
 import math
-import time
 from typing import Annotated, Literal
 
 import pytest
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from weir.cache.file_facts import FileFacts, ListOf, Whole, read_facts
 from weir.errors import WeirError
@@ -88,15 +87,16 @@ def test_facts_that_are_none_are_named_as_a_whole():
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"ids": ["x"] * 1_000_000},
-        {f"n{n}": n for n in range(1_000_000)},
-        {"inner": {"at": "x" * 10**7}},
-    ],
+    "change", [{"ids": ["x"] * 1000}, {f"n{n}": n for n in range(1000)}, {"pair": ["x"] * 1000}]
 )
-def test_many_wrong_facts_take_no_longer_than_one(change):
-    began = time.process_time()
+def test_many_wrong_facts_are_one_error(change):
+    """An error for each would take seconds and gigabytes for a file of a few megabytes."""
+    with pytest.raises(ValidationError) as error:
+        Facts.model_validate({**RIGHT, **change})
+    assert error.value.error_count() <= 2
+
+
+def test_a_long_wrong_fact_is_quoted_in_part():
     with pytest.raises(WeirError) as error:
-        read_facts(Facts, {**RIGHT, **change})
-    assert time.process_time() - began < 1 and len(str(error.value)) < 200
+        read_facts(Facts, {**RIGHT, "inner": {"at": "x" * 10**7}})
+    assert len(str(error.value)) < 200
