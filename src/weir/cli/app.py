@@ -49,11 +49,6 @@ COMMANDS = {
 """Every command, with the first sentence of its help."""
 FILES = {"attention-error": "attention_error", "eval": "evaluate"}
 """Files of commands whose file has another name than the command."""
-MOVED = {
-    "sinks": "weir inspect --only shares shows the attention sinks of a model; the experiment that "
-    "trains models with and without one is examples/sinks/sinks.py in a clone"
-}
-"""Words that were commands or that one would try, and what to do."""
 BENCH = Path(__file__).parents[3] / "bench"
 """Folder of `weir_bench` in a clone; the wheel does not contain it."""
 IMPORT = "--import"
@@ -139,8 +134,6 @@ class _Weir(CommandGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a command after importing its file; None if there is no such command."""
-        if cmd_name in MOVED:
-            raise WeirError(f"there is no weir {cmd_name}: {MOVED[cmd_name]}")
         if cmd_name not in COMMANDS:
             return None
         if cmd_name == "bench":

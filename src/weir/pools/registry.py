@@ -24,10 +24,10 @@ WAITING = "new"
 CONSTANTS = {"true": True, "false": False, "none": None}
 """Words that are values and not names, in letters of either case."""
 
-Kind = TypeVar("Kind", bound=type[Pool])
+PoolClass = TypeVar("PoolClass", bound=type[Pool])
 
 
-def pool(name: str) -> Callable[[Kind], Kind]:
+def pool(name: str) -> Callable[[PoolClass], PoolClass]:
     """Register a pool under `name`, and make its class check its arguments.
 
     A class of the same module and name may be registered again, as when a cell of a notebook is run
@@ -43,7 +43,7 @@ def pool(name: str) -> Callable[[Kind], Kind]:
             f"a pool cannot be called {WAITING}: a cache says so of tokens that no pool holds yet"
         )
 
-    def register(kind: Kind) -> Kind:
+    def register(kind: PoolClass) -> PoolClass:
         if not (isinstance(kind, type) and issubclass(kind, Pool)):
             raise WeirError(
                 f"the pool {name} is to be a class made from weir.pools.Pool, not {quote(kind)}"

@@ -41,7 +41,7 @@ from weir.serve.engine.output import (
 )
 from weir.serve.engine.sampler import Sampler, SamplingParams, read_defaults
 from weir.serve.engine.scheduler import Busy
-from weir.serve.engine.sequence import Sequence, Stage
+from weir.serve.engine.sequence import Stage, TokenSequence
 from weir.serve.forgotten import describe_forgotten, tell_forgotten
 from weir.serve.limits import Limits
 from weir.serve.messages import Message, ResultPlace, call_id, hash_prefixes
@@ -187,7 +187,7 @@ class Generation:
 
     request: GenerationRequest
     prompt: Prompt
-    sequences: list[Sequence]
+    sequences: list[TokenSequence]
     queue: OutputQueue
     _client: EngineClient
     running: set[int] = field(default_factory=set)
@@ -436,7 +436,7 @@ class EngineClient:
     ) -> Generation:
         """Submit a request with its prompt to the engine; Busy, or a WeirError if it has ended.
 
-        `holder` is whose turn it takes (`Sequence.holder`).
+        `holder` is whose turn it takes (`TokenSequence.holder`).
         """
         answers = range(len(request.sampling))
         queue = OutputQueue(loop, self.limits.unread * len(answers))
@@ -492,7 +492,7 @@ class EngineClient:
         queue: OutputQueue,
         holder: str,
         name: str,
-    ) -> Sequence:
+    ) -> TokenSequence:
         """The sequence of one of the answers, with its output processor."""
         has_calls = request.tools or request.own
         special = self.renderer.call_tokens.values() if has_calls else ()
@@ -509,7 +509,7 @@ class EngineClient:
         constraint: GrammarConstraint | AfterThoughts | None = None
         if request.constraint:
             constraint = self._constrain(request.constraint(), prompt)
-        processor.sequence = Sequence(
+        processor.sequence = TokenSequence(
             id=name,
             parent=parent,
             prompt_ids=prompt.ids,
@@ -533,7 +533,7 @@ class EngineClient:
         self, request: GenerationRequest, prompt: Prompt, processor: OutputProcessor
     ) -> str | None:
         """Let a call of one of the server's tools be executed, if a part of an answer ended with
-        one (`Sequence.on_stop`).
+        one (`TokenSequence.on_stop`).
         """
         sequence, text = processor.sequence, processor.finish()
         parser = self.make_parser(request)
@@ -595,7 +595,7 @@ class EngineClient:
         return AfterThoughts(constraint, self._thought_tokens, is_open=is_open)
 
     def _record(
-        self, request: GenerationRequest, prompt: Prompt, sequence: Sequence, reason: str
+        self, request: GenerationRequest, prompt: Prompt, sequence: TokenSequence, reason: str
     ) -> TurnRecord:
         """The record of a turn that has ended."""
         assert prompt.session is not None
@@ -675,7 +675,7 @@ class EngineClient:
             prompts = [generation.prompt for generation in self._generations]
         return next((one for one in prompts if (one.owner, one.session) == (owner, session)), None)
 
-    def running_sequence(self, owner: str, session: str) -> Sequence | None:
+    def running_sequence(self, owner: str, session: str) -> TokenSequence | None:
         """A sequence of a session that has a row now."""
         with self._lock:
             sequences = [
@@ -715,7 +715,7 @@ class EngineClient:
         return DroppedOutput(call, place.stop - place.start, again=again)
 
     def _find_output(
-        self, owner: str, session: str, call: str, sequence: Sequence | None
+        self, owner: str, session: str, call: str, sequence: TokenSequence | None
     ) -> ResultPlace | None:
         """Find where the newest output of a call is, dropped or not, in a session or in its
         sequence that runs.
@@ -740,7 +740,9 @@ class EngineClient:
                 "weir"
             )
 
-    def list_outputs(self, owner: str, session: str) -> tuple[list[ToolOutput], Sequence | None]:
+    def list_outputs(
+        self, owner: str, session: str
+    ) -> tuple[list[ToolOutput], TokenSequence | None]:
         """List the outputs of tools in a session that were read and not dropped, the newest first,
         and the sequence of the session that runs; UnknownSession if there is neither.
         """
@@ -775,11 +777,11 @@ class EngineClient:
             for one in {place, *(kept for kept in sequence.kept if kept.chain == place.chain)}:
                 self.engine.drop(sequence, (one.start, one.stop))
 
-    def _readers(self, owner: str, output: ToolOutput) -> list[Sequence]:
+    def _readers(self, owner: str, output: ToolOutput) -> list[TokenSequence]:
         """The sequences under way that have read an output, or will read it."""
         with self._lock:
             generations = [one for one in self._generations if one.prompt.owner == owner]
-        found: list[Sequence] = []
+        found: list[TokenSequence] = []
         for generation in generations:
             prompt = generation.prompt
             read = [one.where for one in prompt.messages]
@@ -836,7 +838,9 @@ class EngineClient:
             raise NoOutput(call, "pinned ")
         self.store.unpin_result(owner, found.place.chain)
 
-    def _end_of(self, owner: str, session: str, sequence: Sequence | None) -> TurnRecord | None:
+    def _end_of(
+        self, owner: str, session: str, sequence: TokenSequence | None
+    ) -> TurnRecord | None:
         """The newest saved turn of a session, or the one that its running sequence continues."""
         if sequence is not None:
             return self.prompt_of(sequence).parent
@@ -919,7 +923,7 @@ class EngineClient:
         turns = describe_forgotten(self.store, record.owner, record.node, held, holding.seen)
         return tell_forgotten(turns, holding.seen - len(held))
 
-    def prompt_of(self, sequence: Sequence) -> Prompt:
+    def prompt_of(self, sequence: TokenSequence) -> Prompt:
         """The prompt of a sequence under way."""
         with self._lock:
             generations = list(self._generations)

@@ -199,8 +199,7 @@ class TrainingRecipe:
         """
         for field in fields(self):
             name = field.name
-            # A field missing from an older run has its default, which all runs had then.
-            if name != "tokens" and begun.get(name, field.default) != getattr(self, name):
+            if name != "tokens" and begun.get(name) != getattr(self, name):
                 raise WeirError(
                     f"{where} was begun with {name}={begun.get(name)}, not {getattr(self, name)}: "
                     "give that, or another folder"
