@@ -176,6 +176,6 @@ def test_what_is_no_mark_is_refused():
     state = cache.take_row(1)
     for marks in ({"beginning": -1, "turn": 0, "header": 0}, {"beginning": 1}, None):
         wrong = replace(state, facts={**state.facts, "marks": marks})
-        with pytest.raises(WeirError, match="that of no row: marks"):
+        with pytest.raises(WeirError, match="can have this state: marks"):
             cache.put_row(0, wrong)
     assert cache.marks[0] == Marks(5)
