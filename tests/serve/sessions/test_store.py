@@ -89,7 +89,7 @@ def test_what_is_anothers_is_as_what_never_was(tmp_path):
             )
             assert its.remove_turns(owner, "s", ["a"]) == its.list_turns(owner, "t") == []
             for name in ("a", "s", ""):
-                with pytest.raises(WeirError, match=r"there is no such turn|is no text"):
+                with pytest.raises(WeirError, match=r"the turn does not exist|is not valid text"):
                     its.fork(owner, name, "u")
         for unknown in ("", "\ud800", "../a", "a\x00", "%"):
             assert its.find_turn("me", unknown) is its.find_history("me", unknown) is None
@@ -142,7 +142,7 @@ def test_a_fork_shares_what_came_before_and_outlives_where_it_came_from(tmp_path
     for its in both(tmp_path):
         assert its.fork("me", "c", "t") == its.get_session("me", "t")
         assert (names(its, "s"), names(its, "t")) == (list("abcd"), list("abc"))
-        with pytest.raises(WeirError, match="a session of this name already"):
+        with pytest.raises(WeirError, match="a session with this name already exists"):
             its.fork("me", "a", "s")
         saved(its, "e", 4, parent="c", session="t")
         found = its.get_session("me", "t")
@@ -168,7 +168,7 @@ def test_a_turn_whose_record_is_refused_is_not_kept_at_all(tmp_path):
     with store(tmp_path) as its:
         saved(its, "b", 1)
         error = save(its, record("a", session="\ud800"), NODES[0])
-        assert isinstance(error, WeirError) and "is no text" in str(error)
+        assert isinstance(error, WeirError) and "is not valid text" in str(error)
         assert its.find_turn("me", "a") is None
         assert not has(its, "a", NODES[0])
         (path,) = (tmp_path / "nodes").iterdir()
@@ -203,7 +203,7 @@ def test_a_damaged_turn_is_not_found_again(tmp_path):
         made = saved(its, "a")
         (path,) = (tmp_path / "nodes").iterdir()
         path.write_bytes(bytes(path.stat().st_size))
-        with pytest.raises(WeirError, match="turn 'a' cannot be gone on from"):
+        with pytest.raises(WeirError, match="turn 'a' cannot be continued"):
             _ = its.load("a").state
         assert its.find_history("me", made.chain) is None
 
@@ -286,25 +286,25 @@ CALLED = ["user", "x", None]
 LIES = [
     ("format must be", (("format",), 1)),
     ("turns must be a list", (("turns",), {})),
-    ("it has 2 snapshots of 0 turns", (("turns",), [])),
+    ("it has 2 snapshots for 0 turns", (("turns",), [])),
     (r"turns\[1\].last must be", ((*TURN, "last"), 61)),
     (r"turns\[1\] does not end where", ((*TURN, "last"), 7)),
     (r"turns\[1\] does not end where", ((*TURN, "seen"), 7)),
     (r"turns\[1\].seen must be", ((*TURN, "seen"), -1)),
     (r"turns\[1\].chain must be a hash", ((*TURN, "chain"), "../x")),
     (r"turns\[1\].node must be a text", ((*TURN, "node"), 3)),
-    (r"turns\[1\] is there twice", ((*TURN, "node"), "a")),
+    (r"turns\[1\] occurs twice", ((*TURN, "node"), "a")),
     (r"turns\[1\].parent must be a text", ((*TURN, "parent"), [])),
-    (r"turns\[1\] stands before what it goes on from", ((*TURN, "parent"), "b")),
+    (r"turns\[1\] comes before the turn that it continues", ((*TURN, "parent"), "b")),
     (r"turns\[1\].messages\[0\] must have 3", ((*TURN, "messages", 0), ["user"])),
     (r"messages\[0\].role must be", ((*TURN, "messages", 0, 0), "root")),
     (r"messages\[0\].content must be", ((*TURN, "messages", 0, 1), None)),
     (r"messages\[0\].calls\[0\] must", ((*TURN, "messages", 0), [*CALLED, [["x"]], None, 0])),
     (r"messages\[0\].place must", ((*TURN, "messages", 0), [*CALLED, [], "x", -1])),
     (r"usage.'bytes' must be", ((*TURN, "usage", "bytes"), 1e9)),
-    (r"usage must be numbers", ((*TURN, "usage"), [1])),
-    (r"created must be seconds", ((*TURN, "created"), float("nan"))),
-    (r"turns\[1\].created must be seconds", ((*TURN, "created"), 10**400)),
+    (r"usage must be an object with numbers", ((*TURN, "usage"), [1])),
+    (r"created must be a time in seconds", ((*TURN, "created"), float("nan"))),
+    (r"turns\[1\].created must be a time in seconds", ((*TURN, "created"), 10**400)),
     (r"turns\[1\].ids\[0\] must be a whole number from 0 to 60", ((*TURN, "ids", 0), 61)),
     (r"turns\[1\] has more tokens than its stream", ((*TURN, "ids"), [1] * 99)),
     (r"turns\[1\] is damaged", ((*TURN, "sha256"), "0" * 64)),
@@ -360,9 +360,9 @@ def infinite(data: bytes) -> bytes:
 
 
 FORGED = [
-    ("damaged or no snapshot of weir", lambda data: data[:-9]),
-    ("damaged or no snapshot of weir", lambda data: b""),
-    ("damaged or no snapshot of weir", lambda data: b"\xff" * 64),
+    ("damaged, or not a snapshot of weir", lambda data: data[:-9]),
+    ("damaged, or not a snapshot of weir", lambda data: b""),
+    ("damaged, or not a snapshot of weir", lambda data: b"\xff" * 64),
     ("it has the format 7", said_otherwise('"format": 4', '"format": 7')),
     ("another model", said_otherwise('"width": 32', '"width": 33')),
     ("its rows have the policy", said_otherwise("recent(6)", "recent(7)")),
@@ -417,7 +417,7 @@ def test_what_is_no_export_is_refused(tmp_path):
     (tmp_path / "text").write_text("x" * 100)
     with store(tmp_path / "two") as its:
         for name in ("other", "text", "nothing", "two"):
-            with pytest.raises(WeirError, match=r"the file is damaged|no such file"):
+            with pytest.raises(WeirError, match=r"the file is damaged|the file does not exist"):
                 unpack(its, "me", tmp_path / name)
         saved(its, "a")
         with pytest.raises(WeirError, match="the session cannot be written"):

@@ -1,4 +1,4 @@
-"""`/v1/sessions/ID/items`: outputs of tools in a session, which can be dropped from its cache."""
+"""`/v1/sessions/ID/items`: tool outputs in a session, which can be dropped from its cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ router = APIRouter(dependencies=[Depends(check_query)])
 
 @router.get("/v1/sessions/{name}/items")
 async def items(name: str, client: Client, owner: Owner) -> dict[str, Any]:
-    """List the outputs of tools that a session has read and not dropped, the newest first."""
+    """List the tool outputs that a session has read and not dropped, the newest first."""
     outputs, _ = await run_in_thread(client.list_outputs, owner, name)
     data = [
         {
@@ -34,7 +34,7 @@ async def items(name: str, client: Client, owner: Owner) -> dict[str, Any]:
 
 @router.delete("/v1/sessions/{name}/items/{call:path}")
 async def drop(name: str, call: str, client: Client, owner: Owner) -> dict[str, Any]:
-    """Drop the output of a tool from a session's cache, by the id of its call."""
+    """Drop a tool output from a session's cache, by the id of its call."""
     dropped = await run_in_thread(_drop, client, owner, name, call)
     return {
         "id": dropped.call,
@@ -55,7 +55,9 @@ def _drop(client: EngineClient, owner: str, name: str, call: str) -> DroppedOutp
 
 
 def check_drops(client: EngineClient, body: GenerationBody) -> list[str]:
-    """The calls whose outputs a request drops; APIError if this server cannot drop any."""
+    """Return the calls whose outputs a request drops. Raises APIError if this server cannot drop
+    outputs.
+    """
     if body.drops:
         try:
             client.check_drops()
@@ -65,5 +67,5 @@ def check_drops(client: EngineClient, body: GenerationBody) -> list[str]:
 
 
 def unknown_output(error: UnknownOutput) -> APIError:
-    """The error of a request that drops an output that its history does not have."""
+    """The error for a request that drops an output that is not in its history."""
     return APIError(400, str(error), param=f"weir.drop[{error.number}]")

@@ -1,8 +1,8 @@
-"""Session archive: the turns of a session in one safetensors file, to take to another server.
+"""Session archive: the turns of a session in one safetensors file, to move to another server.
 
-For each turn the file has the snapshot as a tensor of bytes, and as text the record and the
-snapshot's checksum. An imported file is untrusted: everything in it is validated, and turns get new
-names. Knows nothing about databases.
+For each turn, the file has the snapshot as a tensor of bytes, and the record and the snapshot's
+checksum as text. An imported file is untrusted: everything in it is validated, and its turns get
+new names.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from weir.stream import replace_atomically
 FORMAT = 2
 KEY = "weir_sessions"
 MAX_FACTS = 16_000_000
-"""Bytes of what a file says of its turns: all of it is parsed at once."""
+"""The most bytes of a file's facts about its turns, all of which are parsed at once."""
 HEADER = 16_000_000
-"""Bytes of its header beside that: quotes that are escaped, and where snapshots lie."""
+"""The most bytes of its header besides that: escaped quotes, and the places of snapshots."""
 FACTS = ("node", "parent", "chain", "last", "seen", "usage", "created")
-"""Facts of a record that stand in the file as they are; owner and session do not."""
+"""Facts of a record that are in the file unchanged. Owner and session are not."""
 
 
 def write_archive(path: Path, turns: Sequence[Turn], row_format: RowFormat) -> None:
-    """Write turns of a session, parents first, to a file, whole or not at all."""
+    """Write turns of a session to a file, parents first, either completely or not at all."""
     facts, tensors = [], {}
     for n, (checkpoint, made) in enumerate(turns):
         data = encode_checkpoint(row_format, checkpoint)
@@ -56,8 +56,8 @@ def write_archive(path: Path, turns: Sequence[Turn], row_format: RowFormat) -> N
     metadata = {KEY: json.dumps({"format": FORMAT, "turns": facts})}
     if len(metadata[KEY]) > MAX_FACTS:
         raise WeirError(
-            f"what was said takes {len(metadata[KEY]):,} bytes, and a file may have "
-            f"{MAX_FACTS:,}; export fewer of the newest turns"
+            f"the text of these turns takes {len(metadata[KEY]):,} bytes, and a file can have at "
+            f"most {MAX_FACTS:,}. Export fewer of the newest turns."
         )
     try:
         with replace_atomically(path) as new:
@@ -65,17 +65,17 @@ def write_archive(path: Path, turns: Sequence[Turn], row_format: RowFormat) -> N
     except (OSError, SafetensorError) as error:
         if is_full(error):
             raise StorageFull(
-                "the disk has no room for the file of this session; make room, or export fewer of "
-                "the newest turns"
+                "the disk has no room for the file of this session. Free some space, or export "
+                "fewer of the newest turns."
             ) from None
         reason = getattr(error, "strerror", None) or error
         raise WeirError(f"the session cannot be written: {reason}") from None
 
 
 def read_archive(path: Path, row_format: RowFormat, limit: int | None, owner: str) -> list[Turn]:
-    """Read turns from a file of `limit` bytes at most, for a new session, under new names.
+    """Read turns for a new session from a file of at most `limit` bytes. They get new names.
 
-    WeirError if it is missing or damaged, or a turn in it cannot be continued here.
+    Raises WeirError if the file is missing or damaged, or if a turn in it cannot be continued here.
     """
     with _opened(path, limit, row_format.vocabulary) as (facts, file):
         turns = _validated(facts, file, row_format)
@@ -97,21 +97,24 @@ def read_archive(path: Path, row_format: RowFormat, limit: int | None, owner: st
 
 
 def check_facts(_: Any, path: Path, limit: int | None, vocabulary: int) -> None:
-    """Check in a worker what a file says of its turns: that may be long."""
+    """Check a file's facts about its turns in a worker, because they can be long."""
     with _opened(path, limit, vocabulary):
         pass
 
 
 @contextmanager
 def _opened(path: Path, limit: int | None, vocabulary: int) -> Iterator[tuple[Any, Any]]:
-    """Open a file of turns, whose facts are valid by themselves; WeirError for what is wrong with
-    it, found here or by the caller.
+    """Open a file of turns, and check that its facts are valid.
+
+    Problems with the file are raised as WeirError, whether they are found here or by the caller.
     """
     if not path.is_file():
-        raise WeirError("there is no such file")
+        raise WeirError("the file does not exist")
     size = path.stat().st_size
     if limit is not None and size > limit:
-        raise WeirError(f"the file has {size:,} bytes, and {limit:,} are taken")
+        raise WeirError(
+            f"the file has {size:,} bytes, and at most {limit:,} are accepted. Export fewer turns."
+        )
     try:
         with open(path, "rb") as begun:
             header = int.from_bytes(begun.read(8), "little")
@@ -128,18 +131,19 @@ def _opened(path: Path, limit: int | None, vocabulary: int) -> Iterator[tuple[An
             yield facts, file
     except (SafetensorError, OSError, ValueError, LookupError, RecursionError) as error:
         raise WeirError(
-            f"the file is damaged or no session that weir exported ({quote(str(error))})"
+            f"the file is damaged, or is not a session that weir exported ({quote(str(error))}). "
+            "Export the session again."
         ) from None
     except (ValidationError, WeirError) as error:
         raise WeirError(f"the file cannot be imported: {error}") from None
 
 
 def _validated(facts: Any, file: Any, row_format: RowFormat) -> list[Turn]:
-    """Validate the content of a file that is open, and make its turns, one by one."""
+    """Validate the content of an open file, and return its turns."""
     turns = facts["turns"]
     names = set(file.keys())
     if names != {str(n) for n in range(len(turns))} or not turns:
-        raise ValidationError(f"it has {len(names)} snapshots of {len(turns)} turns")
+        raise ValidationError(f"it has {len(names)} snapshots for {len(turns)} turns")
     found: list[Turn] = []
     known: set[str] = set()
     nodes = {turn["node"] for turn in turns}
@@ -147,13 +151,15 @@ def _validated(facts: Any, file: Any, row_format: RowFormat) -> list[Turn]:
         snapshot = file.get_slice(str(n))
         size = snapshot.get_shape()
         if snapshot.get_dtype() != "U8" or len(size) != 1:
-            raise ValidationError(f"snapshot {n} is no file")
+            raise ValidationError(f"snapshot {n} is not a file of bytes")
         if size[0] > 2 * row_format.turn_bytes():
-            raise ValidationError(f"snapshot {n} has {size[0]:,} bytes, more than any here")
+            raise ValidationError(
+                f"snapshot {n} has {size[0]:,} bytes, which is too large for this model and policy"
+            )
         data = file.get_tensor(str(n)).numpy().tobytes()
         if hashlib.sha256(data).hexdigest() != turn["sha256"]:
             raise ValidationError(
-                f"turns[{n}] is damaged: its checksum is not that of its snapshot"
+                f"turns[{n}] is damaged: its checksum does not match its snapshot"
             )
         try:
             checkpoint = decode_foreign(row_format, data)
@@ -161,11 +167,11 @@ def _validated(facts: Any, file: Any, row_format: RowFormat) -> list[Turn]:
             raise ValidationError(f"turns[{n}]: {error}") from None
         seen = checkpoint.state.facts["seen"] + len(checkpoint.pending)
         if (turn["last"],) != checkpoint.pending or turn["seen"] != seen:
-            raise ValidationError(f"turns[{n}] does not end where its snapshot does")
+            raise ValidationError(f"turns[{n}] does not end where its snapshot ends")
         if turn["node"] in known:
-            raise ValidationError(f"turns[{n}] is there twice")
+            raise ValidationError(f"turns[{n}] occurs twice")
         if turn["parent"] in nodes - known:
-            raise ValidationError(f"turns[{n}] stands before what it goes on from")
+            raise ValidationError(f"turns[{n}] comes before the turn that it continues")
         if len(turn["ids"]) > turn["seen"]:
             raise ValidationError(f"turns[{n}] has more tokens than its stream")
         known.add(turn["node"])
@@ -199,13 +205,13 @@ def _turn_facts(vocabulary: int) -> Any:
 
 def _chain(value: Any, place: str) -> None:
     if not isinstance(value, str) or not set(value) <= set("0123456789abcdef") or len(value) > 64:
-        raise ValidationError(f"{place} must be a hash, not {quote(value)}")
+        raise ValidationError(f"{place} must be a hash, got {quote(value)}")
 
 
 def _message(value: Any, place: str) -> None:
     list_of(anything)(value, place)
     if len(value) not in (3, 6, 7):
-        raise ValidationError(f"{place} must have 3, 6 or 7 parts, not {len(value)}")
+        raise ValidationError(f"{place} must have 3, 6 or 7 parts, got {len(value)}")
     role, content, name, *more = value
     text("system", "user", "assistant", "tool", "developer")(role, f"{place}.role")
     text()(content, f"{place}.content")
@@ -224,7 +230,7 @@ def _message(value: Any, place: str) -> None:
 
 def _usage(value: Any, place: str) -> None:
     if not isinstance(value, dict):
-        raise ValidationError(f"{place} must be numbers by name, not {quote(value)}")
+        raise ValidationError(f"{place} must be an object with numbers, got {quote(value)}")
     for name, number in value.items():
         integer(0, FARTHEST)(number, f"{place}.{quote(name)}")
 
@@ -232,4 +238,4 @@ def _usage(value: Any, place: str) -> None:
 def _time(value: Any, place: str) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 <= value <= FARTHEST:
-        raise ValidationError(f"{place} must be seconds since 1970, not {quote(value)}")
+        raise ValidationError(f"{place} must be a time in seconds since 1970, got {quote(value)}")
