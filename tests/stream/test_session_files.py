@@ -157,13 +157,16 @@ WRONG: dict[str, tuple[Callable[[Facts, Tensors], None], str]] = {
     "a model that is a list": (fact("model", to=[]), "model must be facts by name, not a list"),
     "an argument of nobody's": (fact("made_with", to={"x": 1}), "made_with.chunk is missing"),
     "a chunk of 2^40": (fact("made_with", "chunk", to=2**40), "take [0-9,]* bytes for 1 row"),
-    "half a chunk": (fact("made_with", "chunk", to=8.5), "chunk must be a whole number from 1"),
-    "no chunk": (fact("made_with", "chunk", to=0), "chunk must be a whole number from 1"),
+    "half a chunk": (
+        fact("made_with", "chunk", to=8.5),
+        ("chunk must be a whole number of at least 1"),
+    ),
+    "no chunk": (fact("made_with", "chunk", to=0), "chunk must be a whole number of at least 1"),
     "another chunk": (fact("made_with", "chunk", to=4), "kind is not that of a cache"),
     "a chunk that is true": (fact("made_with", "chunk", to=True), "chunk must be a whole number"),
     "other positions": (fact("made_with", "positions", to="round"), "'rolling' or 'original'"),
     "an endless origin": (fact("made_with", "origin", to=math.inf), "origin must be a whole num"),
-    "a seed below zero": (fact("seed", to=-1), "seed must be a whole number from 0 on, not -1"),
+    "a seed below zero": (fact("seed", to=-1), "seed must be a whole number of at least 0, not -1"),
     "a token that is none": (fact("last", to=[math.nan]), r"last\[0\] must be a whole number"),
     "a token nobody knows": (fact("last", to=[61]), r"last\[0\] must be .* from 0 to 60, not 61"),
     "two last tokens": (fact("last", to=[1, 2]), "last must have 1 entries, not 2"),
@@ -190,7 +193,10 @@ WRONG: dict[str, tuple[Callable[[Facts, Tensors], None], str]] = {
     "logits of others": (tensor("logits", lambda t: t[:, :-1]), r"logits is \[1, 60\]"),
     "logits in words": (tensor("logits", lambda t: t.long()), "logits is .* of torch.int64"),
     "half a generator": (tensor("generator", lambda t: t[:99]), r"generator is \[99\]"),
-    "no generator's state": (number("generator", slice(None), to=255), "generator is no state"),
+    "no generator's state": (
+        number("generator", slice(None), to=255),
+        ("generator is not the state"),
+    ),
     "keys that are values": (
         tensor("0.0.keys", lambda t: t.transpose(2, 3)),
         r"row 0, layer 0: keys is \[1, 2, 16, 32\] and must be \[1, 2, 32, 16\]",
@@ -214,7 +220,7 @@ WRONG: dict[str, tuple[Callable[[Facts, Tensors], None], str]] = {
     ),
     "a tensor of nobody's": (
         lambda facts, tensors: tensors.update(weights=torch.zeros(3)),
-        "'weights' is no tensor of a session",
+        "a session has no tensor 'weights'",
     ),
     "a tensor by another name": (
         lambda facts, tensors: tensors.update({"0.00.keys": tensors.pop("0.0.keys")}),
@@ -222,7 +228,7 @@ WRONG: dict[str, tuple[Callable[[Facts, Tensors], None], str]] = {
     ),
     "mass that nobody asked for": (
         lambda facts, tensors: tensors.update({"0.0.mass": tensors["0.0.a"]}),
-        "'mass' is no tensor of this layer",
+        "'mass' is not a tensor of this layer",
     ),
 }
 
@@ -268,7 +274,9 @@ def test_what_a_pool_cannot_remember_is_refused_by_its_name(
     (key,) = (k for k in tensors if k.startswith("0.1.state.") and k.endswith(f".{name}"))
     tensors[key].flatten()[0] = to
     write(tmp_path / "file", facts, tensors)
-    refused(llama, tmp_path / "file", f"row 0, layer 1: of what the pool .* remembers, .*{name}")
+    refused(
+        llama, tmp_path / "file", (f"row 0, layer 1: the state of the pool .* is wrong: .*{name}")
+    )
 
 
 @pytest.mark.parametrize("name", ["mass", "queries"])
@@ -285,7 +293,7 @@ def test_weights_that_attention_would_read_otherwise_are_refused(llama, files, t
     facts, tensors = files(llama, POLICIES[8])
     tensors[f"0.1.{name}"][0, 1, 4] = to
     write(tmp_path / "file", facts, tensors)
-    refused(llama, tmp_path / "file", f"row 0, layer 1: {name} is not what a and b say")
+    refused(llama, tmp_path / "file", f"row 0, layer 1: {name} does not match a and b")
 
 
 @pytest.mark.parametrize(

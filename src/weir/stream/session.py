@@ -164,7 +164,7 @@ class SessionFile:
         self.path = _path(path)
         check_regular(self.path, "a session")
         if not self.path.is_file():
-            raise WeirError(f"there is no session file {self.path}")
+            raise WeirError(f"the session file {self.path} does not exist")
         try:
             with safe_open(str(self.path), framework="pt") as file:
                 metadata = file.metadata() or {}
@@ -181,7 +181,7 @@ class SessionFile:
                 f"{self.path} has session format {quote(found)}; this weir reads {FORMAT}"
             )
         if metadata.get(CHECKSUM) != _checksum(metadata[KEY], self._mapped):
-            raise WeirError(f"{self.path} is damaged: its checksum is not that of what it holds")
+            raise WeirError(f"{self.path} is damaged: its checksum does not match its content")
         with self.refusing():
             _facts()(facts, "")
         self.facts: dict[str, Any] = facts
@@ -293,7 +293,7 @@ def _check_stream(tensors: _Tensors, rows: int, vocabulary: int) -> None:
         if name not in tensors:
             raise ValidationError(f"{name} is missing")
         if name not in wanted:
-            raise ValidationError(f"{quote(name)} is no tensor of a session")
+            raise ValidationError(f"a session has no tensor {quote(name)}")
         t, (shape, dtypes) = tensors[name], wanted[name]
         if list(t.shape) != shape or t.dtype not in dtypes:
             raise ValidationError(
@@ -306,7 +306,7 @@ def _check_stream(tensors: _Tensors, rows: int, vocabulary: int) -> None:
     try:
         torch.Generator().set_state(tensors["generator"].clone())
     except RuntimeError:
-        raise ValidationError("generator is no state of a random generator") from None
+        raise ValidationError("generator is not the state of a random generator") from None
 
 
 def _shape(kind: dict[str, Any]) -> dict[str, Any]:
@@ -316,7 +316,7 @@ def _shape(kind: dict[str, Any]) -> dict[str, Any]:
 
 def _path(path: object) -> Path:
     if not isinstance(path, str | os.PathLike):
-        raise WeirError(f"a session is a file, and its name is text, not {quote(path)}")
+        raise WeirError(f"a session must be the path of a file, got {quote(path)}")
     return Path(path)
 
 
