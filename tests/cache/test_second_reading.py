@@ -68,10 +68,10 @@ def test_the_tokens_of_the_highest_scores_stay():
 @pytest.mark.parametrize(
     ("policy", "options", "message"),
     [
-        (POLICY, {}, "may not bring 12 at once; feed them through weir.Stream"),
-        ("recent(4) | reconstruct(8)", {}, "write recent\\(5\\) | reconstruct"),
+        (POLICY, {}, "cannot have 12 tokens. Feed them through weir.Stream"),
+        ("recent(4) | reconstruct(8)", {}, "Write recent\\(5\\) | reconstruct"),
         (POLICY, {"prefill": "full"}, "reads each chunk twice"),
-        ("recent(6) | heavy(4) | reconstruct(8)", {}, "leave one of them out"),
+        ("recent(6) | heavy(4) | reconstruct(8)", {}, "Leave out one of them"),
     ],
 )
 def test_what_cannot_be_read_twice_is_refused(llama, ids, policy, options, message):

@@ -57,8 +57,8 @@ from weir.pools import Marks, fits
 from weir.slab import Heads
 
 ASSISTED = (
-    "assisted and prompt-lookup decoding take back tokens, which a StreamingCache cannot; "
-    "generate without assistant_model and prompt_lookup_num_tokens"
+    "assisted and prompt-lookup decoding take back tokens, which a StreamingCache cannot do. "
+    "Generate without assistant_model and prompt_lookup_num_tokens."
 )
 """The error for decoding with an assistant."""
 
@@ -145,7 +145,9 @@ class StreamingCache(Cache):
             numbers.append(("batch", batch, 1))
         for name, value, at_least in numbers:
             if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-                raise WeirError(f"{name} must be a whole number from {at_least} on, not {value!r}")
+                raise WeirError(
+                    f"{name} must be a whole number of at least {at_least}, not {value!r}"
+                )
         served = transformers_model(model)
         self.policy = choose_policy(served, policy, slots, chunk)
         self.chunk = chunk = resolve_chunk(self.policy, chunk)
@@ -166,8 +168,8 @@ class StreamingCache(Cache):
         self._repeating = False
         if self._twice and prefill == "full":
             raise WeirError(
-                'reconstruct reads each chunk twice, and prefill="full" has one chunk of any '
-                'length; choose prefill="chunked"'
+                'reconstruct reads each chunk twice, but with prefill="full" a chunk has any '
+                'length. Use prefill="chunked".'
             )
         check_memory(self.plans, self.policy, batch or 1, self._device)
         keep_freed_memory()
@@ -196,8 +198,8 @@ class StreamingCache(Cache):
         forward = self.attachment.running
         if not isinstance(forward, Forward) or forward.stack is not self.stack:
             raise WeirError(
-                "this cache was made for another model, or detached from this one; "
-                "a cache serves one model only"
+                "this cache was made for another model, or detached from this one. Make a new "
+                "cache for this model."
             )
         key_states = key_states.view_as(key_states)
         key_states.weir = (forward, layer_idx)  # type: ignore[attr-defined]
@@ -250,10 +252,7 @@ class StreamingCache(Cache):
     @on_fold.setter
     def on_fold(self, listener: Callable[[Folded], None] | None) -> None:
         if listener is not None and not callable(listener):
-            raise WeirError(
-                f"on_fold is called with what folded, and {quote(listener)} cannot be; give it a "
-                "function, or None"
-            )
+            raise WeirError(f"on_fold must be a function or None, got {quote(listener)}")
         self._on_fold = listener
 
     def detach(self) -> None:
@@ -323,7 +322,7 @@ class StreamingCache(Cache):
         Older versions of transformers call this for an assistant, after a first forward.
         """
         raise WeirError(
-            f"a StreamingCache cannot be cropped: what left its slots is gone; {ASSISTED}"
+            f"a StreamingCache cannot be cropped, because evicted tokens are gone: {ASSISTED}"
         )
 
     def activate_past_recording(self, *args: Any, **kwargs: Any) -> None:
@@ -347,8 +346,8 @@ class StreamingCache(Cache):
         wanted = indices.tolist()
         if not wanted or not all(0 <= row < batch for row in wanted):
             raise WeirError(
-                f"rows {quote(str(wanted))} cannot be kept: the rows are 0 to {batch - 1}, and one "
-                "at least has to stay"
+                f"rows {quote(str(wanted))} cannot be kept: the rows are 0 to {batch - 1}, and at "
+                "least one must stay"
             )
         for layer in self.stack:
             slab = layer.state.slab
@@ -363,15 +362,15 @@ class StreamingCache(Cache):
             WeirError: `repeats` is below 1.
         """
         if not fits(repeats, int) or repeats < 1:
-            raise WeirError(f"rows are repeated once or more, not {quote(repeats)} times")
+            raise WeirError(f"repeats of rows must be at least 1, got {quote(repeats)}")
         if self.rows.batch is not None:
             self.batch_select_indices(torch.arange(self.rows.batch).repeat_interleave(repeats))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to pickle (WeirError): the model would have to be pickled too."""
         raise WeirError(
-            "a StreamingCache cannot be pickled or copied shallowly; copy.deepcopy makes a second "
-            "one, and weir.Stream.save writes a file"
+            "a StreamingCache cannot be pickled or copied shallowly. Use copy.deepcopy to copy "
+            "it, or weir.Stream.save to write a file."
         )
 
     # --- for users, the stream and the command line
@@ -626,7 +625,7 @@ class StreamingCache(Cache):
         """
         given = list(states) if isinstance(states, Iterable) else states
         if not isinstance(given, list):
-            raise WeirError(f"rows are a list of what take_row gives, not {quote(states)}")
+            raise WeirError(f"rows must be a list of states from take_row, got {quote(states)}")
         self._check_wide()
         if given:
             self._check(given, numbers=check)
@@ -646,7 +645,7 @@ class StreamingCache(Cache):
         kind, plans = self.kind, self._plans_now
         for state in states:
             if not isinstance(state, RowState):
-                raise WeirError(f"a row's state is what take_row gives, not {quote(state)}")
+                raise WeirError(f"the state of a row must come from take_row, got {quote(state)}")
             check_kind(kind, state.kind)
             if numbers:
                 vocabulary = self.attachment.facts.vocabulary
@@ -660,7 +659,7 @@ class StreamingCache(Cache):
                 return f"{self.policy} keeps every token as the model computes it"
             for pool in plan.spec.pipe.pools:
                 if not pool.drops and not pool.needs_second_reading:
-                    return f"the slots of the pool {pool.name} may stand for several tokens"
+                    return f"the slots of the pool {pool.name} may represent several tokens"
         if self._twice:
             return "a policy with reconstruct reads each chunk twice"
         return None
@@ -704,7 +703,7 @@ class StreamingCache(Cache):
             WeirError: there is no such row, or the seed is invalid.
         """
         if seed is not None and (not fits(seed, int) or seed < 0):
-            raise WeirError(f"seed must be a whole number from 0 on, not {quote(seed)}")
+            raise WeirError(f"seed must be a whole number of at least 0, not {quote(seed)}")
         self._check_whole()
         self._check_row(row)
         for layer in self.stack:
@@ -731,7 +730,7 @@ class StreamingCache(Cache):
                 beginning.
         """
         if not isinstance(marks, Marks):
-            raise WeirError(f"a row is told weir.pools.Marks, not {quote(marks)}")
+            raise WeirError(f"marks of a row must be weir.pools.Marks, got {quote(marks)}")
         self._check_whole()
         if row == 0 and self.rows.batch is None:
             self._open(1)
@@ -739,8 +738,8 @@ class StreamingCache(Cache):
         before = self.rows.marks[row]
         if self.rows.seen[row] > self.rows.waiting[row] and before.beginning != marks.beginning:
             raise WeirError(
-                f"the beginning of row {row} is {before.beginning} tokens and cannot become "
-                f"{marks.beginning} any more: it has been folded"
+                f"the beginning of row {row} has {before.beginning} tokens and can no longer "
+                f"become {marks.beginning}, because it has been folded"
             )
         self.stack.rows = self.rows.marked(row, marks)
 
@@ -826,15 +825,17 @@ class StreamingCache(Cache):
     def _check_wide(self) -> None:
         """Refuse to change the set of rows while the cache is narrowed (WeirError)."""
         if any(layer.state.narrowed for layer in self.stack):
-            raise WeirError("this cache is narrowed to some of its rows; leave only() first")
+            raise WeirError(
+                "this cache is restricted to some of its rows. Leave the only() block first."
+            )
 
     def _check_whole(self) -> None:
         if self.broken:
             self.attachment.wait()  # it may be folding in another thread
         if self.broken:
             raise WeirError(
-                "a call with this cache was interrupted while it folded; reset() it or restore a "
-                "saved session"
+                "a call with this cache was interrupted during a fold. Call reset(), or restore a "
+                "saved session."
             )
 
     # --- for the hooks of the model
@@ -846,7 +847,7 @@ class StreamingCache(Cache):
         """
         self._check_whole()
         if self not in self.attachment.caches:
-            raise WeirError("this cache was detached from its model; make a new one")
+            raise WeirError("this cache was detached from its model. Make a new one.")
         if not without:
             if self._repeating:
                 return self._begin_again(given)

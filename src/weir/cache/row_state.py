@@ -227,7 +227,7 @@ def _by_layer(tensors: Mapping[str, Tensor], layers: int) -> list[dict[str, Tens
         if not layer.isdecimal() or int(layer) >= layers or name != f"{int(layer)}.{own}":
             raise ValidationError(f"{quote(name)} is of no layer")
         if not isinstance(t, Tensor):
-            raise ValidationError(f"{name} is no tensor")
+            raise ValidationError(f"{name} is not a tensor")
         found[int(layer)][own] = t
     return found
 
@@ -261,7 +261,7 @@ def _check_sizes(plan: LayerPlan, found: Mapping[str, Size], lengths: Sequence[i
     wanted = plan.slab.tensors(1)
     for name in found:
         if name not in wanted:
-            raise ValidationError(f"{quote(name)} is no tensor of this layer")
+            raise ValidationError(f"{quote(name)} is not a tensor of this layer")
     held = plan.spec.held(lengths)
     grows = plan.spec.pipe.slots is None
     for name, (shape, dtype) in wanted.items():
@@ -329,7 +329,7 @@ def _check_numbers(
         state = {n.removeprefix(start): t for n, t in tensors.items() if n.startswith(start)}
         wrong = pool.wrong_state(state, lengths[index], ahead) if state else None
         if wrong is not None:
-            raise ValidationError(f"of what the pool {pool.name} remembers, {wrong}")
+            raise ValidationError(f"the state of the pool {pool.name} is wrong: {wrong}")
 
 
 def _check_positions(position: Tensor, lies: Layout, ahead: int, chunk: int, origin: int) -> None:
@@ -361,7 +361,7 @@ def _check_weights(
     """
     kept = weights[:, :, :used]
     if not bool((kept <= MOST_WEIGHT).all()):
-        raise ValidationError(f"{name} has numbers that are no log-weights")
+        raise ValidationError(f"{name} has numbers that are not log-weights")
     if bool((kept[empty] != -math.inf).any()):
         raise ValidationError(f"{name} gives weight to slots without a token")
     tail = weights[:, :, used : used + chunk]
@@ -393,7 +393,7 @@ def _check_split(tensors: Mapping[str, Tensor]) -> None:
         strict=True,
     ):
         if name in tensors and not torch.allclose(tensors[name], t):  # exp rounds by device
-            raise ValidationError(f"{name} is not what a and b say")
+            raise ValidationError(f"{name} does not match a and b")
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -418,9 +418,9 @@ def check_kind(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
         elif mine.get(name) != theirs.get(name):
             if name == "model":
                 what = _difference(mine["model"], theirs.get("model"))
-                raise WeirError(f"this row is of another model: {what}")
+                raise WeirError(f"this row belongs to another model: {what}")
             if name == "weights":
-                raise WeirError("this row is of another model, whose weights are others")
+                raise WeirError("this row belongs to another model, with other weights")
             raise WeirError(
                 f"this row is of a cache with {name} {quote(theirs.get(name))}, and this one has "
                 f"{quote(mine[name])}"
@@ -446,7 +446,7 @@ def unlike_policies(mine: dict[str, Any], theirs: dict[str, Any]) -> tuple[Any, 
 
 def _difference(mine: dict[str, Any], theirs: Any) -> str:
     if not isinstance(theirs, dict):
-        return f"{quote(theirs)} is no description of one"
+        return f"{quote(theirs)} is not a description of a model"
     for name, value in mine.items():
         if theirs.get(name) != value:
             return f"{name} {shorten(str(theirs.get(name)))}, here {shorten(str(value))}"
