@@ -260,16 +260,14 @@ FORMATS = {"html": "report.html", "md": "report.md", "csv": "tables.csv", "latex
 USUAL = ("html", "md")
 MARKS = "Bold is best, underlined second best."
 SURE = (
-    "Behind a figure stand its 95 % interval (Wilson's of answers that were counted, Student's "
-    "over seeds), the standard deviation over seeds, and n, answers or seeds; a figure without "
-    "was measured once."
+    "After a figure come its 95 % interval (Wilson's for counted answers, Student's over seeds), "
+    "the standard deviation over seeds, and n, answers or seeds. A figure without these was "
+    "measured once."
 )
 
 STYLE = "body { max-width: 60rem; } svg { min-width: 30rem; }"
 """CSS for wide tables and pictures."""
-ACROSS = (
-    "Behind a figure stand Student's 95 % interval, the standard deviation and n of the models."
-)
+ACROSS = "After a figure come Student's 95 % interval, the standard deviation and n of the models."
 
 
 @dataclass(frozen=True)
@@ -302,7 +300,7 @@ def write_report(
     """
     for name in formats:
         if name not in FORMATS:
-            raise WeirError(f"a report is written as {', '.join(FORMATS)}, not {name!r}")
+            raise WeirError(f"unknown report format {name!r}. Use one of {', '.join(FORMATS)}.")
     paths = [results] if isinstance(results, Path) else list(results)
     cells, records = read_together(paths)
     source = ", ".join(path.name for path in paths)
@@ -319,7 +317,7 @@ def write_report(
         "latex": lambda: as_latex(tables),
     }
     if out.exists() and not out.is_dir():
-        raise WeirError(f"{out} is a file, and --out is the folder of a report; name another")
+        raise WeirError(f"{out} is a file, and --out must be a folder. Use another name.")
     try:
         out.mkdir(parents=True, exist_ok=True)
         wanted = [name for name in FORMATS if name in formats]
@@ -342,9 +340,9 @@ def _parts(done: Sequence[CellRecord]) -> Iterator[ReportPart]:
         yield ReportPart(table.title, words, table=table)
     for table in across_models(done):
         words = (
-            "What each policy makes of a model's figures at the same bytes or slots: the ratio, or "
-            "of shares of right answers the difference. Mean over the sizes of a model, and then "
-            f"over models. {MARKS} {ACROSS}"
+            "How each policy changes a model's figures at the same bytes or slots: the ratio, or "
+            "for shares of right answers the difference. Mean over the sizes of a model, and "
+            f"then over models. {MARKS} {ACROSS}"
         )
         yield ReportPart(table.title, words, table=table)
     for table in by_distance(done):
@@ -355,9 +353,9 @@ def _parts(done: Sequence[CellRecord]) -> Iterator[ReportPart]:
     for number, ((model, _, setting), mine) in enumerate(settings.items()):
         label = mine[0]["metric"]
         points = (
-            f"{label} against the bytes of the cache; {mine[0]['better']} is better. Points of one "
-            "policy with different budgets are joined; those on the gray line no other beats in "
-            "both."
+            f"{label} against the bytes of the cache; {mine[0]['better']} is better. Points of "
+            "one policy with different budgets are joined. No other policy is better in both "
+            "respects than the points on the gray line."
         )
         along = "Perplexity of each block of the text; lower is better."
         needles = "Share of needles found, by length and depth of the haystack."
