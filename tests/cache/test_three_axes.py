@@ -322,7 +322,7 @@ def test_images_and_tokens_that_do_not_go_together(name: str) -> None:
     for said, wrong in (
         ("pixel_values came without image_grid_thw", None),
         (r"must be a tensor \[images, 3\]", sizes.float()),
-        ("tells of 99 patches, and pixel_values has", torch.tensor([[1, 9, 11]])),
+        ("declares 99 patches, but pixel_values has", torch.tensor([[1, 9, 11]])),
     ):
         with pytest.raises(WeirError, match=said):
             stream.feed({**asked.given, "image_grid_thw": wrong})

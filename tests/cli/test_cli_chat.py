@@ -351,7 +351,7 @@ def test_a_conversation_is_kept_and_continued(chat, chats, model):
             ("--continue",),
             "no conversation with .* to continue in .*. Start one with weir chat",
         ),
-        (("--continue", "--session", "x"), "give one"),
+        (("--continue", "--session", "x"), "Give only one"),
         (
             ("--continue", "--system", "x"),
             "--system is only for a new conversation, and --continue",

@@ -408,5 +408,5 @@ def test_what_a_server_holds_is_counted(capsys, model):
     quantized = facts_of(capsys, *how, "--pin-slots", "int8")
     assert quantized["stream_bytes"] < facts["stream_bytes"]
     shown = run(capsys, "size", *how, "--rows", 3).out
-    assert "ends of 256 turns" in shown
+    assert "states of 256 turns" in shown
     assert "8 states of prompts" in shown
