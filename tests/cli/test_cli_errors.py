@@ -40,7 +40,7 @@ WRONG = {
     "a typo in a policy": (["--policy", "streaming_lm(64)"], "did you mean 'streaming_llm'"),
     "a typo in a pool": (["--policy", "sink(4) | recnt(6)"], "(character 11: sink(4) | »recnt(6))"),
     "a budget below its sinks": (["--policy", "streaming_llm(budget=3)"], "leaves no slots"),
-    "a budget of nothing": (["--policy", "window(0)"], "a whole number of at least 1, not 0"),
+    "a budget of nothing": (["--policy", "window(0)"], "a whole number of at least 1, got 0"),
     "a budget past the model's window": (["--policy", "recompute(600)"], "the model knows 512"),
     "a policy of several lines": (["--policy", "sink(4) |\n recnt(6)"], "did you mean 'recent'"),
     "no policy": (["--policy", ""], "expected a pool or a policy"),
@@ -48,7 +48,7 @@ WRONG = {
         ["--model", "./nowhere"],
         ("the model folder './nowhere' does not"),
     ),
-    "a model nobody has": (["--model", "nobody/nothing"], "there is no model 'nobody/nothing'"),
+    "a model nobody has": (["--model", "nobody/nothing"], "model 'nobody/nothing' not found"),
     "a text that is not there": (["--text", "nowhere.txt"], "cannot read nowhere.txt: No such"),
     "a folder for a text": (["--text", "/"], "cannot read /: Is a directory"),
 }

@@ -217,7 +217,10 @@ DAMAGED = {
         "does not contain a model: its config.json is nested too deeply. Use",
     ),
     **{
-        f"{key} = {value}": (config(**{key: value}), f"says {key} = {value}, where a whole number")
+        f"{key} = {value}": (
+            config(**{key: value}),
+            (f"has {key} = {value}, which must be a whole number"),
+        )
         for key, value in (
             ("num_hidden_layers", 2**31),
             ("num_hidden_layers", -1),
@@ -310,7 +313,7 @@ def test_a_device_that_is_not_there_is_refused():
 
 def test_a_name_in_place_of_a_model_is_refused_in_a_sentence() -> None:
     for make in (weir.StreamingCache, weir.Stream):
-        with pytest.raises(weir.WeirError, match=r"not a str; weir\.load gives one"):
+        with pytest.raises(weir.WeirError, match=r"got a str\. weir\.load returns such a model"):
             make("nano")
 
 

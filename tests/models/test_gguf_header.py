@@ -152,14 +152,14 @@ def test_a_file_of_any_name_is_read_by_its_content(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "it is empty; download it again"),
-        (b"<!DOCTYPE html>", "it is a web page; download it again"),
+        (b"", "it is empty. Download it again"),
+        (b"<!DOCTYPE html>", "it is a web page. Download it again"),
         (b"version https://git-lfs", "only a pointer of Git LFS, whose file was not fetched"),
         (b"ggjt....", "has a format older than GGUF"),
         (b"PK\3\4....", r"it begins with b'PK.*\. Download it again"),
         (
             b"GGUF\4\0\0\0",
-            r"has version 4 of the GGUF format, and weir reads 2 and 3; take",
+            r"has version 4 of the GGUF format, and weir reads 2 and 3. Use",
         ),
     ],
 )

@@ -339,7 +339,7 @@ def test_names_are_never_parts_of_a_path(tmp_path):
     ("model", "policy", "chunk", "sentence"),
     [
         (MODEL, "sink(2) | recent(7)", CHUNK, r"the policy 'sink\(2\) \| recent\(6\)', here"),
-        (MODEL, POLICY, 8, "the chunk 4, here 8"),
+        (MODEL, POLICY, 8, "the chunk 4, and this server has 8"),
         (make_llama(layers=2), POLICY, CHUNK, "another model .layers 1, here 2"),
         (make_llama(layers=1, seed=3), POLICY, CHUNK, "another model .weights"),
     ],
@@ -377,7 +377,7 @@ def test_a_store_whose_policy_stood_for_other_pools_is_refused(tmp_path):
         was = one.place.row_format
     now = RowFormat.of(MODEL, "centers(24)", CHUNK)
     renamed = {"model": was.model, "kind": {**was.kind, "policy": "centers(24)"}}
-    with pytest.raises(WeirError, match=r"quiet=3.* here .*quiet=2"):
+    with pytest.raises(WeirError, match=r"quiet=3.* this server has .*quiet=2"):
         now.check(renamed)
     was.check(renamed)  # the same pools by another name
     with pytest.raises(WeirError, match="rows have the policy"):
@@ -386,7 +386,7 @@ def test_a_store_whose_policy_stood_for_other_pools_is_refused(tmp_path):
 
 def test_a_folder_that_is_none_of_ours_is_refused_and_left_alone(tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(WeirError, match="file is no folder"):
+    with pytest.raises(WeirError, match="file is not a folder"):
         store(tmp_path / "file")
     with store(tmp_path / "a") as one:
         kept(one, "n0", NODES[0])
@@ -416,7 +416,9 @@ def test_a_database_of_another_version_is_refused_by_name(tmp_path):
     with sqlite3.connect(tmp_path / "weir.db") as db:
         db.execute("PRAGMA user_version = 1")
     db.close()
-    with pytest.raises(WeirError, match=r"weir\.db has version 1, and this weir reads 2"):
+    with pytest.raises(
+        WeirError, match=(r"weir\.db has version 1, and this version of weir reads " r"2")
+    ):
         store(tmp_path)
 
 
