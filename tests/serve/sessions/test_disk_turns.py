@@ -367,7 +367,7 @@ def test_without_a_chunk_engine_and_store_take_that_of_the_policy_file(tmp_path)
             named = one.load("a").state.facts
         with store(folder, RowFormat.of(MODEL, policy, chunk)) as one:
             assert one.load("a").state.facts == named
-        with pytest.raises(WeirError, match=f"the chunk {chunk}, here {CHUNK}"):
+        with pytest.raises(WeirError, match=f"the chunk {chunk}, and this server has {CHUNK}"):
             store(folder, RowFormat.of(MODEL, policy, CHUNK))
         assert Engine(MODEL, policy, 1, SessionStore(), chunk=CHUNK).cache.chunk == CHUNK
 
